@@ -1,0 +1,473 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SiteMessage(_message.Message):
+    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BID_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    BYE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    load: Load
+    accepted: Accepted
+    rejected: Rejected
+    step: Step
+    bid: Bid
+    released: Released
+    pong: Pong
+    draining: Draining
+    bye: Bye
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
+
+class GatewayMessage(_message.Message):
+    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    assign: Assign
+    cancel: Cancel
+    release: Release
+    drain: Drain
+    resume: Resume
+    ping: Ping
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "attempts")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SITE_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOUD_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    site: str
+    boot_id: str
+    cloud: str
+    region: str
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    slots: int
+    kv_capacity_tokens: int
+    input_usd_per_mtok: float
+    output_usd_per_mtok: float
+    engine: str
+    version: str
+    attempts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_S_FIELD_NUMBER: _ClassVar[int]
+    OWNED_BY_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    revision: str
+    context_tokens: int
+    created_s: int
+    owned_by: str
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_LOAD_FIELD_NUMBER: _ClassVar[int]
+    KV_FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_RESERVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_PER_ITERATION_FIELD_NUMBER: _ClassVar[int]
+    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REMAINING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    monotonic_s: float
+    running: int
+    pending: int
+    token_load: float
+    kv_free_tokens: int
+    kv_reserved_tokens: int
+    tokens_per_s: float
+    seconds_per_iteration: float
+    iteration: IterationCost
+    running_remaining: _containers.RepeatedScalarFieldContainer[int]
+    running_weight: int
+    pending_prompt_tokens: int
+    pending_response_tokens: float
+    tokens_total: int
+    prompt_tokens_total: int
+    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ...) -> None: ...
+
+class IterationCost(_message.Message):
+    __slots__ = ("base_s", "per_row_s", "per_token_s", "per_kv_token_s")
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    PER_ROW_S_FIELD_NUMBER: _ClassVar[int]
+    PER_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PER_KV_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    base_s: float
+    per_row_s: float
+    per_token_s: float
+    per_kv_token_s: float
+    def __init__(self, base_s: _Optional[float] = ..., per_row_s: _Optional[float] = ..., per_token_s: _Optional[float] = ..., per_kv_token_s: _Optional[float] = ...) -> None: ...
+
+class Assign(_message.Message):
+    __slots__ = ("attempt_id", "query_id", "model", "chat", "text", "token_ids", "sampling", "forecast", "lane", "priority", "deadline_s", "tenant", "resume", "traceparent")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    QUERY_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    FORECAST_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: str
+    query_id: str
+    model: str
+    chat: Chat
+    text: str
+    token_ids: TokenIds
+    sampling: Sampling
+    forecast: Forecast
+    lane: int
+    priority: int
+    deadline_s: float
+    tenant: str
+    resume: ResumeFrom
+    traceparent: str
+    def __init__(self, attempt_id: _Optional[str] = ..., query_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., forecast: _Optional[_Union[Forecast, _Mapping]] = ..., lane: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Chat(_message.Message):
+    __slots__ = ("messages", "tools_json")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    tools_json: str
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content", "name", "tool_calls_json", "tool_call_id")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_JSON_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    name: str
+    tool_calls_json: str
+    tool_call_id: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "logprobs", "echo", "guided_json")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ECHO_FIELD_NUMBER: _ClassVar[int]
+    GUIDED_JSON_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    min_tokens: int
+    ignore_eos: bool
+    logit_bias: _containers.ScalarMap[int, float]
+    logprobs: int
+    echo: bool
+    guided_json: str
+    def __init__(self, max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., guided_json: _Optional[str] = ...) -> None: ...
+
+class Forecast(_message.Message):
+    __slots__ = ("generated", "expected_remaining", "p90_remaining")
+    GENERATED_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_REMAINING_FIELD_NUMBER: _ClassVar[int]
+    P90_REMAINING_FIELD_NUMBER: _ClassVar[int]
+    generated: _containers.RepeatedScalarFieldContainer[int]
+    expected_remaining: _containers.RepeatedScalarFieldContainer[float]
+    p90_remaining: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generated: _Optional[_Iterable[int]] = ..., expected_remaining: _Optional[_Iterable[float]] = ..., p90_remaining: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ResumeFrom(_message.Message):
+    __slots__ = ("token_ids", "text_chars")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text_chars: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text_chars: _Optional[int] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("attempt_id", "prompt_tokens", "position", "max_tokens")
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: str
+    prompt_tokens: int
+    position: int
+    max_tokens: int
+    def __init__(self, attempt_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., position: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class Rejected(_message.Message):
+    __slots__ = ("attempt_id", "reason", "message", "param")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REASON_UNSPECIFIED: _ClassVar[Rejected.Reason]
+        FULL: _ClassVar[Rejected.Reason]
+        DRAINING: _ClassVar[Rejected.Reason]
+        MODEL_UNKNOWN: _ClassVar[Rejected.Reason]
+        CONTEXT_LENGTH: _ClassVar[Rejected.Reason]
+        INVALID: _ClassVar[Rejected.Reason]
+        UNSUPPORTED: _ClassVar[Rejected.Reason]
+        INTERNAL: _ClassVar[Rejected.Reason]
+    REASON_UNSPECIFIED: Rejected.Reason
+    FULL: Rejected.Reason
+    DRAINING: Rejected.Reason
+    MODEL_UNKNOWN: Rejected.Reason
+    CONTEXT_LENGTH: Rejected.Reason
+    INVALID: Rejected.Reason
+    UNSUPPORTED: Rejected.Reason
+    INTERNAL: Rejected.Reason
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PARAM_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: str
+    reason: Rejected.Reason
+    message: str
+    param: str
+    def __init__(self, attempt_id: _Optional[str] = ..., reason: _Optional[_Union[Rejected.Reason, str]] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("deltas",)
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    deltas: _containers.RepeatedCompositeFieldContainer[Delta]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("attempt_id", "index", "text", "token_ids", "finish", "error", "logprobs", "timings", "prompt_logprobs", "completion_tokens")
+    class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NOT_FINISHED: _ClassVar[Delta.Finish]
+        STOP: _ClassVar[Delta.Finish]
+        LENGTH: _ClassVar[Delta.Finish]
+        CANCELLED: _ClassVar[Delta.Finish]
+        FAILED: _ClassVar[Delta.Finish]
+        TOOL_CALLS: _ClassVar[Delta.Finish]
+    NOT_FINISHED: Delta.Finish
+    STOP: Delta.Finish
+    LENGTH: Delta.Finish
+    CANCELLED: Delta.Finish
+    FAILED: Delta.Finish
+    TOOL_CALLS: Delta.Finish
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: str
+    index: int
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish: Delta.Finish
+    error: str
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    timings: Timings
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    completion_tokens: int
+    def __init__(self, attempt_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Delta.Finish, str]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token", "raw", "logprob", "top", "absent")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    raw: bytes
+    logprob: float
+    top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    absent: bool
+    def __init__(self, token: _Optional[str] = ..., raw: _Optional[bytes] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., absent: _Optional[bool] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("queued_s", "prefill_s", "decode_s", "cached_prompt_tokens", "preemptions")
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    cached_prompt_tokens: int
+    preemptions: int
+    def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., cached_prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+
+class Bid(_message.Message):
+    __slots__ = ("bid_id", "free_slots", "free_kv_tokens", "tokens_per_s")
+    BID_ID_FIELD_NUMBER: _ClassVar[int]
+    FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    FREE_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    bid_id: str
+    free_slots: int
+    free_kv_tokens: int
+    tokens_per_s: float
+    def __init__(self, bid_id: _Optional[str] = ..., free_slots: _Optional[int] = ..., free_kv_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("release_id", "attempt_ids")
+    RELEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    release_id: str
+    attempt_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Released(_message.Message):
+    __slots__ = ("release_id", "attempt_ids")
+    RELEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    release_id: str
+    attempt_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel")
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    gateway: str
+    peers: _containers.RepeatedScalarFieldContainer[str]
+    heartbeat_s: float
+    grace_s: float
+    cancel: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("attempt_id",)
+    ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
+    attempt_id: str
+    def __init__(self, attempt_id: _Optional[str] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("deadline_s", "reason")
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    reason: str
+    def __init__(self, deadline_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("reason", "deadline_s")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    deadline_s: float
+    def __init__(self, reason: _Optional[str] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class Bye(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("nonce",)
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    def __init__(self, nonce: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("nonce", "monotonic_s")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
+    nonce: int
+    monotonic_s: float
+    def __init__(self, nonce: _Optional[int] = ..., monotonic_s: _Optional[float] = ...) -> None: ...
