@@ -1,0 +1,1 @@
+"""HTTP in, the best site chosen, tokens out, nothing lost."""

@@ -1,0 +1,356 @@
+"""The values the gateway thinks in: frozen, plain, without I/O. Protobuf, OpenAI JSON and SQL rows become these at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from predictor.forecast import Forecast
+
+# ---- a query ---------------------------------------------------------------------------------------------------------
+
+
+class Lane(IntEnum):
+    """Interactive queries run before batch lines at a site."""
+
+    INTERACTIVE = 0
+    BATCH = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat. `tool_calls_json` is OpenAI's array as text, empty when there is none."""
+
+    role: str
+    content: str
+    name: str = ""
+    tool_calls_json: str = ""
+    tool_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: tuple[Message, ...]
+    tools_json: str = ""
+
+
+Prompt = Chat | str | tuple[int, ...]
+"""A chat, a text, or token ids. The site tokenizes: the gateway has no tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw tokens; defaults are OpenAI's. `max_tokens` None means as long as the context allows."""
+
+    max_tokens: int | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    echo: bool = False
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a broken answer can go on elsewhere from the delivered tokens alone."""
+        return self.n == 1 and self.logprobs is None and not self.echo
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the API key and its tenant. `models` None means every model."""
+
+    key_id: str
+    tenant: str
+    models: frozenset[str] | None = None
+    admin: bool = False
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One user request. Times are seconds on the gateway's monotonic clock."""
+
+    id: str
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    caller: Caller
+    received_s: float
+    deadline_s: float
+    lane: Lane = Lane.INTERACTIVE
+    priority: int = 0
+    traceparent: str = ""
+
+    @property
+    def text(self) -> str:
+        """What the forecast reads: the last user message, the text, or nothing for token ids."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if isinstance(self.prompt, Chat):
+            return next((m.content for m in reversed(self.prompt.messages) if m.role == "user"), "")
+        return ""
+
+    @property
+    def prompt_tokens_guess(self) -> int:
+        """Until a site has tokenized the prompt: four characters a token, plus four tokens a message."""
+        if isinstance(self.prompt, Chat):
+            return sum(4 + len(m.content) // 4 for m in self.prompt.messages) + len(self.prompt.tools_json) // 4
+        if isinstance(self.prompt, str):
+            return 1 + len(self.prompt) // 4
+        return len(self.prompt)
+
+
+# ---- a site ----------------------------------------------------------------------------------------------------------
+
+
+class SiteState(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+    PAUSED = "paused"
+    EJECTED = "ejected"
+    STALE = "stale"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    id: str
+    revision: str
+    context_tokens: int
+    created_s: int
+    owned_by: str
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class SiteIdentity:
+    """What a site says of itself once, in Hello."""
+
+    name: str
+    boot_id: str
+    cloud: str
+    region: str
+    models: Mapping[str, Model]
+    slots: int
+    kv_capacity_tokens: int
+    input_usd_per_mtok: float = 0.0
+    output_usd_per_mtok: float = 0.0
+    engine: str = "native"
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationCost:
+    """Seconds of one engine iteration = base + rows, new tokens and KV tokens read, each at its price."""
+
+    base_s: float = 0.0
+    per_row_s: float = 0.0
+    per_token_s: float = 0.0
+    per_kv_token_s: float = 0.0
+
+    def seconds(self, rows: float, tokens: float, kv_tokens: float) -> float:
+        return self.base_s + self.per_row_s * rows + self.per_token_s * tokens + self.per_kv_token_s * kv_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A site's own figures. `received_s` is on this gateway's clock; ages are differences on one clock."""
+
+    seq: int
+    received_s: float
+    running: int = 0
+    pending: int = 0
+    token_load: float = 0.0
+    kv_free_tokens: int = 0
+    kv_reserved_tokens: int = 0
+    tokens_per_s: float = 0.0
+    seconds_per_iteration: float = 0.0
+    iteration: IterationCost = IterationCost()
+    running_remaining: tuple[int, ...] = ()
+    running_weight: int = 1
+    pending_prompt_tokens: int = 0
+    pending_response_tokens: float = 0.0
+    tokens_total: int = 0
+    prompt_tokens_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What this gateway assigned to a site that the site's last report does not cover yet."""
+
+    requests: int = 0
+    prompt_tokens: float = 0.0
+    response_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A site as deciding sees it: identity, last report, local credit, and what operators said of it."""
+
+    identity: SiteIdentity
+    state: SiteState
+    load: LoadReport
+    credit: Credit = Credit()
+    rtt_s: float = 0.0
+    weight: float = 1.0
+    pinned_off: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+
+# ---- a decision ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A forecast on one site. Seconds from now as the client would see them."""
+
+    site: str
+    wait_s: float
+    first_token_s: float
+    finish_s: float
+    price_usd: float
+    kv_tokens: int
+    load_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which site serves an attempt, and everything needed to explain or replay it."""
+
+    query_id: str
+    attempt_id: str
+    site: str
+    policy: str
+    reason: str
+    estimates: tuple[Estimate, ...]
+    excluded: Mapping[str, str]
+    decided_s: float
+
+    @property
+    def estimate(self) -> Estimate:
+        return next(e for e in self.estimates if e.site == self.site)
+
+
+# ---- an answer -------------------------------------------------------------------------------------------------------
+
+
+class Finish(StrEnum):
+    """Why a choice ended, in the client's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """`logprob` is None for the first token of an echoed prompt."""
+
+    token: str
+    raw: bytes
+    logprob: float | None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first thing an answer yields, once the first token is there: from here on the status is 200."""
+
+    site: str
+    cloud: str
+    region: str
+    attempts: int
+    queue_s: float
+    prompt_tokens: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one choice. `finish` is set exactly once per choice, in its last delta."""
+
+    index: int
+    text: str
+    completion_tokens: int
+    finish: Finish | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The last thing an answer yields. `completion_tokens` is summed over the choices; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+Piece = Opening | Delta | Usage
+"""An answer is Opening, Delta …, Usage. It raises a MicoError before Opening, or after it when it cannot go on."""
+
+
+# ---- what really happened ----------------------------------------------------------------------------------------------
+
+
+class Status(StrEnum):
+    ANSWERED = "answered"
+    CANCELLED = "cancelled"  # the client went away
+    FAILED = "failed"  # accepted, then an error the client could read
+    REFUSED = "refused"  # never reached a site, or every site refused it
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of one query on one site, as it ended. `ended` is the finish or the reason it broke."""
+
+    decision: Decision
+    ended: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One per query, recorded once. Durations in seconds; `received_at` is unix time."""
+
+    query_id: str
+    tenant: str
+    key_id: str
+    model: str
+    status: Status
+    error: str
+    prompt_tokens: int
+    completion_tokens: int
+    forecast: Forecast | None
+    attempts: tuple[Attempt, ...]
+    received_at: float
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float
+
+    @property
+    def site(self) -> str:
+        """The site that had it last, empty if none."""
+        return self.attempts[-1].decision.site if self.attempts else ""

@@ -1,0 +1,81 @@
+"""Every way a query can fail, as one tree. `api/problems.py` is the only place that maps it to HTTP.
+
+    MicoError
+    ├── ClientMistake            4xx, costs no token
+    │   ├── BadRequest           400, names the field
+    │   │   └── ContextTooLong   400, both numbers in the message
+    │   ├── Unauthenticated      401
+    │   ├── Forbidden            403
+    │   ├── ModelNotFound        404
+    │   └── TooMany              429, Retry-After
+    ├── Overloaded               503, no site has room now, Retry-After
+    ├── NoSite                   503, no site serves this model now, Retry-After
+    ├── UpstreamFailed           502, a site failed before the first token and no other could take over
+    ├── UpstreamLost             in the stream: a site failed after the first token and resuming is impossible
+    └── DeadlinePassed           504
+"""
+
+from __future__ import annotations
+
+
+class MicoError(Exception):
+    """Carries a sentence that a person can act on. `param` names the offending field of the request, if any."""
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class ClientMistake(MicoError):
+    pass
+
+
+class BadRequest(ClientMistake):
+    """`code` is OpenAI's error code where it has one for the case, such as `missing_required_parameter`."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.code = code
+
+
+class ContextTooLong(BadRequest):
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class Unauthenticated(ClientMistake):
+    pass
+
+
+class Forbidden(ClientMistake):
+    pass
+
+
+class ModelNotFound(ClientMistake):
+    pass
+
+
+class TooMany(ClientMistake):
+    pass
+
+
+class Overloaded(MicoError):
+    pass
+
+
+class NoSite(MicoError):
+    pass
+
+
+class UpstreamFailed(MicoError):
+    pass
+
+
+class UpstreamLost(MicoError):
+    pass
+
+
+class DeadlinePassed(MicoError):
+    pass
