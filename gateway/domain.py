@@ -1,4 +1,4 @@
-"""The values the gateway thinks in: frozen, plain, without I/O. Protobuf, OpenAI JSON and SQL rows become these at the edge."""
+"""The values the gateway thinks in: frozen and plain. Protobuf, OpenAI JSON and SQL become these at the edge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum, StrEnum
 
 from predictor.forecast import Forecast
 
-# ---- a query ---------------------------------------------------------------------------------------------------------
+# ---- a query -------------------------------------------------------------------------------------
 
 
 class Lane(IntEnum):
@@ -108,13 +108,15 @@ class Query:
     def prompt_tokens_guess(self) -> int:
         """Until a site has tokenized the prompt: four characters a token, plus four tokens a message."""
         if isinstance(self.prompt, Chat):
-            return sum(4 + len(m.content) // 4 for m in self.prompt.messages) + len(self.prompt.tools_json) // 4
+            return (
+                sum(4 + len(m.content) // 4 for m in self.prompt.messages) + len(self.prompt.tools_json) // 4
+            )
         if isinstance(self.prompt, str):
             return 1 + len(self.prompt) // 4
         return len(self.prompt)
 
 
-# ---- a site ----------------------------------------------------------------------------------------------------------
+# ---- a site --------------------------------------------------------------------------------------
 
 
 class SiteState(StrEnum):
@@ -163,7 +165,9 @@ class IterationCost:
     per_kv_token_s: float = 0.0
 
     def seconds(self, rows: float, tokens: float, kv_tokens: float) -> float:
-        return self.base_s + self.per_row_s * rows + self.per_token_s * tokens + self.per_kv_token_s * kv_tokens
+        return (
+            self.base_s + self.per_row_s * rows + self.per_token_s * tokens + self.per_kv_token_s * kv_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class Site:
         return self.identity.name
 
 
-# ---- a decision ------------------------------------------------------------------------------------------------------
+# ---- a decision ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +252,7 @@ class Decision:
         return next(e for e in self.estimates if e.site == self.site)
 
 
-# ---- an answer -------------------------------------------------------------------------------------------------------
+# ---- an answer -----------------------------------------------------------------------------------
 
 
 class Finish(StrEnum):
@@ -284,11 +288,12 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of one choice. `finish` is set exactly once per choice, in its last delta."""
+    """New output of one choice; `completion_tokens` is its count so far. `finish` is set once, in its last delta."""
 
     index: int
     text: str
     completion_tokens: int
+    token_ids: tuple[int, ...] = ()
     finish: Finish | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
@@ -296,7 +301,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The last thing an answer yields. `completion_tokens` is summed over the choices; the prompt counts once."""
+    """The last thing an answer yields. `completion_tokens` sums the choices; the prompt counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -307,10 +312,10 @@ class Usage:
 
 
 Piece = Opening | Delta | Usage
-"""An answer is Opening, Delta …, Usage. It raises a MicoError before Opening, or after it when it cannot go on."""
+"""An answer is Opening, Delta …, Usage. It raises a MicoError where it cannot go on."""
 
 
-# ---- what really happened ----------------------------------------------------------------------------------------------
+# ---- what really happened ------------------------------------------------------------------------
 
 
 class Status(StrEnum):

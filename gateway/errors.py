@@ -1,25 +1,25 @@
 """Every way a query can fail, as one tree. `api/problems.py` is the only place that maps it to HTTP.
 
-    MicoError
-    ├── ClientMistake            4xx, costs no token
-    │   ├── BadRequest           400, names the field
-    │   │   └── ContextTooLong   400, both numbers in the message
-    │   ├── Unauthenticated      401
-    │   ├── Forbidden            403
-    │   ├── ModelNotFound        404
-    │   └── TooMany              429, Retry-After
-    ├── Overloaded               503, no site has room now, Retry-After
-    ├── NoSite                   503, no site serves this model now, Retry-After
-    ├── UpstreamFailed           502, a site failed before the first token and no other could take over
-    ├── UpstreamLost             in the stream: a site failed after the first token and resuming is impossible
-    └── DeadlinePassed           504
+MicoError
+├── ClientMistake            4xx, costs no token
+│   ├── BadRequest           400, names the field
+│   │   └── ContextTooLong   400, both numbers in the message
+│   ├── Unauthenticated      401
+│   ├── Forbidden            403
+│   ├── ModelNotFound        404
+│   └── TooMany              429, Retry-After
+├── Overloaded               503, no site has room now, Retry-After
+├── NoSite                   503, no site serves this model now, Retry-After
+├── UpstreamFailed           502, a site failed before the first token and no other could take over
+├── UpstreamLost             in the stream: a site failed after the first token and resuming is impossible
+└── DeadlinePassed           504
 """
 
 from __future__ import annotations
 
 
 class MicoError(Exception):
-    """Carries a sentence that a person can act on. `param` names the offending field of the request, if any."""
+    """Carries a sentence that a person can act on. `param` names the offending field of the request."""
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -1,0 +1,35 @@
+"""Which sites may serve a demand at all, and the reason why another may not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gateway.domain import Site, SiteState
+from gateway.routing.demand import Demand
+
+STALE_AFTER_S = 3.0
+"""Three missed reports: sites report at least once a second."""
+
+
+def why_not(demand: Demand, site: Site, now_s: float, avoid: Collection[str] = ()) -> str | None:
+    """Why this site can't take the demand, None if it can. `avoid`: sites that failed this query before."""
+    if site.name in avoid:
+        return "failed this query before"
+    if site.state is not SiteState.READY:
+        return site.state.value
+    if site.weight <= 0:
+        return "weight 0"
+    if (age_s := now_s - site.load.received_s) > STALE_AFTER_S:
+        return f"load report {age_s:.1f} s old"
+    return _model_why_not(demand, site)
+
+
+def _model_why_not(demand: Demand, site: Site) -> str | None:
+    model = site.identity.models.get(demand.model)
+    if model is None:
+        return "does not serve the model"
+    if demand.model in site.pinned_off:
+        return "model pinned off by an operator"
+    if not demand.needs <= model.features:
+        return "lacks " + ", ".join(sorted(demand.needs - model.features))
+    return None
