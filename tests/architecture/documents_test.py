@@ -1,0 +1,92 @@
+"""Prose that is run: the file map against the tree, and every example in a document against the tools."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+from click import Command, Context, Group
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+
+
+def test_the_file_map_names_what_exists_and_all_that_stands_at_the_top() -> None:
+    listed = [line.split()[0].rstrip("/") for line in file_map() if line.strip()]
+    assert [name for name in listed if not (ROOT / name).exists()] == []
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {line.split("/")[0] for line in tracked.splitlines()}
+    assert {name for name in top if not name.startswith(".")} - {
+        name.split("/")[0] for name in listed
+    } == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = LINK.findall(document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_shell_examples_parse(document: Path) -> None:
+    for example in examples(document, "sh", "bash"):
+        run = subprocess.run(["bash", "-n"], input=example, capture_output=True, text=True, check=False)
+        assert run.returncode == 0, f"{example}\n{run.stderr}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_examples_parse(document: Path) -> None:
+    for example in examples(document, "python"):
+        assert compile(example, document.name, "exec")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_examples_name_commands_and_options_that_exist(document: Path) -> None:
+    assert [problem for line in command_lines(document) for problem in unknown_parts(line)] == []
+
+
+def file_map() -> list[str]:
+    """The lines of the fenced block that follows the heading `## File map`."""
+    after = (ROOT / "README.md").read_text().partition("## File map")[2]
+    return FENCE.search(after).group(2).splitlines()
+
+
+def examples(document: Path, *languages: str) -> Iterator[str]:
+    return (body for language, body in FENCE.findall(document.read_text()) if language in languages)
+
+
+def command_lines(document: Path) -> Iterator[list[str]]:
+    """The words of each `mico …`, `./dev up …` and `./dev down …` in the document's shell examples."""
+    for example in examples(document, "sh", "bash"):
+        for line in example.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["mico"] or words[:2] in (["./dev", "up"], ["./dev", "down"]):
+                yield words[1:]
+
+
+def unknown_parts(words: list[str]) -> Iterator[str]:
+    from mico.cli import app
+
+    command: Command = typer.main.get_command(app)
+    spoken = "mico"
+    for word in words:
+        if isinstance(command, Group) and not word.startswith("-"):
+            found = command.get_command(Context(command), word)
+            if found is None:
+                yield f"{spoken} {word}: no such command"
+                return
+            command, spoken = found, f"{spoken} {word}"
+        elif word.startswith("--") and word.split("=")[0] not in option_names(command):
+            yield f"{spoken} {word}: no such option"
+
+
+def option_names(command: Command) -> set[str]:
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return options | {"--help"}
