@@ -1,4 +1,4 @@
-"""The values the gateway thinks in: frozen and plain. Protobuf, OpenAI JSON and SQL become these at the edge."""
+"""The values the gateway thinks in: frozen and plain. Protobuf, JSON and SQL become these at the edge."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of one choice; `completion_tokens` is its count so far. `finish` is set once, in its last delta."""
+    """New output of one choice; `completion_tokens` counts so far, `finish` is set in its last delta only."""
 
     index: int
     text: str

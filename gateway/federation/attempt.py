@@ -1,0 +1,160 @@
+"""One live try of one query on one site: what has come of it, for the one reader that relays it.
+
+Does not talk to the site; `link.py` feeds it and is told when the reader gives up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from gateway.domain import Decision, Delta
+
+
+class Cause(StrEnum):
+    """Why an attempt broke. The first two are the client's mistakes: no other site would do better."""
+
+    CONTEXT_LENGTH = "context_length"
+    INVALID = "invalid"
+    FULL = "full"
+    DRAINING = "draining"
+    UNSUPPORTED = "unsupported"
+    FAILED = "failed"
+    LOST = "lost"
+    RELEASED = "released"
+    CANCELLED = "cancelled"
+
+
+class Broken(NamedTuple):
+    site: str
+    cause: Cause
+    message: str
+    param: str | None = None
+
+
+class AttemptBroken(Exception):
+    """Raised to the reader when the attempt cannot go on at its site."""
+
+    def __init__(self, broken: Broken) -> None:
+        super().__init__(broken.message)
+        self.broken = broken
+
+
+class Accepted(NamedTuple):
+    prompt_tokens: int
+    position: int
+    max_tokens: int
+
+
+class Resume(NamedTuple):
+    """What the client already has of an answer: exact token ids, and how many characters of text."""
+
+    token_ids: tuple[int, ...]
+    text_chars: int
+
+
+@dataclass(slots=True)
+class _Choice:
+    pending: Delta | None = None
+    completion_tokens: int = 0
+    finished: bool = False
+
+
+class LiveAttempt:
+    """Deltas of a choice that the reader has not fetched yet are merged: memory is bounded by one answer.
+
+    One reader awaits `next`; `ended` is set once every choice has finished or the attempt broke.
+    """
+
+    def __init__(self, decision: Decision, choices: int, on_cancel: Callable[[LiveAttempt], None]) -> None:
+        self.decision = decision
+        self.accepted: Accepted | None = None
+        self.broken: Broken | None = None
+        self.ended = asyncio.Event()
+        self._choices = [_Choice() for _ in range(choices)]
+        self._news = asyncio.Event()
+        self._on_cancel = on_cancel
+
+    @property
+    def id(self) -> str:
+        return self.decision.attempt_id
+
+    @property
+    def completion_tokens(self) -> int:
+        """Counted by the site, over all choices."""
+        return sum(choice.completion_tokens for choice in self._choices)
+
+    # -- the link's side --
+
+    def accept(self, accepted: Accepted) -> None:
+        self.accepted = accepted
+
+    def feed(self, delta: Delta) -> None:
+        """Take one delta. Raises IndexError for a choice that was not asked for."""
+        choice = self._choices[delta.index]
+        if choice.finished or self.ended.is_set():
+            return
+        choice.pending = delta if choice.pending is None else _merge(choice.pending, delta)
+        self.count(delta.index, delta.completion_tokens)
+        if delta.finish is not None:
+            choice.finished = True
+            if all(c.finished for c in self._choices):
+                self.ended.set()
+        self._news.set()
+
+    def count(self, index: int, completion_tokens: int) -> None:
+        choice = self._choices[index]
+        choice.completion_tokens = max(choice.completion_tokens, completion_tokens)
+
+    def close_choice(self, index: int, broken: Broken) -> None:
+        """A choice was cancelled at the site; the attempt has ended once all its choices have."""
+        self._choices[index].finished = True
+        if all(choice.finished for choice in self._choices):
+            self.fail(broken)
+
+    def fail(self, broken: Broken) -> None:
+        if not self.ended.is_set():
+            self.broken = broken
+            self.ended.set()
+        self._news.set()
+
+    # -- the reader's side --
+
+    async def next(self) -> list[Delta]:
+        """What came since the last call, one delta a choice, in order of choices; [] after the end.
+
+        Raises AttemptBroken after everything that came before the break has been handed out.
+        """
+        while True:
+            if news := self._take():
+                return news
+            if self.broken is not None:
+                raise AttemptBroken(self.broken)
+            if self.ended.is_set():
+                return []
+            self._news.clear()
+            await self._news.wait()
+
+    def cancel(self) -> None:
+        """The reader wants no more of it. A no-op after the end; the site's last count still arrives."""
+        if not self.ended.is_set():
+            self._on_cancel(self)
+
+    def _take(self) -> list[Delta]:
+        news = [choice.pending for choice in self._choices if choice.pending is not None]
+        for choice in self._choices:
+            choice.pending = None
+        return news
+
+
+def _merge(first: Delta, then: Delta) -> Delta:
+    return replace(
+        then,
+        text=first.text + then.text,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=first.logprobs + then.logprobs,
+        prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
+    )

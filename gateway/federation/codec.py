@@ -1,0 +1,232 @@
+"""Protobuf ↔ the gateway's values. Everything a site sends is validated here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from gateway.domain import (
+    Chat,
+    Delta,
+    Finish,
+    IterationCost,
+    LoadReport,
+    Model,
+    Query,
+    SiteIdentity,
+    TokenLogprob,
+)
+from gateway.federation.attempt import Accepted, Broken, Cause, Resume
+from predictor.forecast import Forecast
+from wire import federation_pb2 as pb
+
+PROTOCOL = 1
+MAX_NAME = 200
+MAX_MODELS = 1000
+
+
+class Garbage(Exception):
+    """A site sent what no correct site sends; the link is closed with this reason."""
+
+
+# ---- from a site ----------------------------------------------------------------------------------
+
+
+def identity(hello: pb.Hello) -> SiteIdentity:
+    if hello.protocol != PROTOCOL:
+        raise Garbage(
+            f"protocol {hello.protocol}, this gateway speaks {PROTOCOL}: upgrade the older of the two"
+        )
+    if not 0 < len(hello.site) <= MAX_NAME or not hello.site.isprintable():
+        raise Garbage(f"a site's name has 1 to {MAX_NAME} printable characters")
+    if not 0 < len(hello.models) <= MAX_MODELS:
+        raise Garbage(f"a site serves 1 to {MAX_MODELS} models, not {len(hello.models)}")
+    if hello.slots == 0 or hello.kv_capacity_tokens == 0:
+        raise Garbage("a site has at least one slot and one KV token")
+    return SiteIdentity(
+        name=hello.site,
+        boot_id=hello.boot_id,
+        cloud=hello.cloud or "unknown",
+        region=hello.region or "unknown",
+        models=MappingProxyType({m.id: _model(m) for m in hello.models}),
+        slots=hello.slots,
+        kv_capacity_tokens=hello.kv_capacity_tokens,
+        input_usd_per_mtok=_amount(hello.input_usd_per_mtok, "price"),
+        output_usd_per_mtok=_amount(hello.output_usd_per_mtok, "price"),
+        engine=hello.engine or "native",
+        version=hello.version,
+    )
+
+
+def load(report: pb.Load, received_s: float) -> LoadReport:
+    cost = report.iteration
+    return LoadReport(
+        seq=report.seq,
+        received_s=received_s,
+        running=report.running,
+        pending=report.pending,
+        token_load=_amount(report.token_load, "token_load"),
+        kv_free_tokens=report.kv_free_tokens,
+        kv_reserved_tokens=report.kv_reserved_tokens,
+        tokens_per_s=_amount(report.tokens_per_s, "tokens_per_s"),
+        seconds_per_iteration=_amount(report.seconds_per_iteration, "seconds_per_iteration"),
+        iteration=IterationCost(
+            base_s=_amount(cost.base_s, "base_s"),
+            per_row_s=_amount(cost.per_row_s, "per_row_s"),
+            per_token_s=_amount(cost.per_token_s, "per_token_s"),
+            per_kv_token_s=_amount(cost.per_kv_token_s, "per_kv_token_s"),
+        ),
+        running_remaining=tuple(report.running_remaining[:64]),
+        running_weight=max(1, report.running_weight),
+        pending_prompt_tokens=report.pending_prompt_tokens,
+        pending_response_tokens=_amount(report.pending_response_tokens, "pending_response_tokens"),
+        tokens_total=report.tokens_total,
+        prompt_tokens_total=report.prompt_tokens_total,
+    )
+
+
+def accepted(message: pb.Accepted) -> Accepted:
+    return Accepted(message.prompt_tokens, message.position, message.max_tokens)
+
+
+_CAUSES: Mapping[int, Cause] = MappingProxyType(
+    {
+        pb.Rejected.FULL: Cause.FULL,
+        pb.Rejected.DRAINING: Cause.DRAINING,
+        pb.Rejected.MODEL_UNKNOWN: Cause.UNSUPPORTED,
+        pb.Rejected.UNSUPPORTED: Cause.UNSUPPORTED,
+        pb.Rejected.CONTEXT_LENGTH: Cause.CONTEXT_LENGTH,
+        pb.Rejected.INVALID: Cause.INVALID,
+    }
+)
+
+
+def rejected(message: pb.Rejected, site: str) -> Broken:
+    cause = _CAUSES.get(message.reason, Cause.FAILED)
+    return Broken(site, cause, message.message or f"{site} rejected the query", message.param or None)
+
+
+_FINISHES: Mapping[int, Finish | None] = MappingProxyType(
+    {
+        pb.Delta.NOT_FINISHED: None,
+        pb.Delta.STOP: Finish.STOP,
+        pb.Delta.LENGTH: Finish.LENGTH,
+        pb.Delta.TOOL_CALLS: Finish.TOOL_CALLS,
+    }
+)
+
+
+def delta(message: pb.Delta) -> Delta:
+    """Not for CANCELLED and FAILED: those end an attempt, not a choice."""
+    if message.finish not in _FINISHES:
+        raise Garbage(f"finish {message.finish} of a delta is unknown")
+    return Delta(
+        index=message.index,
+        text=message.text,
+        completion_tokens=message.completion_tokens,
+        token_ids=tuple(message.token_ids),
+        finish=_FINISHES[message.finish],
+        logprobs=tuple(map(_logprob, message.logprobs)),
+        prompt_logprobs=tuple(map(_logprob, message.prompt_logprobs)),
+    )
+
+
+def _model(message: pb.Model) -> Model:
+    if not 0 < len(message.id) <= MAX_NAME:
+        raise Garbage(f"a model's id has 1 to {MAX_NAME} characters")
+    return Model(
+        id=message.id,
+        revision=message.revision,
+        context_tokens=message.context_tokens,
+        created_s=message.created_s,
+        owned_by=message.owned_by or "mico",
+        features=frozenset(message.features),
+    )
+
+
+def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
+    logprob = None if message.absent else message.logprob
+    return TokenLogprob(message.token, message.raw, logprob, tuple(map(_logprob, message.top)))
+
+
+def _amount(value: float, name: str) -> float:
+    if not math.isfinite(value) or value < 0:
+        raise Garbage(f"{name} is {value}, not a finite amount")
+    return value
+
+
+# ---- to a site ------------------------------------------------------------------------------------
+
+
+def assign(
+    query: Query, attempt_id: str, forecast: Forecast, resume: Resume | None, deadline_s: float
+) -> pb.GatewayMessage:
+    message = pb.Assign(
+        attempt_id=attempt_id,
+        query_id=query.id,
+        model=query.model,
+        sampling=_sampling(query),
+        forecast=_forecast(forecast),
+        lane=query.lane,
+        priority=query.priority,
+        deadline_s=deadline_s,
+        tenant=query.caller.tenant,
+        traceparent=query.traceparent,
+    )
+    if isinstance(query.prompt, Chat):
+        message.chat.CopyFrom(_chat(query.prompt))
+    elif isinstance(query.prompt, str):
+        message.text = query.prompt
+    else:
+        message.token_ids.ids.extend(query.prompt)
+    if resume is not None:
+        message.resume.token_ids.extend(resume.token_ids)
+        message.resume.text_chars = resume.text_chars
+    return pb.GatewayMessage(assign=message)
+
+
+def _chat(chat: Chat) -> pb.Chat:
+    turns = (
+        pb.ChatMessage(
+            role=m.role,
+            content=m.content,
+            name=m.name,
+            tool_calls_json=m.tool_calls_json,
+            tool_call_id=m.tool_call_id,
+        )
+        for m in chat.messages
+    )
+    return pb.Chat(messages=turns, tools_json=chat.tools_json)
+
+
+def _sampling(query: Query) -> pb.Sampling:
+    s = query.sampling
+    return pb.Sampling(
+        max_tokens=s.max_tokens,
+        n=s.n,
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        repetition_penalty=s.repetition_penalty,
+        seed=s.seed,
+        stop=s.stop,
+        stop_token_ids=s.stop_token_ids,
+        min_tokens=s.min_tokens,
+        ignore_eos=s.ignore_eos,
+        logit_bias=s.logit_bias,
+        logprobs=s.logprobs,
+        echo=s.echo,
+    )
+
+
+def _forecast(forecast: Forecast) -> pb.Forecast:
+    curve = forecast.remaining_curve()
+    return pb.Forecast(
+        generated=[point.generated for point in curve],
+        expected_remaining=[point.expected_remaining for point in curve],
+        p90_remaining=[point.p90_remaining for point in curve],
+    )

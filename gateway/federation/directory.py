@@ -1,0 +1,78 @@
+"""Which sites there are and how busy they are: frozen `Site` values, replaced on every change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
+
+MAX_SITES = 10_000
+
+
+class Directory:
+    """Sites that left stay listed as down, so that an operator sees them, until `MAX_SITES` push them out."""
+
+    def __init__(self) -> None:
+        self._sites: dict[str, Site] = {}
+        self._snapshot: tuple[Site, ...] | None = None
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """An immutable picture of now, by name."""
+        if self._snapshot is None:
+            self._snapshot = tuple(self._sites[name] for name in sorted(self._sites))
+        return self._snapshot
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """Every model that a site serves now, or served before it went down."""
+        merged: dict[str, Model] = {}
+        for site in sorted(self.sites, key=lambda s: s.state is SiteState.READY):
+            merged.update(site.identity.models)
+        return MappingProxyType(merged)
+
+    def serves(self, model: str) -> bool:
+        """Whether a site that is up serves this model."""
+        return any(model in s.identity.models for s in self.sites if s.state is SiteState.READY)
+
+    def join(self, identity: SiteIdentity, now_s: float) -> None:
+        """A site is here; it takes work from its first report on."""
+        known = self._sites.pop(identity.name, None)
+        weight, pinned_off = (known.weight, known.pinned_off) if known else (1.0, frozenset[str]())
+        empty = LoadReport(seq=0, received_s=now_s, kv_free_tokens=identity.kv_capacity_tokens)
+        self._put(Site(identity, SiteState.STALE, empty, weight=weight, pinned_off=pinned_off))
+        self._forget_the_oldest()
+
+    def report(self, name: str, load: LoadReport, credit: Credit) -> None:
+        """A newer report; one that arrives out of order is dropped."""
+        site = self._sites[name]
+        if load.seq <= site.load.seq:
+            return
+        state = SiteState.READY if site.state is SiteState.STALE else site.state
+        self._put(replace(site, load=load, credit=credit, state=state))
+
+    def credit(self, name: str, credit: Credit) -> None:
+        self._put(replace(self._sites[name], credit=credit))
+
+    def measured(self, name: str, rtt_s: float) -> None:
+        """Round trips, smoothed: one late pong does not move a site away."""
+        site = self._sites[name]
+        smooth = rtt_s if site.rtt_s == 0 else 0.8 * site.rtt_s + 0.2 * rtt_s
+        self._put(replace(site, rtt_s=smooth))
+
+    def state(self, name: str, state: SiteState) -> None:
+        self._put(replace(self._sites[name], state=state))
+
+    def leave(self, name: str) -> None:
+        self._put(replace(self._sites[name], state=SiteState.DOWN, credit=Credit()))
+
+    def _put(self, site: Site) -> None:
+        self._sites[site.name] = site
+        self._snapshot = None
+
+    def _forget_the_oldest(self) -> None:
+        down = [name for name, site in self._sites.items() if site.state is SiteState.DOWN]
+        for name in down[: max(0, len(self._sites) - MAX_SITES)]:
+            del self._sites[name]

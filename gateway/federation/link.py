@@ -1,0 +1,157 @@
+"""One joined site: the attempts that live there, the messages to and from it. Synchronous, without a socket.
+
+The count of what runs is the size of the map of live attempts, never a counter kept beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway.domain import Credit, Decision, Query, SiteIdentity, SiteState
+from gateway.federation import codec
+from gateway.federation.attempt import Broken, Cause, LiveAttempt, Resume
+from gateway.federation.directory import Directory
+from gateway.routing.demand import Demand
+from predictor.forecast import Forecast
+from wire import federation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """`outbox` holds what the site has not been sent yet, bounded by the attempts that admission lets in."""
+
+    def __init__(self, identity: SiteIdentity, directory: Directory, clock: Callable[[], float]) -> None:
+        self.identity = identity
+        self.heard_s = clock()
+        self.outbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
+        self.closing: str | None = None
+        self._live: dict[str, LiveAttempt] = {}
+        self._uncovered: dict[str, Demand] = {}  # assigned, and in no report of the site yet
+        self._directory = directory
+        self._clock = clock
+        self._pings: dict[int, float] = {}
+        self._take: Mapping[str | None, Callable[[Any], None]] = {
+            "accepted": self._accepted,
+            "rejected": self._rejected,
+            "step": self._step,
+            "load": self._report,
+            "pong": self._pong,
+            "draining": self._draining,
+            "bye": self._draining,
+            "bid": lambda bid: None,  # pending work is offered to bidders once offloading is negotiated
+        }
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    # -- to the site --
+
+    def assign(
+        self, query: Query, decision: Decision, demand: Demand, forecast: Forecast, resume: Resume | None
+    ) -> LiveAttempt:
+        attempt = LiveAttempt(decision, query.sampling.n, self._cancel)
+        if self.closing is not None:
+            attempt.fail(Broken(self.name, Cause.LOST, self.closing))
+            return attempt
+        deadline_s = max(0.001, query.deadline_s - self._clock())
+        message = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
+        self._live[attempt.id] = attempt
+        self._uncovered[attempt.id] = demand
+        self._directory.credit(self.name, self._credit())
+        self.outbox.put_nowait(message)
+        return attempt
+
+    def ping(self) -> None:
+        """A new ping; those of more than a few rounds ago will not be answered any more."""
+        nonce = max(self._pings, default=0) + 1
+        self._pings[nonce] = self._clock()
+        self._pings.pop(nonce - 8, None)
+        self.outbox.put_nowait(pb.GatewayMessage(ping=pb.Ping(nonce=nonce)))
+
+    def _cancel(self, attempt: LiveAttempt) -> None:
+        if attempt.id in self._live:
+            self.outbox.put_nowait(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
+
+    # -- from the site --
+
+    def receive(self, message: pb.SiteMessage) -> None:
+        """Take one message. Raises Garbage when no correct site would have sent it."""
+        self.heard_s = self._clock()
+        body = message.WhichOneof("body")
+        if body not in self._take:
+            raise codec.Garbage(f"unexpected message {body}")
+        self._take[body](getattr(message, body))
+
+    def close(self, reason: str) -> None:
+        """The link is gone: whatever lived on it is lost here, and its readers are told."""
+        self.closing = reason
+        for attempt in list(self._live.values()):
+            self._end(attempt, Broken(self.name, Cause.LOST, f"{self.name} was lost: {reason}"))
+
+    def _accepted(self, message: pb.Accepted) -> None:
+        if attempt := self._live.get(message.attempt_id):
+            attempt.accept(codec.accepted(message))
+
+    def _rejected(self, message: pb.Rejected) -> None:
+        if attempt := self._live.get(message.attempt_id):
+            self._end(attempt, codec.rejected(message, self.name))
+
+    def _step(self, message: pb.Step) -> None:
+        for delta in message.deltas:
+            self._delta(delta)
+
+    def _delta(self, message: pb.Delta) -> None:
+        """Output of an attempt that is no longer ours is dropped: the attempt id is the fence."""
+        attempt = self._live.get(message.attempt_id)
+        if attempt is None:
+            return
+        try:
+            attempt.count(message.index, message.completion_tokens)
+            if message.finish == pb.Delta.FAILED:
+                self._end(attempt, Broken(self.name, Cause.FAILED, message.error or f"{self.name} failed"))
+            elif message.finish == pb.Delta.CANCELLED:
+                attempt.close_choice(message.index, Broken(self.name, Cause.CANCELLED, "cancelled"))
+            else:
+                attempt.feed(codec.delta(message))
+        except IndexError as exc:
+            raise codec.Garbage(f"choice {message.index} of attempt {attempt.id} was not asked for") from exc
+        if attempt.ended.is_set():
+            self._forget(attempt)
+
+    def _report(self, message: pb.Load) -> None:
+        """Messages keep their order, so a report covers every attempt accepted before it."""
+        report = codec.load(message, self._clock())
+        live = self._live
+        self._uncovered = {k: demand for k, demand in self._uncovered.items() if live[k].accepted is None}
+        self._directory.report(self.name, report, self._credit())
+
+    def _pong(self, message: pb.Pong) -> None:
+        if sent_s := self._pings.pop(message.nonce, None):
+            self._directory.measured(self.name, self.heard_s - sent_s)
+
+    def _draining(self, message: pb.Draining | pb.Bye) -> None:
+        log.info("site %s takes no more work: %s", self.name, message.reason)
+        self._directory.state(self.name, SiteState.DRAINING)
+
+    def _end(self, attempt: LiveAttempt, broken: Broken) -> None:
+        attempt.fail(broken)
+        self._forget(attempt)
+
+    def _forget(self, attempt: LiveAttempt) -> None:
+        self._live.pop(attempt.id, None)
+        if self._uncovered.pop(attempt.id, None) is not None:
+            self._directory.credit(self.name, self._credit())
+
+    def _credit(self) -> Credit:
+        fresh = self._uncovered.values()
+        prompt_tokens = sum(demand.prompt_tokens for demand in fresh)
+        return Credit(len(fresh), prompt_tokens, sum(demand.response_tokens for demand in fresh))
