@@ -1,0 +1,74 @@
+"""An artifact: a folder with `model.onnx` and the card that says what it is, what it was made from and how good.
+
+Does not run the model.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from predictor.errors import ArtifactError
+
+FORMAT = 1
+GRAPH_FILE = "model.onnx"
+CARD_FILE = "card.json"
+SHIPPED = Path(__file__).parent / "artifacts"
+DEFAULT_NAME = "lexical-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Everything a reader or a server needs to know of a model besides its weights."""
+
+    name: str
+    kind: str
+    edges: tuple[int, ...]
+    models: tuple[str, ...]
+    """Row 0 stands for every model that was not trained on."""
+    digest: str
+    """SHA-256 of `model.onnx`."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    trained_on: dict[str, Any] = field(default_factory=dict)
+    licences: dict[str, str] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    format: int = FORMAT
+
+
+def read_card(folder: Path) -> Card:
+    """The card, after checking that it is of our format and that the graph beside it is the one it speaks of."""
+    try:
+        values = json.loads((folder / CARD_FILE).read_text("utf-8"))
+        graph = (folder / GRAPH_FILE).read_bytes()
+    except FileNotFoundError as error:
+        raise ArtifactError(f"no predictor artifact in {folder}: {Path(error.filename).name} is missing") from error
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"the predictor artifact in {folder} cannot be read: {error}") from error
+    card = _card_of(values, folder)
+    if sha256(graph).hexdigest() != card.digest:
+        raise ArtifactError(f"{folder / GRAPH_FILE} is damaged: its digest is not the one on its card")
+    return card
+
+
+def write(folder: Path, graph: bytes, card: Card) -> None:
+    """Writes graph and card; the card last, so that a half-written artifact never loads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CARD_FILE).unlink(missing_ok=True)
+    (folder / GRAPH_FILE).write_bytes(graph)
+    (folder / CARD_FILE).write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def _card_of(values: Any, folder: Path) -> Card:
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        found = values.get("format") if isinstance(values, dict) else type(values).__name__
+        raise ArtifactError(f"the card in {folder} is of format {found}; this version reads {FORMAT}")
+    try:
+        card = Card(**values)
+    except TypeError as error:
+        raise ArtifactError(f"the card in {folder} does not fit this version: {error}") from error
+    return Card(**{**asdict(card), "edges": tuple(card.edges), "models": tuple(card.models), "notes": tuple(card.notes)})

@@ -1,0 +1,106 @@
+"""What a model sees of a query: the one definition, for training and for serving.
+
+Hashed words and word pairs with TF weights, and a few counts. Any text gives features: no exception, in
+bounded time. Does not know lengths, models or onnx.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+READ_HEAD_CHARS = 3_000
+READ_TAIL_CHARS = 1_000
+"""Of a longer text only the beginning and the end are read, where instructions stand."""
+
+WORD_SLOTS = 1 << 15
+PAIR_SLOTS = 1 << 16
+PADDING_SLOT = WORD_SLOTS + PAIR_SLOTS
+SLOTS = PADDING_SLOT + 1
+DENSE = 12
+
+# Scripts written without spaces count by the character; of a number the first four digits count.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]|\d{1,4}|[^\W\d_]+|[^\w\s]|\n")
+
+
+class Bag(NamedTuple):
+    """A text as slots of the table, each with its weight, and its counts."""
+
+    slots: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    dense: NDArray[np.float32]
+
+
+class Batch(NamedTuple):
+    """Bags padded to one width: slots and weights `[queries, width]`, dense `[queries, DENSE]`."""
+
+    slots: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    dense: NDArray[np.float32]
+
+
+def visible(text: str) -> str:
+    """The part of a text that is read."""
+    if len(text) <= READ_HEAD_CHARS + READ_TAIL_CHARS:
+        return text
+    return f"{text[:READ_HEAD_CHARS]}\n{text[-READ_TAIL_CHARS:]}"
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words, numbers, signs and line ends, in order."""
+    return _WORD.findall(visible(text).lower())
+
+
+def bag(text: str) -> Bag:
+    """Features of one text."""
+    found = words(text)
+    hashes = np.array([crc32(word.encode("utf-8", "surrogatepass")) for word in found], dtype=np.uint64)
+    pairs = (hashes[:-1] * np.uint64(0x9E3779B1) + hashes[1:] * np.uint64(0x85EBCA77)) >> np.uint64(7)
+    slots = np.concatenate([hashes % np.uint64(WORD_SLOTS), pairs % np.uint64(PAIR_SLOTS) + np.uint64(WORD_SLOTS)])
+    distinct, counts = np.unique(slots.astype(np.int64), return_counts=True)
+    weights = 1.0 + np.log(np.maximum(counts, 1))
+    norm = float(np.sqrt((weights**2).sum())) or 1.0
+    return Bag(distinct, (weights / norm).astype(np.float32), _dense(text, found))
+
+
+def batch(bags: Sequence[Bag]) -> Batch:
+    """Several bags in one rectangle; empty places point at the padding slot with weight 0."""
+    width = max(1, *(len(each.slots) for each in bags))
+    slots = np.full((len(bags), width), PADDING_SLOT, dtype=np.int64)
+    weights = np.zeros((len(bags), width), dtype=np.float32)
+    for row, each in enumerate(bags):
+        slots[row, : len(each.slots)] = each.slots
+        weights[row, : len(each.slots)] = each.weights
+    return Batch(slots, weights, np.stack([each.dense for each in bags]))
+
+
+def _dense(text: str, found: list[str]) -> NDArray[np.float32]:
+    """Counts that words do not carry, each about 0 to 1."""
+    read = visible(text)
+    length = max(1, len(read))
+    numbers = sum(word[0].isdigit() for word in found)
+    signs = sum(not word[0].isalnum() for word in found)
+    lines = read.count("\n")
+    return np.array(
+        [
+            math.log1p(len(text)) / 10.0,
+            math.log1p(len(found)) / 6.0,
+            math.log1p(lines) / 4.0,
+            math.log1p(numbers) / 4.0,
+            numbers / max(1, len(found)),
+            signs / max(1, len(found)),
+            sum(map(str.isupper, read)) / length,
+            0.0 if read.isascii() else sum(letter > "\x7f" for letter in read) / length,
+            float(read.rstrip().endswith("?")),
+            math.log1p(read.count("?")) / 3.0,
+            float("```" in read or "def " in read),
+            float(not found),
+        ],
+        dtype=np.float32,
+    )

@@ -1,0 +1,127 @@
+"""A forecast: how long an answer will be, as a distribution over ranges of length.
+
+Pure. Inside a range every whole length counts as equally likely.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+LEAST_REMAINING_TOKENS = 1.0
+CURVE_POINTS = 24
+CURVE_LEAST_SURVIVAL = 1e-3
+"""Beyond the length that one query in a thousand reaches, a curve says no more."""
+
+
+class RemainingPoint(NamedTuple):
+    """What is still to come once `generated` tokens are out."""
+
+    generated: int
+    expected_remaining: float
+    p90_remaining: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A distribution over response lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]]."""
+
+    edges: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    source: str
+
+    def expected(self, generated: int = 0) -> float:
+        """E[L - t | L > t] with t = `generated`: the expected remaining tokens, at least 1."""
+        mass = moment = 0.0
+        for low, high, probability in self._after(generated):
+            mass += probability
+            moment += probability * (low + high + 1) / 2
+        if mass <= 0.0:
+            return LEAST_REMAINING_TOKENS
+        return max(LEAST_REMAINING_TOKENS, moment / mass - generated)
+
+    def quantile(self, q: float, generated: int = 0) -> int:
+        """The least length n with P(L <= n | L > generated) >= q; the whole length, not the rest."""
+        parts = self._after(generated)
+        target = q * sum(probability for _, _, probability in parts)
+        reached = 0.0
+        for low, high, probability in parts:
+            if probability > 0.0 and reached + probability >= target:
+                share = max(0.0, (target - reached) / probability)
+                return low + max(1, ceil(share * (high - low) - 1e-9))
+            reached += probability
+        return max(generated + 1, parts[-1][1] if parts else 0)
+
+    def capped(self, max_tokens: int) -> Forecast:
+        """The same forecast where every length beyond `max_tokens` is `max_tokens`."""
+        limit = max(1, max_tokens)
+        if limit >= self.edges[-1]:
+            return self
+        edges = [*self.edges[: bisect_left(self.edges, limit - 1)], limit - 1, limit]
+        if edges[0] == edges[1]:
+            edges = edges[1:]
+        below = [self._cumulative(edge) for edge in edges[:-1]]
+        inner = [right - left for left, right in zip(below, below[1:], strict=False)]
+        return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
+
+    def bucket(self, max_length: int, buckets: int) -> int:
+        """floor(expected length / (max_length / buckets)), clipped: the bucket of the MICO paper, §3.2."""
+        return min(buckets - 1, int(self.expected() * buckets / max_length))
+
+    def likeliest_bucket(self, max_length: int, buckets: int) -> int:
+        """The bucket that holds most of the distribution: the answer that is right most often."""
+        inner = (self._cumulative(max_length * index / buckets) for index in range(1, buckets))
+        ends = [0.0, *inner, 1.0]
+        masses = [right - left for left, right in zip(ends, ends[1:], strict=False)]
+        return masses.index(max(masses))
+
+    def remaining_curve(self) -> tuple[RemainingPoint, ...]:
+        """At most 24 points, at 0 and at edges: what a gateway sends a site with a query."""
+        reached = [0.0, *accumulate(self.probabilities)]
+        centres = [(low + high + 1) / 2 for low, high in zip(self.edges, self.edges[1:], strict=False)]
+        weighted = [p * centre for p, centre in zip(self.probabilities, centres, strict=True)]
+        moments = [0.0, *accumulate(weighted)]
+        points = []
+        for index in self._curve_edges(reached):
+            start, mass = self.edges[index], reached[-1] - reached[index]
+            expected = (moments[-1] - moments[index]) / mass - start
+            p90 = self._inverse(reached, reached[-1] - 0.1 * mass) - start
+            points.append(RemainingPoint(start, max(LEAST_REMAINING_TOKENS, expected), max(1, p90)))
+        return tuple(points)
+
+    def _curve_edges(self, reached: list[float]) -> list[int]:
+        """Indices of the edges a curve stands on: the first, and evenly the others that matter."""
+        total = reached[-1]
+        last = max(0, bisect_left(reached, total * (1.0 - CURVE_LEAST_SURVIVAL)) - 1)
+        if last < CURVE_POINTS:
+            return list(range(last + 1))
+        return sorted({round(step * last / (CURVE_POINTS - 1)) for step in range(CURVE_POINTS)})
+
+    def _after(self, generated: int) -> list[tuple[int, int, float]]:
+        """(low, high, probability) of what lies above `generated`, the first range cut to fit."""
+        first = max(0, bisect_right(self.edges, generated) - 1)
+        parts = []
+        for index in range(first, len(self.probabilities)):
+            low, high = self.edges[index], self.edges[index + 1]
+            start = max(low, generated)
+            parts.append((start, high, self.probabilities[index] * (high - start) / (high - low)))
+        return parts
+
+    def _cumulative(self, length: float) -> float:
+        """P(L <= length), linear inside a range."""
+        index = bisect_right(self.edges, length) - 1
+        if index >= len(self.probabilities):
+            return 1.0
+        low, high = self.edges[index], self.edges[index + 1]
+        return sum(self.probabilities[:index]) + self.probabilities[index] * (length - low) / (high - low)
+
+    def _inverse(self, reached: list[float], target: float) -> int:
+        """The least length whose cumulative probability is `target`, from the running sums."""
+        index = min(max(1, bisect_left(reached, target)), len(self.probabilities)) - 1
+        low, high = self.edges[index], self.edges[index + 1]
+        mass = self.probabilities[index]
+        share = (target - reached[index]) / mass if mass > 0.0 else 1.0
+        return low + max(1, ceil(min(1.0, share) * (high - low) - 1e-9))

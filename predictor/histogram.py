@@ -1,0 +1,67 @@
+"""The fallback without a model: what lengths each served model has answered with lately.
+
+Bounded: so many models, the longest unused forgotten; so many outcomes each, older ones fading.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import Protocol
+
+from predictor.forecast import Forecast
+
+MODELS = 256
+FADE_AT_OUTCOMES = 2_000.0
+"""Counts are halved here, so that the histogram follows what a model does now."""
+PRIOR_OUTCOMES = 8.0
+EDGES = (0, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
+PRIOR = (2, 2, 4, 8, 14, 11, 9, 13, 9, 11, 8, 10, 6, 6, 3, 3, 1, 1, 0.5, 0.25)
+"""Spread of what chat models answer, in outcomes per range; only until a model's own outcomes outweigh it."""
+
+
+class Query(Protocol):
+    """All that a histogram asks of a query."""
+
+    @property
+    def model(self) -> str: ...
+
+
+class HistogramForecaster:
+    """Forecasts every query of a served model alike, from that model's outcomes."""
+
+    name = "histogram"
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[str, list[float]] = OrderedDict()
+        self._lock = Lock()
+
+    def observe(self, model: str, tokens: int) -> None:
+        """Takes in one outcome."""
+        with self._lock:
+            counts = self._counts.setdefault(model, [0.0] * len(PRIOR))
+            self._counts.move_to_end(model)
+            counts[min(len(PRIOR) - 1, max(0, bisect_left(EDGES, tokens) - 1))] += 1.0
+            if sum(counts) >= FADE_AT_OUTCOMES:
+                counts[:] = [count / 2.0 for count in counts]
+            if len(self._counts) > MODELS:
+                self._counts.popitem(last=False)
+
+    def forecast(self, queries: Sequence[Query]) -> list[Forecast]:
+        made: dict[str, Forecast] = {}
+        for query in queries:
+            if query.model not in made:
+                made[query.model] = self._of(query.model)
+        return [made[query.model] for query in queries]
+
+    def _of(self, model: str) -> Forecast:
+        with self._lock:
+            counts = list(self._counts.get(model, ()))
+        prior = PRIOR_OUTCOMES / sum(PRIOR)
+        weights = [prior * share for share in PRIOR]
+        if counts:
+            weights = [weight + count for weight, count in zip(weights, counts, strict=True)]
+        total = sum(weights)
+        return Forecast(EDGES, tuple(weight / total for weight in weights), f"histogram:{model}")

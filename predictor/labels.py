@@ -1,0 +1,37 @@
+"""The ranges of length that forecasts speak of, and the targets that models learn."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+LONGEST_TOKENS = 16_384
+STEPS_PER_OCTAVE = 4
+"""Neighbouring edges differ by 19 %: finer than a model's own chance, coarse enough to learn."""
+
+
+def log_spaced_edges(longest: int = LONGEST_TOKENS, aligned_to: float = 51.2) -> tuple[int, ...]:
+    """0, then whole numbers a quarter octave apart through `aligned_to`, so that the paper's ten buckets at
+    l_max 512, 1024 and 2048 begin at edges."""
+    octaves = np.arange(-6 * STEPS_PER_OCTAVE, 12 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE
+    lengths = np.round(aligned_to * 2.0**octaves).astype(int)
+    inner = sorted({int(length) for length in lengths if 0 < length < 0.9 * longest})
+    return (0, *inner, longest)
+
+
+def range_of(lengths: NDArray[np.int64], edges: tuple[int, ...]) -> NDArray[np.int64]:
+    """Index of the range (edges[i], edges[i+1]] that holds each length; longer ones fall into the last."""
+    return np.clip(np.searchsorted(edges, lengths, side="left") - 1, 0, len(edges) - 2).astype(np.int64)
+
+
+def soft_targets(
+    lengths: NDArray[np.int64], edges: tuple[int, ...], spread_octaves: float
+) -> NDArray[np.float32]:
+    """A bell over log length around each outcome `[rows, ranges]`, since neighbours are nearly as right."""
+    starts = np.array(edges[:-1]) + 1
+    centres = np.log2((starts + np.array(edges[1:])) / 2.0)
+    distance = np.log2(np.clip(lengths, 1, edges[-1]))[:, None] - centres[None, :]
+    width = np.log2((np.array(edges[1:]) + 0.5) / (starts - 0.5))
+    bell = np.exp(-0.5 * (distance / spread_octaves) ** 2) * width[None, :]
+    bell += 1e-30 * np.eye(len(starts))[range_of(lengths, edges)]
+    return (bell / bell.sum(axis=1, keepdims=True)).astype(np.float32)

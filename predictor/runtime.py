@@ -1,0 +1,106 @@
+"""Serving forecasts: a shipped model by onnxruntime, or a histogram of what was seen where there is none.
+
+Needs numpy and onnxruntime alone. Synchronous and thread-safe: a caller keeps it off its event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from predictor import features
+from predictor.artifact import DEFAULT_NAME, GRAPH_FILE, SHIPPED, Card, read_card
+from predictor.errors import ArtifactError
+from predictor.forecast import Forecast
+from predictor.histogram import HistogramForecaster
+
+__all__ = ["Features", "Forecaster", "HistogramForecaster", "OnnxForecaster", "load"]
+
+BATCH_CELLS = 1 << 16
+"""Queries are run together up to this many slots, padding counted, so that memory stays bounded."""
+UNKNOWN_ROW = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What is known of a query: the user's last message, the model that will answer, and what came before."""
+
+    text: str
+    model: str
+    turn: int = 1
+    context_chars: int = 0
+
+
+class Forecaster(Protocol):
+    """Anything that turns queries into forecasts, in order, one for each."""
+
+    name: str
+
+    def forecast(self, queries: Sequence[Features]) -> list[Forecast]: ...
+
+
+class OnnxForecaster:
+    """A trained model. A served model that it was not trained on is forecast as models do on average, and the
+    forecast's `source` says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.card: Card = read_card(folder)
+        self.name = self.card.name
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        try:
+            graph = str(folder / GRAPH_FILE)
+            self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # noqa: BLE001 - onnxruntime raises its own C++ errors, without a common class
+            raise ArtifactError(f"{folder / GRAPH_FILE} cannot be run: {error}") from error
+        self._rows = {name.casefold(): row for row, name in enumerate(self.card.models)}
+        for alias, name in self.card.aliases.items():
+            self._rows[alias.casefold()] = self._rows[name.casefold()]
+
+    def knows(self, model: str) -> bool:
+        """Whether this served model, or the one it is an alias of, was trained on."""
+        return self._row(model) != UNKNOWN_ROW
+
+    def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
+        bags = [features.bag(query.text) for query in queries]
+        rows = np.array([self._row(query.model) for query in queries], dtype=np.int64)
+        probabilities = np.empty((len(queries), len(self.card.edges) - 1))
+        for part in _batches([len(bag.slots) for bag in bags]):
+            probabilities[part] = self._run([bags[index] for index in part], rows[part])
+        names = [self.name if row != UNKNOWN_ROW else f"{self.name}:unknown-model" for row in rows]
+        pairs = zip(probabilities.tolist(), names, strict=True)
+        return [Forecast(self.card.edges, tuple(each), name) for each, name in pairs]
+
+    def _run(self, bags: list[features.Bag], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        batch = features.batch(bags)
+        known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense, "model": rows}
+        found = self._session.run(["probabilities"], known)[0].astype(np.float64)
+        normalised: NDArray[np.float64] = found / found.sum(axis=1, keepdims=True)
+        return normalised
+
+    def _row(self, model: str) -> int:
+        return self._rows.get(model.casefold(), UNKNOWN_ROW)
+
+
+def load(path: Path | None = None) -> Forecaster:
+    """The artifact in a folder, by default the one shipped; ArtifactError says why it cannot be served."""
+    return OnnxForecaster(path if path is not None else SHIPPED / DEFAULT_NAME)
+
+
+def _batches(widths: Sequence[int]) -> list[list[int]]:
+    """Indices in groups of like width, each group within BATCH_CELLS once padded."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(widths)), key=widths.__getitem__):
+        width = max(1, widths[index])
+        if not groups or (len(groups[-1]) + 1) * width > BATCH_CELLS:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
