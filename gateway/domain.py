@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import NamedTuple
 
 from predictor.forecast import Forecast
 
@@ -82,7 +83,10 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One user request. Times are seconds on the gateway's monotonic clock."""
+    """One user request. `id` is ours and unique; `request_id` is what the client sees and may have chosen.
+
+    Times are seconds on the gateway's monotonic clock.
+    """
 
     id: str
     model: str
@@ -93,6 +97,7 @@ class Query:
     deadline_s: float
     lane: Lane = Lane.INTERACTIVE
     priority: int = 0
+    request_id: str = ""
     traceparent: str = ""
 
     @property
@@ -315,6 +320,37 @@ Piece = Opening | Delta | Usage
 """An answer is Opening, Delta …, Usage. It raises a MicoError where it cannot go on."""
 
 
+# ---- an attempt that broke -----------------------------------------------------------------------
+
+
+class Cause(StrEnum):
+    """Why an attempt broke. The first two are the client's mistakes: no other site would do better."""
+
+    CONTEXT_LENGTH = "context_length"
+    INVALID = "invalid"
+    FULL = "full"
+    DRAINING = "draining"
+    UNSUPPORTED = "unsupported"
+    FAILED = "failed"
+    LOST = "lost"
+    RELEASED = "released"
+    CANCELLED = "cancelled"
+
+
+class Broken(NamedTuple):
+    site: str
+    cause: Cause
+    message: str
+    param: str | None = None
+
+
+class Resume(NamedTuple):
+    """What the client already has of an answer: exact token ids, and how many characters of text."""
+
+    token_ids: tuple[int, ...]
+    text_chars: int
+
+
 # ---- what really happened ------------------------------------------------------------------------
 
 
@@ -341,6 +377,7 @@ class Outcome:
     """One per query, recorded once. Durations in seconds; `received_at` is unix time."""
 
     query_id: str
+    request_id: str
     tenant: str
     key_id: str
     model: str

@@ -8,31 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import NamedTuple
 
-from gateway.domain import Decision, Delta
-
-
-class Cause(StrEnum):
-    """Why an attempt broke. The first two are the client's mistakes: no other site would do better."""
-
-    CONTEXT_LENGTH = "context_length"
-    INVALID = "invalid"
-    FULL = "full"
-    DRAINING = "draining"
-    UNSUPPORTED = "unsupported"
-    FAILED = "failed"
-    LOST = "lost"
-    RELEASED = "released"
-    CANCELLED = "cancelled"
-
-
-class Broken(NamedTuple):
-    site: str
-    cause: Cause
-    message: str
-    param: str | None = None
+from gateway.domain import Broken, Decision, Delta, SiteIdentity
 
 
 class AttemptBroken(Exception):
@@ -49,13 +27,6 @@ class Accepted(NamedTuple):
     max_tokens: int
 
 
-class Resume(NamedTuple):
-    """What the client already has of an answer: exact token ids, and how many characters of text."""
-
-    token_ids: tuple[int, ...]
-    text_chars: int
-
-
 @dataclass(slots=True)
 class _Choice:
     pending: Delta | None = None
@@ -69,8 +40,11 @@ class LiveAttempt:
     One reader awaits `next`; `ended` is set once every choice has finished or the attempt broke.
     """
 
-    def __init__(self, decision: Decision, choices: int, on_cancel: Callable[[LiveAttempt], None]) -> None:
+    def __init__(
+        self, decision: Decision, site: SiteIdentity, choices: int, on_cancel: Callable[[LiveAttempt], None]
+    ) -> None:
         self.decision = decision
+        self.site = site
         self.accepted: Accepted | None = None
         self.broken: Broken | None = None
         self.ended = asyncio.Event()

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from gateway.domain import (
+    Broken,
+    Cause,
     Chat,
     Delta,
     Finish,
@@ -14,10 +16,11 @@ from gateway.domain import (
     LoadReport,
     Model,
     Query,
+    Resume,
     SiteIdentity,
     TokenLogprob,
 )
-from gateway.federation.attempt import Accepted, Broken, Cause, Resume
+from gateway.federation.attempt import Accepted
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
 

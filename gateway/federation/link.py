@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.domain import Credit, Decision, Query, SiteIdentity, SiteState
+from gateway.domain import Broken, Cause, Credit, Decision, Query, Resume, SiteIdentity, SiteState
 from gateway.federation import codec
-from gateway.federation.attempt import Broken, Cause, LiveAttempt, Resume
+from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
@@ -58,7 +58,7 @@ class Link:
     def assign(
         self, query: Query, decision: Decision, demand: Demand, forecast: Forecast, resume: Resume | None
     ) -> LiveAttempt:
-        attempt = LiveAttempt(decision, query.sampling.n, self._cancel)
+        attempt = LiveAttempt(decision, self.identity, query.sampling.n, self._cancel)
         if self.closing is not None:
             attempt.fail(Broken(self.name, Cause.LOST, self.closing))
             return attempt

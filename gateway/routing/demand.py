@@ -35,7 +35,7 @@ class Demand:
         delivered: int = 0,
         lane: Lane = Lane.INTERACTIVE,
     ) -> Demand:
-        """`delivered` tokens of the answer exist already: they are prompt now, the forecast is of the rest."""
+        """`delivered` tokens of the answer exist: they are prompt now; the forecast is of the rest."""
         capped = forecast if sampling.max_tokens is None else forecast.capped(sampling.max_tokens)
         rest = capped.quantile(0.9, delivered) - delivered
         return Demand(

@@ -1,0 +1,28 @@
+"""Who may ask what, before anything is forecast or decided. Pure: what is live is counted by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from gateway.domain import Query
+from gateway.errors import Forbidden, ModelNotFound, Overloaded
+
+RETRY_AFTER_S = 1.0
+
+
+def admit(query: Query, *, models: Collection[str], live: int, most_live: int) -> None:
+    """Raises ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
+
+    `live` queries are being answered now, and at most `most_live` may be: memory is bounded.
+    """
+    if query.model not in models:
+        known = ", ".join(sorted(models)[:10]) or "none yet"
+        raise ModelNotFound(
+            f"the model {query.model[:100]!r} does not exist; served here: {known}", param="model"
+        )
+    if not query.caller.may_use(query.model):
+        raise Forbidden(f"this key may not use the model {query.model!r}", param="model")
+    if live >= most_live:
+        raise Overloaded(
+            f"{live} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S
+        )

@@ -1,0 +1,99 @@
+"""The story of one query: admit → forecast → decide → dispatch → relay → settle."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+
+from gateway.admission import admit
+from gateway.domain import Decision, Piece, Query
+from gateway.errors import DeadlinePassed, MicoError
+from gateway.federation.attempt import AttemptBroken, LiveAttempt
+from gateway.gateway import Gateway
+from gateway.routing.decide import decide
+from gateway.routing.demand import Demand
+from gateway.routing.failover import Setback, Try, gave_up, tries
+from gateway.story import Story
+
+
+async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
+    """Yield Opening, Delta …, Usage; raise a MicoError where that can't go on.
+
+    Close it to give the query up: its slots are freed, what it used is still recorded. Exactly one outcome is
+    recorded for every query that was admitted or refused here.
+    """
+    story = gateway.tell(query)
+    try:
+        admit(query, models=gateway.directory.models, live=gateway.live, most_live=gateway.most_live)
+        gateway.stories[query.id] = story
+        story.forecast = await gateway.forecasts.of(query)
+        plan = tries(query.sampling, gateway.most_tries)
+        this = next(plan)
+        while not story.answered:
+            attempt = dispatch(gateway, story, this)
+            try:
+                async for piece in relay(gateway, story, attempt):
+                    yield piece
+                story.answered = True
+            except AttemptBroken as broken:
+                this = plan.send(Setback(broken.broken, story.delivered))
+        yield story.usage
+    except MicoError as error:
+        story.error = error
+        raise
+    finally:
+        gateway.settle(story)
+
+
+def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
+    """Decide on a site and reserve room there. Raises the error for the client if no site can take it."""
+    query, forecast = story.query, story.forecast
+    assert forecast is not None, "a query is forecast before it is dispatched"
+    delivered = len(this.resume.token_ids) if this.resume else 0
+    prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
+    demand = Demand.of(
+        query.model, prompt_tokens, forecast, query.sampling, delivered=delivered, lane=query.lane
+    )
+    placed = decide(
+        demand,
+        gateway.directory.sites,
+        gateway.policy,
+        now_s=gateway.clock(),
+        turn=next(gateway.turns),
+        avoid=this.avoid,
+    )
+    if placed.site is None:
+        raise gave_up(story.current.broken if story.current else None, this.resume, placed.reason)
+    decision = Decision(
+        query_id=query.id,
+        attempt_id=uuid.uuid4().hex,
+        site=placed.site.name,
+        policy=gateway.policy_name,
+        reason=placed.reason,
+        estimates=placed.estimates,
+        excluded=placed.excluded,
+        decided_s=gateway.clock() - query.received_s,
+    )
+    attempt = gateway.federation.links[decision.site].assign(query, decision, demand, forecast, this.resume)
+    story.begin(attempt)
+    return attempt
+
+
+async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:
+    """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken or DeadlinePassed."""
+    query = story.query
+    while True:
+        try:
+            async with asyncio.timeout(query.deadline_s - gateway.clock()):
+                deltas = await attempt.next()
+        except TimeoutError as exc:
+            waited = gateway.clock() - query.received_s
+            raise DeadlinePassed(f"the answer was not complete after {waited:.0f} s") from exc
+        if not deltas:
+            return
+        if not story.opened:
+            yield story.open(attempt)
+        for delta in deltas:
+            story.take(attempt, delta)
+            yield delta

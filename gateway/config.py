@@ -1,0 +1,112 @@
+"""What a gateway process is told: TOML, then `MICO_*` environment, then flags; the later wins. Frozen after that."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gateway.errors import MicoError
+from gateway.routing.policies import POLICIES
+
+
+class ConfigError(MicoError):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Ports: HTTP for clients, gRPC for sites. `folder` holds the journal of what is not in the database yet."""
+
+    name: str = "gateway-1"
+    host: str = "127.0.0.1"
+    http_port: int = 8080
+    grpc_host: str = "127.0.0.1"
+    grpc_port: int = 8081
+    database_url: str = field(default="sqlite+aiosqlite:///.mico/mico.db", repr=False)
+    folder: Path = Path(".mico")
+    site_tokens: tuple[str, ...] = field(default=(), repr=False)
+    site_token_file: Path | None = None
+    peers: tuple[str, ...] = ()
+    policy: str = "mico"
+    predictor: Path | None = None  # the shipped one when not set
+    most_live: int = 10_000
+    most_tries: int = 4
+    answer_within_s: float = 600.0
+    body_limit_bytes: int = 8 * 2**20
+    keep_alive_s: float = 15.0
+    heartbeat_s: float = 1.0
+    drain_s: float = 25.0
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy {self.policy!r} is unknown; there are: {', '.join(POLICIES)}")
+        for name in (
+            "most_live",
+            "most_tries",
+            "answer_within_s",
+            "body_limit_bytes",
+            "keep_alive_s",
+            "heartbeat_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.http_port == self.grpc_port != 0:
+            raise ConfigError(f"http_port and grpc_port are both {self.http_port}; they need two ports")
+
+    def tokens(self) -> tuple[str, ...]:
+        """Every token that lets a site in. Raises ConfigError when there is none: an open door is never meant."""
+        lines = self.site_token_file.read_text().split() if self.site_token_file else []
+        tokens = (*self.site_tokens, *lines)
+        if not tokens:
+            raise ConfigError("no site could join: set site_tokens or site_token_file")
+        return tokens
+
+
+def load(
+    path: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> GatewayConfig:
+    """Raises ConfigError that names the key, where it came from and what was probably meant."""
+    known = {f.name: str(f.type) for f in fields(GatewayConfig)}
+    values: dict[str, Any] = {}
+    for source, given in _sources(path, env or {}, overrides or {}):
+        for key, value in given.items():
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {close[0]}?" if close else ""
+                raise ConfigError(f"unknown setting {key!r} in {source}{hint}")
+            values[key] = _convert(key, known[key], value, source)
+    return GatewayConfig(**values)
+
+
+def _sources(
+    path: Path | None, env: Mapping[str, str], overrides: Mapping[str, Any]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    sources: list[tuple[str, Mapping[str, Any]]] = []
+    if path is not None:
+        try:
+            sources.append((str(path), tomllib.loads(path.read_text())))
+        except (OSError, tomllib.TOMLDecodeError) as exc:
+            raise ConfigError(f"{path} can't be read: {exc}") from exc
+    prefix = "MICO_GATEWAY_"
+    from_env = {
+        key.removeprefix(prefix).lower(): value for key, value in env.items() if key.startswith(prefix)
+    }
+    return [*sources, (f"the environment ({prefix}…)", from_env), ("the command line", overrides)]
+
+
+def _convert(key: str, kind: str, value: Any, source: str) -> Any:
+    try:
+        if kind.startswith("tuple"):
+            return tuple(value.split(",")) if isinstance(value, str) else tuple(map(str, value))
+        if kind.startswith("Path"):
+            return Path(value)
+        return {"int": int, "float": float, "str": str}[kind](value)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"{key} in {source} is {value!r}; it must be {kind}") from exc

@@ -1,0 +1,96 @@
+"""The parts that one answer needs, and the set of queries that are being answered."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from gateway.domain import Outcome, Query
+from gateway.federation.attempt import LiveAttempt
+from gateway.federation.directory import Directory
+from gateway.federation.server import Federation
+from gateway.forecasting import Forecasts
+from gateway.routing.demand import Policy
+from gateway.routing.policies import POLICIES
+from gateway.story import Story
+
+log = logging.getLogger(__name__)
+
+LAST_COUNT_WITHIN_S = 5.0
+"""How long a cancelled attempt may take to say what it used, before what is known is recorded."""
+
+
+@dataclass(slots=True)
+class Gateway:
+    """`record` must not block. `stories` is what is being answered now: every count of it is its size."""
+
+    directory: Directory
+    federation: Federation
+    forecasts: Forecasts
+    record: Callable[[Outcome], None]
+    policy_name: str = "mico"
+    most_live: int = 10_000
+    most_tries: int = 4
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    stories: dict[str, Story] = field(default_factory=dict)
+    turns: itertools.count[int] = field(default_factory=itertools.count)
+    _settling: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.policy_name]
+
+    @property
+    def live(self) -> int:
+        return len(self.stories)
+
+    def tell(self, query: Query) -> Story:
+        return Story(query, self.clock, self.wall_clock())
+
+    def settle(self, story: Story) -> None:
+        """End the query: nothing of it runs on, and its outcome is recorded once its last count is known."""
+        story.end()
+        self.stories.pop(story.query.id, None)
+        attempt = story.current
+        if attempt is None or attempt.ended.is_set():
+            self._record(story)
+            return
+        attempt.cancel()
+        task = asyncio.create_task(self._record_when_ended(story, attempt), name=f"settle {story.query.id}")
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def settled(self) -> None:
+        """Wait until every query that ended is recorded."""
+        while self._settling:
+            await asyncio.gather(*self._settling)
+
+    async def _record_when_ended(self, story: Story, attempt: LiveAttempt) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(attempt.ended.wait(), LAST_COUNT_WITHIN_S)
+        self._record(story)
+
+    def _record(self, story: Story) -> None:
+        outcome = story.outcome()
+        self.record(outcome)
+        log.info(
+            "query %s %s",
+            outcome.query_id,
+            outcome.status.value,
+            extra={
+                "request_id": outcome.request_id,
+                "model": outcome.model,
+                "site": outcome.site,
+                "attempts": len(outcome.attempts),
+                "prompt_tokens": outcome.prompt_tokens,
+                "completion_tokens": outcome.completion_tokens,
+                "total_s": round(outcome.total_s, 4),
+                "error": outcome.error,
+            },
+        )

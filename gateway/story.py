@@ -1,0 +1,119 @@
+"""What has happened to one query so far, and the record it leaves. Does no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.domain import Attempt, Delta, Opening, Outcome, Query, Resume, Status, Usage
+from gateway.errors import ClientMistake, MicoError, Overloaded
+from gateway.federation.attempt import LiveAttempt
+from predictor.forecast import Forecast
+
+
+class Story:
+    """`now` is the monotonic clock; `received_at` is unix time, for the record only."""
+
+    def __init__(self, query: Query, now: Callable[[], float], received_at: float) -> None:
+        self.query = query
+        self.forecast: Forecast | None = None
+        self.error: MicoError | None = None
+        self.answered = False
+        self.ended_s: float | None = None
+        self._now = now
+        self._received_at = received_at
+        self._attempts: list[LiveAttempt] = []
+        self._first_token_s: dict[str, float] = {}
+        self._queue_s: float | None = None
+        self._token_ids: list[int] = []
+        self._chars = 0
+
+    @property
+    def current(self) -> LiveAttempt | None:
+        return self._attempts[-1] if self._attempts else None
+
+    @property
+    def opened(self) -> bool:
+        return bool(self._first_token_s)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """As the last site counted them; 0 before any site has."""
+        return next((a.accepted.prompt_tokens for a in reversed(self._attempts) if a.accepted), 0)
+
+    @property
+    def completion_tokens(self) -> int:
+        """As the sites counted them. A resumed attempt counts what it was given, so the largest is all."""
+        return max((attempt.completion_tokens for attempt in self._attempts), default=0)
+
+    @property
+    def delivered(self) -> Resume | None:
+        """What the client has by now; None before the first token."""
+        return Resume(tuple(self._token_ids), self._chars) if self.opened else None
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.completion_tokens)
+
+    def begin(self, attempt: LiveAttempt) -> None:
+        self._attempts.append(attempt)
+        if self._queue_s is None:
+            self._queue_s = self._now() - self.query.received_s
+
+    def open(self, attempt: LiveAttempt) -> Opening:
+        """The first token of the first attempt that brings one."""
+        return Opening(
+            site=attempt.site.name,
+            cloud=attempt.site.cloud,
+            region=attempt.site.region,
+            attempts=len(self._attempts),
+            queue_s=self._queue_s or 0.0,
+            prompt_tokens=self.prompt_tokens,
+            fingerprint=attempt.site.models[self.query.model].revision,
+        )
+
+    def end(self) -> None:
+        """Nothing more goes to the client; counts may still arrive."""
+        self.ended_s = self._now()
+
+    def take(self, attempt: LiveAttempt, delta: Delta) -> None:
+        """Note what is about to be handed to the client."""
+        self._first_token_s.setdefault(attempt.id, self._now() - self.query.received_s)
+        self._token_ids.extend(delta.token_ids)
+        self._chars += len(delta.text)
+
+    def outcome(self) -> Outcome:
+        query = self.query
+        return Outcome(
+            query_id=query.id,
+            request_id=query.request_id,
+            tenant=query.caller.tenant,
+            key_id=query.caller.key_id,
+            model=query.model,
+            status=self._status(),
+            error=self.error.message if self.error else "",
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            forecast=self.forecast,
+            attempts=tuple(map(self._ended, self._attempts)),
+            received_at=self._received_at,
+            queue_s=self._queue_s,
+            first_token_s=min(self._first_token_s.values(), default=None),
+            total_s=(self._now() if self.ended_s is None else self.ended_s) - query.received_s,
+        )
+
+    def _status(self) -> Status:
+        if self.answered:
+            return Status.ANSWERED
+        if self.error is None:
+            return Status.CANCELLED
+        before_any_site = not self._attempts or isinstance(self.error, ClientMistake | Overloaded)
+        return Status.REFUSED if before_any_site else Status.FAILED
+
+    def _ended(self, attempt: LiveAttempt) -> Attempt:
+        return Attempt(
+            decision=attempt.decision,
+            ended=attempt.broken.cause.value if attempt.broken else "finished",
+            prompt_tokens=attempt.accepted.prompt_tokens if attempt.accepted else 0,
+            completion_tokens=attempt.completion_tokens,
+            first_token_s=self._first_token_s.get(attempt.id),
+        )
