@@ -1,4 +1,4 @@
-"""What a gateway process is told: TOML, then `MICO_*` environment, then flags; the later wins. Frozen after that."""
+"""What a gateway process is told: TOML, then environment, then flags; the later wins. Frozen after that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConfigError(MicoError):
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Ports: HTTP for clients, gRPC for sites. `folder` holds the journal of what is not in the database yet."""
+    """Ports: HTTP for clients, gRPC for sites. `folder` holds the journal of what the database lacks yet."""
 
     name: str = "gateway-1"
     host: str = "127.0.0.1"
@@ -59,7 +59,7 @@ class GatewayConfig:
             raise ConfigError(f"http_port and grpc_port are both {self.http_port}; they need two ports")
 
     def tokens(self) -> tuple[str, ...]:
-        """Every token that lets a site in. Raises ConfigError when there is none: an open door is never meant."""
+        """Every token that lets a site in. Raises ConfigError when there is none: no door stands open."""
         lines = self.site_token_file.read_text().split() if self.site_token_file else []
         tokens = (*self.site_tokens, *lines)
         if not tokens:

@@ -1,0 +1,192 @@
+"""A gateway's core on a loopback port, and sites that a test scripts message by message, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+
+from gateway.domain import Caller, Chat, Message, Outcome, Query, Sampling
+from gateway.federation.directory import Directory
+from gateway.federation.server import Federation, FederationSettings, listen
+from gateway.forecasting import Forecasts
+from gateway.gateway import Gateway
+from predictor.forecast import Forecast
+from predictor.runtime import Features
+from wire import federation_pb2 as pb
+from wire import federation_pb2_grpc as rpc
+
+TOKEN = "a-site-token"
+DEADLINE_S = 20.0
+
+
+class FlatForecaster:
+    """Every answer is 1 to 100 tokens long."""
+
+    name = "flat"
+
+    def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
+        return [Forecast((0, 100), (1.0,), self.name) for _ in queries]
+
+
+async def until(condition: Callable[[], Any], what: str = "condition") -> Any:
+    """Wait for a condition with a deadline, never for a time."""
+    end = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
+        await asyncio.sleep(0.002)
+    return value
+
+
+class ScriptedSite:
+    """A site under the test's hand. `inbox` holds what the gateway sent, pings apart, which it answers itself."""
+
+    def __init__(
+        self, name: str, address: str, *, slots: int = 4, token: str = TOKEN, seconds_per_token: float = 0.01
+    ):
+        self.name, self.address, self.slots, self.token = name, address, slots, token
+        self.seconds_per_token = seconds_per_token
+        self.inbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
+        self.answers_pings = True
+        self._seq = 0
+        self._channel: Any = None
+        self._call: Any = None
+        self._reader: asyncio.Task[None] | None = None
+
+    async def join(self, attempts: Sequence[str] = ()) -> pb.Welcome:
+        self._channel = grpc.aio.insecure_channel(self.address)
+        self._call = rpc.FederationStub(self._channel).Join(
+            metadata=(("authorization", f"Bearer {self.token}"),)
+        )
+        model = pb.Model(
+            id="m", revision=f"rev-{self.name}", context_tokens=1024, features=["chat", "logprobs"]
+        )
+        hello = pb.Hello(
+            protocol=1,
+            site=self.name,
+            boot_id="boot",
+            cloud=f"cloud-{self.name}",
+            region="here",
+            models=[model],
+            slots=self.slots,
+            kv_capacity_tokens=100_000,
+            attempts=attempts,
+        )
+        await self._call.write(pb.SiteMessage(hello=hello))
+        welcome = await asyncio.wait_for(self._call.read(), DEADLINE_S)
+        assert welcome.WhichOneof("body") == "welcome"
+        self._reader = asyncio.create_task(self._read())
+        await self.report()
+        return welcome.welcome
+
+    async def report(self, **figures: Any) -> None:
+        self._seq += 1
+        cost = pb.IterationCost(base_s=self.seconds_per_token)
+        load = pb.Load(seq=self._seq, iteration=cost, **{"kv_free_tokens": 100_000, **figures})
+        await self.send(load=load)
+
+    async def send(self, **body: Any) -> None:
+        await self._call.write(pb.SiteMessage(**body))
+
+    async def assigned(self) -> pb.Assign:
+        """The next message, which must be an Assign; it is accepted."""
+        message = await self.next()
+        assert message.WhichOneof("body") == "assign", message
+        await self.send(accepted=pb.Accepted(attempt_id=message.assign.attempt_id, prompt_tokens=7))
+        return message.assign
+
+    async def next(self) -> pb.GatewayMessage:
+        return await asyncio.wait_for(self.inbox.get(), DEADLINE_S)
+
+    async def step(self, assign: pb.Assign, text: str, tokens: int, *, index: int = 0, **more: Any) -> None:
+        """Send text whose token ids are the code points of its characters."""
+        ids = [ord(letter) for letter in text]
+        delta = pb.Delta(
+            attempt_id=assign.attempt_id,
+            index=index,
+            text=text,
+            token_ids=ids,
+            completion_tokens=tokens,
+            **more,
+        )
+        await self.send(step=pb.Step(deltas=[delta]))
+
+    async def finish(self, assign: pb.Assign, text: str, tokens: int, *, index: int = 0) -> None:
+        await self.step(assign, text, tokens, index=index, finish=pb.Delta.STOP)
+
+    async def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _read(self) -> None:
+        with suppress(grpc.RpcError, asyncio.CancelledError):
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if message.WhichOneof("body") == "ping":
+                    if self.answers_pings:
+                        await self.send(pong=pb.Pong(nonce=message.ping.nonce))
+                else:
+                    self.inbox.put_nowait(message)
+
+
+class Scene:
+    """A gateway's core, its outcomes, and the sites that joined it."""
+
+    def __init__(self, gateway: Gateway, address: str, outcomes: list[Outcome]) -> None:
+        self.gateway, self.address, self.outcomes = gateway, address, outcomes
+        self.sites: list[ScriptedSite] = []
+        self._number = 0
+
+    async def site(self, name: str, **settings: Any) -> ScriptedSite:
+        site = ScriptedSite(name, self.address, **settings)
+        self.sites.append(site)
+        await site.join()
+        await until(
+            lambda: any(s.name == name and s.state == "ready" for s in self.gateway.directory.sites), name
+        )
+        return site
+
+    def query(self, *, within_s: float = DEADLINE_S, model: str = "m", **sampling: Any) -> Query:
+        self._number += 1
+        now = self.gateway.clock()
+        return Query(
+            id=f"q{self._number}",
+            model=model,
+            prompt=Chat((Message("user", "Say something."),)),
+            sampling=Sampling(**sampling),
+            caller=Caller("key-1", "tenant-1"),
+            received_s=now,
+            deadline_s=now + within_s,
+        )
+
+    def nothing_is_left(self) -> bool:
+        """Invariant 3: every count is back to zero."""
+        links = self.gateway.federation.links.values()
+        credits_left = [site.credit.requests for site in self.gateway.directory.sites]
+        return self.gateway.live == 0 and not any(link.live for link in links) and not any(credits_left)
+
+
+@asynccontextmanager
+async def scene(**settings: Any) -> AsyncIterator[Scene]:
+    outcomes: list[Outcome] = []
+    directory = Directory()
+    federation = Federation(
+        FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=0.5), directory, time.monotonic
+    )
+    forecasts = Forecasts(FlatForecaster(), FlatForecaster())
+    server, port = await listen(federation, "127.0.0.1:0")
+    gateway = Gateway(directory, federation, forecasts, outcomes.append, **settings)
+    here = Scene(gateway, f"127.0.0.1:{port}", outcomes)
+    try:
+        yield here
+    finally:
+        for site in here.sites:
+            await site.close()
+        await gateway.settled()
+        await forecasts.close()
+        await server.stop(None)

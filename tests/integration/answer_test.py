@@ -1,0 +1,373 @@
+"""One query through the gateway's core, against sites that misbehave in every way the link allows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from gateway.answer import answer
+from gateway.domain import Delta, Opening, Piece, Query, Status, Usage
+from gateway.errors import (
+    BadRequest,
+    ContextTooLong,
+    DeadlinePassed,
+    ModelNotFound,
+    NoSite,
+    Overloaded,
+    UpstreamFailed,
+    UpstreamLost,
+)
+from tests.fakes.federation import Scene, ScriptedSite, scene, until
+from wire import federation_pb2 as pb
+
+
+def run(scenario: Callable[[Scene], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        async with scene(**settings) as here:
+            await scenario(here)
+            await here.gateway.settled()
+            await until(here.nothing_is_left, "all counters at zero")
+
+    asyncio.run(main())
+
+
+async def whole(here: Scene, query: Query) -> list[Piece]:
+    return [piece async for piece in answer(here.gateway, query)]
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Delta))
+
+
+async def one_of(here: Scene, *sites: ScriptedSite) -> tuple[ScriptedSite, pb.Assign]:
+    """The site that got the next query, which it accepts."""
+    await until(lambda: any(not site.inbox.empty() for site in sites), "an assignment")
+    site = next(site for site in sites if not site.inbox.empty())
+    return site, await site.assigned()
+
+
+def test_an_answer_opens_flows_and_ends_with_its_usage() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await site.assigned()
+        await site.step(assign, "Hel", 1)
+        await site.finish(assign, "lo", 2)
+        pieces = await task
+        assert isinstance(pieces[0], Opening)
+        assert (pieces[0].site, pieces[0].prompt_tokens, pieces[0].fingerprint) == ("a", 7, "rev-a")
+        assert text_of(pieces) == "Hello"
+        assert pieces[-1] == Usage(prompt_tokens=7, completion_tokens=2)
+        (outcome,) = here.outcomes
+        assert (outcome.status, outcome.site, outcome.completion_tokens) == (Status.ANSWERED, "a", 2)
+        assert outcome.attempts[0].decision.reason.startswith("earliest finish")
+
+    run(scenario)
+
+
+def test_choices_arrive_apart_and_are_summed() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query(n=2)))
+        assign = await site.assigned()
+        await site.finish(assign, "one", 1, index=1)
+        await site.finish(assign, "zero", 3, index=0)
+        pieces = await task
+        texts = {piece.index: piece.text for piece in pieces if isinstance(piece, Delta)}
+        assert texts == {0: "zero", 1: "one"}
+        assert pieces[-1] == Usage(prompt_tokens=7, completion_tokens=4)
+
+    run(scenario)
+
+
+def test_a_full_site_is_passed_over_unnoticed() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        task = asyncio.create_task(whole(here, here.query()))
+        await until(lambda: any(not s.inbox.empty() for s in sites), "an assignment")
+        full = next(s for s in sites if not s.inbox.empty())
+        message = await full.next()
+        await full.send(
+            rejected=pb.Rejected(
+                attempt_id=message.assign.attempt_id, reason=pb.Rejected.FULL, message="full"
+            )
+        )
+        other = next(s for s in sites if s is not full)
+        assign = await other.assigned()
+        await other.finish(assign, "done", 1)
+        pieces = await task
+        assert isinstance(pieces[0], Opening)
+        assert (pieces[0].site, pieces[0].attempts) == (other.name, 2)
+
+    run(scenario)
+
+
+def test_when_every_site_is_full_the_client_is_told_to_come_back() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        attempt = (await site.next()).assign.attempt_id
+        await site.send(
+            rejected=pb.Rejected(attempt_id=attempt, reason=pb.Rejected.FULL, message="queue of 8 is full")
+        )
+        with pytest.raises(Overloaded, match="queue of 8 is full") as failure:
+            await task
+        assert failure.value.retry_after_s
+        assert here.outcomes[0].status is Status.REFUSED
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [(pb.Rejected.CONTEXT_LENGTH, ContextTooLong), (pb.Rejected.INVALID, BadRequest)]
+)
+def test_the_clients_mistake_is_not_tried_elsewhere(reason: Any, error: type[Exception]) -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        task = asyncio.create_task(whole(here, here.query()))
+        await until(lambda: any(not s.inbox.empty() for s in sites), "an assignment")
+        site = next(s for s in sites if not s.inbox.empty())
+        attempt = (await site.next()).assign.attempt_id
+        await site.send(
+            rejected=pb.Rejected(attempt_id=attempt, reason=reason, message="2000 > 1024", param="messages")
+        )
+        with pytest.raises(error, match="2000 > 1024") as failure:
+            await task
+        assert getattr(failure.value, "param", None) == "messages"
+        assert all(s.inbox.empty() for s in sites)
+
+    run(scenario)
+
+
+def test_a_site_lost_before_the_first_token_is_replaced_unnoticed() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        task = asyncio.create_task(whole(here, here.query()))
+        dying, _ = await one_of(here, *sites)
+        await dying.close()
+        other = next(s for s in sites if s is not dying)
+        await other.finish(await other.assigned(), "done", 1)
+        assert text_of(await task) == "done"
+        assert [attempt.ended for attempt in here.outcomes[0].attempts] == ["lost", "finished"]
+
+    run(scenario)
+
+
+def test_a_site_lost_in_mid_answer_is_resumed_from_what_the_client_has() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        pieces: list[Piece] = []
+
+        async def read() -> None:
+            async for piece in answer(here.gateway, here.query()):
+                pieces.append(piece)
+
+        task = asyncio.create_task(read())
+        dying, assign = await one_of(here, *sites)
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await dying.close()
+        other = next(s for s in sites if s is not dying)
+        resumed = await other.assigned()
+        assert list(resumed.resume.token_ids) == [ord(letter) for letter in "Hel"]
+        assert resumed.resume.text_chars == 3
+        await other.finish(resumed, "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+        assert pieces[-1] == Usage(prompt_tokens=7, completion_tokens=5)
+        assert len(here.outcomes) == 1
+
+    run(scenario)
+
+
+def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        task = asyncio.create_task(whole(here, here.query(n=2)))
+        dying, assign = await one_of(here, *sites)
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await dying.close()
+        with pytest.raises(UpstreamLost, match="n > 1"):
+            await task
+        (outcome,) = here.outcomes
+        assert (outcome.status, outcome.completion_tokens) == (Status.FAILED, 3)
+
+    run(scenario)
+
+
+def test_an_engine_failure_everywhere_is_reported_with_its_reason() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await site.assigned()
+        await site.step(assign, "", 0, finish=pb.Delta.FAILED, error="out of memory")
+        with pytest.raises(UpstreamFailed, match="out of memory"):
+            await task
+        assert here.outcomes[0].status is Status.FAILED
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_is_cancelled_and_charged_what_the_site_counted() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        pieces = answer(here.gateway, here.query())
+        reading = asyncio.create_task(anext(pieces))
+        assign = await site.assigned()
+        await site.step(assign, "Hel", 3)
+        await reading
+        await pieces.aclose()
+        message = await site.next()
+        assert message.cancel.attempt_id == assign.attempt_id
+        assert here.outcomes == []
+        await site.step(assign, "", 9, finish=pb.Delta.CANCELLED)
+        await until(lambda: here.outcomes, "the outcome")
+        (outcome,) = here.outcomes
+        assert (outcome.status, outcome.prompt_tokens, outcome.completion_tokens) == (Status.CANCELLED, 7, 9)
+
+    run(scenario)
+
+
+def test_a_client_that_leaves_before_the_first_token_frees_the_site_too() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await site.assigned()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await site.next()).cancel.attempt_id == assign.attempt_id
+        await site.step(assign, "", 0, finish=pb.Delta.CANCELLED)
+        await until(lambda: here.outcomes, "the outcome")
+        assert here.outcomes[0].status is Status.CANCELLED
+
+    run(scenario)
+
+
+def test_output_of_an_attempt_that_is_over_is_dropped() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await site.assigned()
+        await site.finish(assign, "done", 1)
+        await site.step(assign, " and more", 5)
+        assert text_of(await task) == "done"
+        second = asyncio.create_task(whole(here, here.query()))
+        await site.finish(await site.assigned(), "again", 1)
+        assert text_of(await second) == "again"
+
+    run(scenario)
+
+
+def test_the_deadline_ends_a_query_whatever_the_site_does() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query(within_s=0.05)))
+        assign = await site.assigned()
+        with pytest.raises(DeadlinePassed):
+            await task
+        assert (await site.next()).cancel.attempt_id == assign.attempt_id
+        await site.step(assign, "", 0, finish=pb.Delta.CANCELLED)
+
+    run(scenario)
+
+
+def test_a_silent_site_is_noticed_by_its_heartbeat() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        other = await here.site("b", seconds_per_token=1.0)
+        task = asyncio.create_task(whole(here, here.query()))
+        await site.assigned()
+        site.answers_pings = False
+        await other.finish(await other.assigned(), "done", 1)
+        assert text_of(await task) == "done"
+        assert here.outcomes[0].attempts[0].ended == "lost"
+
+    run(scenario)
+
+
+def test_garbage_from_a_site_costs_the_site_its_link_not_the_client_its_answer() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        other = await here.site("b", seconds_per_token=1.0)
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await site.assigned()
+        await site.step(assign, "x", 1, index=7)
+        await other.finish(await other.assigned(), "done", 1)
+        assert text_of(await task) == "done"
+
+    run(scenario)
+
+
+def test_unknown_models_and_absent_sites_are_different_errors() -> None:
+    async def scenario(here: Scene) -> None:
+        with pytest.raises(ModelNotFound, match="none yet"):
+            await whole(here, here.query())
+        site = await here.site("a")
+        with pytest.raises(ModelNotFound, match="served here: m"):
+            await whole(here, here.query(model="gpt-9"))
+        await site.close()
+        await until(lambda: not here.gateway.federation.links, "the link to end")
+        with pytest.raises(NoSite, match="a: down"):
+            await whole(here, here.query())
+        assert [outcome.status for outcome in here.outcomes] == [Status.REFUSED] * 3
+
+    run(scenario)
+
+
+def test_a_site_without_the_token_is_turned_away() -> None:
+    async def scenario(here: Scene) -> None:
+        stranger = ScriptedSite("x", here.address, token="wrong")
+        with pytest.raises(Exception, match="token is missing or wrong"):
+            await stranger.join()
+        await stranger.close()
+        assert here.gateway.directory.sites == ()
+
+    run(scenario)
+
+
+def test_a_site_that_joins_again_replaces_its_older_link() -> None:
+    async def scenario(here: Scene) -> None:
+        older = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await older.assigned()
+        other = await here.site("b", seconds_per_token=1.0)
+        newer = ScriptedSite("a", here.address)
+        here.sites.append(newer)
+        welcome = await newer.join(attempts=[assign.attempt_id])
+        assert list(welcome.cancel) == [assign.attempt_id]
+        await other.finish(await other.assigned(), "done", 1)
+        assert text_of(await task) == "done"
+
+    run(scenario)
+
+
+def test_the_most_live_queries_bound_memory() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        first = asyncio.create_task(whole(here, here.query()))
+        assign = await site.assigned()
+        with pytest.raises(Overloaded, match="most allowed"):
+            await whole(here, here.query())
+        await site.finish(assign, "done", 1)
+        await first
+
+    run(scenario, most_live=1)
+
+
+def test_a_burst_on_one_old_report_spreads_over_equal_sites() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site(name, slots=4) for name in "abc"]
+        tasks = [asyncio.create_task(whole(here, here.query())) for _ in range(30)]
+        await until(lambda: sum(s.inbox.qsize() for s in sites) == 30, "all assigned")
+        assert [s.inbox.qsize() for s in sites] == [10, 10, 10]
+        for site in sites:
+            while not site.inbox.empty():
+                await site.finish(await site.assigned(), "x", 1)
+        assert all(text_of(pieces) == "x" for pieces in await asyncio.gather(*tasks))
+
+    run(scenario)
