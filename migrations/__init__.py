@@ -1,0 +1,5 @@
+"""The database's history: `upgrade(url)` takes a database to this program's schema, `downgrade` back."""
+
+from migrations.run import downgrade, upgrade
+
+__all__ = ["downgrade", "upgrade"]

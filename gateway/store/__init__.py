@@ -1,1 +1,1 @@
-"""What the gateway keeps: keys, usage and decisions, in SQLite or Postgres. `store.py` opens it all as one."""
+"""What the gateway keeps: keys, usage and decisions, in SQLite or Postgres. `store.py` opens it all."""

@@ -1,0 +1,113 @@
+"""One SQLAlchemy engine for SQLite and for Postgres, and what each needs so that nothing waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sqlalchemy import URL, Connection, Insert, Table, event, inspect, make_url, select, table
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.schema import Column
+
+from gateway.store.errors import SchemaMismatch, StoreError, StoreUnavailable
+from gateway.store.tables import SCHEMA
+
+BUSY_TIMEOUT_MS: Final = 5_000
+CONNECTIONS: Final = 5
+"""Recorder, key refresh and a few reads. No query of a client ever takes one."""
+
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "postgresql": "postgresql+psycopg",
+    "postgres": "postgresql+psycopg",
+}
+
+_POSTGRES_CONNECT: dict[str, Any] = {
+    "connect_timeout": 5,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,
+    "application_name": "mico-gateway",
+}
+
+
+def database_url(text: str) -> URL:
+    """`sqlite:///file` or `postgresql://user@host/name`, with our driver. Raises StoreError."""
+    try:
+        url = make_url(text)
+    except ArgumentError as exc:
+        raise StoreError(
+            "the database URL is not of the form sqlite:///FILE or postgresql://USER@HOST/NAME"
+        ) from exc
+    driver = _DRIVERS.get(url.get_backend_name())
+    if driver is None:
+        raise StoreError(
+            f"database {url.get_backend_name()!r} is not supported: use sqlite:///FILE or postgresql://…"
+        )
+    if driver.startswith("sqlite") and not url.database:
+        raise StoreError("an SQLite database needs a file: sqlite:///FILE")
+    return url.set(drivername=driver)
+
+
+def open_engine(text: str) -> AsyncEngine:
+    """Connects to nothing yet. Raises StoreError."""
+    url = database_url(text)
+    is_sqlite = url.get_backend_name() == "sqlite"
+    try:
+        engine = create_async_engine(
+            url,
+            pool_size=CONNECTIONS,
+            max_overflow=0,
+            pool_timeout=5,
+            pool_pre_ping=not is_sqlite,
+            connect_args={} if is_sqlite else _POSTGRES_CONNECT,
+        )
+    except ModuleNotFoundError as exc:
+        raise StoreError("Postgres needs psycopg: pip install 'mico[postgres]'") from exc
+    if is_sqlite:
+        event.listen(engine.sync_engine, "connect", prepare_sqlite)
+    return engine
+
+
+def prepare_sqlite(connection: Any, _record: object) -> None:
+    """Readers beside one writer, wait for a lock, and a commit that a power loss does not undo."""
+    cursor = connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    cursor.close()
+
+
+def insert_new(dialect: str, into: Table) -> Insert:
+    """INSERT that leaves a row alone which is there already."""
+    if dialect == "sqlite":
+        return sqlite.insert(into).on_conflict_do_nothing()
+    return postgresql.insert(into).on_conflict_do_nothing()
+
+
+async def check_schema(engine: AsyncEngine) -> None:
+    """Raises SchemaMismatch, or StoreUnavailable when nobody answers."""
+    try:
+        async with engine.connect() as connection:
+            found = await connection.run_sync(_schema)
+    except (SQLAlchemyError, OSError) as exc:
+        raise StoreUnavailable(f"cannot open the database {engine.url!r}: {reason(exc)}") from exc
+    if found != SCHEMA:
+        state = f"has schema {found}" if found else "has no tables yet"
+        raise SchemaMismatch(f"the database {state}, this program needs {SCHEMA}: run `mico db upgrade`")
+
+
+def _schema(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    version: Column[str] = Column("version_num")
+    return connection.scalar(select(version).select_from(table("alembic_version")))
+
+
+def reason(error: BaseException) -> str:
+    """The driver's own first line: never the statement, its values or the URL's password."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return next(iter(str(cause).splitlines()), "") or type(cause).__name__

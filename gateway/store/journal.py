@@ -1,0 +1,156 @@
+"""A bounded queue of lines on the local disk, in numbered segments: what is in it outlives the process.
+
+`append` hands a line to the operating system before it returns, so `kill -9` loses nothing; a power loss may
+cost what was appended since the last `sync`. Does not know what the lines mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from gateway.store.errors import JournalTaken
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES: Final = 1 << 20
+LIMIT_BYTES: Final = 1 << 30
+SET_ASIDE_BYTES: Final = 16 << 20
+
+
+class JournalFull(OSError):
+    pass
+
+
+class Journal:
+    """Of one process at a time. Methods run in one thread, except `read` and `sync`, which touch no state."""
+
+    def __init__(
+        self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        """Raises JournalTaken when another process has this folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self._segment_bytes = segment_bytes
+        self._lock = _lock(folder)
+        self._sealed: dict[Path, _Segment] = {
+            path: _Segment.found(path) for path in sorted(folder.glob("*.jsonl"))
+        }
+        self._next = 1 + max((int(path.stem) for path in self._sealed), default=0)
+        self._current: _Segment | None = None
+        self._file = -1
+        self._unsynced: set[Path] = set()
+        self.size_bytes = sum(segment.size_bytes for segment in self._sealed.values())
+        self.lines = sum(segment.lines for segment in self._sealed.values())
+
+    def append(self, line: bytes) -> None:
+        """`line` ends with its only newline. Raises OSError if the disk refuses, JournalFull at the limit."""
+        if self.size_bytes + len(line) > self.limit_bytes:
+            raise JournalFull(f"the journal holds its limit of {self.limit_bytes} bytes")
+        segment = self._current or self._begin()
+        written = os.write(self._file, line)
+        segment.size_bytes += written
+        self.size_bytes += written
+        if written != len(line):
+            self.seal()  # a torn line may only be the last of its segment
+            raise OSError("the disk took only a part of the line")
+        segment.lines += 1
+        self.lines += 1
+        self._unsynced.add(segment.path)
+        if segment.size_bytes >= self._segment_bytes:
+            self.seal()
+
+    def _begin(self) -> _Segment:
+        path = self.folder / f"{self._next:012d}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self._next += 1
+        self._current = _Segment(path)
+        return self._current
+
+    def seal(self) -> None:
+        """Ends the current segment: from now on it is one of `sealed`."""
+        if self._current is not None:
+            os.close(self._file)
+            self._sealed[self._current.path] = self._current
+            self._current = None
+
+    def unsynced(self) -> set[Path]:
+        """What was written since the last call: for `sync`."""
+        paths, self._unsynced = self._unsynced, set()
+        return paths
+
+    def sync(self, paths: Iterable[Path]) -> None:
+        """Blocks until the disk has them. A segment that is gone was stored and needs it no more."""
+        for path in (*paths, self.folder):
+            with suppress(FileNotFoundError):
+                file = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+
+    @property
+    def sealed(self) -> list[Path]:
+        """Oldest first."""
+        return list(self._sealed)
+
+    def read(self, path: Path) -> list[bytes]:
+        """The whole lines of a sealed segment. A torn last line was never acknowledged and is left out."""
+        try:
+            *lines, torn = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            logger.error("journal segment %s was removed by someone else: its records are lost", path.name)
+            return []
+        if torn:
+            logger.warning("journal segment %s ends in an unfinished line of %d bytes", path.name, len(torn))
+        return lines
+
+    def remove(self, path: Path) -> None:
+        """Only after its lines are safe elsewhere."""
+        path.unlink(missing_ok=True)
+        segment = self._sealed.pop(path)
+        self.size_bytes -= segment.size_bytes
+        self.lines -= segment.lines
+
+    def set_aside(self, line: bytes) -> bool:
+        """Keeps a line that can be stored nowhere, for a person to look at. False if there is no room."""
+        path = self.folder / "refused.lines"
+        with path.open("ab") as file:
+            if file.tell() + len(line) > SET_ASIDE_BYTES:
+                return False
+            file.write(line + b"\n")
+        return True
+
+    def close(self) -> None:
+        self.seal()
+        os.close(self._lock)
+
+
+class _Segment:
+    __slots__ = ("lines", "path", "size_bytes")
+
+    def __init__(self, path: Path, size_bytes: int = 0, lines: int = 0) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.lines = lines
+
+    @classmethod
+    def found(cls, path: Path) -> _Segment:
+        content = path.read_bytes()
+        return cls(path, len(content), content.count(b"\n"))
+
+
+def _lock(folder: Path) -> int:
+    file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(file)
+        raise JournalTaken(f"another gateway uses {folder}: give each its own data folder") from exc
+    return file

@@ -1,0 +1,155 @@
+"""The keys in memory: a query is authenticated without a look at the database.
+
+Every REFRESH_S the ring asks the database whether anything changed, so a revocation holds on every replica
+within REFRESH_S + REFRESH_TIMEOUT_S while the database answers. Else the last known keys stay good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from hmac import compare_digest
+from typing import Final
+
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.domain import Caller
+from gateway.store import key_table
+from gateway.store.engine import reason
+from gateway.store.errors import StoreUnavailable
+from gateway.store.key_table import DEFAULT_TENANT, KeyInfo, Marker, NewKey, StoredKey
+from gateway.store.pepper import Pepper, looks_like_a_secret
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S: Final = 2.0
+REFRESH_TIMEOUT_S: Final = 2.0
+REST_S: Final = 0.25
+"""The least time between two refreshes, however many unknown keys arrive."""
+LOOK_AGAIN_S: Final = 1.0
+
+
+class KeyRing:
+    def __init__(
+        self, engine: AsyncEngine, pepper: Pepper, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._engine = engine
+        self._pepper = pepper
+        self._clock = clock
+        self._known: Mapping[bytes, StoredKey] = {}
+        self._marker: Marker | None = None
+        self._foreign = 0
+        self._wanted = asyncio.Event()
+        self._round = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.refreshed_at: float | None = None
+        """Unix time of the last successful look at the database."""
+
+    async def start(self) -> None:
+        """Raises StoreUnavailable: without a first look nobody could be let in."""
+        await self.refresh()
+        self._task = asyncio.create_task(self._refresh_for_ever())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def authenticate(self, secret: str) -> Caller | None:
+        """No I/O. None for a key that is unknown, revoked or expired."""
+        if not looks_like_a_secret(secret):
+            return None
+        digest = self._pepper.digest(secret)
+        key = self._known.get(digest)
+        if key is None or not compare_digest(key.digest, digest):
+            return None
+        if key.expires_at is not None and self._clock() >= key.expires_at:
+            return None
+        return key.caller
+
+    async def look_again(self, secret: str) -> Caller | None:
+        """For a key that `authenticate` did not know: it may have been made a moment ago by another process.
+
+        Waits for the next refresh, which all who wait share, at most LOOK_AGAIN_S. A flood of wrong keys
+        costs the database one small query every REST_S.
+        """
+        if looks_like_a_secret(secret):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await self.next_refresh()
+        return self.authenticate(secret)
+
+    async def create_key(
+        self,
+        name: str,
+        tenant: str = DEFAULT_TENANT,
+        *,
+        models: Collection[str] | None = None,
+        admin: bool = False,
+        expires_at: float | None = None,
+    ) -> tuple[KeyInfo, str]:
+        """The key and its secret, shown this once. Works here at once, elsewhere within seconds."""
+        new = NewKey(name, tenant, models, admin, expires_at)
+        created = await key_table.create(self._engine, self._pepper, new, self._clock())
+        await self.refresh()
+        return created
+
+    async def list_keys(self) -> list[KeyInfo]:
+        return await key_table.every(self._engine)
+
+    async def revoke_key(self, key_id: str) -> KeyInfo | None:
+        """None when there is no such key. Holds here at once, elsewhere within seconds."""
+        revoked = await key_table.revoke(self._engine, key_id, self._clock())
+        await self.refresh()
+        return revoked
+
+    async def refresh(self) -> None:
+        """Raises StoreUnavailable, and keeps what was known."""
+        try:
+            async with asyncio.timeout(REFRESH_TIMEOUT_S), self._engine.connect() as connection:
+                now = await key_table.marker(connection)
+                if now != self._marker:
+                    self._learn(await key_table.unrevoked(connection))
+                    self._marker = now
+        except TimeoutError as exc:
+            raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
+        except (SQLAlchemyError, OSError) as exc:
+            raise StoreUnavailable(reason(exc)) from exc
+        self.refreshed_at = self._clock()
+
+    def _learn(self, found: list[StoredKey]) -> None:
+        ours = {key.digest: key for key in found if key.pepper_id == self._pepper.id}
+        foreign = len(found) - len(ours)
+        if foreign > self._foreign:
+            logger.error(
+                "%d keys were made with another pepper and do not work here: give all replicas one", foreign
+            )
+        self._known, self._foreign = ours, foreign
+
+    async def next_refresh(self) -> None:
+        """Returns after a refresh that began after this call."""
+        self._wanted.set()
+        await self._round.wait()
+
+    async def _refresh_for_ever(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), REFRESH_S - REST_S)
+            self._wanted.clear()
+            done, self._round = self._round, asyncio.Event()
+            await self._refresh_or_log()
+            done.set()
+            await asyncio.sleep(REST_S)
+
+    async def _refresh_or_log(self) -> None:
+        try:
+            await self.refresh()
+        except StoreUnavailable as exc:
+            logger.warning("keys are as of the last look at the database: %s", exc)
+        except Exception:
+            logger.exception("a refresh of the keys went wrong in an unforeseen way")

@@ -1,0 +1,259 @@
+"""Usage and decisions, written behind: `record` never waits, and what it took is stored once, come what may.
+
+The journal is the queue. Whether a segment was written a moment ago, before an outage of the database or
+before a `kill -9`, it takes the one way: read, insert what is not there yet, commit, remove.
+
+When the journal is full (the database was away too long), `has_room` is false: the gateway then turns new
+queries away, and the rest of the journal is for those in flight. What finds no place is logged and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway.domain import Outcome
+from gateway.store.errors import RecordsRefused, StoreError, StoreUnavailable
+from gateway.store.journal import LIMIT_BYTES, SEGMENT_BYTES, Journal
+from gateway.store.rows import Record, from_line, record_of, to_line
+from gateway.store.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S: Final = 0.25
+SYNC_S: Final = 0.2
+"""A loss of power may cost what was recorded in this time. `kill -9` costs nothing."""
+RETRY_S: Final = (0.5, 5.0)
+CLOSE_S: Final = 10.0
+IN_FLIGHT_SHARE: Final = 1 / 16
+"""The part of the journal that is kept for queries in flight when it is full."""
+MEMORY_LINES: Final = 4_096
+"""Lines kept while the disk takes none: these a `kill -9` would cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderHealth:
+    """`failing_since` is unix time. `lost` counts records of this process that are in the log only."""
+
+    pending: int
+    journal_bytes: int
+    journal_limit_bytes: int
+    has_room: bool
+    failing_since: float | None
+    last_error: str
+    lost: int
+
+
+class Recorder:
+    def __init__(
+        self,
+        folder: Path,
+        writer: Writer,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        limit_bytes: int = LIMIT_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._writer = writer
+        self._segment_bytes = segment_bytes
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._journal: Journal | None = None
+        self._memory: deque[bytes] = deque()
+        self._turn = asyncio.Lock()
+        self._wanted = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._retry_s = RETRY_S[0]
+        self._failing_since: float | None = None
+        self._last_error = ""
+        self._lost = 0
+
+    async def start(self, *, background: bool = True) -> None:
+        """Takes the folder and what an earlier process left in it. Raises JournalTaken."""
+        self._journal = await asyncio.to_thread(
+            Journal, self._folder, segment_bytes=self._segment_bytes, limit_bytes=self._limit_bytes
+        )
+        if self.pending:
+            logger.info("replaying %d records of an earlier process", self.pending)
+            self._wanted.set()
+        if background:
+            self._tasks = [
+                asyncio.create_task(self._flush_for_ever()),
+                asyncio.create_task(self._sync_for_ever()),
+            ]
+
+    async def close(self) -> None:
+        """Stores what it can within CLOSE_S; the rest stays in the journal for the next start."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._journal is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._flush_or_log()
+        if self.pending:
+            logger.warning("%d records stay in %s until the next start", self.pending, self._folder)
+        journal, self._journal = self._journal, None
+        await asyncio.to_thread(journal.sync, journal.unsynced())
+        journal.close()
+
+    def record(self, outcome: Outcome) -> None:
+        """Never blocks and never fails the query that it is about."""
+        journal = self._started
+        try:
+            line = to_line(record_of(outcome))
+        except (ValueError, TypeError, msgspec.MsgspecError) as exc:
+            self._lose(repr(outcome), exc)
+            return
+        try:
+            journal.append(line)
+        except OSError as exc:
+            self._keep_in_memory(line, exc)
+        self._wanted.set()
+
+    def _keep_in_memory(self, line: bytes, error: OSError) -> None:
+        self._last_error = f"journal: {error}"
+        if len(self._memory) < MEMORY_LINES:
+            self._memory.append(line)
+        else:
+            self._lose(line.decode(), error)
+
+    def _lose(self, what: str, error: Exception) -> None:
+        self._lost += 1
+        logger.error("usage is in this log only (%s): %s", error, what)
+
+    async def flush(self) -> bool:
+        """Stores all that is pending now. False when the database or the disk did not let it."""
+        journal = self._started
+        async with self._turn:
+            try:
+                await self._store_memory()
+                journal.seal()
+                for path in journal.sealed:
+                    await self._store(await asyncio.to_thread(journal.read, path))
+                    journal.remove(path)
+            except (StoreUnavailable, OSError) as exc:
+                self._failed(str(exc))
+                return False
+            self._succeeded()
+            return True
+
+    async def _store_memory(self) -> None:
+        lines = list(self._memory)
+        if lines:
+            await self._store([line.rstrip(b"\n") for line in lines])
+            for _ in lines:
+                self._memory.popleft()
+
+    async def _store(self, lines: Sequence[bytes]) -> None:
+        records = [record for line in lines if (record := self._readable(line)) is not None]
+        if not records:
+            return
+        try:
+            await self._writer.write(records)
+        except RecordsRefused:
+            for record in records:
+                await self._store_alone(record)
+
+    async def _store_alone(self, record: Record) -> None:
+        try:
+            await self._writer.write([record])
+        except RecordsRefused as exc:
+            self._set_aside(to_line(record).rstrip(b"\n"), exc)
+
+    def _readable(self, line: bytes) -> Record | None:
+        try:
+            return from_line(line)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            self._set_aside(line, exc)
+            return None
+
+    def _set_aside(self, line: bytes, error: Exception) -> None:
+        kept = self._started.set_aside(line)
+        where = "kept in refused.lines" if kept else "refused.lines is full, so it is in this log only"
+        self._lost += 1
+        logger.error("a record cannot be stored (%s); %s: %s", error, where, line.decode("utf-8", "replace"))
+
+    def _failed(self, error: str) -> None:
+        if self._failing_since is None:
+            self._failing_since = self._clock()
+            logger.error("usage is not stored now, it waits in the journal: %s", error)
+        self._last_error = error
+
+    def _succeeded(self) -> None:
+        if self._failing_since is not None:
+            logger.warning("usage is stored again, after %.0f s", self._clock() - self._failing_since)
+        self._failing_since = None
+        self._last_error = ""
+        self._retry_s = RETRY_S[0]
+
+    async def _flush_for_ever(self) -> None:
+        while True:
+            await self._wanted.wait()
+            await asyncio.sleep(FLUSH_S)  # gathers a batch
+            self._wanted.clear()
+            if not await self._flush_or_log():
+                await asyncio.sleep(self._retry_s)
+                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+                self._wanted.set()
+
+    async def _flush_or_log(self) -> bool:
+        try:
+            return await self.flush()
+        except Exception as exc:
+            logger.exception("a flush went wrong in an unforeseen way")
+            self._failed(f"{type(exc).__name__}: {exc}")
+            return False
+
+    async def _sync_for_ever(self) -> None:
+        journal = self._started
+        while True:
+            await asyncio.sleep(SYNC_S)
+            if paths := journal.unsynced():
+                try:
+                    await asyncio.to_thread(journal.sync, paths)
+                except OSError as exc:
+                    self._failed(f"journal: {exc}")
+
+    @property
+    def _started(self) -> Journal:
+        if self._journal is None:
+            raise StoreError("this store was opened without recording, or is closed")
+        return self._journal
+
+    @property
+    def pending(self) -> int:
+        """Records that are not in the database yet."""
+        return len(self._memory) + (self._journal.lines if self._journal else 0)
+
+    @property
+    def has_room(self) -> bool:
+        """False: the gateway should take no new query."""
+        if self._journal is None:
+            return False
+        room = self._journal.size_bytes < self._limit_bytes * (1 - IN_FLIGHT_SHARE)
+        return room and len(self._memory) < MEMORY_LINES / 2
+
+    @property
+    def health(self) -> RecorderHealth:
+        return RecorderHealth(
+            pending=self.pending,
+            journal_bytes=self._journal.size_bytes if self._journal else 0,
+            journal_limit_bytes=self._limit_bytes,
+            has_room=self.has_room,
+            failing_since=self._failing_since,
+            last_error=self._last_error,
+            lost=self._lost,
+        )

@@ -1,0 +1,170 @@
+"""Outcomes as rows and back: the one converter between the gateway's values and what is journaled and stored.
+
+Does not keep any text of a prompt or an answer, only lengths in tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any
+
+import msgspec
+
+from gateway.domain import Attempt, Decision, Estimate, Outcome
+from predictor.forecast import Forecast
+
+TEXT_LIMIT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """One query as it ended. `query_id` is ours and unique; clients know `request_id` and may reuse one."""
+
+    query_id: str
+    request_id: str
+    received_at: float
+    tenant: str
+    key_id: str
+    model: str
+    status: str
+    error: str
+    site: str
+    attempts: int
+    prompt_tokens: int
+    completion_tokens: int
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float
+    forecast_source: str | None = None
+    forecast_expected: float | None = None
+    forecast_p50: int | None = None
+    forecast_p90: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """One attempt of that query, with everything that its decision was made of."""
+
+    query_id: str
+    attempt: int
+    received_at: float
+    attempt_id: str
+    site: str
+    policy: str
+    reason: str
+    decided_s: float
+    estimates: list[dict[str, Any]]
+    excluded: dict[str, str]
+    ended: str
+    prompt_tokens: int
+    completion_tokens: int
+    first_token_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is journaled as one line and stored in one transaction."""
+
+    usage: UsageRow
+    decisions: tuple[DecisionRow, ...]
+
+
+_line_encoder = msgspec.json.Encoder()
+_line_decoder = msgspec.json.Decoder(Record)
+
+
+def to_line(record: Record) -> bytes:
+    return _line_encoder.encode(record) + b"\n"
+
+
+def from_line(line: bytes) -> Record:
+    """Raises msgspec.MsgspecError when the line is not a whole record."""
+    return _line_decoder.decode(line)
+
+
+def record_of(outcome: Outcome) -> Record:
+    return Record(_usage_row(outcome), _decision_rows(outcome))
+
+
+def _usage_row(outcome: Outcome) -> UsageRow:
+    return UsageRow(
+        query_id=outcome.query_id,
+        request_id=_text(outcome.request_id),
+        received_at=outcome.received_at,
+        tenant=outcome.tenant,
+        key_id=outcome.key_id,
+        model=_text(outcome.model),
+        status=outcome.status.value,
+        error=_text(outcome.error),
+        site=outcome.site,
+        attempts=len(outcome.attempts),
+        prompt_tokens=outcome.prompt_tokens,
+        completion_tokens=outcome.completion_tokens,
+        queue_s=_finite(outcome.queue_s),
+        first_token_s=_finite(outcome.first_token_s),
+        total_s=_finite(outcome.total_s) or 0.0,
+        **_forecast_columns(outcome.forecast),
+    )
+
+
+def _forecast_columns(forecast: Forecast | None) -> dict[str, Any]:
+    if forecast is None:
+        return {}
+    return {
+        "forecast_source": forecast.source,
+        "forecast_expected": _finite(forecast.expected()),
+        "forecast_p50": forecast.quantile(0.5),
+        "forecast_p90": forecast.quantile(0.9),
+    }
+
+
+def _decision_rows(outcome: Outcome) -> tuple[DecisionRow, ...]:
+    return tuple(
+        DecisionRow(
+            query_id=outcome.query_id,
+            attempt=number,
+            received_at=outcome.received_at,
+            attempt_id=attempt.decision.attempt_id,
+            site=attempt.decision.site,
+            policy=attempt.decision.policy,
+            reason=_text(attempt.decision.reason),
+            decided_s=_finite(attempt.decision.decided_s) or 0.0,
+            estimates=msgspec.to_builtins(attempt.decision.estimates),
+            excluded={site: _text(why) for site, why in attempt.decision.excluded.items()},
+            ended=_text(attempt.ended),
+            prompt_tokens=attempt.prompt_tokens,
+            completion_tokens=attempt.completion_tokens,
+            first_token_s=_finite(attempt.first_token_s),
+        )
+        for number, attempt in enumerate(outcome.attempts)
+    )
+
+
+def attempt_of(row: DecisionRow) -> Attempt:
+    decision = Decision(
+        query_id=row.query_id,
+        attempt_id=row.attempt_id,
+        site=row.site,
+        policy=row.policy,
+        reason=row.reason,
+        estimates=tuple(_estimate(values) for values in row.estimates),
+        excluded=row.excluded,
+        decided_s=row.decided_s,
+    )
+    return Attempt(decision, row.ended, row.prompt_tokens, row.completion_tokens, row.first_token_s)
+
+
+def _estimate(values: dict[str, Any]) -> Estimate:
+    """JSON knows no infinity and keeps it as null."""
+    finite: dict[str, Any] = {name: inf if value is None else value for name, value in values.items()}
+    return Estimate(**finite)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def _text(value: str) -> str:
+    """Text that came from outside, such that every database takes it: bounded, valid UTF-8, no NUL."""
+    return value[:TEXT_LIMIT].encode("utf-8", "replace").decode().replace("\0", "�")

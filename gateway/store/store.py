@@ -1,0 +1,46 @@
+"""Everything the gateway keeps, opened and closed as one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.store.engine import check_schema, open_engine
+from gateway.store.keys import KeyRing
+from gateway.store.pepper import Pepper
+from gateway.store.queries import Reads
+from gateway.store.recorder import Recorder
+from gateway.store.writer import DatabaseWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    keys: KeyRing
+    recorder: Recorder
+    read: Reads
+
+
+@asynccontextmanager
+async def open_store(
+    url: str, folder: Path, *, pepper: str | None = None, serving: bool = True
+) -> AsyncIterator[Store]:
+    """`folder` holds the journal, and the pepper unless one is given: replicas on one database share one.
+
+    `serving=False` is for commands: no background work and no recording, beside a running gateway. The tables
+    must be there (`migrations.upgrade(url)`). Raises StoreError.
+    """
+    engine = open_engine(url)
+    keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
+    recorder = Recorder(folder / "journal", DatabaseWriter(engine))
+    try:
+        await check_schema(engine)
+        if serving:
+            await keys.start()
+            await recorder.start()
+        yield Store(keys, recorder, Reads(engine))
+    finally:
+        await recorder.close()
+        await keys.close()
+        await engine.dispose()

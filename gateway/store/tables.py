@@ -1,0 +1,91 @@
+"""The tables, as SQLAlchemy sees them. `migrations/` builds the same ones; a test holds the two together.
+
+Times are unix seconds. Does not hold prompts or answers: of a query's text only its length in tokens is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import JSON, BigInteger, Boolean, Column, Double, ForeignKey, Integer, MetaData, String, Table
+
+SCHEMA: Final = "0001"
+"""The migration that this program was written for."""
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("created_at", Double, nullable=False),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("tenant", String, ForeignKey("tenants.name"), nullable=False),
+    Column("digest", String, nullable=False, unique=True),  # keyed hash of the secret, hex
+    Column("pepper_id", String, nullable=False),  # which pepper the digest was made with
+    Column("hint", String, nullable=False),  # the secret's last characters, for people
+    Column("models", JSON(none_as_null=True)),  # list of model ids; null means every model
+    Column("admin", Boolean, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("revoked_at", Double),
+    Column(
+        "stamp", BigInteger, nullable=False, comment="random at every change: their sum tells of any change"
+    ),
+)
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("query_id", String, primary_key=True),
+    Column("request_id", String, nullable=False, index=True),  # what the client knows; it may reuse one
+    Column("received_at", Double, nullable=False, index=True),
+    Column("tenant", String, nullable=False),
+    Column("key_id", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("status", String, nullable=False),
+    Column("error", String, nullable=False),
+    Column("site", String, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("queue_s", Double),
+    Column("first_token_s", Double),
+    Column("total_s", Double, nullable=False),
+    Column("forecast_source", String),
+    Column("forecast_expected", Double),
+    Column("forecast_p50", BigInteger),
+    Column("forecast_p90", BigInteger),
+)
+
+decisions = Table(
+    "decisions",
+    metadata,
+    Column("query_id", String, primary_key=True),
+    Column("attempt", Integer, primary_key=True),  # 0 is the first
+    Column("received_at", Double, nullable=False, index=True),
+    Column("attempt_id", String, nullable=False),
+    Column("site", String, nullable=False),
+    Column("policy", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("decided_s", Double, nullable=False),  # on the gateway's monotonic clock
+    Column("estimates", JSON, nullable=False),
+    Column("excluded", JSON, nullable=False),
+    Column("ended", String, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("first_token_s", Double),
+)

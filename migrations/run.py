@@ -1,0 +1,60 @@
+"""Runs the revisions from the installed package, in one locked transaction: once, if two start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, text
+
+from gateway.store.engine import database_url, prepare_sqlite
+
+_LOCK: Final = 0x6D69636F
+"""The advisory lock that migrations of one Postgres database hold."""
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    _run(url, lambda config: command.upgrade(config, revision))
+
+
+def downgrade(url: str, revision: str = "base") -> None:
+    _run(url, lambda config: command.downgrade(config, revision))
+
+
+def _run(url: str, step: Callable[[Config], None]) -> None:
+    engine = _engine(database_url(url))
+    try:
+        with engine.begin() as connection:
+            if engine.dialect.name == "postgresql":
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
+            step(_config(connection))
+    finally:
+        engine.dispose()
+
+
+def _config(connection: Connection) -> Config:
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    return config
+
+
+def _engine(url: URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        return create_engine(url, poolclass=NullPool)
+    Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(url.set(drivername="sqlite"), poolclass=NullPool)
+    event.listen(engine, "connect", _connect_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _connect_sqlite(connection: Any, record: object) -> None:
+    prepare_sqlite(connection, record)
+    connection.isolation_level = None  # the driver's own BEGIN would come too late for tables
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
