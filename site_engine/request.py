@@ -66,7 +66,7 @@ class RemainingPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemainingCurve:
-    """The forecast of one response as it shrinks while tokens come; linear between the points, never below 1."""
+    """The forecast of a response as it shrinks while tokens come; linear between points, never below 1."""
 
     points: tuple[RemainingPoint, ...] = (
         RemainingPoint(0, 200.0, 500),
@@ -136,9 +136,7 @@ class Request:
     tenant: str = ""
     deadline_s: float | None = None  # on the engine's clock
     choice: int = 0  # of n: part of the seed
-    resumed: Sequence[
-        int
-    ] = ()  # tokens generated elsewhere before; they count as output, are never emitted again
+    resumed: Sequence[int] = ()  # generated elsewhere before: output that is never emitted again
     resumed_chars: int = 0  # text beyond this many characters of the output is emitted
     # ---- the engine's own
     state: State = field(default=State.WAITING, init=False)
@@ -179,7 +177,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its bytes (it may be part of a character) and its log probability; None where there is none."""
+    """A token, its bytes (maybe a part of a character) and its log probability; None where there is none."""
 
     token: str
     raw: bytes

@@ -1,0 +1,115 @@
+"""Who runs next: lane, then priority, then the tenant served least, then the shortest forecast, with ageing.
+
+Does not decide whether there is room; the scheduler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+
+from site_engine.request import Request
+
+Score = Callable[[Request], float]
+
+AGEING_TOKENS_PER_S = 50.0
+STARVING_AFTER_S = 60.0
+
+
+def shortest_forecast(request: Request) -> float:
+    """Predicted length with ageing. Waiting is worth tokens linearly, so two waiting requests never swap
+    places and the score can be computed once, at arrival.
+    """
+    return request.expected_remaining() + AGEING_TOKENS_PER_S * request.arrived_s
+
+
+class _Tenants:
+    """The waiting requests of one lane and priority, shared out between tenants by start-time fair queuing:
+    each tenant has a virtual clock that runs by the tokens it was given, the one furthest behind goes next.
+    """
+
+    def __init__(self) -> None:
+        self.heaps: dict[str, list[tuple[float, int, Request]]] = {}
+
+    def first(self, clocks: dict[str, float], floor: float) -> tuple[str, Request]:
+        tenant = min(
+            self.heaps, key=lambda name: (max(clocks.get(name, floor), floor), self.heaps[name][0][:2])
+        )
+        return tenant, self.heaps[tenant][0][2]
+
+
+class AdmissionQueue:
+    """The requests that wait. `first` names the next one, `take` removes it and charges its tenant."""
+
+    def __init__(self, score: Score = shortest_forecast, starving_after_s: float = STARVING_AFTER_S) -> None:
+        self._score = score
+        self._starving_after_s = starving_after_s
+        self._waiting: dict[str, Request] = {}  # in order of arrival
+        self._levels: dict[tuple[int, int], _Tenants] = {}
+        self._clocks: dict[str, float] = {}
+        self._floor = 0.0  # virtual time: the clock of whoever was served last
+        self._sequence = 0
+        self.prompt_tokens = 0
+        self.response_tokens = 0.0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting.values())
+
+    def push(self, request: Request) -> None:
+        level = self._levels.setdefault((request.lane, request.priority), _Tenants())
+        self._sequence += 1
+        heappush(level.heaps.setdefault(request.tenant, []), (self._score(request), self._sequence, request))
+        self._waiting[request.id] = request
+        self.prompt_tokens += len(request.tokens)
+        self.response_tokens += request.expected_remaining()
+
+    def first(self, now: float) -> Request | None:
+        """The request that runs next, or None. One that starves goes before its betters of the same lane."""
+        if not self._waiting:
+            return None
+        level = self._levels[min(self._levels)]
+        request = level.first(self._clocks, self._floor)[1]
+        oldest = next(iter(self._waiting.values()))
+        if oldest.lane == request.lane and now - oldest.arrived_s > self._starving_after_s:
+            return oldest
+        return request
+
+    def take(self, request: Request) -> None:
+        """Remove a request that starts, and charge its tenant for what it is expected to cost."""
+        start = max(self._clocks.get(request.tenant, self._floor), self._floor)
+        self.remove(request.id)
+        self._floor = start
+        self._clocks[request.tenant] = start + len(request.tokens) + request.expected_remaining()
+        self._clocks = {tenant: clock for tenant, clock in self._clocks.items() if clock > self._floor}
+
+    def remove(self, request_id: str) -> Request | None:
+        """Remove one that was cancelled or given up; None if it does not wait here."""
+        request = self._waiting.pop(request_id, None)
+        if request is None:
+            return None
+        self.prompt_tokens -= len(request.tokens)
+        self.response_tokens -= request.expected_remaining()
+        if not self._waiting:
+            self.response_tokens = 0.0  # no drift from rounding
+        self._unlist(request)
+        return request
+
+    def _unlist(self, request: Request) -> None:
+        key = (request.lane, request.priority)
+        heaps = self._levels[key].heaps
+        heap = heaps[request.tenant]
+        if heap[0][2] is request:
+            heappop(heap)
+        else:
+            heap[:] = [entry for entry in heap if entry[2] is not request]
+            heapify(heap)
+        if not heap:
+            del heaps[request.tenant]
+        if not heaps:
+            del self._levels[key]

@@ -1,0 +1,70 @@
+"""The memory behind the page pool: keys and values of every layer, `[pages, page, kv_heads, dim]`, apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class LayerShape(NamedTuple):
+    """The KV geometry of one attention call of the model, as the probe saw it."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class Arena:
+    """Pages 0 to `pages` of every layer; page 0 is the trash page. Zeros first: dead slots must be finite."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        def room(shape: LayerShape, dim: int) -> torch.Tensor:
+            return torch.zeros(pages + 1, page_size, shape.kv_heads, dim, dtype=dtype, device=device)
+
+        self.page_size = page_size
+        self.keys = [room(shape, shape.key_dim) for shape in layers]
+        self.values = [room(shape, shape.value_dim) for shape in layers]
+
+    def fill(self, pages: list[int], number: float) -> None:
+        index = torch.tensor(pages, dtype=torch.long, device=self.keys[0].device)
+        for room in (*self.keys, *self.values):
+            room.index_fill_(0, index, number)
+
+    def scrub(self, pages: list[int]) -> None:
+        """After a failed iteration: what it wrote may not be finite, and masked slots are multiplied by 0."""
+        if pages:
+            self.fill(pages, 0.0)
+
+
+class Poison:
+    """The debug mode of a pool: a freed page holds NaN, so that any read of it shows in the answer."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def taken(self, pages: list[int]) -> None:
+        if pages:
+            self._arena.fill(pages, 0.0)
+
+    def freed(self, pages: list[int]) -> None:
+        self._arena.fill(pages, float("nan"))
+
+
+def affordable_tokens(layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens whose keys and values fit the free memory: most of a GPU's, a quarter of a computer's."""
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0] * 0.85)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in layers)
+    return free // (numbers * int(dtype.itemsize))

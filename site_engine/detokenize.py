@@ -1,0 +1,180 @@
+"""Text that grows token by token: never half a character, never a stop string, never a character twice.
+
+Joined, the pieces are what the tokenizer makes of all tokens, less an unfinished last character.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+UNFINISHED = "\ufffd"
+
+
+class TokenText(NamedTuple):
+    """One token by itself, for log probabilities; it may be part of a character."""
+
+    text: str
+    raw: bytes
+
+
+class Decoder(Protocol):
+    """Turns the tokens of one response into text; remembers what is unfinished."""
+
+    def push(self, token_id: int) -> str: ...
+
+
+class Vocabulary(Protocol):
+    """The text side of a model, shared by all its requests."""
+
+    def decoder(self) -> Decoder: ...
+    def token(self, token_id: int) -> TokenText: ...
+
+
+class ByteVocabulary:
+    """Byte-level tokens: a token is a run of bytes, a special token is none. One look-up per token."""
+
+    def __init__(self, raws: Sequence[bytes | None], names: Sequence[str]) -> None:
+        """raws[id]: the token's bytes, None for a special token; names[id]: how to show it."""
+        self._raws = raws
+        self._names = names
+        self._texts = [None if raw is None else _whole(raw) for raw in raws]
+
+    def decoder(self) -> Decoder:
+        return _ByteDecoder(self._raws, self._texts)
+
+    def token(self, token_id: int) -> TokenText:
+        if token_id >= len(self._raws):
+            return TokenText("", b"")
+        raw = self._raws[token_id]
+        if raw is None:
+            return TokenText(self._names[token_id], self._names[token_id].encode())
+        return TokenText(raw.decode("utf-8", "replace"), raw)
+
+
+def _whole(raw: bytes) -> str | None:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+class _ByteDecoder:
+    def __init__(self, raws: Sequence[bytes | None], texts: Sequence[str | None]) -> None:
+        self._raws = raws
+        self._texts = texts
+        self._utf8: codecs.IncrementalDecoder | None = None  # only while a character may be in pieces
+
+    def push(self, token_id: int) -> str:
+        if token_id >= len(self._raws):  # a padded vocabulary has ids without text
+            return ""
+        if self._utf8 is None:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        return self._push_pieces(self._raws[token_id])
+
+    def _push_pieces(self, raw: bytes | None) -> str:
+        if raw is None:
+            return ""
+        if self._utf8 is None:
+            self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        text = self._utf8.decode(raw)
+        if not self._utf8.getstate()[0]:
+            self._utf8 = None
+        return text
+
+
+class DecodingVocabulary:
+    """Any other tokenizer: decode a short tail twice, once without the new token; the difference is new."""
+
+    def __init__(self, decode: Callable[[list[int]], str], name: Callable[[int], str]) -> None:
+        self._decode = decode
+        self._name = name
+
+    def decoder(self) -> Decoder:
+        return _TailDecoder(self._decode)
+
+    def token(self, token_id: int) -> TokenText:
+        text = self._decode([token_id]) or self._name(token_id)
+        return TokenText(text, text.encode())
+
+
+class _TailDecoder:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._known = 0  # leading ids of the tail whose text was given out
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        before = self._decode(self._ids[: self._known])
+        text = self._decode(self._ids)
+        if len(text) <= len(before) or text.endswith(UNFINISHED):
+            return ""
+        self._ids = self._ids[self._known :]
+        self._known = len(self._ids)
+        return text[len(before) :]
+
+
+class NoText:
+    """A model without a tokenizer: token ids only."""
+
+    def decoder(self) -> Decoder:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def token(self, token_id: int) -> TokenText:
+        return TokenText("", b"")
+
+
+class TextStream:
+    """The text of one response: holds back what may become a stop string, skips what the client has."""
+
+    def __init__(self, decoder: Decoder, stops: tuple[str, ...] = (), skip_chars: int = 0) -> None:
+        self.stopped = False
+        self._decoder = decoder
+        self._stops = stops
+        self._skip = skip_chars
+        self._held = ""
+
+    def push(self, token_id: int, watch: bool = True) -> str:
+        """New text that is certain. `watch` is off while a response is too short to be allowed to stop."""
+        fresh = self._decoder.push(token_id)
+        if not fresh:
+            return ""
+        if self._stops:
+            fresh = self._scan(fresh) if watch else self._take_held() + fresh
+        return self._skipped(fresh) if self._skip else fresh
+
+    def flush(self) -> str:
+        """What was held back, once no stop string can follow."""
+        held = self._take_held()
+        return self._skipped(held) if self._skip else held
+
+    def _scan(self, fresh: str) -> str:
+        text = self._take_held() + fresh
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _skipped(self, text: str) -> str:
+        skip = min(self._skip, len(text))
+        self._skip -= skip
+        return text[skip:]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,252 @@
+"""The engine: one model, many requests at once, one iteration at a time.
+
+Plain and synchronous: no threads, no sleeping, no sockets. Whoever owns it calls everything from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from site_engine.admission import AdmissionQueue
+from site_engine.answer import Answer
+from site_engine.attention.arena import Arena, Poison, affordable_tokens
+from site_engine.hf_bridge import LoadedModel
+from site_engine.kv import PagePool
+from site_engine.load import LoadFigures, Meter, condense
+from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request
+from site_engine.runner import Logits, PackedRunner
+from site_engine.sampler import Sampled, Sampler
+from site_engine.scheduler import Plan, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    slots: int = 32  # requests that run at once
+    token_budget: int = 512  # tokens computed per iteration
+    page_size: int = 16
+    kv_tokens: int | None = None  # room for keys and values; None: measured from the memory that is free
+    max_pending: int = 1024
+    iteration_floor_s: float = (
+        0.0  # an iteration lasts at least so long; its owner waits, the engine only counts it
+    )
+    debug_poison: bool = False  # freed pages hold NaN
+
+    def __post_init__(self) -> None:
+        if min(self.slots, self.page_size, self.max_pending) < 1:
+            raise ValueError("slots, page_size and max_pending must be at least 1")
+        if self.token_budget < self.slots:
+            raise ValueError(
+                f"token_budget ({self.token_budget}) must cover one token of each of {self.slots} slots"
+            )
+
+
+class SiteEngine:
+    def __init__(self, model: LoadedModel, settings: EngineSettings, clock: Callable[[], float]) -> None:
+        self.settings = settings
+        self._model = model
+        self._clock = clock
+        self._limit_tokens, self._pool, self._arena = _memory(model, settings)
+        self._scheduler = Scheduler(
+            self._pool, AdmissionQueue(), slots=settings.slots, token_budget=settings.token_budget
+        )
+        self._runner = PackedRunner(
+            model.forward,
+            self._arena,
+            slots=settings.slots,
+            pages_per_row=self._pool.pages_for(self._limit_tokens),
+        )
+        self._sampler = Sampler(model.eos_token_ids, model.device)
+        self._meter = Meter()
+        self._answers: dict[str, Answer] = {}
+        self._cancelled: list[str] = []
+        self._deadlines: list[tuple[float, str]] = []
+        self._outputs: list[Output] = []
+
+    def step(self) -> list[Output]:
+        """One iteration: apply control, schedule, run, sample, publish. Nothing when idle."""
+        began = self._clock()
+        self._apply_control(began)
+        plan = self._scheduler.plan(began)
+        if plan:
+            try:
+                logits = self._runner.run(plan)
+                sampled = self._sampler.sample(logits.sampled, logits.rows)
+            except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
+                self._isolate(plan, error)
+            else:
+                self._publish(plan, logits, sampled)
+            self._measure(plan, began)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # ---- between iterations
+
+    def submit(self, request: Request) -> Admission:
+        """Take a request, or raise Refused with a reason a person can act on."""
+        self._check(request)
+        request.arrived_s = self._clock()
+        room = self._limit_tokens - len(request.prompt)
+        wanted = request.sampling.max_tokens
+        request.max_tokens = room if wanted is None else min(wanted, room)
+        position = len(self._scheduler.queue)
+        answer = self._answers[request.id] = Answer(
+            request, self._model.vocabulary, self._model.eos_token_ids
+        )
+        finish = answer.replay()
+        self._scheduler.queue.push(request)
+        if finish is not None:
+            self._finish(answer, finish)
+        elif request.deadline_s is not None:
+            heappush(self._deadlines, (request.deadline_s, request.id))
+        return Admission(position, request.max_tokens)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request in any state with the next step; an unknown id is nobody's concern."""
+        self._cancelled.append(request_id)
+
+    def release(self, request_ids: Iterable[str]) -> list[str]:
+        """Give up those that have not started, so that another site may take them; exactly which."""
+        released = [
+            request_id for request_id in dict.fromkeys(request_ids) if request_id in self._scheduler.queue
+        ]
+        for request_id in released:
+            self._scheduler.release(self._answers.pop(request_id).request)
+        return released
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._answers or self._outputs or self._cancelled)
+
+    def load(self) -> LoadFigures:
+        scheduler, queue = self._scheduler, self._scheduler.queue
+        remaining = [request.expected_remaining() for request in scheduler.running]
+        unread = sum(len(request.tokens) - request.computed for request in scheduler.running)
+        back = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
+        values, weight = condense(remaining)
+        prompt_tokens = queue.prompt_tokens + sum(tokens for tokens, _ in back)
+        response_tokens = queue.response_tokens + sum(expected for _, expected in back)
+        return LoadFigures(
+            running=len(scheduler.running),
+            pending=len(queue) + len(back),
+            token_load=sum(remaining) + unread + prompt_tokens + response_tokens,
+            kv_free_tokens=self._pool.free * self._pool.page_size,
+            kv_reserved_tokens=scheduler.promised * self._pool.page_size,
+            tokens_per_s=self._meter.tokens_per_s,
+            seconds_per_iteration=self._meter.seconds_per_iteration,
+            iteration=self._meter.fit.cost(),
+            running_remaining=values,
+            running_weight=weight,
+            pending_prompt_tokens=prompt_tokens,
+            pending_response_tokens=response_tokens,
+            tokens_total=self._meter.tokens_total,
+            prompt_tokens_total=self._meter.prompt_tokens_total,
+        )
+
+    def _check(self, request: Request) -> None:
+        prompt, sampling, vocab = request.prompt, request.sampling, self._model.vocab_size
+        if request.id in self._answers:
+            raise Refused(RefusedReason.INVALID, f"a request named {request.id!r} is already here")
+        if not prompt:
+            raise Refused(RefusedReason.INVALID, "the prompt is empty", "prompt")
+        if len(prompt) >= self._limit_tokens:
+            raise Refused(
+                RefusedReason.CONTEXT_LENGTH,
+                f"the prompt has {len(prompt)} tokens, but prompt and response together "
+                f"may have at most {self._limit_tokens} here",
+                "prompt",
+            )
+        for name, ids in (
+            ("prompt", (*prompt, *request.resumed)),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if any(not 0 <= token_id < vocab for token_id in ids):
+                raise Refused(
+                    RefusedReason.INVALID, f"{name} holds a token id outside 0 to {vocab - 1}", name
+                )
+        if len(self._scheduler.queue) >= self.settings.max_pending:
+            raise Refused(RefusedReason.FULL, f"{self.settings.max_pending} requests already wait")
+
+    def _apply_control(self, now: float) -> None:
+        cancelled, self._cancelled = self._cancelled, []
+        for request_id in cancelled:
+            if request_id in self._answers:
+                self._finish(self._answers[request_id], Finish.CANCELLED)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heappop(self._deadlines)
+            answer = self._answers.get(request_id)
+            if answer is not None and answer.request.deadline_s is not None:
+                self._finish(answer, Finish.FAILED, "its deadline passed before it was done")
+
+    # ---- after the model ran
+
+    def _publish(self, plan: Plan, logits: Logits, sampled: Sampled) -> None:
+        now = self._clock()
+        self._scheduler.advance(plan)
+        for entry, places in logits.prompts:
+            self._answers[entry.request.id].read_prompt(entry.start, places)
+        broken = set(sampled.broken)
+        for row, (request, token_id) in enumerate(zip(logits.sampled, sampled.token_ids, strict=True)):
+            answer = self._answers[request.id]
+            if row in broken:
+                self._fail(answer, "the model's output was not finite")
+                continue
+            if request.first_token_s is None:
+                self._meter.prompt_tokens_total += request.prompt_len
+            output = answer.take(token_id, now, sampled.alternatives.get(row))
+            self._outputs.append(output)
+            if output.finish is not None:
+                self._forget(request)
+
+    def _isolate(self, plan: Plan, error: Exception) -> None:
+        """The iteration failed as a whole: compute its entries one by one, and fail those that fail alone."""
+        entries = plan.entries
+        for entry in entries:
+            alone = Plan([entry]) if entry in plan.decodes else Plan([], [entry])
+            try:
+                if len(entries) == 1:
+                    raise error
+                logits = self._runner.run(alone)
+                sampled = self._sampler.sample(logits.sampled, logits.rows)
+            except Exception as reason:  # noqa: BLE001 - it becomes the request's own error
+                self._fail(self._answers[entry.request.id], f"{type(reason).__name__}: {reason}")
+            else:
+                self._publish(alone, logits, sampled)
+
+    def _fail(self, answer: Answer, error: str) -> None:
+        self._arena.scrub([page for page in answer.request.pages if self._pool.references(page) == 1])
+        self._finish(answer, Finish.FAILED, error)
+
+    def _finish(self, answer: Answer, finish: Finish, error: str = "") -> None:
+        self._outputs.append(answer.end(finish, self._clock(), error))
+        self._forget(answer.request)
+
+    def _forget(self, request: Request) -> None:
+        self._scheduler.release(request)
+        del self._answers[request.id]
+
+    def _measure(self, plan: Plan, began: float) -> None:
+        entries = plan.entries
+        self._meter.iteration(
+            rows=len(entries),
+            tokens=plan.tokens,
+            kv_tokens=sum([start + length for _, start, length, _ in entries]),
+            sampled=sum([samples for _, _, _, samples in entries]),
+            seconds=max(self._clock() - began, self.settings.iteration_floor_s),
+        )
+
+
+def _memory(model: LoadedModel, settings: EngineSettings) -> tuple[int, PagePool, Arena]:
+    """The most tokens one request may have, the page pool and the memory behind it."""
+    tokens = settings.kv_tokens
+    if tokens is None:
+        affordable = affordable_tokens(model.layers, model.dtype, model.device)
+        tokens = min(affordable, settings.slots * model.context_tokens)
+    pages = tokens // settings.page_size
+    if pages < 1:
+        raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
+    arena = Arena(model.layers, pages, settings.page_size, model.dtype, model.device)
+    pool = PagePool(pages, settings.page_size, Poison(arena) if settings.debug_poison else None)
+    return min(model.context_tokens, pages * settings.page_size), pool, arena

@@ -1,0 +1,75 @@
+"""The book of KV pages: which are free, how many references each has, how many are promised.
+
+Numbers only: keys and values lie in `attention/arena.py`. Page 0 is never handed out; padding reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+TRASH_PAGE = 0
+
+
+class PoolObserver(Protocol):
+    """Told about every page that changes between free and used (the debug mode poisons freed pages)."""
+
+    def taken(self, pages: list[int]) -> None: ...
+    def freed(self, pages: list[int]) -> None: ...
+
+
+class PagePool:
+    """`pages` usable pages of `page_size` tokens each, reference-counted."""
+
+    def __init__(self, pages: int, page_size: int, observer: PoolObserver | None = None) -> None:
+        if pages < 1 or page_size < 1:
+            raise ValueError(f"a pool needs at least one page of one token, got {pages} of {page_size}")
+        self.page_size = page_size
+        self.capacity = pages
+        self._references = [0] * (pages + 1)
+        self._free = list(range(pages, TRASH_PAGE, -1))
+        self._observer = observer
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.capacity - len(self._free)
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages with one reference each, or None: all or nothing."""
+        if count > len(self._free):
+            return None
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        if self._observer is not None:
+            self._observer.taken(pages)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if self._references[page] == 0:
+                raise ValueError(f"page {page} is free and cannot be shared")
+            self._references[page] += 1
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Give one reference back per page; a page without any is free again."""
+        freed = []
+        for page in pages:
+            if self._references[page] == 0:
+                raise ValueError(f"page {page} is free and cannot be dropped")
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                freed.append(page)
+        self._free.extend(freed)
+        if self._observer is not None and freed:
+            self._observer.freed(freed)

@@ -1,0 +1,112 @@
+"""The figures a gateway may trust: what runs and waits, what is free, what an iteration costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+REMAINING_VALUES = 64
+
+
+class IterationCost(NamedTuple):
+    """Seconds of an iteration = base + per_row x rows + per_token x new tokens + per_kv_token x KV tokens."""
+
+    base_s: float
+    per_row_s: float
+    per_token_s: float
+    per_kv_token_s: float
+
+    def seconds(self, rows: int, tokens: int, kv_tokens: int) -> float:
+        return (
+            self.base_s + self.per_row_s * rows + self.per_token_s * tokens + self.per_kv_token_s * kv_tokens
+        )
+
+
+class LoadFigures(NamedTuple):
+    running: int
+    pending: int
+    token_load: float  # predicted tokens still to process: the M_k of the MICO paper (section 3.3)
+    kv_free_tokens: int
+    kv_reserved_tokens: int  # promised to running requests and not yet written
+    tokens_per_s: float
+    seconds_per_iteration: float
+    iteration: IterationCost
+    running_remaining: tuple[int, ...]  # expected, ascending, at most 64 values
+    running_weight: int  # requests each value stands for, rounded up
+    pending_prompt_tokens: int
+    pending_response_tokens: float
+    tokens_total: int
+    prompt_tokens_total: int
+
+
+class CostFit:
+    """Least squares with forgetting over (1, rows, tokens, KV tokens); no coefficient is negative."""
+
+    FORGET = 0.995  # per iteration: the last few hundred count
+    SCALE = np.array([1.0, 1 / 64, 1 / 512, 1 / 65536])  # brings the features near 1
+    RIDGE = 1e-4
+
+    def __init__(self) -> None:
+        self._squares = np.zeros((4, 4))
+        self._products = np.zeros(4)
+
+    def observe(self, rows: int, tokens: int, kv_tokens: int, seconds: float) -> None:
+        features = np.array([1.0, rows, tokens, kv_tokens]) * self.SCALE
+        self._squares = self._squares * self.FORGET + np.outer(features, features)
+        self._products = self._products * self.FORGET + features * seconds
+
+    def cost(self) -> IterationCost:
+        """Drop the most negative coefficient until none is: a cost never falls with load."""
+        active = [0, 1, 2, 3]
+        solved = np.zeros(4)
+        while active:
+            part = np.ix_(active, active)
+            found = np.linalg.solve(
+                self._squares[part] + np.eye(len(active)) * self.RIDGE, self._products[active]
+            )
+            if found.min() >= 0:
+                solved[active] = found
+                break
+            del active[int(found.argmin())]
+        base, row, token, kv = (solved * self.SCALE).tolist()
+        return IterationCost(base, row, token, kv)
+
+
+class Meter:
+    """Counts what iterations did. Rates fade over the last seconds in which the engine was busy."""
+
+    FADE_S = 3.0
+
+    def __init__(self) -> None:
+        self.fit = CostFit()
+        self.tokens_total = 0
+        self.prompt_tokens_total = 0
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._iterations = 0.0
+
+    def iteration(self, *, rows: int, tokens: int, kv_tokens: int, sampled: int, seconds: float) -> None:
+        fade = 0.5 ** (seconds / self.FADE_S)
+        self._seconds = self._seconds * fade + seconds
+        self._tokens = self._tokens * fade + sampled
+        self._iterations = self._iterations * fade + 1
+        self.tokens_total += sampled
+        self.fit.observe(rows, tokens, kv_tokens, seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        return self._seconds / self._iterations if self._iterations else 0.0
+
+
+def condense(remaining: Sequence[float]) -> tuple[tuple[int, ...], int]:
+    """At most 64 ascending values that stand for all, and how many requests each stands for (their mean)."""
+    ordered = sorted(remaining)
+    weight = max(1, -(-len(ordered) // REMAINING_VALUES))
+    groups = (ordered[at : at + weight] for at in range(0, len(ordered), weight))
+    return tuple(round(sum(group) / len(group)) for group in groups), weight

@@ -1,0 +1,218 @@
+"""What the next iteration computes: running requests, then new ones, under a token budget and the KV pool.
+
+Decides only; does not run, sample or hold tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from site_engine.admission import AdmissionQueue
+from site_engine.kv import PagePool
+from site_engine.request import Request, State
+
+
+class Entry(NamedTuple):
+    """`length` tokens of a request, from `start`; `samples` if its next token comes out of them."""
+
+    request: Request
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One iteration: `decodes` compute one token each and all sample; `prefills` are chunks of more."""
+
+    decodes: list[Entry] = field(default_factory=list)
+    prefills: list[Entry] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.decodes + self.prefills
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(entry.length for entry in self.prefills)
+
+
+class Scheduler:
+    """Owns queue, running set and pages. A running request holds a row and pages; a waiting one neither."""
+
+    def __init__(self, pool: PagePool, queue: AdmissionQueue, *, slots: int, token_budget: int) -> None:
+        self.pool = pool
+        self.queue = queue
+        self.running: list[
+            Request
+        ] = []  # chat lane first, then by start: the last one is the first to be preempted
+        self.preempted: list[Request] = []
+        self.promised = 0  # pages that running requests are expected to need and have not taken
+        self._slots = slots
+        self._token_budget = token_budget
+        self._rows = list(range(slots - 1, -1, -1))
+        self._order: dict[str, tuple[int, int]] = {}
+        self._started = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.preempted or self.queue)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._rows)
+
+    def plan(self, now: float) -> Plan:
+        """The next iteration. Grows pages and moves requests between waiting, running and preempted."""
+        plan = Plan()
+        preempted_before = len(self.preempted)
+        budget = self._plan_decodes(plan)
+        budget = self._plan_prefills(plan, budget)
+        if (
+            not plan and self.running
+        ):  # prefills hold every page among them: the last gives its pages to the others
+            self._preempt(self.running[-1])
+            self._plan_prefills(plan, budget)
+        if len(self.preempted) == preempted_before:  # who was preempted now does not come back now
+            self._admit(plan, budget, now)
+        return plan
+
+    def advance(self, plan: Plan) -> None:
+        """The plan was computed: its tokens' keys and values lie in the pages."""
+        for request, start, length, samples in plan.entries:
+            request.computed = start + length
+            if samples:
+                request.state = State.DECODE
+
+    def release(self, request: Request) -> None:
+        """Take a request out, whatever its state; its pages and its row are free afterwards."""
+        if request.row >= 0:
+            self._leave(request)
+        elif request in self.preempted:
+            self.preempted.remove(request)
+        else:
+            self.queue.remove(request.id)
+        request.state = State.FINISHED
+
+    # ---- running requests
+
+    def _plan_decodes(self, plan: Plan) -> int:
+        budget = self._token_budget
+        planned: set[Request] = set()
+        for request in list(self.running):
+            if request.state is not State.DECODE or request.row < 0:  # preempted a moment ago
+                continue
+            if request.computed >= len(request.pages) * self.pool.page_size and not self._grow_or_preempt(
+                request, planned
+            ):
+                continue
+            plan.decodes.append(Entry(request, request.computed, 1, True))
+            planned.add(request)
+        return budget - len(plan.decodes)
+
+    def _plan_prefills(self, plan: Plan, budget: int) -> int:
+        for request in self.running:
+            if budget <= 0:
+                break
+            if request.state is State.PREFILL:
+                budget -= self._plan_chunk(plan, request, budget)
+        return budget
+
+    def _plan_chunk(self, plan: Plan, request: Request, budget: int) -> int:
+        """Plan what fits of the tokens not yet computed; fewer when pages are short. The number planned."""
+        missing = len(request.tokens) - request.computed
+        reachable = (len(request.pages) + self.pool.free) * self.pool.page_size - request.computed
+        length = min(missing, budget, reachable)
+        if length <= 0:
+            return 0
+        self._grow(request, request.computed + length)
+        plan.prefills.append(Entry(request, request.computed, length, length == missing))
+        return length
+
+    def _grow_or_preempt(self, request: Request, planned: set[Request]) -> bool:
+        """A page for the next token; the last running request that is not planned gives up its own for it."""
+        while not self._grow(request, request.computed + 1):
+            victim = next(one for one in reversed(self.running) if one not in planned)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        need = self.pool.pages_for(tokens) - len(request.pages)
+        if need <= 0:
+            return True
+        pages = self.pool.take(need)
+        if pages is None:
+            return False
+        request.pages += pages
+        self._promise(request, max(0, request.promised - need))
+        if request.promised == 0:
+            self._promise_remaining(request)
+        return True
+
+    # ---- coming and going
+
+    def _admit(self, plan: Plan, budget: int, now: float) -> None:
+        while budget > 0 and self._rows:
+            request = self._next(now)
+            if request is None or not self._room_for(request):
+                return
+            self._start(request, now)
+            budget -= self._plan_chunk(plan, request, budget)
+
+    def _next(self, now: float) -> Request | None:
+        """Who was preempted comes back before anyone new of its lane starts."""
+        new = self.queue.first(now)
+        back = min(self.preempted, key=lambda request: request.lane, default=None)
+        return new if back is None or (new is not None and new.lane < back.lane) else back
+
+    def _room_for(self, request: Request) -> bool:
+        """Whether what it is expected to need is free and not promised to others. Alone, it always starts."""
+        need = self.pool.pages_for(len(request.tokens) + request.p90_remaining())
+        return not self.running or need <= self.pool.free - self.promised
+
+    def _start(self, request: Request, now: float) -> None:
+        if request in self.preempted:
+            self.preempted.remove(request)
+        else:
+            self.queue.take(request)
+        request.row = self._rows.pop()
+        request.state = State.PREFILL
+        request.started_s = now if request.started_s is None else request.started_s
+        self._started += 1
+        self._order[request.id] = (request.lane, self._started)
+        insort(self.running, request, key=lambda one: self._order[one.id])
+        self._promise_remaining(request)
+
+    def _preempt(self, request: Request) -> None:
+        """Free its pages; it computes its tokens again when it comes back, before anyone new starts."""
+        self._leave(request)
+        request.preemptions += 1
+        request.state = State.WAITING
+        self.preempted.append(request)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        del self._order[request.id]
+        self._promise(request, 0)
+        self.pool.drop(request.pages)
+        request.pages = []
+        request.computed = 0
+        self._rows.append(request.row)
+        request.row = -1
+
+    # ---- promises
+
+    def _promise_remaining(self, request: Request) -> None:
+        need = self.pool.pages_for(len(request.tokens) + request.p90_remaining())
+        self._promise(request, max(0, need - len(request.pages)))
+
+    def _promise(self, request: Request, pages: int) -> None:
+        self.promised += pages - request.promised
+        request.promised = pages
