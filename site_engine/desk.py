@@ -1,0 +1,233 @@
+"""The attempts of one gateway replica: each ends in one Rejected, one Released or one finish per choice.
+
+Pure bookkeeping: each method takes what happened, notes what the gateway is owed in the outbox, and returns
+what is to be asked of the engine. Does not know streams, threads or the clock; outlives a stream that broke.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from site_engine.errors import NotServed
+from site_engine.messages import Accepted, Assign, Delta, Rejected, Release, Released
+from site_engine.outbox import Outbox
+from site_engine.prompts import Prepared
+from site_engine.request import Admission, Finish, Output, Request
+
+log = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    PREPARING = "preparing"  # its prompt is being tokenized
+    SUBMITTED = "submitted"  # the engine has been asked and has not answered
+    ADMITTED = "admitted"
+
+
+@dataclass(slots=True)
+class _Choice:
+    started: bool = False
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class _Attempt:
+    assign: Assign
+    arrived_s: float
+    phase: Phase = Phase.PREPARING
+    prompt_tokens: int = 0
+    echo: str = ""
+    choices: list[_Choice] = field(default_factory=list)
+
+
+class Asked(NamedTuple):
+    """A Release under way: the attempts given up already, and those that the engine is to give up."""
+
+    release_id: str
+    given_up: tuple[str, ...]
+    attempt_ids: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+
+
+class Desk:
+    """`number` makes request ids unique over the desks of a site."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.outbox = Outbox()
+        self._attempts: dict[str, _Attempt] = {}
+        self._preparing: set[str] = set()
+
+    def __contains__(self, attempt_id: str) -> bool:
+        return attempt_id in self._attempts
+
+    @property
+    def live(self) -> int:
+        return len(self._attempts)
+
+    @property
+    def preparing(self) -> int:
+        return len(self._preparing)
+
+    def attempt_ids(self) -> tuple[str, ...]:
+        """Those that run, and those whose last words have not been sent."""
+        return tuple(self._attempts | dict.fromkeys(self.outbox.attempt_ids()))
+
+    def assign(self, assign: Assign, now: float) -> bool:
+        """Whether the prompt is to be prepared: a repeated Assign changes nothing."""
+        if assign.attempt_id in self._attempts:
+            log.warning("attempt %s was assigned twice; the second is ignored", assign.attempt_id)
+            return False
+        choices = [_Choice() for _ in range(assign.choices)]
+        self._attempts[assign.attempt_id] = _Attempt(assign, now, choices=choices)
+        self._preparing.add(assign.attempt_id)
+        return True
+
+    def prepared(self, attempt_id: str, prepared: Prepared) -> list[Request]:
+        """The requests to submit, all or none; empty if the attempt is gone."""
+        if attempt_id not in self._preparing:
+            return []
+        self._preparing.remove(attempt_id)
+        attempt = self._attempts[attempt_id]
+        attempt.phase = Phase.SUBMITTED
+        attempt.prompt_tokens = len(prepared.token_ids)
+        attempt.echo = prepared.echo
+        return [self._request(attempt, prepared, index) for index in range(len(attempt.choices))]
+
+    def refused(self, attempt_id: str, refusal: NotServed) -> None:
+        if attempt_id in self._attempts:
+            self._forget(attempt_id)
+            self.outbox.put(Rejected(attempt_id, refusal.reason, refusal.message, refusal.param))
+
+    def admitted(self, attempt_id: str, admission: Admission) -> None:
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None:
+            attempt.phase = Phase.ADMITTED
+            self.outbox.put(
+                Accepted(attempt_id, attempt.prompt_tokens, admission.position, admission.max_tokens)
+            )
+
+    def output(self, attempt_id: str, index: int, output: Output) -> None:
+        """Notes what a choice produced; output of an attempt that is gone, or past its finish, is dropped."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is None or attempt.choices[index].finished:
+            return
+        choice = attempt.choices[index]
+        begins = not choice.started and _speaks(output)
+        choice.started = choice.started or begins
+        self.outbox.delta(
+            _delta(attempt_id, index, output, attempt.echo if begins else ""),
+            urgent=begins or output.finish is not None,
+        )
+        if output.finish is not None:
+            choice.finished = True
+            if all(each.finished for each in attempt.choices):
+                self._forget(attempt_id)
+
+    def cancel(self, attempt_id: str) -> list[str]:
+        """The requests to cancel; their CANCELLED outputs end the attempt. An unknown one has ended."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is None:
+            return []
+        if attempt.phase is not Phase.PREPARING:
+            return self._request_ids(attempt)
+        for index in range(len(attempt.choices)):
+            self.output(attempt_id, index, Output("", finish=Finish.CANCELLED))
+        return []
+
+    def release(self, release: Release) -> Asked:
+        """Gives up what the engine has not seen; about the rest the engine answers, to `released`."""
+        known = [each for each in release.attempt_ids if self._untouched(each)]
+        given_up = tuple(each for each in known if each in self._preparing)
+        for attempt_id in given_up:
+            self._forget(attempt_id)
+        asked = tuple(each for each in known if each not in given_up)
+        groups = tuple(tuple(self._request_ids(self._attempts[each])) for each in asked)
+        return Asked(release.release_id, given_up, asked, groups)
+
+    def released(self, asked: Asked, gone: Sequence[bool]) -> None:
+        """`gone` says for each of `asked.attempt_ids` whether the engine gave it up."""
+        given_up = [each for each, is_gone in zip(asked.attempt_ids, gone, strict=True) if is_gone]
+        for attempt_id in given_up:
+            self._forget(attempt_id)
+        self.outbox.put(Released(asked.release_id, (*asked.given_up, *given_up)))
+
+    def abandon(self) -> list[str]:
+        """Nobody waits for anything any more: the requests to cancel, whose output will be dropped."""
+        waiting = [attempt for attempt in self._attempts.values() if attempt.phase is not Phase.PREPARING]
+        request_ids = [request_id for attempt in waiting for request_id in self._request_ids(attempt)]
+        self._attempts.clear()
+        self._preparing.clear()
+        self.outbox = Outbox()
+        return request_ids
+
+    def _untouched(self, attempt_id: str) -> bool:
+        attempt = self._attempts.get(attempt_id)
+        return attempt is not None and not any(each.started or each.finished for each in attempt.choices)
+
+    def _forget(self, attempt_id: str) -> None:
+        self._attempts.pop(attempt_id, None)
+        self._preparing.discard(attempt_id)
+
+    def _request_ids(self, attempt: _Attempt) -> list[str]:
+        return [
+            request_id(self.number, attempt.assign.attempt_id, index)
+            for index, choice in enumerate(attempt.choices)
+            if not choice.finished
+        ]
+
+    def _request(self, attempt: _Attempt, prepared: Prepared, index: int) -> Request:
+        assign = attempt.assign
+        return Request(
+            id=request_id(self.number, assign.attempt_id, index),
+            prompt=prepared.token_ids,
+            sampling=assign.sampling,
+            remaining=assign.remaining,
+            lane=assign.lane,
+            priority=assign.priority,
+            tenant=assign.tenant,
+            deadline_s=None if assign.deadline_s is None else attempt.arrived_s + assign.deadline_s,
+            choice=index,
+            resumed=assign.resumed,
+            resumed_chars=assign.resumed_chars,
+        )
+
+
+def request_id(desk: int, attempt_id: str, index: int) -> str:
+    return f"{desk}/{index}/{attempt_id}"
+
+
+class Address(NamedTuple):
+    """Where an engine's output belongs."""
+
+    desk: int
+    choice: int
+    attempt_id: str
+
+
+def address(of_request: str) -> Address:
+    desk, choice, attempt_id = of_request.split("/", 2)
+    return Address(int(desk), int(choice), attempt_id)
+
+
+def _speaks(output: Output) -> bool:
+    """Whether an answer begins here; one of no tokens at all begins with its finish."""
+    return bool(output.token_ids or output.text) or output.finish in {Finish.STOP, Finish.LENGTH}
+
+
+def _delta(attempt_id: str, index: int, output: Output, echo: str) -> Delta:
+    return Delta(
+        attempt_id=attempt_id,
+        index=index,
+        text=echo + output.text,
+        token_ids=output.token_ids,
+        completion_tokens=output.completion_tokens,
+        finish=output.finish,
+        error=output.error,
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+        timings=output.timings,
+    )

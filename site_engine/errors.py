@@ -1,0 +1,57 @@
+"""What can go wrong at a site, and who is told.
+
+    SiteError
+    ├── ConfigError         the configuration cannot be used: the person who starts the site
+    ├── NotServed           this attempt cannot be served here: the gateway, as a Rejected
+    ├── WrongMessage        a gateway message that makes no sense: the log; the message is dropped
+    ├── LinkLost            a stream to a gateway is over or silent: the log; the link dials again
+    └── EngineBroken        the engine cannot go on: every open attempt as FAILED; the process ends
+
+The engine's own answer `site_engine.request.Refused` becomes `NotServed` in the worker.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Reason(Enum):
+    """Why an attempt was not taken; the names of `Rejected.Reason` in wire/federation.proto."""
+
+    FULL = "FULL"
+    DRAINING = "DRAINING"
+    MODEL_UNKNOWN = "MODEL_UNKNOWN"
+    CONTEXT_LENGTH = "CONTEXT_LENGTH"
+    INVALID = "INVALID"
+    UNSUPPORTED = "UNSUPPORTED"
+    INTERNAL = "INTERNAL"
+
+
+class SiteError(Exception):
+    """Anything this package raises on purpose."""
+
+
+class ConfigError(SiteError):
+    """The configuration cannot be used; the message names the setting."""
+
+
+class NotServed(SiteError):
+    """This attempt cannot be served here. `param` is the field of the client's request, empty if none."""
+
+    def __init__(self, reason: Reason, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.param = param
+
+
+class WrongMessage(SiteError):
+    """A gateway sent something that this protocol version does not allow."""
+
+
+class LinkLost(SiteError):
+    """The stream to a gateway is over, or nothing came over it for too long."""
+
+
+class EngineBroken(SiteError):
+    """The engine cannot go on; the process has to be started again."""

@@ -1,0 +1,204 @@
+"""What crosses the federation link, as frozen values: the site's side of wire/federation.proto.
+
+Does not know protobuf; `codec.py` converts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from site_engine.errors import Reason
+from site_engine.load import LoadFigures
+from site_engine.request import Finish, Lane, RemainingCurve, Sampling, Timings, TokenLogprob
+
+# ---- from a gateway
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    gateway: str
+    peers: tuple[str, ...]
+    heartbeat_s: float
+    grace_s: float
+    cancel: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+    name: str = ""
+    tool_calls_json: str = ""
+    tool_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """One attempt. `deadline_s` counts from its arrival; None means no deadline."""
+
+    attempt_id: str
+    query_id: str
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    choices: int
+    echo: bool
+    remaining: RemainingCurve
+    lane: Lane
+    priority: int
+    deadline_s: float | None
+    tenant: str
+    resumed: tuple[int, ...] = ()
+    resumed_chars: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    attempt_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    release_id: str
+    attempt_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    deadline_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    nonce: int
+
+
+# ---- from the site
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    id: str
+    revision: str
+    context_tokens: int
+    created_s: int
+    features: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    site: str
+    boot_id: str
+    cloud: str
+    region: str
+    models: tuple[Model, ...]
+    slots: int
+    kv_capacity_tokens: int
+    input_usd_per_mtok: float
+    output_usd_per_mtok: float
+    version: str
+    attempts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The engine's figures as they were at `monotonic_s` of the site's clock."""
+
+    seq: int
+    monotonic_s: float
+    figures: LoadFigures
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    attempt_id: str
+    prompt_tokens: int
+    position: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    attempt_id: str
+    reason: Reason
+    message: str
+    param: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    attempt_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    completion_tokens: int
+    finish: Finish | None = None
+    error: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    bid_id: str
+    free_slots: int
+    free_kv_tokens: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    release_id: str
+    attempt_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    nonce: int
+    monotonic_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    reason: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    reason: str
+
+
+FromGateway: TypeAlias = Welcome | Assign | Rejected | Cancel | Release | Drain | Resume | Ping
+FromSite: TypeAlias = Hello | Load | Accepted | Rejected | Step | Bid | Released | Pong | Draining | Bye

@@ -1,0 +1,155 @@
+"""Stand-ins for the outside of the site's link: an engine without a model, a tokenizer of characters, a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from site_engine.load import IterationCost, LoadFigures
+from site_engine.messages import Hello, Model
+from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request
+
+CONTEXT_TOKENS = 64
+VOCABULARY = 128
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class _Running:
+    request: Request
+    max_tokens: int
+    prompt_left: int
+    tokens: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Echoes the prompt, letter by letter and round again: one token per step and running request.
+
+    A prompt is read `chunk` tokens a step, so that a prefill can be interrupted.
+    """
+
+    slots: int = 2
+    max_pending: int = 4
+    chunk: int = 8
+    failures: list[Exception] = field(default_factory=list)  # what the next steps raise
+    running: dict[str, _Running] = field(default_factory=dict)
+    pending: dict[str, Request] = field(default_factory=dict)
+    cancelled: list[Output] = field(default_factory=list)
+    tokens_total: int = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.pending or self.cancelled)
+
+    def submit(self, request: Request) -> Admission:
+        room = CONTEXT_TOKENS - len(request.prompt)
+        if room < 1:
+            message = f"{len(request.prompt)} prompt tokens do not fit the context of {CONTEXT_TOKENS}"
+            raise Refused(RefusedReason.CONTEXT_LENGTH, message, "prompt")
+        if len(self.pending) >= self.max_pending:
+            raise Refused(RefusedReason.FULL, f"{self.max_pending} requests wait already")
+        self.pending[request.id] = request
+        return Admission(len(self.pending) - 1, min(room, _limit(request)))
+
+    def cancel(self, request_id: str) -> None:
+        run = self.running.pop(request_id, None)
+        waiting = self.pending.pop(request_id, None)
+        if run or waiting:
+            tokens = run.tokens if run else 0
+            self.cancelled.append(Output(request_id, finish=Finish.CANCELLED, completion_tokens=tokens))
+
+    def release(self, request_ids: Sequence[str]) -> list[str]:
+        return [each for each in request_ids if self.pending.pop(each, None) is not None]
+
+    def step(self) -> list[Output]:
+        outputs, self.cancelled = self.cancelled, []
+        while self.pending and len(self.running) < self.slots:
+            request = self.pending.pop(next(iter(self.pending)))
+            self.running[request.id] = _Running(request, self._max_tokens(request), len(request.prompt))
+        if self.failures:
+            self.cancelled = outputs
+            raise self.failures.pop(0)
+        for run in list(self.running.values()):
+            run.prompt_left -= self.chunk
+            if run.prompt_left <= 0:
+                outputs.append(self._token(run))
+        return outputs
+
+    def load(self) -> LoadFigures:
+        waiting = sum(len(each.prompt) for each in self.pending.values())
+        return LoadFigures(
+            running=len(self.running),
+            pending=len(self.pending),
+            token_load=float(waiting),
+            kv_free_tokens=CONTEXT_TOKENS * (self.slots - len(self.running)),
+            kv_reserved_tokens=0,
+            tokens_per_s=100.0,
+            seconds_per_iteration=0.01,
+            iteration=IterationCost(0.01, 0.0, 0.0, 0.0),
+            running_remaining=tuple(sorted(run.max_tokens - run.tokens for run in self.running.values())),
+            running_weight=1,
+            pending_prompt_tokens=waiting,
+            pending_response_tokens=0.0,
+            tokens_total=self.tokens_total,
+            prompt_tokens_total=0,
+        )
+
+    def _token(self, run: _Running) -> Output:
+        prompt, generated = run.request.prompt, len(run.request.resumed) + run.tokens
+        token = prompt[generated % len(prompt)]
+        run.tokens += 1
+        self.tokens_total += 1
+        output = Output(run.request.id, chr(token), (token,), completion_tokens=run.tokens)
+        if run.tokens < run.max_tokens:
+            return output
+        del self.running[run.request.id]
+        return replace(output, finish=Finish.LENGTH)
+
+    def _max_tokens(self, request: Request) -> int:
+        return min(CONTEXT_TOKENS - len(request.prompt), _limit(request))
+
+
+def _limit(request: Request) -> int:
+    return CONTEXT_TOKENS if request.sampling.max_tokens is None else request.sampling.max_tokens
+
+
+class FakeTokenizer:
+    """A token is a character; chats are rendered as `role: content` lines."""
+
+    bos_token_id = 1
+
+    def __init__(self, chat_template: str | None = "lines") -> None:
+        self.chat_template = chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+        return [ord(each) for each in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        return "".join(f"{each['role']}: {each['content']}\n" for each in messages)
+
+
+HELLO = Hello(
+    site="alpha",
+    boot_id="boot-1",
+    cloud="on-prem",
+    region="lab",
+    models=(Model("letters", "r1", CONTEXT_TOKENS, 1_700_000_000, ("chat", "logprobs", "resume")),),
+    slots=2,
+    kv_capacity_tokens=2 * CONTEXT_TOKENS,
+    input_usd_per_mtok=0.1,
+    output_usd_per_mtok=0.2,
+    version="0.1.0",
+)
