@@ -1,0 +1,142 @@
+"""Laws of one live attempt and of a link's bookkeeping, under any interleaving."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import Broken, Caller, Cause, Decision, Delta, Finish, Query, Sampling, SiteIdentity
+from gateway.federation.attempt import AttemptBroken, LiveAttempt
+from gateway.federation.directory import Directory
+from gateway.federation.link import Link
+from gateway.routing.demand import Demand
+from predictor.forecast import Forecast
+from wire import federation_pb2 as pb
+
+IDENTITY = SiteIdentity("s", "b", "c", "r", {}, slots=4, kv_capacity_tokens=100)
+FORECAST = Forecast((0, 10), (1.0,), "test")
+DEMAND = Demand("m", 5, 5.0, 10)
+
+
+def decision(attempt_id: str) -> Decision:
+    return Decision("q", attempt_id, "s", "mico", "test", (), {}, 0.0)
+
+
+texts = st.lists(st.text(max_size=3), min_size=1, max_size=12)
+
+
+@given(st.lists(texts, min_size=1, max_size=3), st.data())
+def test_pieces_joined_equal_the_whole_however_slow_the_reader(
+    choices: list[list[str]], data: st.DataObject
+) -> None:
+    async def scenario() -> None:
+        attempt = LiveAttempt(decision("a"), IDENTITY, len(choices), lambda _: None)
+        left = {index: list(enumerate(parts, 1)) for index, parts in enumerate(choices)}
+        got = dict.fromkeys(left, "")
+        finished: list[int] = []
+        while any(left.values()):
+            index = data.draw(st.sampled_from([i for i, parts in left.items() if parts]))
+            number, text = left[index].pop(0)
+            finish = None if left[index] else Finish.STOP
+            attempt.feed(Delta(index, text, number, (number,), finish))
+            if data.draw(st.booleans()):
+                _take(await attempt.next(), got, finished)
+        while deltas := await attempt.next():
+            _take(deltas, got, finished)
+        assert got == {index: "".join(parts) for index, parts in enumerate(choices)}
+        assert sorted(finished) == list(range(len(choices)))
+        assert attempt.completion_tokens == sum(map(len, choices))
+
+    asyncio.run(scenario())
+
+
+def _take(deltas: list[Delta], got: dict[int, str], finished: list[int]) -> None:
+    for delta in deltas:
+        got[delta.index] += delta.text
+        if delta.finish is not None:
+            finished.append(delta.index)
+
+
+def test_what_came_before_a_break_is_handed_out_before_the_break() -> None:
+    async def scenario() -> None:
+        attempt = LiveAttempt(decision("a"), IDENTITY, 1, lambda _: None)
+        attempt.feed(Delta(0, "half", 2))
+        attempt.fail(Broken("s", Cause.LOST, "gone"))
+        attempt.feed(Delta(0, " too late", 4))
+        assert [delta.text for delta in await attempt.next()] == ["half"]
+        try:
+            await attempt.next()
+        except AttemptBroken as exc:
+            assert exc.broken.cause is Cause.LOST
+        else:
+            raise AssertionError("the break was swallowed")
+
+    asyncio.run(scenario())
+
+
+class Bookkeeping:
+    """A link driven message by message, beside the simplest model of what its credit must be."""
+
+    def __init__(self) -> None:
+        self.directory = Directory()
+        self.directory.join(IDENTITY, 0.0)
+        self.link = Link(IDENTITY, self.directory, lambda: 0.0)
+        self.assigned: set[str] = set()
+        self.accepted: set[str] = set()
+        self.seq = 0
+
+    def assign(self, name: str) -> None:
+        query = Query(name, "m", "hi", Sampling(), Caller("k", "t"), 0.0, 100.0)
+        self.link.assign(query, decision(name), DEMAND, FORECAST, None)
+        self.assigned.add(name)
+
+    def accept(self, name: str) -> None:
+        self.link.receive(pb.SiteMessage(accepted=pb.Accepted(attempt_id=name, prompt_tokens=5)))
+        self.accepted.add(name)
+
+    def end(self, name: str) -> None:
+        delta = pb.Delta(attempt_id=name, finish=pb.Delta.STOP, completion_tokens=1)
+        self.link.receive(pb.SiteMessage(step=pb.Step(deltas=[delta])))
+        self.assigned.discard(name)
+
+    def reject(self, name: str) -> None:
+        self.link.receive(pb.SiteMessage(rejected=pb.Rejected(attempt_id=name, reason=pb.Rejected.FULL)))
+        self.assigned.discard(name)
+
+    def report(self, _: str) -> None:
+        self.seq += 1
+        self.link.receive(pb.SiteMessage(load=pb.Load(seq=self.seq)))
+        self.assigned -= self.accepted
+
+    @property
+    def credit(self) -> int:
+        return self.directory.sites[0].credit.requests
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["assign", "accept", "end", "reject", "report"]), st.integers(0, 9))
+)
+
+
+@given(steps)
+def test_credit_is_what_was_assigned_and_no_report_covers(happened: list[tuple[str, int]]) -> None:
+    async def scenario() -> None:
+        book = Bookkeeping()
+        seen: set[str] = set()
+        for what, number in happened:
+            name = f"q{number}"
+            if what == "assign":
+                if name in seen:
+                    continue
+                seen.add(name)
+            getattr(book, what)(name)
+            if what == "accept" and name not in seen:
+                book.accepted.discard(name)
+            assert book.credit == len(book.assigned & seen)
+        book.link.close("over")
+        assert book.credit == 0
+        assert book.link.live == 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,236 @@
+"""Laws of deciding, over arbitrary sites and demands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import (
+    Broken,
+    Cause,
+    Credit,
+    IterationCost,
+    LoadReport,
+    Model,
+    Resume,
+    Sampling,
+    Site,
+    SiteIdentity,
+    SiteState,
+)
+from gateway.errors import MicoError, UpstreamLost
+from gateway.routing.decide import decide
+from gateway.routing.demand import Demand
+from gateway.routing.estimate import estimate
+from gateway.routing.failover import Setback, tries
+from gateway.routing.filters import STALE_AFTER_S
+from gateway.routing.policies import POLICIES, mico
+from predictor.forecast import Forecast
+
+NOW = 1000.0
+DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)
+
+
+def site(
+    name: str = "a",
+    *,
+    age_s: float = 0.0,
+    seconds: float = 0.01,
+    slots: int = 8,
+    running: tuple[int, ...] = (),
+    pending: int = 0,
+    credit: int = 0,
+    kv_used: int = 0,
+    price: float = 0.0,
+    rtt_s: float = 0.01,
+) -> Site:
+    identity = SiteIdentity(
+        name=name,
+        boot_id="b",
+        cloud="c",
+        region="r",
+        models={"m": Model("m", "rev", 4096, 0, "o", frozenset({"chat"}))},
+        slots=slots,
+        kv_capacity_tokens=10_000,
+        output_usd_per_mtok=price,
+    )
+    load = LoadReport(
+        seq=1,
+        received_s=NOW - age_s,
+        running=len(running),
+        pending=pending,
+        kv_free_tokens=10_000 - kv_used,
+        iteration=IterationCost(base_s=seconds, per_row_s=seconds / 50),
+        running_remaining=tuple(sorted(running)),
+        pending_prompt_tokens=50 * pending,
+        pending_response_tokens=80.0 * pending,
+    )
+    return Site(identity, SiteState.READY, load, Credit(credit, 50.0 * credit, 80.0 * credit), rtt_s=rtt_s)
+
+
+loads = st.builds(
+    site,
+    seconds=st.floats(0.001, 0.2),
+    slots=st.integers(1, 64),
+    running=st.lists(st.integers(1, 1000), max_size=64).map(tuple),
+    pending=st.integers(0, 200),
+    credit=st.integers(0, 200),
+    kv_used=st.integers(0, 10_000),
+    age_s=st.floats(0, STALE_AFTER_S),
+    price=st.floats(0, 50),
+    rtt_s=st.floats(0, 0.5),
+)
+
+
+def federation(least: int = 1) -> st.SearchStrategy[list[Site]]:
+    def named(sites: list[Site]) -> list[Site]:
+        return [replace(s, identity=replace(s.identity, name=f"s{i}")) for i, s in enumerate(sites)]
+
+    return st.lists(loads, min_size=least, max_size=8).map(named)
+
+
+@given(federation(), st.sampled_from(sorted(POLICIES)), st.integers(0, 10**9))
+def test_a_decision_names_one_site_and_estimates_every_candidate(
+    sites: list[Site], name: str, turn: int
+) -> None:
+    placed = decide(DEMAND, sites, POLICIES[name], now_s=NOW, turn=turn)
+    assert placed.site in sites
+    assert [e.site for e in placed.estimates] == [s.name for s in sites]
+    assert placed.reason
+    assert placed == decide(DEMAND, sites, POLICIES[name], now_s=NOW, turn=turn)
+
+
+@given(federation(), loads, st.integers(0, 100))
+def test_a_worse_site_changes_nothing(sites: list[Site], worse: Site, turn: int) -> None:
+    best = decide(DEMAND, sites, mico, now_s=NOW, turn=turn)
+    assert best.site is not None
+    slowest = max(e.finish_s for e in best.estimates)
+    dear = max(s.identity.output_usd_per_mtok for s in sites)
+    identity = replace(worse.identity, name="worse", output_usd_per_mtok=dear + 1)
+    worse = replace(worse, identity=identity, rtt_s=slowest + 1 + STALE_AFTER_S)
+    joined = decide(DEMAND, [*sites, worse], mico, now_s=NOW, turn=turn)
+    assert joined.site is not None
+    assert joined.site.name != "worse"
+
+
+@given(loads, st.floats(0, STALE_AFTER_S / 2))
+def test_age_never_makes_a_site_look_better(s: Site, more_s: float) -> None:
+    older = replace(s, load=replace(s.load, received_s=s.load.received_s - more_s))
+    fresh, aged = estimate(DEMAND, s, NOW), estimate(DEMAND, older, NOW)
+    assert aged.wait_s >= fresh.wait_s
+    assert aged.finish_s >= fresh.finish_s
+    assert aged.load_age_s >= fresh.load_age_s
+
+
+@given(loads, st.integers(1, 50))
+def test_more_assigned_work_never_shortens_the_wait(s: Site, more: int) -> None:
+    credit = Credit(
+        s.credit.requests + more, s.credit.prompt_tokens + 50 * more, s.credit.response_tokens + 80 * more
+    )
+    before, after = estimate(DEMAND, s, NOW), estimate(DEMAND, replace(s, credit=credit), NOW)
+    assert after.first_token_s >= before.first_token_s * (1 - 1e-9)
+    assert after.finish_s >= before.finish_s * (1 - 1e-9)
+
+
+@given(loads)
+def test_an_idle_site_has_no_wait_and_a_full_one_has(s: Site) -> None:
+    idle = site(slots=s.identity.slots)
+    assert estimate(DEMAND, idle, NOW).wait_s == 0
+    full = site(slots=s.identity.slots, running=(10,) * s.identity.slots, kv_used=5000)
+    assert estimate(DEMAND, full, NOW).wait_s > 0
+
+
+def test_a_site_waits_for_kv_even_with_slots_to_spare() -> None:
+    tight = site(slots=8, running=(100, 200), kv_used=9_900)
+    assert estimate(DEMAND, tight, NOW).wait_s > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"state": SiteState.DRAINING}, "draining"),
+        ({"state": SiteState.DOWN}, "down"),
+        ({"weight": 0.0}, "weight 0"),
+        ({"pinned_off": frozenset({"m"})}, "model pinned off by an operator"),
+    ],
+)
+def test_who_may_not_serve_is_told_why(change: dict[str, object], reason: str) -> None:
+    placed = decide(DEMAND, [replace(site(), **change)], mico, now_s=NOW, turn=0)  # type: ignore[arg-type]
+    assert placed.site is None
+    assert placed.excluded == {"a": reason}
+
+
+def test_a_stale_idle_site_is_never_chosen_over_a_fresh_busy_one() -> None:
+    stale = site("stale", age_s=STALE_AFTER_S + 0.1)
+    busy = site("busy", running=(500,) * 8, pending=20)
+    placed = decide(DEMAND, [stale, busy], mico, now_s=NOW, turn=0)
+    assert placed.site is busy
+    assert "load report" in placed.excluded["stale"]
+
+
+def test_what_a_site_lacks_excludes_it() -> None:
+    demand = replace(DEMAND, needs=frozenset({"logprobs"}))
+    assert decide(demand, [site()], mico, now_s=NOW, turn=0).excluded == {"a": "lacks logprobs"}
+    assert decide(replace(DEMAND, model="x"), [site()], mico, now_s=NOW, turn=0).excluded == {
+        "a": "does not serve the model"
+    }
+
+
+@given(st.integers(1, 6), st.integers(1, 40))
+def test_equal_sites_share_a_burst_equally(count: int, burst: int) -> None:
+    sites = {f"s{i}": site(f"s{i}") for i in range(count)}
+    taken = dict.fromkeys(sites, 0)
+    for turn in range(burst):
+        chosen = decide(DEMAND, sites.values(), mico, now_s=NOW, turn=turn).site
+        assert chosen is not None
+        taken[chosen.name] += 1
+        n = taken[chosen.name]
+        sites[chosen.name] = replace(chosen, credit=Credit(n, 50.0 * n, 80.0 * n))
+    assert max(taken.values()) - min(taken.values()) <= 1
+
+
+def test_a_demand_reserves_its_90_percent_quantile_within_its_cap() -> None:
+    forecast = Forecast((0, 100, 1000), (0.5, 0.5), "test")
+    free = Demand.of("m", 10, forecast, Sampling())
+    capped = Demand.of("m", 10, forecast, Sampling(max_tokens=20))
+    assert free.kv_tokens == 10 + forecast.quantile(0.9)
+    assert capped.kv_tokens == 10 + 20
+    assert Demand.of("m", 10, forecast, Sampling(max_tokens=20, n=3)).kv_tokens == 10 + 3 * 20
+    resumed = Demand.of("m", 10, forecast, Sampling(max_tokens=20), delivered=15)
+    assert (resumed.prompt_tokens, resumed.kv_tokens) == (25, 10 + 20)
+
+
+causes = st.sampled_from([c for c in Cause if c not in (Cause.CONTEXT_LENGTH, Cause.INVALID)])
+
+
+@given(st.integers(1, 6), st.lists(causes, min_size=6, max_size=6))
+def test_tries_are_bounded_and_never_repeat_a_site(most: int, breaks: list[Cause]) -> None:
+    plan = tries(Sampling(), most)
+    this = next(plan)
+    used: set[str] = set()
+    with pytest.raises(MicoError):
+        for number, cause in enumerate(breaks, 1):
+            assert this.number == number
+            assert this.avoid == used
+            used.add(f"s{number}")
+            this = plan.send(Setback(Broken(f"s{number}", cause, "broke"), None))
+    assert len(used) == most
+
+
+@given(st.tuples(st.integers(0, 9)), st.integers(0, 20))
+def test_what_was_delivered_goes_with_the_next_try(token_ids: tuple[int, ...], chars: int) -> None:
+    plan = tries(Sampling(), 3)
+    next(plan)
+    delivered = Resume(token_ids, chars)
+    assert plan.send(Setback(Broken("a", Cause.LOST, "gone"), delivered)).resume == delivered
+
+
+@pytest.mark.parametrize("sampling", [Sampling(n=2), Sampling(logprobs=0), Sampling(echo=True)])
+def test_what_can_not_be_resumed_is_refused_honestly(sampling: Sampling) -> None:
+    plan = tries(sampling, 3)
+    next(plan)
+    with pytest.raises(UpstreamLost, match="gone"):
+        plan.send(Setback(Broken("a", Cause.LOST, "gone"), Resume((1,), 1)))
