@@ -1,4 +1,4 @@
-"""An artifact: a folder with `model.onnx` and the card that says what it is, what it was made from and how good.
+"""An artifact: a folder with `model.onnx` and the card that says what it is, whence, and how good.
 
 Does not run the model.
 """
@@ -6,7 +6,7 @@ Does not run the model.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,30 @@ class Card:
 
 
 def read_card(folder: Path) -> Card:
-    """The card, after checking that it is of our format and that the graph beside it is the one it speaks of."""
+    """The card, once it is sure that its format is ours and the graph beside it is its own."""
     try:
         values = json.loads((folder / CARD_FILE).read_text("utf-8"))
         graph = (folder / GRAPH_FILE).read_bytes()
     except FileNotFoundError as error:
-        raise ArtifactError(f"no predictor artifact in {folder}: {Path(error.filename).name} is missing") from error
+        raise ArtifactError(
+            f"no predictor artifact in {folder}: {Path(error.filename).name} is missing"
+        ) from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"the predictor artifact in {folder} cannot be read: {error}") from error
     card = _card_of(values, folder)
-    if sha256(graph).hexdigest() != card.digest:
+    if digest_of(graph) != card.digest:
         raise ArtifactError(f"{folder / GRAPH_FILE} is damaged: its digest is not the one on its card")
     return card
+
+
+def digest_of(graph: bytes) -> str:
+    """SHA-256 of a graph, as it stands on a card."""
+    return sha256(graph).hexdigest()
+
+
+def with_figures(card: Card, figures: dict[str, Any]) -> Card:
+    """The same card with what was measured."""
+    return replace(card, figures=figures)
 
 
 def write(folder: Path, graph: bytes, card: Card) -> None:
@@ -71,4 +83,11 @@ def _card_of(values: Any, folder: Path) -> Card:
         card = Card(**values)
     except TypeError as error:
         raise ArtifactError(f"the card in {folder} does not fit this version: {error}") from error
-    return Card(**{**asdict(card), "edges": tuple(card.edges), "models": tuple(card.models), "notes": tuple(card.notes)})
+    return Card(
+        **{
+            **asdict(card),
+            "edges": tuple(card.edges),
+            "models": tuple(card.models),
+            "notes": tuple(card.notes),
+        }
+    )

@@ -62,7 +62,9 @@ def bag(text: str) -> Bag:
     found = words(text)
     hashes = np.array([crc32(word.encode("utf-8", "surrogatepass")) for word in found], dtype=np.uint64)
     pairs = (hashes[:-1] * np.uint64(0x9E3779B1) + hashes[1:] * np.uint64(0x85EBCA77)) >> np.uint64(7)
-    slots = np.concatenate([hashes % np.uint64(WORD_SLOTS), pairs % np.uint64(PAIR_SLOTS) + np.uint64(WORD_SLOTS)])
+    slots = np.concatenate(
+        [hashes % np.uint64(WORD_SLOTS), pairs % np.uint64(PAIR_SLOTS) + np.uint64(WORD_SLOTS)]
+    )
     distinct, counts = np.unique(slots.astype(np.int64), return_counts=True)
     weights = 1.0 + np.log(np.maximum(counts, 1))
     norm = float(np.sqrt((weights**2).sum())) or 1.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import ceil
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class RemainingPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A distribution over response lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]]."""
+    """A distribution over lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]]."""
 
     edges: tuple[int, ...]
     probabilities: tuple[float, ...]
@@ -64,7 +64,7 @@ class Forecast:
         if edges[0] == edges[1]:
             edges = edges[1:]
         below = [self._cumulative(edge) for edge in edges[:-1]]
-        inner = [right - left for left, right in zip(below, below[1:], strict=False)]
+        inner = [right - left for left, right in pairwise(below)]
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
     def bucket(self, max_length: int, buckets: int) -> int:
@@ -75,13 +75,13 @@ class Forecast:
         """The bucket that holds most of the distribution: the answer that is right most often."""
         inner = (self._cumulative(max_length * index / buckets) for index in range(1, buckets))
         ends = [0.0, *inner, 1.0]
-        masses = [right - left for left, right in zip(ends, ends[1:], strict=False)]
+        masses = [right - left for left, right in pairwise(ends)]
         return masses.index(max(masses))
 
     def remaining_curve(self) -> tuple[RemainingPoint, ...]:
         """At most 24 points, at 0 and at edges: what a gateway sends a site with a query."""
         reached = [0.0, *accumulate(self.probabilities)]
-        centres = [(low + high + 1) / 2 for low, high in zip(self.edges, self.edges[1:], strict=False)]
+        centres = [(low + high + 1) / 2 for low, high in pairwise(self.edges)]
         weighted = [p * centre for p, centre in zip(self.probabilities, centres, strict=True)]
         moments = [0.0, *accumulate(weighted)]
         points = []

@@ -34,4 +34,5 @@ def soft_targets(
     width = np.log2((np.array(edges[1:]) + 0.5) / (starts - 0.5))
     bell = np.exp(-0.5 * (distance / spread_octaves) ** 2) * width[None, :]
     bell += 1e-30 * np.eye(len(starts))[range_of(lengths, edges)]
-    return (bell / bell.sum(axis=1, keepdims=True)).astype(np.float32)
+    targets: NDArray[np.float32] = (bell / bell.sum(axis=1, keepdims=True)).astype(np.float32)
+    return targets

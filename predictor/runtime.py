@@ -59,7 +59,7 @@ class OnnxForecaster:
         try:
             graph = str(folder / GRAPH_FILE)
             self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # noqa: BLE001 - onnxruntime raises its own C++ errors, without a common class
+        except Exception as error:
             raise ArtifactError(f"{folder / GRAPH_FILE} cannot be run: {error}") from error
         self._rows = {name.casefold(): row for row, name in enumerate(self.card.models)}
         for alias, name in self.card.aliases.items():

@@ -1,0 +1,74 @@
+"""Prompts with the lengths of their answers: reading, cleaning and splitting by prompt.
+
+The columns are those of `length_corpus.parquet`. Needs pandas; never imported in serving.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from predictor.errors import DataError
+
+NEEDED = ("source", "prompt_id", "prompt", "model", "response_tokens")
+HELD_OUT_PERCENT = 10
+CALIBRATION_PERCENT = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Three parts that share no prompt."""
+
+    train: pd.DataFrame
+    calibration: pd.DataFrame
+    held_out: pd.DataFrame
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The rows that can be learned from: those where the model answered something."""
+    try:
+        frame = pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+    missing = [column for column in NEEDED if column not in frame.columns]
+    if missing:
+        raise DataError(f"{path} lacks the columns {', '.join(missing)}")
+    if "turn" not in frame.columns:
+        frame["turn"] = 1
+    return frame[frame.response_tokens > 0].reset_index(drop=True)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, to say what was learned from."""
+    digest = sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def prompt_percent(prompt_id: str) -> int:
+    """0–99 from the id alone, so that a prompt stays on its side of the split in every data set."""
+    return int.from_bytes(sha256(f"mico-split:{prompt_id}".encode()).digest()[:8]) % 100
+
+
+def split(frame: pd.DataFrame) -> Split:
+    """Train, calibration and held-out rows; a prompt is in one of them with all its rows."""
+    ids = frame.prompt_id.unique()
+    percent = frame.prompt_id.map({each: prompt_percent(each) for each in ids})
+    held_out = percent < HELD_OUT_PERCENT
+    calibration = ~held_out & (percent < HELD_OUT_PERCENT + CALIBRATION_PERCENT)
+    parts = (frame[part].reset_index(drop=True) for part in (~held_out & ~calibration, calibration, held_out))
+    return Split(*parts)
+
+
+def row_weights(frame: pd.DataFrame) -> NDArray[np.float32]:
+    """1/sqrt(rows of the prompt): 225 models on one prompt teach more than one model, not 225 times more."""
+    counts = frame.prompt_id.map(frame.prompt_id.value_counts())
+    weights: NDArray[np.float32] = (1.0 / np.sqrt(counts.to_numpy(dtype=np.float64))).astype(np.float32)
+    return weights

@@ -1,0 +1,117 @@
+"""Lexical scores: for each view of the data, a ridge regression of log length on TF-IDF words and pairs.
+
+A view is one (source, model) pair or one source with enough prompts, or everything. What trains on these
+scores must see them as serving will, so training prompts are scored by regressions that left them out.
+Needs scikit-learn; training only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy import sparse
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import KFold
+
+from predictor.features import PADDING_SLOT, SLOTS, Bag
+
+Progress = Callable[[str], None]
+PAIR_LEAST_PROMPTS = 4_000
+SOURCE_LEAST_PROMPTS = 350
+PENALTIES = (1.0, 5.0, 15.0)
+FOLDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """`table[slot]` is what a slot adds to each view's score `[SLOTS, views]`."""
+
+    names: tuple[str, ...]
+    table: NDArray[np.float32]
+    out_of_fold: NDArray[np.float32]
+    """Scores of training prompts by regressions that did not see them, else NaN `[prompts, views]`."""
+
+
+def matrix_of(bags: Sequence[Bag]) -> sparse.csr_matrix:
+    """TF weights `[prompts, SLOTS]`."""
+    starts = np.concatenate([[0], np.cumsum([len(each.slots) for each in bags])])
+    slots = np.concatenate([each.slots for each in bags])
+    weights = np.concatenate([each.weights for each in bags])
+    return sparse.csr_matrix((weights, slots, starts), shape=(len(bags), SLOTS))
+
+
+def fit(
+    frame: pd.DataFrame, prompt: NDArray[np.int64], bags: Sequence[Bag], seed: int, progress: Progress
+) -> Views:
+    """Regressions for every view of the training rows; `prompt` is each row's place in `bags`."""
+    terms = matrix_of(bags)
+    seen = np.unique(prompt)
+    document_share = np.bincount(terms[seen].indices, minlength=SLOTS) / len(seen)
+    terms = sparse.csr_matrix(terms @ sparse.diags(inverse := _inverse_frequency(document_share, len(seen))))
+    views = list(_targets(frame, prompt, len(bags)))
+    folds = np.full(len(bags), -1)
+    for fold, (_, part) in enumerate(KFold(FOLDS, shuffle=True, random_state=seed).split(seen)):
+        folds[seen[part]] = fold
+    columns = [_fit_view(terms, target, folds, name, progress) for name, target in views]
+    table = np.stack([coefficients * inverse for coefficients, _ in columns], axis=1).astype(np.float32)
+    table[PADDING_SLOT] = 0.0
+    scores = np.stack([scores for _, scores in columns], axis=1).astype(np.float32)
+    return Views(tuple(name for name, _ in views), table, scores)
+
+
+def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np.float64]:
+    """Smoothed inverse document frequency; 0 for a slot that no training prompt has."""
+    weights: NDArray[np.float64] = np.log((1 + documents) / (1 + share * documents)) + 1.0
+    return np.where(share > 0, weights, 0.0)
+
+
+def _targets(
+    frame: pd.DataFrame, prompt: NDArray[np.int64], prompts: int
+) -> list[tuple[str, NDArray[np.float64]]]:
+    """(name, mean log length of each prompt, freed of what the models differ by; NaN where unknown)."""
+    rows = pd.DataFrame({"prompt": prompt, "source": frame.source, "model": frame.model})
+    rows["log"] = np.log(frame.response_tokens)
+    rows["log"] -= rows.groupby(["source", "model"]).log.transform("mean")
+    parts = {"everything": rows}
+    for source, part in rows.groupby("source"):
+        if part.prompt.nunique() >= SOURCE_LEAST_PROMPTS:
+            parts[str(source)] = part
+        for model, own in part.groupby("model"):
+            if len(own) >= PAIR_LEAST_PROMPTS and part.model.nunique() > 1:
+                parts[f"{source}/{model}"] = own
+    means = ((name, part.groupby("prompt").log.mean()) for name, part in parts.items())
+    return [(name, mean.reindex(range(prompts)).to_numpy()) for name, mean in means]
+
+
+def _fit_view(
+    terms: sparse.csr_matrix,
+    target: NDArray[np.float64],
+    folds: NDArray[np.int64],
+    name: str,
+    progress: Progress,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(coefficients of all rows, out-of-fold scores), at the penalty that does best out of fold."""
+    known = np.isfinite(target)
+    best_penalty, best_error = PENALTIES[0], np.inf
+    best_scores = np.full(len(target), np.nan)
+    for penalty in PENALTIES:
+        scores = np.full(len(target), np.nan)
+        for fold in range(FOLDS):
+            own = known & (folds != fold)
+            scores[folds == fold] = _ridge(terms[own], target[own], penalty).predict(terms[folds == fold])
+        error = float(np.mean((scores - target)[known] ** 2))
+        if error < best_error:
+            best_penalty, best_error, best_scores = penalty, error, scores
+    explained = 1.0 - best_error / float(np.var(target[known]))
+    progress(
+        f"view {name}: {int(known.sum())} prompts, penalty {best_penalty}, R² {explained:.3f} out of fold"
+    )
+    return _ridge(terms[known], target[known], best_penalty).coef_, best_scores
+
+
+def _ridge(terms: sparse.csr_matrix, target: NDArray[np.float64], penalty: float) -> Ridge:
+    return Ridge(alpha=penalty, fit_intercept=False, solver="sparse_cg", tol=1e-3).fit(terms, target)

@@ -1,0 +1,48 @@
+"""The fallback follows what a model does, within bounds."""
+
+from predictor import histogram
+from predictor.histogram import HistogramForecaster
+from predictor.runtime import Features
+
+
+def expected(forecaster: HistogramForecaster, model: str) -> float:
+    (found,) = forecaster.forecast([Features("any", model)])
+    assert found.source == f"histogram:{model}"
+    assert abs(sum(found.probabilities) - 1.0) < 1e-9
+    return found.expected()
+
+
+def test_outcomes_outweigh_the_prior() -> None:
+    forecaster = HistogramForecaster()
+    before = expected(forecaster, "short")
+    for _ in range(100):
+        forecaster.observe("short", 10)
+        forecaster.observe("long", 3_000)
+    assert expected(forecaster, "short") < before / 3
+    assert expected(forecaster, "long") > 1_000
+
+
+def test_lengths_out_of_range_are_taken_in() -> None:
+    forecaster = HistogramForecaster()
+    forecaster.observe("odd", 0)
+    forecaster.observe("odd", 10**9)
+    assert expected(forecaster, "odd") > 0
+
+
+def test_it_follows_a_model_that_changed_its_ways() -> None:
+    forecaster = HistogramForecaster()
+    for _ in range(5_000):
+        forecaster.observe("model", 1_000)
+    for _ in range(5_000):
+        forecaster.observe("model", 20)
+    assert expected(forecaster, "model") < 150
+
+
+def test_the_models_least_lately_seen_are_forgotten() -> None:
+    forecaster = HistogramForecaster()
+    prior = expected(forecaster, "never seen")
+    for index in range(histogram.MODELS + 1):
+        for _ in range(50):
+            forecaster.observe(f"model {index}", 3_000)
+    assert expected(forecaster, "model 0") == prior
+    assert expected(forecaster, f"model {histogram.MODELS}") > 2 * prior

@@ -1,0 +1,95 @@
+"""The shipped artifact serves: known models, unknown ones, any text; a damaged one says why it does not."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from predictor import runtime
+from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, SHIPPED
+from predictor.errors import ArtifactError
+from predictor.runtime import Features, OnnxForecaster
+
+STORY = "Write a detailed story of a dragon who learns to play the piano."
+CAPITAL = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def forecaster() -> OnnxForecaster:
+    loaded = runtime.load()
+    assert isinstance(loaded, OnnxForecaster)
+    return loaded
+
+
+def test_a_story_is_forecast_longer_than_a_capital(forecaster: OnnxForecaster) -> None:
+    story, capital = forecaster.forecast([Features(STORY, "mico-demo"), Features(CAPITAL, "mico-demo")])
+    assert story.expected() > 3 * capital.expected()
+    assert sum(story.probabilities) == pytest.approx(1.0)
+
+
+def test_the_served_model_matters(forecaster: OnnxForecaster) -> None:
+    brief, wordy = forecaster.forecast(
+        [Features(STORY, "text-davinci-003"), Features(STORY, "gpt4_1106_preview_verbose")]
+    )
+    assert wordy.expected() > brief.expected()
+
+
+def test_the_demo_model_is_forecast_as_the_model_it_is_an_alias_of(forecaster: OnnxForecaster) -> None:
+    assert forecaster.knows("mico-demo")
+    demo, davinci = forecaster.forecast([Features(STORY, "mico-demo"), Features(STORY, "Text-Davinci-003")])
+    assert demo == davinci
+
+
+def test_an_unknown_model_gets_the_pooled_forecast_and_the_source_says_so(forecaster: OnnxForecaster) -> None:
+    (found,) = forecaster.forecast([Features(STORY, "somebody/brand-new-model")])
+    assert not forecaster.knows("somebody/brand-new-model")
+    assert found.source == f"{forecaster.name}:unknown-model"
+    assert found.expected() > 50
+
+
+def test_a_batch_gives_what_each_query_gets_alone(forecaster: OnnxForecaster) -> None:
+    texts = [STORY, "", "\ud800\x00 你好", CAPITAL * 3_000, "x" * 100_000]
+    queries = [Features(text, "mico-demo") for text in texts]
+    together = forecaster.forecast(queries)
+    for query, found in zip(queries, together, strict=True):
+        (alone,) = forecaster.forecast([query])
+        assert found.probabilities == pytest.approx(alone.probabilities, abs=1e-5)
+
+
+def test_no_queries_give_no_forecasts(forecaster: OnnxForecaster) -> None:
+    assert forecaster.forecast([]) == []
+
+
+def test_the_card_says_what_it_was_made_from(forecaster: OnnxForecaster) -> None:
+    card = forecaster.card
+    assert len(card.trained_on["sha256"]) == 64
+    assert set(card.trained_on["sources"]) == set(card.licences)
+    assert card.figures
+    assert "seed" in card.config
+
+
+def test_a_missing_a_damaged_and_a_foreign_artifact_say_why(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"card\.json is missing"):
+        runtime.load(tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(SHIPPED / DEFAULT_NAME, copy)
+    graph = copy / GRAPH_FILE
+    graph.write_bytes(graph.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="damaged"):
+        runtime.load(copy)
+    card = json.loads((copy / CARD_FILE).read_text("utf-8"))
+    (copy / CARD_FILE).write_text(json.dumps({**card, "format": 99}), "utf-8")
+    with pytest.raises(ArtifactError, match="format 99"):
+        runtime.load(copy)
+
+
+def test_serving_loads_neither_torch_nor_scikit_learn() -> None:
+    program = (
+        "import sys; from predictor import runtime; runtime.load();"
+        "print(sorted({'torch', 'sklearn', 'scipy', 'pandas', 'transformers', 'onnx'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
