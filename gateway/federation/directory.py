@@ -26,16 +26,20 @@ class Directory:
         return self._snapshot
 
     @property
-    def models(self) -> Mapping[str, Model]:
-        """Every model that a site serves now, or served before it went down."""
-        merged: dict[str, Model] = {}
-        for site in sorted(self.sites, key=lambda s: s.state is SiteState.READY):
-            merged.update(site.identity.models)
-        return MappingProxyType(merged)
+    def served(self) -> Mapping[str, Model]:
+        """Every model that a site which is ready serves, by id."""
+        return self._models(SiteState.READY)
 
-    def serves(self, model: str) -> bool:
-        """Whether a site that is up serves this model."""
-        return any(model in s.identity.models for s in self.sites if s.state is SiteState.READY)
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """Every model that a listed site serves, or served before it went down, by id."""
+        return self._models(*SiteState)
+
+    def _models(self, *states: SiteState) -> Mapping[str, Model]:
+        serving = [site for site in self.sites if site.state in states]
+        return MappingProxyType(
+            {id_: model for site in serving for id_, model in site.identity.models.items()}
+        )
 
     def join(self, identity: SiteIdentity, now_s: float) -> None:
         """A site is here; it takes work from its first report on."""

@@ -1,0 +1,147 @@
+"""One gateway process: everything is composed here, started in order and ended in the reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from importlib.metadata import version
+
+import uvicorn
+
+from gateway.admin.sites import admin_routes
+from gateway.answer import answer
+from gateway.api.app import create_http
+from gateway.api.backend import Backend, Readiness
+from gateway.config import GatewayConfig
+from gateway.domain import Outcome, SiteState, Status
+from gateway.federation.directory import Directory
+from gateway.federation.server import Federation, FederationSettings, listen
+from gateway.forecasting import Forecasts
+from gateway.gateway import Gateway
+from gateway.store.store import Store, open_store
+from gateway.telemetry import logs
+from predictor.errors import ArtifactError
+from predictor.histogram import HistogramForecaster
+from predictor.runtime import Forecaster, load
+
+log = logging.getLogger(__name__)
+
+
+def run(config: GatewayConfig) -> int:
+    """Serve until SIGTERM or SIGINT; then end the queries in flight, for at most `drain_s`. The exit code."""
+    logs.configure(config.log_level)
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(config))
+    code: int = uvloop.run(serve(config))
+    return code
+
+
+async def serve(config: GatewayConfig) -> int:
+    stop = _on_signals()
+    async with open_store(config.database_url, config.folder) as store, _gateway(config, store) as gateway:
+        server = _http(config, gateway, store)
+        serving = asyncio.create_task(server.serve())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            log.info("draining %d queries for at most %.0f s", gateway.live, config.drain_s)
+            server.should_exit = True
+        stopping.cancel()
+        await serving
+        await gateway.settled()
+        return 0 if server.started else 1
+
+
+@asynccontextmanager
+async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[Gateway]:
+    directory = Directory()
+    settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
+    gateway_clock = asyncio.get_running_loop().time
+    federation = Federation(settings, directory, gateway_clock)
+    histogram = HistogramForecaster()
+    forecasts = Forecasts(_forecaster(config, histogram), histogram)
+
+    def record(outcome: Outcome) -> None:
+        if outcome.status is Status.ANSWERED:
+            histogram.observe(outcome.model, outcome.completion_tokens)
+        store.recorder.record(outcome)
+
+    gateway = Gateway(
+        directory,
+        federation,
+        forecasts,
+        record,
+        policy_name=config.policy,
+        most_live=config.most_live,
+        most_tries=config.most_tries,
+        clock=gateway_clock,
+    )
+    server, port = await listen(federation, f"{config.grpc_host}:{config.grpc_port}")
+    log.info("sites join at %s:%d", config.grpc_host, port)
+    try:
+        yield gateway
+    finally:
+        await server.stop(grace=1.0)
+        await gateway.settled()
+        await forecasts.close()
+
+
+def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:
+    """Without a usable model the histogram of what was answered forecasts, and its name says so."""
+    try:
+        return load(config.predictor)
+    except ArtifactError:
+        log.exception("no forecaster could be loaded; forecasts come from %s", histogram.name)
+        return histogram
+
+
+def _http(config: GatewayConfig, gateway: Gateway, store: Store) -> uvicorn.Server:
+    def ready() -> Readiness:
+        up = [site.name for site in gateway.directory.sites if site.state is SiteState.READY]
+        return Readiness(bool(up), ", ".join(up) or "no site is ready to serve")
+
+    backend = Backend(
+        answer=partial(answer, gateway),
+        models=lambda: list(gateway.directory.served.values()),
+        authenticate=store.keys.authenticate,
+        ready=ready,
+        version=version("mico"),
+        clock=gateway.clock,
+        timeout_s=config.answer_within_s,
+        body_limit_bytes=config.body_limit_bytes,
+        keep_alive_s=config.keep_alive_s,
+    )
+    return _Server(
+        uvicorn.Config(
+            create_http(backend, admin_routes(backend, gateway.directory)),
+            host=config.host,
+            port=config.http_port,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=round(config.drain_s),
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    """Signals are the process's, not the server's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    return stop

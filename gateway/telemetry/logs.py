@@ -1,0 +1,33 @@
+"""Structured logs: one JSON object a line on stderr, whatever `extra` holds as fields of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from datetime import UTC, datetime
+
+import msgspec
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **{key: value for key, value in vars(record).items() if key not in _STANDARD},
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields, enc_hook=str).decode()
+
+
+def configure(level: str) -> None:
+    """For the whole process, once, before anything logs."""
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(JsonFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[stream], force=True)
+    logging.getLogger("uvicorn.access").disabled = True  # the edge logs each request with its id
