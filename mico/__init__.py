@@ -1,0 +1,1 @@
+"""The command line and the federation behind `mico up`. The only package that knows all the others."""

@@ -1,0 +1,76 @@
+"""`mico`: every command in one tree. Imports nothing heavy: a command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mico.commands import chat, config, database, doctor, federation, keys, processes, sites
+from mico.errors import CommandFailed
+from mico.session import Session
+
+app = typer.Typer(
+    name="mico",
+    help="One OpenAI-compatible endpoint over GPU sites in many clouds.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"mico {version('mico')}")
+        raise typer.Exit
+
+
+@app.callback()
+def prepare(
+    context: typer.Context,
+    folder: Annotated[
+        Path, typer.Option(envvar="MICO_FOLDER", help="Where a local federation keeps its files.")
+    ] = Path(".mico"),
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only data and errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True)] = False,
+) -> None:
+    if debug:
+        os.environ["MICO_DEBUG"] = "1"
+    context.obj = Session.here(folder, quiet=quiet)
+
+
+app.command()(federation.up)
+app.command()(federation.down)
+app.command()(federation.status)
+app.command()(chat.chat)
+app.command()(sites.models)
+app.add_typer(sites.app, name="sites")
+app.add_typer(keys.app, name="keys")
+app.command()(database.explain)
+app.command()(doctor.doctor)
+app.command()(processes.gateway)
+app.command()(processes.site)
+app.add_typer(config.app, name="config")
+app.add_typer(database.app, name="db")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status. A failure is three lines on stderr; a traceback only with --debug."""
+    try:
+        app(arguments, prog_name="mico")
+    except CommandFailed as failure:
+        if "MICO_DEBUG" in os.environ:
+            raise
+        sys.stderr.write("\n".join(failure.lines()) + "\n")
+        return failure.exit_code
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 1
+    return 0

@@ -1,0 +1,99 @@
+"""The gateway's HTTP API as the command line uses it: plain dictionaries, errors a person can act on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mico.errors import CommandFailed, ExitCode
+from mico.sse import data_events
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_S = 5.0
+ANSWER_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """One chunk of an answer as the gateway sent it, with the response headers beside it."""
+
+    chunk: dict[str, Any]
+    headers: dict[str, str]
+
+
+class Client:
+    """`base_url` ends in /v1, as OpenAI's SDK has it; the admin API lives beside it."""
+
+    def __init__(
+        self, base_url: str, api_key: str | None, *, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        import httpx
+
+        self.base_url = base_url.rstrip("/")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+        self.http = httpx.Client(headers=headers, timeout=timeout, transport=transport)
+
+    @property
+    def root(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+    def get(self, path: str) -> dict[str, Any]:
+        """`path` starts with /v1/ or /admin/. Raises CommandFailed when the answer is not a success."""
+        import httpx
+
+        try:
+            response = self.http.get(self.root + path)
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
+        if response.is_error:
+            raise refusal(response.status_code, response.text)
+        body: dict[str, Any] = response.json()
+        return body
+
+    def chat(self, model: str, messages: list[dict[str, str]], **options: Any) -> Generator[StreamEvent]:
+        """The chunks of one streamed answer. Closing the iterator closes the connection and ends the work."""
+        import httpx
+
+        body = {"model": model, "messages": messages, "stream": True, **options}
+        body["stream_options"] = {"include_usage": True}
+        try:
+            with self.http.stream("POST", f"{self.base_url}/chat/completions", json=body) as response:
+                if response.is_error:
+                    raise refusal(response.status_code, response.read().decode(errors="replace"))
+                headers = dict(response.headers)
+                for data in data_events(response.iter_lines()):
+                    if data == "[DONE]":
+                        return
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise CommandFailed("the answer broke off", cause=chunk["error"]["message"])
+                    yield StreamEvent(chunk, headers)
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
+        raise CommandFailed("the answer broke off", cause="the stream ended without [DONE]")
+
+    def unreachable(self, error: Exception) -> CommandFailed:
+        return CommandFailed(
+            f"the gateway at {self.root} does not answer",
+            cause=str(error) or type(error).__name__,
+            tip="mico up starts one here; --base-url or MICO_BASE_URL names another",
+        )
+
+
+def refusal(status: int, text: str) -> CommandFailed:
+    """An error answer in OpenAI's shape, or whatever stood in its place."""
+    try:
+        cause = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        cause = text[:200]
+    if status == 401:
+        tip = "mico keys create NAME makes a key; --api-key or MICO_API_KEY passes it"
+        return CommandFailed(
+            "the API key was not accepted", cause=cause, tip=tip, exit_code=ExitCode.NOT_AUTHENTICATED
+        )
+    return CommandFailed(f"the gateway refused with status {status}", cause=cause)

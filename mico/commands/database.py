@@ -1,0 +1,90 @@
+"""`mico db …` and `mico explain`: the schema, and why a query went where it went."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mico.errors import CommandFailed
+from mico.session import Database, Json, Session, session
+from mico.terminal import seconds
+
+if TYPE_CHECKING:
+    from gateway.domain import Attempt
+    from gateway.store.queries import Explained
+    from gateway.store.store import Store
+
+app = typer.Typer(help="The database.", no_args_is_help=True)
+
+
+@app.command("upgrade")
+def upgrade(context: typer.Context, database: Database = None) -> None:
+    """Bring the schema to what this version needs. Safe to repeat, and safe while others do the same."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.store.engine import reason
+    from gateway.store.errors import StoreError
+    from migrations import upgrade as run
+
+    here = session(context)
+    where = here.settings.resolve("database_url", database)
+    try:
+        run(where.value)
+    except StoreError as error:
+        raise CommandFailed("the database URL does not work", cause=str(error)) from error
+    except SQLAlchemyError as error:
+        raise CommandFailed("the database did not answer", cause=reason(error)) from error
+    here.terminal.say(f"{where.shown} has the newest schema")
+
+
+def explain(
+    context: typer.Context,
+    request_id: Annotated[str, typer.Argument(help="The x-request-id of an answer.")],
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """Why a query went where it went, and what happened to it."""
+    from mico.store_access import with_store
+
+    here = session(context)
+
+    async def work(store: Store) -> list[Explained]:
+        return await store.read.explain(request_id)
+
+    found = with_store(here.settings.value("database_url", database), here.folder.path, work)
+    if not found:
+        tip = "records are written within seconds of the end of an answer; the id is its x-request-id"
+        raise CommandFailed(f"nothing is known of {request_id}", tip=tip)
+    if as_json:
+        here.terminal.json([asdict(each) for each in found])
+        return
+    for each in found:
+        tell(here, each)
+
+
+def tell(here: Session, explained: Explained) -> None:
+    usage = explained.usage
+    here.terminal.data(
+        f"{usage.query_id}: {usage.model}, {usage.status}{f' ({usage.error})' if usage.error else ''}, "
+        f"{usage.prompt_tokens} prompt + {usage.completion_tokens} completion tokens"
+    )
+    for number, attempt in enumerate(explained.attempts, 1):
+        tell_attempt(here, number, attempt)
+
+
+def tell_attempt(here: Session, number: int, attempt: Attempt) -> None:
+    decision = attempt.decision
+    first = seconds(attempt.first_token_s)
+    here.terminal.data(
+        f"attempt {number}: {decision.site} by {decision.policy} ({decision.reason}); "
+        f"ended {attempt.ended}, first token after {first}"
+    )
+    rows = [
+        [each.site, *map(seconds, (each.wait_s, each.first_token_s, each.finish_s)), f"${each.price_usd:.6f}"]
+        for each in decision.estimates
+    ]
+    here.terminal.table(["site", "wait", "first token", "finish", "price"], rows, title="estimates")
+    for site, why in decision.excluded.items():
+        here.terminal.data(f"not {site}: {why}")

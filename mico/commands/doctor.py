@@ -1,0 +1,157 @@
+"""`mico doctor`: what has to be right on this machine, and the command that repairs what is not."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+
+import typer
+
+from mico.errors import CommandFailed, ExitCode
+from mico.session import ApiKey, BaseUrl, Json, Session, session
+
+LOW_DISK_BYTES = 2 * 2**30
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`repair` is the command that mends it; empty when nothing is to be done."""
+
+    subject: str
+    verdict: Verdict
+    detail: str
+    repair: str = ""
+
+
+def doctor(
+    context: typer.Context, base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Json = False
+) -> None:
+    """Look at this machine and at the federation: each line ok, warn or fail, with the repair."""
+    here = session(context)
+    findings = [*machine(), *local(here), *federation(here, base_url, api_key)]
+    if as_json:
+        here.terminal.json([asdict(finding) for finding in findings])
+    else:
+        here.terminal.table(
+            ["subject", "", "finding", "repair"], [list(asdict(each).values()) for each in findings]
+        )
+    if any(finding.verdict is Verdict.FAIL for finding in findings):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def machine() -> Iterator[Finding]:
+    yield python()
+    yield disk()
+    yield torch()
+
+
+def local(here: Session) -> Iterator[Finding]:
+    yield database(here)
+    yield port(here)
+    yield processes(here)
+
+
+def federation(here: Session, base_url: str | None, api_key: str | None) -> Iterator[Finding]:
+    """The gateway, the key and the sites; what can't be asked without the one before is left out."""
+    client = here.client(base_url, api_key)
+    health = attempt("gateway", lambda: f"{client.root} answers, version {client.get('/version')['version']}")
+    yield health
+    if health.verdict is Verdict.OK:
+        yield attempt("API key", lambda: f"accepted; {len(client.get('/v1/models')['data'])} models")
+        yield sites(here, base_url, api_key)
+
+
+def python() -> Finding:
+    return Finding("python", Verdict.OK, f"{sys.version.split()[0]} in {sys.prefix}")
+
+
+def disk() -> Finding:
+    free = shutil.disk_usage(".").free
+    detail = f"{free / 2**30:.0f} GiB free"
+    if free < LOW_DISK_BYTES:
+        return Finding("disk", Verdict.WARN, detail, "free some space: logs, journal and weights need it")
+    return Finding("disk", Verdict.OK, detail)
+
+
+def torch() -> Finding:
+    if find_spec("torch") is None:
+        return Finding(
+            "torch", Verdict.WARN, "not installed: no site can run here", "pip install 'mico[engine]'"
+        )
+    import torch as installed
+
+    device = installed.cuda.get_device_name(0) if installed.cuda.is_available() else "CPU only"
+    return Finding("torch", Verdict.OK, f"{installed.__version__}, {device}")
+
+
+def database(here: Session) -> Finding:
+    """Read through the store itself, so that a wrong schema and a wrong address are told apart."""
+    from gateway.store.store import Store
+    from mico.store_access import with_store
+
+    where = here.settings.resolve("database_url")
+    if where.origin == "default" and not here.folder.path.exists():
+        return Finding("database", Verdict.WARN, "none yet", "mico up")
+
+    async def count(store: Store) -> int:
+        return await store.read.count_usage()
+
+    try:
+        rows = with_store(where.value, here.folder.path, count)
+    except CommandFailed as failure:
+        return Finding("database", Verdict.FAIL, failure.cause, "mico db upgrade")
+    return Finding("database", Verdict.OK, f"{where.shown}, newest schema, {rows} usage rows")
+
+
+def port(here: Session) -> Finding:
+    number = here.settings.value("port")
+    running = here.folder.running()
+    if running and running.gateway.alive:
+        return Finding("port", Verdict.OK, f"{running.http_port} is the gateway's")
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", number)) == 0
+    if taken:
+        return Finding("port", Verdict.WARN, f"{number} is in use by another program", "mico up --port 0")
+    return Finding("port", Verdict.OK, f"{number} is free")
+
+
+def processes(here: Session) -> Finding:
+    running = here.folder.running()
+    if running is None:
+        return Finding("processes", Verdict.WARN, "nothing runs in this folder", "mico up")
+    dead = [process.name for process in running.processes if not process.alive]
+    if dead:
+        return Finding("processes", Verdict.FAIL, f"ended: {', '.join(dead)}", "mico up --detach")
+    return Finding("processes", Verdict.OK, f"{len(running.processes)} run")
+
+
+def sites(here: Session, base_url: str | None, api_key: str | None) -> Finding:
+    try:
+        listed = here.client(base_url, api_key).get("/admin/api/sites")["sites"]
+    except CommandFailed as failure:
+        return Finding("sites", Verdict.WARN, failure.cause, "mico keys create NAME --admin")
+    states = {site["name"]: site["state"] for site in listed}
+    not_ready = [f"{name} is {state}" for name, state in states.items() if state != "ready"]
+    if not states:
+        return Finding("sites", Verdict.FAIL, "no site has joined", "mico site --config FILE")
+    if not_ready:
+        return Finding("sites", Verdict.WARN, ", ".join(not_ready), "mico sites list")
+    return Finding("sites", Verdict.OK, f"{len(states)} ready")
+
+
+def attempt(subject: str, ask: Callable[[], str]) -> Finding:
+    try:
+        return Finding(subject, Verdict.OK, ask())
+    except CommandFailed as failure:
+        return Finding(subject, Verdict.FAIL, failure.error, failure.tip)

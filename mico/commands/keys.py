@@ -1,0 +1,124 @@
+"""`mico keys …`: API keys, straight in the database, so that the first one needs no key."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from mico.errors import CommandFailed
+from mico.session import Database, Json, Session, session
+
+if TYPE_CHECKING:
+    from gateway.store.key_table import KeyInfo
+    from gateway.store.store import Store
+
+T = TypeVar("T")
+SECONDS_A_DAY = 86_400.0
+
+app = typer.Typer(help="API keys.", no_args_is_help=True)
+
+
+@app.command("create")
+def create(
+    context: typer.Context,
+    *,
+    name: Annotated[str, typer.Argument(help="Whose it is or what it is for.")],
+    tenant: Annotated[str, typer.Option(help="Who pays for its use.")] = "default",
+    model: Annotated[list[str] | None, typer.Option(help="Allow this model only; repeatable.")] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="May also use the admin API.")] = False,
+    days: Annotated[float | None, typer.Option(min=0.01, help="Ends by itself after so many days.")] = None,
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key and show it, this once."""
+    here = session(context)
+    expires_at = None if days is None else time.time() + days * SECONDS_A_DAY
+
+    async def work(store: Store) -> tuple[KeyInfo, str]:
+        return await store.keys.create_key(name, tenant, models=model, admin=admin, expires_at=expires_at)
+
+    key, secret = visit(here, database, work)
+    if as_json:
+        here.terminal.json({**facts(key), "key": secret})
+    else:
+        here.terminal.say(f"{key.id} for {key.name}; it can't be shown again:")
+        here.terminal.data(secret)
+
+
+@app.command("list")
+def list_keys(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
+    """Every key, revoked ones too. Never the keys themselves."""
+    here = session(context)
+
+    async def work(store: Store) -> list[KeyInfo]:
+        return await store.keys.list_keys()
+
+    rows = [facts(key) for key in visit(here, database, work)]
+    if as_json:
+        here.terminal.json(rows)
+        return
+    shown = ("id", "name", "tenant", "hint", "state", "models", "admin", "created_at")
+    here.terminal.table(shown, [[cell(row[column]) for column in shown] for row in rows])
+
+
+@app.command("revoke")
+def revoke(
+    context: typer.Context,
+    key_id: Annotated[str, typer.Argument(help="The id, as in mico keys list.")],
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """End a key. Gateways stop accepting it within seconds."""
+    here = session(context)
+
+    async def work(store: Store) -> KeyInfo | None:
+        return await store.keys.revoke_key(key_id)
+
+    key = visit(here, database, work)
+    if key is None:
+        raise CommandFailed(f"there is no key {key_id}", tip="mico keys list shows the ids")
+    if as_json:
+        here.terminal.json(facts(key))
+    else:
+        here.terminal.say(f"{key.id} ({key.name}) is revoked")
+
+
+def visit(here: Session, database: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
+    from mico.store_access import with_store
+
+    return with_store(here.settings.value("database_url", database), here.folder.path, work)
+
+
+def facts(key: KeyInfo) -> dict[str, Any]:
+    return {
+        "id": key.id,
+        "name": key.name,
+        "tenant": key.tenant,
+        "hint": f"…{key.hint}",
+        "state": state(key),
+        "models": None if key.models is None else sorted(key.models),
+        "admin": key.admin,
+        "created_at": moment(key.created_at),
+        "expires_at": moment(key.expires_at),
+        "revoked_at": moment(key.revoked_at),
+    }
+
+
+def state(key: KeyInfo) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    return "ready" if key.valid(time.time()) else "expired"
+
+
+def moment(unix_s: float | None) -> str | None:
+    return None if unix_s is None else datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "all"
+    return ", ".join(value) if isinstance(value, list) else str(value)

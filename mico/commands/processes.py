@@ -1,0 +1,57 @@
+"""`mico gateway` and `mico site`: one process each, as real deployments run them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mico.errors import CommandFailed, ExitCode
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file; the environment overrides it.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="name=value, overrides file and environment; repeatable.")
+]
+
+
+def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Run one gateway: HTTP for clients, gRPC for sites. Ends in order on SIGTERM."""
+    from gateway.app import run
+    from gateway.config import ConfigError, load
+
+    try:
+        loaded = load(config, os.environ, pairs(overrides))
+    except ConfigError as error:
+        raise CommandFailed(
+            "the gateway can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
+        ) from error
+    raise typer.Exit(run(loaded))
+
+
+def site(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Run one site: it loads its model and dials the gateways. Ends in order on SIGTERM."""
+    from site_engine.app import run
+    from site_engine.config import load
+    from site_engine.errors import ConfigError
+
+    try:
+        loaded = load(config, os.environ, **pairs(overrides))
+    except ConfigError as error:
+        raise CommandFailed(
+            "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
+        ) from error
+    raise typer.Exit(run(loaded))
+
+
+def pairs(overrides: list[str] | None) -> dict[str, str]:
+    split = [item.partition("=") for item in overrides or []]
+    wrong = [name for name, equals, _ in split if not equals]
+    if wrong:
+        raise CommandFailed(
+            f"--set {wrong[0]} has no value", tip="--set name=value", exit_code=ExitCode.WRONG_USAGE
+        )
+    return {name: value for name, _, value in split}

@@ -1,0 +1,120 @@
+"""`.mico/`: database, keys, settings, logs and the note of what runs. Only its owner can read it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mico.errors import CommandFailed
+from mico.local.processes import Process
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What `mico up` started, as kept in state.json."""
+
+    started_at: str
+    http_port: int
+    grpc_port: int
+    model: str
+    processes: tuple[Process, ...]
+
+    @property
+    def root_url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.root_url}/v1"
+
+    @property
+    def gateway(self) -> Process:
+        return self.processes[0]
+
+    @property
+    def sites(self) -> tuple[Process, ...]:
+        return self.processes[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    path: Path
+
+    @property
+    def database_url(self) -> str:
+        return f"sqlite:///{self.path / 'mico.db'}"
+
+    @property
+    def key_file(self) -> Path:
+        return self.path / "key"
+
+    @property
+    def token_file(self) -> Path:
+        return self.path / "site-token"
+
+    def config(self, name: str) -> Path:
+        return self.path / "config" / f"{name}.toml"
+
+    def log(self, name: str) -> Path:
+        return self.path / "logs" / f"{name}.log"
+
+    def make(self) -> None:
+        for folder in (self.path, self.path / "config", self.path / "logs"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.token_file.exists():
+            write_private(self.token_file, secrets.token_urlsafe(32))
+
+    def key(self) -> str | None:
+        return self.key_file.read_text().strip() if self.key_file.exists() else None
+
+    def running(self) -> Running | None:
+        """The note of the last `mico up`, whether or not its processes still live."""
+        state = self.path / "state.json"
+        if not state.exists():
+            return None
+        note = json.loads(state.read_text())
+        return Running(**{**note, "processes": tuple(Process(**each) for each in note["processes"])})
+
+    def remember(self, running: Running) -> None:
+        write_private(self.path / "state.json", json.dumps(asdict(running), indent=2))
+
+    def forget(self) -> None:
+        (self.path / "state.json").unlink(missing_ok=True)
+
+    def found(self) -> dict[str, Any]:
+        """Settings that a federation in this folder provides to client commands."""
+        running, key = self.running(), self.key()
+        settings: dict[str, Any] = {"base_url": running.base_url} if running else {}
+        if running and key:
+            settings["api_key"] = key
+        if self.path.exists():
+            settings["database_url"] = self.database_url
+        return settings
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One `mico up` or `mico down` at a time."""
+        with (self.path / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CommandFailed(
+                    f"another mico up or down is at work in {self.path}", tip="wait for it, then try again"
+                ) from error
+            yield
+
+
+def write_private(path: Path, text: str) -> None:
+    """Readable by its owner alone from the first byte on, and replaced in one step."""
+    fresh = path.with_suffix(f"{path.suffix}.new")
+    fresh.unlink(missing_ok=True)
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    fresh.replace(path)

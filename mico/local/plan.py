@@ -1,0 +1,98 @@
+"""What each process of a local federation is told, as one TOML file per process. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mico.errors import CommandFailed, ExitCode
+from mico.local.folder import Folder, write_private
+from mico.local.profiles import Profile
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`model` is a folder or a Hub id; every site serves it."""
+
+    folder: Folder
+    http_port: int
+    grpc_port: int
+    model: str
+    sites: tuple[Profile, ...]
+
+    def write(self) -> None:
+        write_private(self.folder.config("gateway"), toml(self.gateway()))
+        for site in self.sites:
+            write_private(self.folder.config(site.name), toml(self.site(site)))
+
+    def gateway(self) -> dict[str, object]:
+        return {
+            "name": "local",
+            "host": HOST,
+            "http_port": self.http_port,
+            "grpc_host": HOST,
+            "grpc_port": self.grpc_port,
+            "database_url": self.folder.database_url,
+            "folder": str(self.folder.path),
+            "site_token_file": str(self.folder.token_file),
+        }
+
+    def site(self, profile: Profile) -> dict[str, object]:
+        """One thread each: the sites of a laptop share its few cores."""
+        return {
+            "site": profile.name,
+            "cloud": profile.cloud,
+            "region": profile.region,
+            "model": self.model,
+            "gateways": [f"{HOST}:{self.grpc_port}"],
+            "token_file": str(self.folder.token_file),
+            "slots": profile.slots,
+            "threads": 1,
+            "iteration_floor_s": profile.iteration_floor_s,
+            "input_usd_per_mtok": profile.input_usd_per_mtok,
+            "output_usd_per_mtok": profile.output_usd_per_mtok,
+        }
+
+
+def toml(settings: Mapping[str, object]) -> str:
+    """A flat table. JSON's strings, numbers, booleans and arrays of them are TOML's as well."""
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+
+
+def choose_ports(http_port: int) -> tuple[int, int]:
+    """The HTTP port as asked (0: any free one) and a free one for sites, the next if possible."""
+    if http_port == 0:
+        http_port = free_port()
+    elif not is_free(http_port):
+        raise CommandFailed(
+            f"port {http_port} is in use",
+            cause=f"another program listens on {HOST}:{http_port}",
+            tip="--port chooses another, --port 0 takes a free one",
+        )
+    return http_port, http_port + 1 if is_free(http_port + 1) else free_port()
+
+
+def is_free(port: int) -> bool:
+    if not 0 < port < 65536:
+        raise CommandFailed(f"{port} is no port", tip="1 to 65535", exit_code=ExitCode.WRONG_USAGE)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return _binds(probe, port)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _binds(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind((HOST, port))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""What every command is given: the terminal, the settings, and the folder of the local federation."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mico.local.folder import Folder
+from mico.settings import FILE, Settings, read_file
+from mico.terminal import Terminal
+
+if TYPE_CHECKING:
+    from mico.client import Client
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable names.")]
+BaseUrl = Annotated[str | None, typer.Option(help="The gateway, such as http://127.0.0.1:8080/v1.")]
+ApiKey = Annotated[str | None, typer.Option(help="The API key; MICO_API_KEY keeps it out of the history.")]
+Database = Annotated[str | None, typer.Option(help="sqlite:///FILE or postgresql://USER@HOST/NAME.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    terminal: Terminal
+    settings: Settings
+    folder: Folder
+
+    @classmethod
+    def here(cls, folder: Path, *, quiet: bool) -> Session:
+        """Reads mico.toml and the folder's notes once; a command sees one consistent set of settings."""
+        where = Folder(folder.resolve())
+        return cls(Terminal(quiet), Settings(os.environ, read_file(Path(FILE)), where.found()), where)
+
+    def client(self, base_url: str | None, api_key: str | None) -> Client:
+        from mico.client import Client
+
+        url = self.settings.value("base_url", base_url)
+        return Client(url, self.settings.value("api_key", api_key))
+
+
+def session(context: typer.Context) -> Session:
+    found = context.find_object(Session)
+    assert found is not None, "the callback of the command line makes it"
+    return found

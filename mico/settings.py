@@ -1,0 +1,141 @@
+"""Where a client setting comes from: flag, environment, mico.toml, what runs here, default, in this order.
+
+Does not hold the settings of the processes: those are gateway.config and site_engine.config.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mico.errors import CommandFailed, ExitCode
+
+FILE = "mico.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One name in mico.toml (`table.key`) and the variables that override it, the most specific first."""
+
+    name: str
+    table: str
+    variables: tuple[str, ...]
+    default: str | int | None
+    secret: bool = False
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("base_url", "client", ("MICO_BASE_URL", "OPENAI_BASE_URL"), "http://127.0.0.1:8080/v1"),
+        Setting("api_key", "client", ("MICO_API_KEY", "OPENAI_API_KEY"), None, secret=True),
+        Setting("model", "client", ("MICO_MODEL",), None),
+        Setting("database_url", "client", ("MICO_DATABASE_URL",), "sqlite:///.mico/mico.db", secret=True),
+        Setting("port", "up", ("MICO_PORT",), 8080),
+        Setting("sites", "up", ("MICO_SITES",), 3),
+        Setting("up_model", "up", ("MICO_UP_MODEL",), None),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A value and where it came from; `shown` never tells a secret."""
+
+    setting: Setting
+    value: Any
+    origin: str
+
+    @property
+    def shown(self) -> str:
+        if self.value is None:
+            return "-"
+        return redacted(str(self.value)) if self.setting.secret else str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`found` is what a federation that runs in this folder says of itself."""
+
+    environment: Mapping[str, str]
+    file: Mapping[str, Any]
+    found: Mapping[str, Any]
+
+    def resolve(self, name: str, flag: Any = None) -> Resolved:
+        setting = SETTINGS[name]
+        if flag is not None:
+            return Resolved(setting, flag, "flag")
+        for variable in setting.variables:
+            if self.environment.get(variable) and self.trusts(variable):
+                return Resolved(setting, typed(setting, self.environment[variable]), variable)
+        if name in self.file:
+            return Resolved(setting, self.file[name], FILE)
+        if name in self.found:
+            return Resolved(setting, self.found[name], ".mico")
+        return Resolved(setting, setting.default, "default")
+
+    def value(self, name: str, flag: Any = None) -> Any:
+        return self.resolve(name, flag).value
+
+    def trusts(self, variable: str) -> bool:
+        """A key meant for OpenAI is not sent to another address: it counts only with an address beside it."""
+        if variable != "OPENAI_API_KEY":
+            return True
+        return any(self.environment.get(name) for name in ("MICO_BASE_URL", "OPENAI_BASE_URL"))
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a mico.toml by name; an unknown key is an error that names the nearest known one."""
+    if not path.exists():
+        return {}
+    try:
+        tables = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise CommandFailed(
+            f"{path} is not TOML", cause=str(error), exit_code=ExitCode.WRONG_USAGE
+        ) from error
+    return {setting.name: value for setting, value in entries(path, tables)}
+
+
+def entries(path: Path, tables: Mapping[str, Any]) -> list[tuple[Setting, Any]]:
+    known = {f"{setting.table}.{file_key(setting)}": setting for setting in SETTINGS.values()}
+    found = []
+    for table, keys in tables.items():
+        for key, value in keys.items() if isinstance(keys, dict) else [("", keys)]:
+            dotted = f"{table}.{key}".rstrip(".")
+            if dotted not in known:
+                near = difflib.get_close_matches(dotted, known, n=1)
+                tip = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise CommandFailed(
+                    f"{path} has an unknown setting {dotted}", tip=tip, exit_code=ExitCode.WRONG_USAGE
+                )
+            found.append((known[dotted], typed(known[dotted], value)))
+    return found
+
+
+def file_key(setting: Setting) -> str:
+    return setting.name.removeprefix(f"{setting.table}_")
+
+
+def typed(setting: Setting, value: Any) -> Any:
+    if not isinstance(setting.default, int):
+        return str(value)
+    try:
+        return int(value)
+    except ValueError as error:
+        raise CommandFailed(
+            f"{setting.name} must be a whole number, not {value!r}", exit_code=ExitCode.WRONG_USAGE
+        ) from error
+
+
+def redacted(secret: str) -> str:
+    """Enough to recognise it: an address without its password, a key by its last four characters."""
+    if "://" in secret:
+        scheme, _, rest = secret.partition("://")
+        login, at, host = rest.rpartition("@")
+        return f"{scheme}://{login.partition(':')[0]}:***@{host}" if at else secret
+    return f"…{secret[-4:]}" if len(secret) > 8 else "…"

@@ -1,0 +1,36 @@
+"""One visit to the database, for commands that work beside the gateway and without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from mico.errors import CommandFailed
+
+if TYPE_CHECKING:
+    from gateway.store.store import Store
+
+T = TypeVar("T")
+
+
+def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitable[T]]) -> T:
+    """What `work` returns. `folder` holds the pepper of the keys. Raises CommandFailed."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.store.engine import reason
+    from gateway.store.errors import StoreError
+    from gateway.store.store import open_store
+
+    async def visit() -> T:
+        async with open_store(database_url, folder, serving=False) as store:
+            return await work(store)
+
+    tip = "mico up or mico db upgrade prepares it; --database names another"
+    try:
+        return asyncio.run(visit())
+    except StoreError as error:
+        raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
+    except SQLAlchemyError as error:
+        raise CommandFailed("the database did not answer", cause=reason(error), tip=tip) from error

@@ -1,0 +1,62 @@
+"""What a person or a script sees: data on stdout, progress on stderr, colour only where it is welcome."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+STATE_COLOURS = {"ready": "green", "ok": "green", "running": "green", "draining": "yellow", "warn": "yellow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """`quiet` silences progress; errors and data are always written."""
+
+    quiet: bool = False
+
+    def data(self, text: str, *, end: str = "\n") -> None:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+
+    def json(self, value: Any) -> None:
+        import json
+
+        self.data(json.dumps(value, indent=2, default=str))
+
+    def say(self, text: str) -> None:
+        if not self.quiet:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
+        """Rich drops colours and fancy width by itself when stdout is no terminal or NO_COLOR is set."""
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*(Text(str(cell), style=STATE_COLOURS.get(str(cell), "")) for cell in row))
+        piped = None if sys.stdout.isatty() else 10_000
+        Console(width=piped, highlight=False).print(table)
+
+    @contextmanager
+    def spinner(self, text: str) -> Iterator[None]:
+        """A spinner while the block runs; a plain line where stderr is no terminal."""
+        if self.quiet or not sys.stderr.isatty():
+            self.say(text)
+            yield
+            return
+        from rich.console import Console
+
+        with Console(stderr=True).status(text):
+            yield
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
