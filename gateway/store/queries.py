@@ -47,7 +47,7 @@ class Reads:
         self._engine = engine
 
     async def explain(self, any_id: str) -> list[Explained]:
-        """By request id or query id, newest first; several when a client used one request id several times."""
+        """By request id or query id, newest first; several when a client used one request id again."""
         named = or_(usage.c.request_id == any_id, usage.c.query_id == any_id)
         newest = select(usage).where(named).order_by(usage.c.received_at.desc()).limit(EXPLAINED_AT_MOST)
         async with self._engine.connect() as connection:

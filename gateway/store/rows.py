@@ -130,7 +130,7 @@ def _decision_rows(outcome: Outcome) -> tuple[DecisionRow, ...]:
             policy=attempt.decision.policy,
             reason=_text(attempt.decision.reason),
             decided_s=_finite(attempt.decision.decided_s) or 0.0,
-            estimates=msgspec.to_builtins(attempt.decision.estimates),
+            estimates=[msgspec.to_builtins(estimate) for estimate in attempt.decision.estimates],
             excluded={site: _text(why) for site, why in attempt.decision.excluded.items()},
             ended=_text(attempt.ended),
             prompt_tokens=attempt.prompt_tokens,

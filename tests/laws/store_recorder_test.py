@@ -1,0 +1,100 @@
+"""Law: however recording, flushing, outages, crashes and restarts interleave, every query has exactly one row."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gateway.store.recorder import Recorder
+from gateway.store.rows import Record
+from tests.fakes.store import FakeWriter, outcome
+
+SEGMENT_BYTES = 2_000
+"""Two or three records: every example sees several segments."""
+
+
+class Recording(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.runner = asyncio.Runner()
+        self.folders = [Path(tempfile.mkdtemp())]
+        self.database: dict[str, Record] = {}
+        self.recorded: list[str] = []
+        self.start()
+
+    def start(self) -> None:
+        self.writer = FakeWriter(self.database)
+        self.recorder = Recorder(self.folders[-1], self.writer, segment_bytes=SEGMENT_BYTES)
+        self.runner.run(self.recorder.start(background=False))
+
+    @rule(attempts=st.integers(0, 2))
+    def record(self, attempts: int) -> None:
+        query_id = f"q{len(self.recorded)}"
+        self.recorder.record(outcome(query_id, attempts=attempts))
+        self.recorded.append(query_id)
+
+    @rule()
+    def flush(self) -> None:
+        stored = self.runner.run(self.recorder.flush())
+        assert stored == ((not self.writer.down and not self.writer.loses_the_answer) or not self._offered())
+        if stored:
+            assert self.recorder.pending == 0
+
+    def _offered(self) -> bool:
+        return self.recorder.pending > 0
+
+    @rule(down=st.booleans(), loses_the_answer=st.booleans())
+    def change_the_database(self, down: bool, loses_the_answer: bool) -> None:
+        self.writer.down, self.writer.loses_the_answer = down, loses_the_answer
+
+    @rule()
+    def restart_in_order(self) -> None:
+        self.runner.run(self.recorder.close())
+        self.start()
+
+    @rule(torn=st.binary(max_size=20).filter(lambda tail: b"\n" not in tail))
+    def crash(self, torn: bytes) -> None:
+        """What a `kill -9` leaves is the folder as the operating system has it at that moment."""
+        copy = Path(tempfile.mkdtemp())
+        shutil.copytree(self.folders[-1], copy, dirs_exist_ok=True)
+        self._tear(copy, torn)
+        self.writer.down = True
+        self.runner.run(self.recorder.close())
+        self.folders.append(copy)
+        self.start()
+
+    @staticmethod
+    def _tear(folder: Path, torn: bytes) -> None:
+        segments = sorted(folder.glob("*.jsonl"))
+        if segments:
+            segments[-1].write_bytes(segments[-1].read_bytes() + torn)
+
+    @invariant()
+    @precondition(lambda self: hasattr(self, "recorder"))
+    def nothing_is_lost_and_nothing_is_invented(self) -> None:
+        assert set(self.database) <= set(self.recorded)
+        assert self.recorder.pending >= len(self.recorded) - len(self.database)
+        assert self.recorder.health.lost == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "recorder"):
+            return
+        self.writer.down = self.writer.loses_the_answer = False
+        stored = self.runner.run(self.recorder.flush())
+        self.runner.run(self.recorder.close())
+        self.runner.close()
+        for folder in self.folders:
+            shutil.rmtree(folder)
+        assert stored
+        assert sorted(self.database) == sorted(self.recorded)
+        assert all(query_id == row.usage.query_id for query_id, row in self.database.items())
+
+
+TestRecording = Recording.TestCase
+TestRecording.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -1,0 +1,111 @@
+"""The journal: whole lines out, in order, within its limit, for one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.store.errors import JournalTaken
+from gateway.store.journal import SET_ASIDE_BYTES, Journal, JournalFull
+
+
+def drained(journal: Journal) -> list[bytes]:
+    journal.seal()
+    return [line for path in journal.sealed for line in journal.read(path)]
+
+
+def test_lines_come_back_in_order_across_segments(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, segment_bytes=16)
+    lines = [f"line {n}".encode() for n in range(10)]
+    for line in lines:
+        journal.append(line + b"\n")
+    assert len(journal.sealed) > 1
+    assert drained(journal) == lines
+    journal.close()
+
+
+def test_an_earlier_process_left_lines_and_new_ones_follow_them(tmp_path: Path) -> None:
+    first = Journal(tmp_path)
+    first.append(b"old\n")
+    first.close()
+    second = Journal(tmp_path)
+    assert (second.lines, second.size_bytes) == (1, 4)
+    second.append(b"new\n")
+    assert drained(second) == [b"old", b"new"]
+    second.close()
+
+
+def test_removing_every_segment_leaves_nothing_to_count(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, segment_bytes=8)
+    for _ in range(5):
+        journal.append(b"12345\n")
+    journal.seal()
+    for path in journal.sealed:
+        journal.remove(path)
+    assert (journal.lines, journal.size_bytes, journal.sealed) == (0, 0, [])
+    assert list(tmp_path.glob("*.jsonl")) == []
+    journal.close()
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "000000000001.jsonl").write_bytes(b"whole\nto")
+    journal = Journal(tmp_path)
+    assert drained(journal) == [b"whole"]
+    journal.close()
+
+
+def test_a_disk_that_takes_half_a_line_tears_only_the_end_of_a_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.append(b"one\n")
+    real_write = os.write
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(os, "write", lambda file, line: real_write(file, line[:2]))
+        with pytest.raises(OSError, match="only a part"):
+            journal.append(b"two\n")
+    journal.append(b"three\n")
+    assert drained(journal) == [b"one", b"three"]
+    journal.close()
+
+
+def test_the_limit_holds_and_room_comes_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, limit_bytes=10)
+    journal.append(b"12345678\n")
+    with pytest.raises(JournalFull, match="limit of 10 bytes"):
+        journal.append(b"12\n")
+    journal.seal()
+    journal.remove(journal.sealed[0])
+    journal.append(b"12\n")
+    assert drained(journal) == [b"12"]
+    journal.close()
+
+
+def test_only_one_process_has_a_folder_until_it_ends(tmp_path: Path) -> None:
+    first = Journal(tmp_path)
+    with pytest.raises(JournalTaken, match="its own data folder"):
+        Journal(tmp_path)
+    first.close()
+    Journal(tmp_path).close()
+
+
+def test_what_was_written_is_synced_once_even_if_it_is_gone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append(b"a\n")
+    journal.seal()
+    paths = journal.unsynced()
+    assert paths == set(journal.sealed)
+    assert journal.unsynced() == set()
+    journal.remove(journal.sealed[0])
+    journal.sync(paths)
+    journal.close()
+
+
+def test_what_is_set_aside_is_kept_up_to_a_limit(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    assert journal.set_aside(b"strange")
+    assert not journal.set_aside(b"x" * SET_ASIDE_BYTES)
+    assert (tmp_path / "refused.lines").read_bytes() == b"strange\n"
+    journal.close()

@@ -1,0 +1,210 @@
+"""The recorder against a database that is down, lies, refuses and comes back, and a disk that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.store.errors import StoreError
+from gateway.store.recorder import MEMORY_LINES, Recorder
+from tests.fakes.store import FakeWriter, outcome
+
+
+@asynccontextmanager
+async def recording(
+    folder: Path, writer: FakeWriter, *, background: bool = False, **settings: Any
+) -> AsyncIterator[Recorder]:
+    recorder = Recorder(folder, writer, **settings)
+    await recorder.start(background=background)
+    try:
+        yield recorder
+    finally:
+        await recorder.close()
+
+
+def run(
+    folder: Path, scenario: Callable[[Recorder, FakeWriter], Awaitable[None]], **settings: Any
+) -> FakeWriter:
+    writer = FakeWriter()
+
+    async def main() -> None:
+        async with recording(folder, writer, **settings) as recorder:
+            await scenario(recorder, writer)
+
+    asyncio.run(main())
+    return writer
+
+
+def test_what_is_recorded_is_stored_by_a_flush(tmp_path: Path) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        recorder.record(outcome("a"))
+        recorder.record(outcome("b", attempts=2))
+        assert (recorder.pending, writer.rows) == (2, {})
+        assert await recorder.flush()
+        assert (recorder.pending, recorder.health.journal_bytes) == (0, 0)
+        assert [len(row.decisions) for row in writer.rows.values()] == [1, 2]
+
+    run(tmp_path, scenario)
+
+
+def test_it_flushes_by_itself(tmp_path: Path) -> None:
+    class Told(FakeWriter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.written = asyncio.Event()
+
+        async def write(self, records: Any) -> None:
+            await super().write(records)
+            self.written.set()
+
+    async def main() -> None:
+        writer = Told()
+        async with recording(tmp_path, writer, background=True) as recorder:
+            recorder.record(outcome("a"))
+            async with asyncio.timeout(30):
+                await writer.written.wait()
+        assert list(writer.rows) == ["a"]
+
+    asyncio.run(main())
+
+
+def test_closing_stores_the_rest(tmp_path: Path) -> None:
+    async def scenario(recorder: Recorder, _: FakeWriter) -> None:
+        recorder.record(outcome("a"))
+
+    assert list(run(tmp_path, scenario).rows) == ["a"]
+
+
+def test_a_database_that_is_away_delays_and_says_since_when(tmp_path: Path) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        for number in range(50):
+            recorder.record(outcome(f"q{number}"))
+            assert not await recorder.flush()
+        assert recorder.health.failing_since == 77.0
+        assert recorder.health.last_error == "the fake is down"
+        assert recorder.pending == 50
+        writer.down = False
+        assert await recorder.flush()
+        assert (recorder.health.failing_since, recorder.health.last_error) == (None, "")
+        assert len(writer.rows) == 50
+
+    run(tmp_path, scenario, clock=lambda: 77.0)
+
+
+def test_a_commit_whose_answer_was_lost_is_not_stored_twice(tmp_path: Path) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        recorder.record(outcome("a"))
+        writer.loses_the_answer = True
+        assert not await recorder.flush()
+        writer.loses_the_answer = False
+        assert await recorder.flush()
+        assert (writer.offers, list(writer.rows)) == (2, ["a"])
+
+    run(tmp_path, scenario)
+
+
+def test_what_a_stopped_process_could_not_store_the_next_one_does(tmp_path: Path) -> None:
+    async def stopped(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        recorder.record(outcome("a"))
+
+    async def started(recorder: Recorder, writer: FakeWriter) -> None:
+        assert recorder.pending == 1
+        assert await recorder.flush()
+        assert list(writer.rows) == ["a"]
+
+    run(tmp_path, stopped)
+    run(tmp_path, started)
+
+
+def test_a_record_that_the_database_refuses_stops_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.poison = {"q3"}
+        for number in range(6):
+            recorder.record(outcome(f"q{number}"))
+        assert await recorder.flush()
+        assert list(writer.rows) == ["q0", "q1", "q2", "q4", "q5"]
+        assert (recorder.pending, recorder.health.lost) == (0, 1)
+
+    run(tmp_path, scenario)
+    assert b'"query_id":"q3"' in (tmp_path / "refused.lines").read_bytes()
+    assert "cannot be stored" in caplog.text
+
+
+def test_an_unreadable_line_is_set_aside_and_stops_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        recorder.record(outcome("a"))
+
+    async def back(recorder: Recorder, writer: FakeWriter) -> None:
+        assert await recorder.flush()
+        assert list(writer.rows) == ["a"]
+
+    run(tmp_path, away)
+    (segment,) = tmp_path.glob("*.jsonl")
+    segment.write_bytes(b"\0\xff\0\n" + segment.read_bytes())
+    run(tmp_path, back)
+    assert (tmp_path / "refused.lines").read_bytes() == b"\0\xff\0\n"
+    assert "cannot be stored" in caplog.text
+
+
+def test_a_full_journal_says_so_before_anything_is_lost(tmp_path: Path) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        recorded = 0
+        while recorder.has_room:
+            recorder.record(outcome(f"q{recorded}"))
+            recorded += 1
+        recorder.record(outcome("in flight"))
+        assert recorder.health.journal_bytes <= 40_000
+        assert (recorder.health.lost, recorder.pending) == (0, recorded + 1)
+        writer.down = False
+        assert await recorder.flush()
+        assert recorder.has_room
+        assert len(writer.rows) == recorded + 1
+
+    run(tmp_path, scenario, limit_bytes=40_000)
+
+
+def test_beyond_every_bound_the_loss_is_logged_whole_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        for number in range(MEMORY_LINES):
+            recorder.record(outcome(f"q{number}"))
+        assert not recorder.has_room
+        recorder.record(outcome("one too many"))
+        assert recorder.health.lost == 1
+        assert await recorder.flush()
+        assert len(writer.rows) == MEMORY_LINES
+
+    with caplog.at_level(logging.ERROR):
+        run(tmp_path, scenario, limit_bytes=1)
+    assert '"query_id":"one too many"' in caplog.text
+
+
+def test_an_outcome_that_is_no_json_fails_nobody_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(recorder: Recorder, _: FakeWriter) -> None:
+        recorder.record(outcome("a", tenant="\ud800"))
+        assert (recorder.health.lost, recorder.pending) == (1, 0)
+
+    run(tmp_path, scenario)
+    assert "usage is in this log only" in caplog.text
+
+
+def test_a_recorder_that_is_not_started_takes_nothing_silently(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="without recording"):
+        Recorder(tmp_path, FakeWriter()).record(outcome())

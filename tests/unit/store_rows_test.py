@@ -1,0 +1,98 @@
+"""Outcomes to rows and back, with the hostile values that clients and sites can send."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import Estimate, Status
+from gateway.store.rows import TEXT_LIMIT, DecisionRow, UsageRow, attempt_of, from_line, record_of, to_line
+from gateway.store.tables import decisions, usage
+from tests.fakes.store import FORECAST, attempt, outcome
+
+
+def test_rows_and_tables_have_the_same_columns() -> None:
+    assert [field.name for field in fields(UsageRow)] == list(usage.c.keys())
+    assert [field.name for field in fields(DecisionRow)] == list(decisions.c.keys())
+
+
+def test_nothing_is_kept_that_could_hold_a_prompt() -> None:
+    texts = {column.name for column in usage.c if column.type.python_type is str}
+    assert texts == {
+        "query_id",
+        "request_id",
+        "tenant",
+        "key_id",
+        "model",
+        "status",
+        "error",
+        "site",
+        "forecast_source",
+    }
+
+
+def test_the_forecast_is_kept_as_its_figures() -> None:
+    row = record_of(outcome()).usage
+    assert (row.forecast_p50, row.forecast_p90) == (FORECAST.quantile(0.5), FORECAST.quantile(0.9))
+    assert (row.forecast_source, row.forecast_expected) == ("histogram", FORECAST.expected())
+    assert record_of(outcome(forecast=None)).usage.forecast_p90 is None
+
+
+def test_attempts_survive_the_journal_unchanged() -> None:
+    done = outcome(attempts=3)
+    decided = from_line(to_line(record_of(done))).decisions
+    assert tuple(attempt_of(row) for row in decided) == done.attempts
+
+
+def test_an_estimate_without_end_stays_without_end() -> None:
+    tried = attempt("q", 0)
+    endless = Estimate("aws/one", math.inf, math.inf, math.inf, 0.0, 1, 0.0)
+    done = replace(
+        outcome("q"), attempts=(replace(tried, decision=replace(tried.decision, estimates=(endless,))),)
+    )
+    (row,) = from_line(to_line(record_of(done))).decisions
+    assert attempt_of(row).decision.estimates == (endless,)
+
+
+@given(
+    request_id=st.text(),
+    model=st.text(),
+    error=st.text(),
+    status=st.sampled_from(Status),
+    seconds=st.none() | st.floats(),
+    total_s=st.floats(),
+)
+def test_whatever_came_from_outside_becomes_one_storable_line(
+    request_id: str, model: str, error: str, status: Status, seconds: float | None, total_s: float
+) -> None:
+    record = record_of(
+        outcome(
+            request_id=request_id,
+            model=model,
+            error=error,
+            status=status,
+            queue_s=seconds,
+            first_token_s=seconds,
+            total_s=total_s,
+        )
+    )
+    line = to_line(record)
+    assert line.count(b"\n") == 1
+    assert from_line(line) == record
+    for text in (record.usage.request_id, record.usage.model, record.usage.error):
+        assert len(text) <= TEXT_LIMIT
+        assert "\0" not in text
+        text.encode()
+    assert math.isfinite(record.usage.total_s)
+
+
+@given(cut=st.integers(1, 200))
+def test_half_a_line_is_never_taken_for_a_record(cut: int) -> None:
+    line = to_line(record_of(outcome())).rstrip(b"\n")
+    with pytest.raises(msgspec.MsgspecError):
+        from_line(line[:-cut])
