@@ -1,0 +1,27 @@
+output "url" {
+  description = "Base URL for clients."
+  value       = "https://${local.host}:${var.ports["api"]}/v1"
+}
+
+output "gateways" {
+  description = "Addresses for the `gateways` variable of a site: each region's balancer."
+  value = [
+    "${module.gateway_a.pool.endpoint}:${var.ports["sites"]}",
+    "${module.gateway_b.pool.endpoint}:${var.ports["sites"]}",
+  ]
+}
+
+output "name_servers" {
+  description = "To be entered for the zone at the registrar of its parent domain."
+  value       = aws_route53_zone.this.name_servers
+}
+
+output "pools" {
+  description = "The gateway pools."
+  value       = { a = module.gateway_a.pool, b = module.gateway_b.pool }
+}
+
+output "database" {
+  description = "Host names of the database and of its replica."
+  value       = module.postgres.addresses
+}

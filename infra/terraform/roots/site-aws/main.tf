@@ -1,0 +1,55 @@
+# One site on AWS: engines in a network of their own that dial the gateways, and the token they join with. One state for each site.
+
+terraform {
+  required_version = ">= 1.11"
+  required_providers {
+    aws = { source = "hashicorp/aws", version = ">= 5.100, < 7.0" }
+  }
+  backend "s3" {} # bucket, key, region and use_lockfile come from -backend-config
+}
+
+provider "aws" {
+  region = var.site.region
+  default_tags { tags = { project = "mico", site = var.site.name } }
+}
+
+resource "aws_secretsmanager_secret" "site" {
+  name                    = "mico/site/${var.site.name}"
+  description             = "What an engine reads at start: a JSON object from name to text"
+  recovery_window_in_days = 7
+}
+
+resource "aws_secretsmanager_secret_version" "site" {
+  secret_id                = aws_secretsmanager_secret.site.id
+  secret_string_wo         = jsonencode({ MICO_TOKEN = var.token })
+  secret_string_wo_version = var.token_version
+}
+
+module "machine" {
+  source  = "../../modules/cloud-init"
+  cloud   = "aws"
+  secrets = [aws_secretsmanager_secret.site.arn]
+  container = {
+    image = var.image
+    args  = ["site"]
+    gpu   = true
+    settings = merge(var.settings, {
+      MICO_SITE     = var.site.name
+      MICO_CLOUD    = "aws"
+      MICO_REGION   = var.site.region
+      MICO_GATEWAYS = join(",", var.gateways)
+    })
+  }
+}
+
+module "pool" {
+  source    = "../../modules/pool-aws"
+  pool      = merge(var.site, { role = "engine" })
+  user_data = module.machine.user_data
+  secrets   = [aws_secretsmanager_secret.site.arn]
+}
+
+output "pool" {
+  description = "The site's pool."
+  value       = module.pool.pool
+}

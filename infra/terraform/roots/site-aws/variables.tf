@@ -1,0 +1,42 @@
+variable "site" {
+  description = "The site's name, where it is, and its machines: the pool contract of modules/contract, without the role."
+  type = object({
+    name          = string
+    region        = string
+    machine_types = list(string)
+    gpu           = object({ type = string, count = number })
+    min           = number
+    max           = number
+    spot          = optional(bool, true)
+    disk_gb       = optional(number, 200)
+  })
+}
+
+variable "image" {
+  description = "Engine image, pinned by digest."
+  type        = string
+}
+
+variable "gateways" {
+  description = "host:port of each region's gateways: output `gateways` of root core."
+  type        = list(string)
+}
+
+variable "settings" {
+  description = "Further settings of the engine, as environment: model, slots, price. Nothing secret."
+  type        = map(string)
+  default     = {}
+}
+
+variable "token" {
+  description = "The token that this site joins with. Never in plan or state."
+  type        = string
+  ephemeral   = true
+  sensitive   = true
+}
+
+variable "token_version" {
+  description = "Raise it when the token changes; that is what makes Terraform write it."
+  type        = number
+  default     = 1
+}
