@@ -15,7 +15,7 @@ from site_engine.attention.arena import Arena, Poison, affordable_tokens
 from site_engine.hf_bridge import LoadedModel
 from site_engine.kv import PagePool
 from site_engine.load import LoadFigures, Meter, condense
-from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request
+from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request, State
 from site_engine.runner import Logits, PackedRunner
 from site_engine.sampler import Sampled, Sampler
 from site_engine.scheduler import Plan, Scheduler
@@ -86,6 +86,7 @@ class SiteEngine:
     def submit(self, request: Request) -> Admission:
         """Take a request, or raise Refused with a reason a person can act on."""
         self._check(request)
+        request.state = State.WAITING
         request.arrived_s = self._clock()
         room = self._limit_tokens - len(request.prompt)
         wanted = request.sampling.max_tokens

@@ -62,6 +62,10 @@ class Sampler:
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         """logits [rows, vocabulary], one row per request; changed in place."""
+        with torch.inference_mode():
+            return self._sample(requests, logits)
+
+    def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         rules = self._rules_for(requests)
         logits = logits.float()
         best, greedy = logits.max(dim=-1)

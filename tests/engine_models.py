@@ -1,0 +1,168 @@
+"""Tiny random models of many families for the engine's laws, each beside an untouched copy that `generate`s."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.hf_bridge import LoadedModel, from_model
+from site_engine.request import Output, Request, Sampling
+
+VOCAB = 320
+CONTEXT = 192
+WINDOW = 16
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+}
+_NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT, **_NO_SPECIALS
+    ),
+    "llama": lambda: transformers.LlamaConfig(**_SIZES, **_NO_SPECIALS),
+    "qwen2": lambda: transformers.Qwen2Config(**_SIZES, **_NO_SPECIALS),
+    "mistral": lambda: transformers.MistralConfig(**_SIZES, **_NO_SPECIALS, sliding_window=WINDOW),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_SIZES, **_NO_SPECIALS, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    served: LoadedModel
+    plain: Any
+
+    def generate(self, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
+        """What transformers answers when the prompt is alone, greedily."""
+        with torch.no_grad():
+            whole = self.plain.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                eos_token_id=eos,
+                pad_token_id=0,
+            )
+        answer: list[int] = whole[0, len(prompt) :].tolist()
+        return answer
+
+
+def random_model(config: Any, seed: int = 0) -> Any:
+    """Weights so large that greedy answers are not one token repeated."""
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+            elif "bias" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+@cache
+def family(name: str) -> Family:
+    plain = random_model(FAMILIES[name]())
+    return Family(from_model(copy.deepcopy(plain), tokenizer(), name=name, eos_token_ids=()), plain)
+
+
+@cache
+def tokenizer() -> Any:
+    """A small byte-level tokenizer: 256 bytes, some merges, and an end-of-text token that is no text."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    text = ["the answer is 42, née Zoë", "the other answer — Ω ≈ 3.14", "日本語のテキスト", "👩‍🚀 🦀 the end"]
+    made.train_from_iterator(
+        text * 4,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=["<end>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+class Ticks:
+    """A clock that moves by a fixed amount each time it is read."""
+
+    def __init__(self, tick_s: float = 0.001) -> None:
+        self.now_s = 0.0
+        self._tick_s = tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self._tick_s
+        return self.now_s
+
+
+def engine_for(model: LoadedModel, **settings: Any) -> SiteEngine:
+    chosen = {
+        "slots": 8,
+        "token_budget": 64,
+        "page_size": 4,
+        "kv_tokens": 2048,
+        "debug_poison": True,
+    } | settings
+    return SiteEngine(model, EngineSettings(**chosen), Ticks())
+
+
+def greedy(request_id: str, prompt: list[int], max_tokens: int, **sampling: Any) -> Request:
+    return Request(request_id, prompt, Sampling(max_tokens=max_tokens, temperature=0.0, **sampling))
+
+
+@dataclass(slots=True)
+class Collected:
+    """Everything one request gave, joined."""
+
+    token_ids: list[int]
+    text: str
+    last: Output | None
+    outputs: list[Output]
+
+
+def drain(
+    engine: SiteEngine, collected: dict[str, Collected] | None = None, steps: int = 10_000
+) -> dict[str, Collected]:
+    """Step until nothing is left to do; fails when the engine stalls."""
+    collected = {} if collected is None else collected
+    for _ in range(steps):
+        if not engine.has_work:
+            return collected
+        gather(engine.step(), collected)
+    raise AssertionError(f"still busy after {steps} steps")
+
+
+def gather(outputs: list[Output], collected: dict[str, Collected]) -> None:
+    for output in outputs:
+        one = collected.setdefault(output.request_id, Collected([], "", None, []))
+        assert one.last is None or one.last.finish is None, "an output after the last one"
+        one.token_ids += output.token_ids
+        one.text += output.text
+        one.last = output
+        one.outputs.append(output)
+
+
+def assert_idle(engine: SiteEngine) -> None:
+    """Nothing is held by anyone."""
+    load = engine.load()
+    assert (load.running, load.pending, load.kv_reserved_tokens) == (0, 0, 0)
+    assert (load.token_load, load.pending_prompt_tokens, load.pending_response_tokens) == (0.0, 0, 0.0)
+    assert not engine.has_work

@@ -1,0 +1,288 @@
+"""However a request ends, it ends once, says why, and leaves nothing behind; the others do not notice."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.request import Finish, Refused, RefusedReason, Request, Sampling
+from tests.engine_models import (
+    CONTEXT,
+    VOCAB,
+    Collected,
+    Ticks,
+    assert_idle,
+    drain,
+    engine_for,
+    family,
+    gather,
+    greedy,
+    tokenizer,
+)
+
+torch.set_num_threads(1)
+
+
+def last(collected: dict[str, Collected], request_id: str) -> Any:
+    return collected[request_id].last
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 8])
+def test_cancel_in_any_state_frees_everything_and_says_so_once(steps: int) -> None:
+    engine = engine_for(family("llama").served, slots=2, token_budget=8)
+    prompts = {"long": list(range(1, 21)), "short": [1, 2], "waits": [5, 6, 7]}
+    for name, prompt in prompts.items():
+        engine.submit(greedy(name, prompt, 12))
+    collected: dict[str, Collected] = {}
+    for _ in range(steps):
+        gather(engine.step(), collected)
+    for name in prompts:
+        engine.cancel(name)
+        engine.cancel(name)
+    gather(engine.step(), collected)
+    assert_idle(engine)
+    for name in prompts:
+        assert last(collected, name).finish is Finish.CANCELLED
+        assert last(collected, name).completion_tokens == len(collected[name].token_ids)
+
+
+def test_cancel_of_an_unknown_request_is_nobodys_concern() -> None:
+    engine = engine_for(family("llama").served)
+    engine.cancel("never heard of it")
+    assert engine.step() == []
+    assert not engine.has_work
+
+
+def test_a_cancelled_neighbour_changes_nobody() -> None:
+    expected = family("llama").generate([9, 8, 7], 20)
+    engine = engine_for(family("llama").served, page_size=2)
+    engine.submit(greedy("stays", [9, 8, 7], 20))
+    engine.submit(greedy("goes", [1, 2, 3, 4], 20))
+    collected: dict[str, Collected] = {}
+    for _ in range(5):
+        gather(engine.step(), collected)
+    engine.cancel("goes")
+    drain(engine, collected)
+    assert collected["stays"].token_ids == expected
+
+
+def test_release_gives_up_exactly_those_that_have_not_started() -> None:
+    engine = engine_for(family("llama").served, slots=1)
+    for name in ("a", "b", "c"):
+        engine.submit(greedy(name, [1, 2, 3], 5))
+    engine.step()
+    running = engine.load().running
+    given_up = engine.release(["a", "b", "c", "unknown", "b"])
+    assert running == 1
+    assert len(given_up) == 2
+    collected = drain(engine)
+    assert set(collected) == {"a", "b", "c"} - set(given_up)
+    assert_idle(engine)
+
+
+def test_a_released_request_may_come_back() -> None:
+    engine = engine_for(family("llama").served)
+    request = greedy("again", [1, 2, 3], 6)
+    engine.submit(request)
+    assert engine.release(["again"]) == ["again"]
+    engine.submit(request)
+    assert drain(engine)["again"].token_ids == family("llama").generate([1, 2, 3], 6)
+
+
+def test_an_oversize_prompt_is_refused_with_both_numbers() -> None:
+    engine = engine_for(family("llama").served)
+    with pytest.raises(Refused, match=rf"{CONTEXT + 3}.*{CONTEXT}") as refused:
+        engine.submit(greedy("too long", [1] * (CONTEXT + 3), 1))
+    assert refused.value.reason is RefusedReason.CONTEXT_LENGTH
+    small = engine_for(family("llama").served, kv_tokens=32)
+    with pytest.raises(Refused, match=r"40.*32"):
+        small.submit(greedy("never fits", [1] * 40, 1))
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (greedy("empty", [], 1), "prompt"),
+        (greedy("id", [VOCAB], 1), "prompt"),
+        (greedy("bias", [1], 1, logit_bias={VOCAB: 1.0}), "logit_bias"),
+        (greedy("stop", [1], 1, stop_token_ids=(-1,)), "stop_token_ids"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_field(request_: Request, param: str) -> None:
+    with pytest.raises(Refused) as refused:
+        engine_for(family("llama").served).submit(request_)
+    assert (refused.value.reason, refused.value.param) == (RefusedReason.INVALID, param)
+
+
+def test_a_full_queue_refuses_and_the_limit_of_tokens_is_clipped() -> None:
+    engine = engine_for(family("llama").served, max_pending=2)
+    assert engine.submit(greedy("a", [1] * 10, 10_000)).max_tokens == CONTEXT - 10
+    assert engine.submit(Request("b", [1] * 10)).position == 1
+    with pytest.raises(Refused) as refused:
+        engine.submit(greedy("c", [1], 1))
+    assert refused.value.reason is RefusedReason.FULL
+
+
+def test_one_bad_forward_fails_the_request_that_causes_it_and_no_other() -> None:
+    served = family("llama").served
+    engine = engine_for(served, slots=4)
+    expected = family("llama").generate([9, 8, 7], 15)
+    engine.submit(greedy("good", [9, 8, 7], 15))
+    engine.submit(greedy("bad", [1, 2, 313], 15))
+    runner: Any = engine._runner
+    forward = runner._forward
+
+    def breaks(ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        if 313 in ids:
+            raise ArithmeticError("a fault in the machine")
+        result: torch.Tensor = forward(ids, *rest)
+        return result
+
+    runner._forward = breaks
+    collected = drain(engine)
+    assert last(collected, "bad").finish is Finish.FAILED
+    assert "a fault in the machine" in last(collected, "bad").error
+    assert collected["good"].token_ids == expected
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_numbers_that_are_not_finite_fail_one_row_and_leave_no_trace_in_its_pages(poison: bool) -> None:
+    expected = family("llama").generate([9, 8, 7], 15)
+    engine = engine_for(family("llama").served, slots=4, kv_tokens=96, debug_poison=poison)
+    engine.submit(greedy("good", [9, 8, 7], 15))
+    engine.submit(greedy("bad", [1, 2, 313], 15))
+    runner: Any = engine._runner
+    forward = runner._forward
+
+    def spoils(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = forward(ids, positions, wanted).clone()
+        if 313 in ids:
+            logits[-1] = float("nan")
+            for request in engine._scheduler.running:
+                if request.id == "bad":
+                    engine._arena.fill(request.pages, float("nan"))
+        return logits
+
+    runner._forward = spoils
+    collected = drain(engine)
+    assert "not finite" in last(collected, "bad").error
+    assert collected["good"].token_ids == expected
+    engine.submit(greedy("next", [9, 8, 7], 15))
+    assert drain(engine)["next"].token_ids == expected
+
+
+def test_a_deadline_ends_a_request_with_the_reason() -> None:
+    clock = Ticks()
+    engine = SiteEngine(family("llama").served, EngineSettings(slots=1, token_budget=8), clock)
+    late = greedy("late", [1, 2, 3], 100)
+    late.deadline_s = 0.05
+    engine.submit(late)
+    collected = drain(engine)
+    assert last(collected, "late").finish is Finish.FAILED
+    assert "deadline" in last(collected, "late").error
+    assert 0 < last(collected, "late").completion_tokens < 100
+
+
+def test_a_resumed_answer_goes_on_where_it_was_cut() -> None:
+    prompt, whole = [4, 5, 6], family("gpt2").generate([4, 5, 6], 24)
+    engine = engine_for(family("gpt2").served)
+    engine.submit(greedy("whole", prompt, 24))
+    text = drain(engine)["whole"].text
+    for cut in (1, 7, 23, 24):
+        request = greedy(f"cut {cut}", prompt, 24)
+        resumed = Request(
+            request.id, prompt, request.sampling, resumed=whole[:cut], resumed_chars=min(cut, len(text))
+        )
+        engine.submit(resumed)
+        one = drain(engine)[request.id]
+        assert one.token_ids == whole[cut:]
+        assert one.text == text[min(cut, len(text)) :]
+        assert one.last is not None
+        assert one.last.completion_tokens == 24
+    assert_idle(engine)
+
+
+def test_a_stop_string_is_never_emitted_also_when_it_crosses_tokens() -> None:
+    engine = engine_for(family("gpt2").served)
+    engine.submit(greedy("whole", [4, 5, 6], 60))
+    whole = drain(engine)["whole"]
+    assert tokenizer().decode(whole.token_ids).startswith(whole.text)
+    rnd = random.Random(0)
+    crossed = 0
+    for _ in range(30):
+        begin = rnd.randrange(1, len(whole.text) - 5)
+        stop = whole.text[begin : begin + rnd.randint(1, 5)]
+        engine.submit(greedy(stop, [4, 5, 6], 60, stop=(stop, "never this")))
+        one = drain(engine)[stop]
+        assert one.text == whole.text[: whole.text.index(stop)]
+        assert last({stop: one}, stop).finish is Finish.STOP
+        crossed += len(one.outputs) > 1 and len(stop) > 3
+    assert crossed > 0
+
+
+def test_seeds_do_not_depend_on_the_batch() -> None:
+    def run(names: list[str], **settings: Any) -> dict[str, list[int]]:
+        engine = engine_for(family("qwen2").served, **settings)
+        for name in names:
+            sampling = Sampling(max_tokens=12, temperature=1.2, top_p=0.95, top_k=50, seed=int(name))
+            engine.submit(Request(name, [int(name), 2, 3], sampling))
+        return {name: one.token_ids for name, one in drain(engine).items()}
+
+    together = run(["1", "2", "3", "4", "5"])
+    assert len({tuple(ids) for ids in together.values()}) == 5
+    for name, token_ids in together.items():
+        assert run([name], page_size=16)[name] == token_ids
+
+
+def test_choices_of_one_seed_differ_and_repeat() -> None:
+    def run() -> list[list[int]]:
+        engine = engine_for(family("qwen2").served)
+        for choice in range(3):
+            sampling = Sampling(max_tokens=10, temperature=1.5, seed=7)
+            engine.submit(Request(f"{choice}", [1, 2, 3], sampling, choice=choice))
+        collected = drain(engine)
+        return [collected[f"{choice}"].token_ids for choice in range(3)]
+
+    first = run()
+    assert first == run()
+    assert len({tuple(ids) for ids in first}) == 3
+
+
+def test_log_probabilities_are_those_of_the_plain_model() -> None:
+    prompt = [11, 12, 13, 14, 15, 16, 17]
+    engine = engine_for(family("llama").served, token_budget=8, slots=2)
+    engine.submit(greedy("neighbour", [3, 3, 3], 9))
+    engine.submit(greedy("it", prompt, 6, logprobs=3, prompt_logprobs=True))
+    one = drain(engine)["it"]
+    whole = [*prompt, *one.token_ids]
+    with torch.no_grad():
+        plain = torch.log_softmax(family("llama").plain(torch.tensor([whole])).logits[0].double(), dim=-1)
+    found = [*[entry for output in one.outputs for entry in output.prompt_logprobs]]
+    assert found[0].logprob is None
+    found += [entry for output in one.outputs for entry in output.logprobs]
+    assert len(found) == len(whole)
+    for place, entry in enumerate(found[1:]):
+        assert entry.logprob == pytest.approx(plain[place, whole[place + 1]].item(), abs=2e-3)
+        assert [top.logprob for top in entry.top] == pytest.approx(
+            plain[place].topk(3).values.tolist(), abs=2e-3
+        )
+    assert one.outputs[0].prompt_logprobs
+    assert (
+        b"".join(entry.raw for entry in found[len(prompt) :]).decode("utf-8", "replace").startswith(one.text)
+    )
+
+
+def test_an_answer_of_no_tokens_gives_the_prompt_alone() -> None:
+    engine = engine_for(family("llama").served)
+    engine.submit(greedy("echo", [1, 2, 3], 0, prompt_logprobs=True))
+    one = drain(engine)["echo"]
+    assert one.token_ids == []
+    assert one.last is not None
+    assert one.last.finish is Finish.LENGTH
+    assert len(one.last.prompt_logprobs) == 3
