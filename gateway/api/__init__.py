@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP edge. Formats stop here: inside, a request is a `Query` and an answer is its pieces."""
+"""The OpenAI-compatible HTTP edge. Formats stop here: further in are only queries and pieces of answers."""

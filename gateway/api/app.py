@@ -1,0 +1,54 @@
+"""Composes the HTTP application: the routes, one translator for failures, one envelope for every exchange."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from litestar import Litestar, Request, Response
+from litestar.config.cors import CORSConfig
+from litestar.datastructures import State
+from litestar.types import ControllerRouterHandler
+
+from gateway.api.backend import Backend
+from gateway.api.catalogue import model_routes
+from gateway.api.exchange import Envelope, Exchange
+from gateway.api.generation import generation_routes
+from gateway.api.health import health_routes
+from gateway.api.problems import is_unexpected, translate
+
+log = logging.getLogger(__name__)
+
+_EXPOSED_HEADERS = [
+    "x-request-id",
+    "openai-processing-ms",
+    "x-mico-site",
+    "x-mico-attempts",
+    "x-mico-queue-ms",
+]
+
+
+def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = ()) -> Litestar:
+    """`handlers` are further endpoints, such as metrics or files; they share the errors and the envelope."""
+    app = Litestar(
+        [*generation_routes(backend), *model_routes(backend), *health_routes(backend), *handlers],
+        exception_handlers={Exception: _refuse},
+        cors_config=CORSConfig(allow_origins=["*"], expose_headers=_EXPOSED_HEADERS),
+        openapi_config=None,
+        logging_config=None,
+        request_max_body_size=backend.body_limit_bytes,
+    )
+    app.asgi_handler = Envelope(app.asgi_handler, backend.clock, backend.new_id)
+    return app
+
+
+def _refuse(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
+    exchange = Exchange.of(request.scope)
+    if is_unexpected(exc):
+        log.error("request %s failed", exchange.request_id, exc_info=exc)
+    problem = translate(exc, exchange.request_id)
+    headers = {name.decode(): value.decode() for name, value in problem.headers}
+    return Response(
+        problem.body(), status_code=problem.status, headers=headers, media_type="application/json"
+    )

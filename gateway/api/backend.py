@@ -1,0 +1,45 @@
+"""What the HTTP edge needs from the rest of the gateway: one frozen object of callables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from uuid import uuid4
+
+from gateway.domain import Caller, Model, Piece, Query
+
+Answer = Callable[[Query], AsyncGenerator[Piece, None]]
+"""Yields Opening, Delta …, Usage, or raises a MicoError. Closing it cancels the query at its site."""
+
+
+class Readiness(NamedTuple):
+    ready: bool
+    reason: str
+
+
+def hex_id() -> str:
+    return uuid4().hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """`models` are those that sites serve now. `authenticate` works in memory and in constant time.
+
+    `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
+    token is opened without it, so that no balancer cuts it; then `keep_alive_s` of silence bring a comment.
+    """
+
+    answer: Answer
+    models: Callable[[], Sequence[Model]]
+    authenticate: Callable[[str], Caller | None]
+    ready: Callable[[], Readiness]
+    version: str
+    clock: Callable[[], float] = time.monotonic
+    unix_time: Callable[[], float] = time.time
+    new_id: Callable[[], str] = hex_id
+    timeout_s: float = 600.0
+    body_limit_bytes: int = 8 * 1024 * 1024
+    keep_alive_s: float = 15.0
+    first_byte_s: float = 45.0

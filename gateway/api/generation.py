@@ -1,0 +1,142 @@
+"""The two endpoints that generate: read → ask → relay, whole or streamed, while the client is there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from litestar import post
+from litestar.handlers import HTTPRouteHandler
+from litestar.types import ASGIApp, Receive, Scope, Send
+
+from gateway.api import whole
+from gateway.api.asked import Asked, check_limit, queries
+from gateway.api.auth import caller_of
+from gateway.api.backend import Backend
+from gateway.api.body import ClientGone, read_json
+from gateway.api.chat_request import read_chat
+from gateway.api.chunks import Chunks
+from gateway.api.completion_request import read_completion
+from gateway.api.exchange import Exchange, header, safe_header_value
+from gateway.api.fields import Fields, Problems
+from gateway.api.pieces import Pieces, complete
+from gateway.api.presence import while_connected
+from gateway.api.problems import Header, is_unexpected, translate
+from gateway.api.shapes import CHAT, TEXT, Head, Shape
+from gateway.api.sse import EventStream, frame
+from gateway.domain import Opening
+
+log = logging.getLogger(__name__)
+
+
+def generation_routes(backend: Backend) -> list[HTTPRouteHandler]:
+    chat = Generation(backend, CHAT, read_chat)
+    text = Generation(backend, TEXT, read_completion)
+
+    @post("/v1/chat/completions", status_code=200)
+    async def chat_completions() -> ASGIApp:
+        return chat
+
+    @post("/v1/completions", status_code=200)
+    async def completions() -> ASGIApp:
+        return text
+
+    return [chat_completions, completions]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generating endpoint, as a plain ASGI application: nothing stands between it and the socket."""
+
+    backend: Backend
+    shape: Shape
+    read: Callable[[Fields], Asked]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange.of(scope)
+        caller = caller_of(scope, self.backend)
+        try:
+            asked = self._asked(await read_json(scope, receive, self.backend.body_limit_bytes))
+        except ClientGone:
+            return
+        asking = queries(
+            asked,
+            caller,
+            query_id=exchange.query_id,
+            received_s=exchange.started_s,
+            timeout_s=self.backend.timeout_s,
+            traceparent=header(scope, b"traceparent"),
+        )
+        relay = self._stream if asked.streaming.on else self._whole
+        pieces = complete(self.backend.answer, asking)
+        await while_connected(relay(asked, pieces, exchange, send), receive)
+
+    def _asked(self, body: dict[str, object]) -> Asked:
+        problems = Problems()
+        fields = Fields(body, problems)
+        asked = self.read(fields)
+        problems.raise_any()
+        check_limit(asked, self.backend.models())
+        if log.isEnabledFor(logging.DEBUG) and (unknown := fields.unread()):
+            log.debug("ignored unknown fields: %s", ", ".join(unknown)[:200])
+        return asked
+
+    def _head(self, asked: Asked, exchange: Exchange, opening: Opening) -> Head:
+        created_s = int(self.backend.unix_time())
+        return Head(self.shape.id_prefix + exchange.query_id, created_s, asked.model, opening.fingerprint)
+
+    async def _whole(self, asked: Asked, pieces: Pieces, exchange: Exchange, send: Send) -> None:
+        async with aclosing(pieces):
+            answer = await whole.gather(pieces, asked.choices)
+        head = self._head(asked, exchange, answer.opening)
+        body = answer.body(self.shape, head, asked.sampling.logprobs is not None)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *provenance(answer.opening),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _stream(self, asked: Asked, pieces: Pieces, exchange: Exchange, send: Send) -> None:
+        """A failure before the first frame gets a status of its own, a later one becomes an event."""
+        last = b""
+        async with self._events(send) as events, aclosing(pieces):
+            try:
+                await self._relay(asked, pieces, exchange, events)
+            except Exception as exc:
+                if not events.started:
+                    raise
+                if is_unexpected(exc):
+                    log.exception("request %s failed in its stream", exchange.request_id)
+                last = frame(translate(exc, exchange.request_id).body())
+            await events.end(last)
+
+    async def _relay(self, asked: Asked, pieces: Pieces, exchange: Exchange, events: EventStream) -> None:
+        chunks: Chunks | None = None
+        async for piece in pieces:
+            if isinstance(piece, Opening):
+                head = self._head(asked, exchange, piece)
+                chunks = Chunks(self.shape, head, asked.choices, asked.streaming, piece.prompt_tokens)
+                await events.start(provenance(piece))
+            assert chunks is not None, "an answer begins with its opening"
+            frames = chunks.of(piece)
+            if frames:
+                await events.write(frames)
+
+    def _events(self, send: Send) -> EventStream:
+        backend = self.backend
+        return EventStream(
+            send, backend.clock, keep_alive_s=backend.keep_alive_s, first_byte_s=backend.first_byte_s
+        )
+
+
+def provenance(opening: Opening) -> tuple[Header, ...]:
+    """Where the answer comes from and how long it waited."""
+    return (
+        (b"x-mico-site", safe_header_value(opening.site)),
+        (b"x-mico-attempts", b"%d" % opening.attempts),
+        (b"x-mico-queue-ms", b"%d" % round(1000 * opening.queue_s)),
+    )

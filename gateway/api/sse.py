@@ -1,0 +1,87 @@
+"""One response of server-sent events: its headers, its frames, its comments against silence, its end.
+
+Nothing is sent before the first frame, so that an early failure gets a status of its own. Never compresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from litestar.types import Send
+
+from gateway.api.problems import Header
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+def frame(body: bytes) -> bytes:
+    return b"data: " + body + b"\n\n"
+
+
+class EventStream:
+    """Used as a context: while it is open, silence is filled with comments. A lock keeps sends in order."""
+
+    def __init__(
+        self, send: Send, clock: Callable[[], float], *, keep_alive_s: float, first_byte_s: float
+    ) -> None:
+        self._send = send
+        self._clock = clock
+        self._keep_alive_s = keep_alive_s
+        self._first_byte_s = first_byte_s
+        self._last_s = clock()
+        self._lock = asyncio.Lock()
+        self._comments: asyncio.Task[None] | None = None
+        self.started = False
+
+    async def __aenter__(self) -> Self:
+        self._comments = asyncio.create_task(self._fill_silence())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop_comments()
+
+    async def start(self, headers: tuple[Header, ...] = ()) -> None:
+        """Sends the status, once; a second call does nothing."""
+        async with self._lock:
+            if self.started:
+                return
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
+
+    async def write(self, frames: bytes) -> None:
+        async with self._lock:
+            self._last_s = self._clock()
+            await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    async def end(self, frames: bytes = b"") -> None:
+        """The last frames and [DONE]. A client may trust that a stream without [DONE] was cut."""
+        await self._stop_comments()
+        await self._send({"type": "http.response.body", "body": frames + DONE, "more_body": False})
+
+    async def _fill_silence(self) -> None:
+        while True:
+            limit_s = self._keep_alive_s if self.started else self._first_byte_s
+            rest_s = self._last_s + limit_s - self._clock()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+                continue
+            await self.start()
+            await self.write(KEEP_ALIVE)
+
+    async def _stop_comments(self) -> None:
+        if self._comments is None:
+            return
+        self._comments.cancel()
+        await asyncio.gather(self._comments, return_exceptions=True)
+        self._comments = None

@@ -1,0 +1,323 @@
+"""Rows 25 to 42 of the API's promises: what a request may say, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from gateway.domain import Chat, Message, Sampling
+from gateway.errors import ContextTooLong
+from tests.fakes.edge import MODEL, Edge, chat, error_of, fail, post, refused, run, text
+
+
+def asked(**fields: Any) -> Sampling:
+    """The sampling a chat with these fields reaches the sites with."""
+    response, script = chat(**fields)
+    assert response.status_code == 200, response.text
+    return script.query.sampling
+
+
+def turns(*messages: dict[str, Any]) -> tuple[Message, ...]:
+    response, script = chat(messages=list(messages))
+    assert response.status_code == 200, response.text
+    prompt = script.query.prompt
+    assert isinstance(prompt, Chat)
+    return prompt.messages
+
+
+# ---- model and messages ----
+
+
+@pytest.mark.parametrize("model", [None, ""])
+def test_row_25_a_model_is_required(model: str | None) -> None:
+    error = refused("model", model=model)
+    if model is None:
+        assert error["code"] == "missing_required_parameter"
+
+
+@pytest.mark.parametrize("messages", [None, [], "Hi", {"role": "user"}])
+def test_row_26_messages_are_a_list_of_at_least_one(messages: Any) -> None:
+    refused("messages", messages=messages)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_row_27_the_five_roles(role: str) -> None:
+    (turn,) = turns({"role": role, "content": "x", "tool_call_id": "call_1", "name": "Ann"})
+    assert (turn.role, turn.content, turn.name) == (role, "x", "Ann")
+    assert turn.tool_call_id == ("call_1" if role == "tool" else "")
+
+
+@pytest.mark.parametrize("role", ["function", "User", 1, None])
+def test_row_27_other_roles_are_refused(role: Any) -> None:
+    refused("messages.0.role", messages=[{"role": role, "content": "x"}])
+
+
+def test_row_27_a_tool_message_names_its_call() -> None:
+    refused("messages.0.tool_call_id", messages=[{"role": "tool", "content": "x"}])
+
+
+def test_row_28_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert turns({"role": "user", "content": parts})[0].content == "one two"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_row_28_other_parts_are_refused_by_name(kind: str) -> None:
+    content = [{"type": "text", "text": "x"}, {"type": kind, kind: {}}]
+    error = refused("messages.0.content.1.type", messages=[{"role": "user", "content": content}])
+    assert kind in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (5, "messages.0.content"),
+        (None, "messages.0.content"),
+        (["x"], "messages.0.content.0"),
+        ([{"type": "text"}], "messages.0.content.0.text"),
+        ([{"text": "x"}], "messages.0.content.0.type"),
+    ],
+)
+def test_row_28_content_of_another_kind_is_refused(content: Any, param: str) -> None:
+    refused(param, messages=[{"role": "user", "content": content}])
+
+
+def test_row_29_an_assistant_may_only_have_called_tools() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turn = turns({"role": "assistant", "content": None, "tool_calls": [call | {"index": 0}]})[0]
+    assert turn.content == ""
+    assert turn.tool_calls_json == (
+        '[{"id":"call_1","type":"function","function":{"name":"add","arguments":"{\\"a\\": 1}"}}]'
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        ({}, "messages.0.tool_calls.0.id"),
+        ({"id": "c", "type": "function"}, "messages.0.tool_calls.0.function"),
+        ({"id": "c", "type": "custom", "function": {"name": "f"}}, "messages.0.tool_calls.0.type"),
+        ({"id": "c", "type": "function", "function": {"name": 1}}, "messages.0.tool_calls.0.function.name"),
+        ("x", "messages.0.tool_calls.0"),
+    ],
+)
+def test_row_29_a_broken_tool_call_is_refused(call: Any, param: str) -> None:
+    refused(param, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
+# ---- lengths ----
+
+
+def test_row_30_the_newer_limit_wins() -> None:
+    assert asked(max_tokens=5, max_completion_tokens=9).max_tokens == 9
+    assert asked(max_tokens=5).max_tokens == 5
+
+
+def test_row_31_without_a_limit_the_context_is_the_limit() -> None:
+    assert asked().max_tokens is None
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_row_31_a_limit_over_the_context_is_refused_by_its_name(field: str) -> None:
+    error = refused(field, **{field: 1025})
+    assert "1025" in error["message"] and "1024" in error["message"]
+    assert asked(**{field: 1024}).max_tokens == 1024
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_row_32_a_prompt_over_the_context(stream: bool) -> None:
+    too_long = ContextTooLong("The prompt has 1100 tokens, the context 1024.", param="messages")
+    response, _ = chat(fail(too_long), stream=stream)
+    error = error_of(response, 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "1100" in error["message"] and "1024" in error["message"]
+
+
+# ---- sampling ----
+
+RANGES = [
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("min_p", 0, 1),
+    ("n", 1, 128),
+]
+
+
+@pytest.mark.parametrize(("field", "low", "high"), RANGES)
+def test_row_33_ranges_hold_at_both_ends(field: str, low: float, high: float) -> None:
+    for value in (low, high):
+        assert getattr(asked(**{field: value}), field) == value
+    for value in (low - 1, high + 1, -1e300, 10**400):
+        refused(field, **{field: value})
+
+
+def test_row_33_defaults_are_openais() -> None:
+    assert asked() == Sampling()
+
+
+def test_row_35_seeds_reach_the_site_as_they_are() -> None:
+    assert asked(seed=42).seed == 42
+    assert asked(seed=2**64 - 1).seed == 2**64 - 1
+    refused("seed", seed=2**64)
+
+
+def test_row_35_a_negative_seed_is_a_seed_of_its_own() -> None:
+    assert asked(seed=-1).seed == 2**64 - 1
+
+
+def test_row_35_the_fingerprint_names_the_revision() -> None:
+    response, _ = chat()
+    assert response.json()["system_fingerprint"] == "rev-1"
+
+
+@pytest.mark.parametrize(
+    ("stop", "read"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), (list("abcd"), tuple("abcd")), (None, ()), ([], ())],
+)
+def test_row_36_stop_strings(stop: Any, read: tuple[str, ...]) -> None:
+    assert asked(stop=stop).stop == read
+
+
+@pytest.mark.parametrize(
+    ("stop", "param"), [(list("abcde"), "stop"), (5, "stop"), ("", "stop.0"), (["a", 5], "stop.1")]
+)
+def test_row_36_other_stops_are_refused(stop: Any, param: str) -> None:
+    refused(param, stop=stop)
+
+
+def test_row_37_logprobs() -> None:
+    assert asked(logprobs=True).logprobs == 0
+    assert asked(logprobs=True, top_logprobs=20).logprobs == 20
+    assert asked(logprobs=False).logprobs is None
+    refused("top_logprobs", top_logprobs=3)
+    refused("top_logprobs", logprobs=True, top_logprobs=21)
+    refused("logprobs", logprobs=1)
+
+
+def test_row_38_stream_options_need_a_stream() -> None:
+    refused("stream_options", stream_options={"include_usage": True})
+    refused("stream_options.include_usage", stream=True, stream_options={"include_usage": "yes"})
+
+
+# ---- what is refused, what is taken ----
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def test_row_39_tools() -> None:
+    refused("tools", tools=[])
+    assert refused("tools", tools=[TOOL])["code"] == "unsupported_parameter"
+    refused("tool_choice", tool_choice="auto")
+    refused("tool_choice", tool_choice={"type": "function", "function": {"name": "add"}})
+    assert asked(tools=None, tool_choice="none") == Sampling()
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema", "grammar", None])
+def test_row_40_a_format_that_cannot_be_enforced_is_refused(kind: Any) -> None:
+    refused("response_format", response_format={"type": kind})
+
+
+def test_row_40_plain_text_is_a_format() -> None:
+    assert asked(response_format={"type": "text"}) == Sampling()
+
+
+REFUSED = {
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x"},
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {"search_context_size": "low"},
+    "guided_json": {"type": "object"},
+    "structured_outputs": {"regex": "a+"},
+    "use_beam_search": True,
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_row_40_what_would_be_missed_is_refused(field: str) -> None:
+    refused(field, **{field: REFUSED[field]})
+    assert asked(**{field: None}) == Sampling()
+
+
+def test_row_41_fields_without_effect_are_taken() -> None:
+    fields = {
+        "user": "u-1",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "parallel_tool_calls": False,
+        "modalities": ["text"],
+    }
+    assert asked(**fields) == Sampling()
+
+
+def test_row_42_extras_are_honoured() -> None:
+    extras = {
+        "ignore_eos": True,
+        "min_tokens": 3,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "stop_token_ids": [1, 2.0],
+        "logit_bias": {"17": -100, "18": 1.5},
+    }
+    read = asked(max_tokens=5, **extras)
+    assert (read.ignore_eos, read.min_tokens, read.top_k, read.min_p) == (True, 3, 40, 0.05)
+    assert (read.repetition_penalty, read.stop_token_ids) == (1.1, (1, 2))
+    assert read.logit_bias == {17: -100.0, 18: 1.5}
+
+
+def test_row_42_priority_and_top_k_off() -> None:
+    _, script = chat(priority=-3, top_k=-1)
+    assert script.query.priority == -3
+    assert script.query.sampling.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {str(t): 0 for t in range(1025)}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"priority": 2**31}, "priority"),
+    ],
+)
+def test_row_42_extras_out_of_bounds_are_refused(fields: dict[str, Any], param: str) -> None:
+    refused(param, **fields)
+
+
+def test_row_34_choices_count_the_prompt_once_and_sum_the_rest() -> None:
+    response, _ = chat(n=3)
+    completion = ChatCompletion.model_validate(response.json())
+    assert completion.usage is not None
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (7, 6)
+
+
+def test_row_66_suffix_and_best_of_are_refused() -> None:
+    for field, value in (("suffix", "end"), ("best_of", 2)):
+        response, script = text(**{field: value})
+        assert error_of(response, 400)["param"] == field
+        assert not script.queries
+    assert text(best_of=2, n=2)[0].status_code == 200
+
+
+def test_a_query_carries_caller_times_and_trace() -> None:
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    async def with_trace(edge: Edge) -> None:
+        await edge.post("/v1/completions", {"model": MODEL, "prompt": "x"}, traceparent=traceparent)
+
+    query = run(with_trace, clock=lambda: 50.0, timeout_s=9.0).query
+    assert (query.caller.tenant, query.received_s, query.deadline_s) == ("tenant-1", 50.0, 59.0)
+    assert query.traceparent == traceparent
+    assert post("/v1/completions", {"model": MODEL, "prompt": "x"})[1].query.traceparent == ""
