@@ -75,6 +75,7 @@ class Site:
         self._bids = 0
         self._load_s = float("-inf")
         self._draining: m.Draining | None = None
+        self._when_idle: Callable[[], None] | None = None
 
     # streams
 
@@ -117,6 +118,7 @@ class Site:
                 self._engine.cancel(each.desk.abandon())
         if now - self._load_s >= LOAD_EVERY_S:
             self._engine.ask_load()
+        self._check_idle()
 
     # from a gateway
 
@@ -140,7 +142,7 @@ class Site:
                 desk.outbox.put(message)
             case m.Welcome():
                 log.warning("gateway %s said Welcome twice", connection.gateway)
-        connection.wake()
+        self._changed(connection)
 
     def _assign(self, connection: Connection, assign: m.Assign) -> None:
         refusal = self._refusal(connection, assign)
@@ -152,8 +154,8 @@ class Site:
     def _refusal(self, connection: Connection, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)
         if assign.model not in self._models:
-            served = ", ".join(sorted(self._models))
-            return reject(Reason.MODEL_UNKNOWN, f"this site serves {served}, not {assign.model}", "model")
+            message = f"this site serves {', '.join(self.models)}, not {assign.model}"
+            return reject(Reason.MODEL_UNKNOWN, message, "model")
         if self._draining is not None or connection.draining:
             return reject(Reason.DRAINING, "this site takes no new work")
         if self._preparing() >= self._preparing_max:
@@ -173,7 +175,7 @@ class Site:
             connection.desk.refused(attempt_id, answer)
         else:
             connection.desk.admitted(attempt_id, answer)
-        connection.wake()
+        self._changed(connection)
 
     def _release(self, connection: Connection, asked: Asked) -> None:
         if not asked.groups:
@@ -182,7 +184,7 @@ class Site:
 
         def answered(gone: list[bool]) -> None:
             connection.desk.released(asked, gone)
-            connection.wake()
+            self._changed(connection)
 
         self._engine.release(asked.groups, answered)
 
@@ -198,7 +200,7 @@ class Site:
                 connection.desk.output(to.attempt_id, to.choice, output)
                 touched[to.desk] = connection
         for connection in touched.values():
-            connection.wake()
+            self._changed(connection)
 
     def load(self, seen: LoadSeen) -> None:
         self._load_s = seen.at_s
@@ -236,10 +238,28 @@ class Site:
             connection.desk.outbox.put(self._draining)
             connection.wake()
 
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Calls once no attempt is left; at once if that is so now."""
+        self._when_idle = call
+        self._check_idle()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(sorted(self._models))
+
     @property
     def live(self) -> int:
         """Attempts that have not ended."""
         return sum(each.desk.live for each in self._connections.values())
+
+    def _changed(self, connection: Connection) -> None:
+        connection.wake()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._when_idle is not None and not self.live:
+            call, self._when_idle = self._when_idle, None
+            call()
 
     def _preparing(self) -> int:
         return sum(each.desk.preparing for each in self._connections.values())

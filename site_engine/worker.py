@@ -63,21 +63,20 @@ class _Live:
 
 
 class Worker:
-    """Runs `engine` on a thread. `post` carries a call to the event loop (`loop.call_soon_threadsafe`).
+    """Runs `engine` on a thread from `start` to `stop`.
 
+    `post` carries a call to the event loop (`loop.call_soon_threadsafe`).
     Iterations start at least `floor_s` apart; what is asked meanwhile is not kept waiting.
     """
 
     def __init__(
         self,
         engine: Engine,
-        listener: Listener,
         post: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
         floor_s: float = 0.0,
     ) -> None:
         self._engine = engine
-        self._listener = listener
         self._post = post
         self._clock = clock
         self._floor_s = floor_s
@@ -93,7 +92,8 @@ class Worker:
         self._load_wanted = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
+    def start(self, listener: Listener) -> None:
+        self._listener = listener
         self._thread.start()
 
     def stop(self) -> None:

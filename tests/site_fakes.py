@@ -1,4 +1,4 @@
-"""Stand-ins for the outside of the site's link: an engine without a model, a tokenizer of characters, a clock."""
+"""Stand-ins for the surroundings of the site's link: an engine without a model, a tokenizer, a clock."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ VOCABULARY = 128
 
 
 class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now

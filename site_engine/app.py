@@ -1,0 +1,241 @@
+"""One site process: the model and its engine thread, the tokenizer thread, the links, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from random import Random
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import grpc
+
+from site_engine import logs
+from site_engine.config import SiteConfig
+from site_engine.errors import ConfigError
+from site_engine.link import Link, Links, Patience, dial
+from site_engine.messages import Hello, Model
+from site_engine.prompts import Prompts
+from site_engine.site import Site
+from site_engine.worker import Engine, Listener, Worker
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+EXIT_OK, EXIT_FAILED = 0, 1
+
+
+class Loaded(NamedTuple):
+    """What takes long to make: an engine with its model, and what has to be known of them."""
+
+    engine: Engine
+    tokenizer: Any
+    name: str
+    revision: str
+    context_tokens: int
+    vocab_size: int
+
+
+def run(config: SiteConfig) -> int:
+    """Serves until a signal; the exit status of the process."""
+    logs.set_up(config.log_level, config.site)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve(config))
+    except ConfigError as exc:
+        log.critical("%s", exc)
+        return EXIT_FAILED
+
+
+async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
+    """Loads the model, links to the gateways, serves, drains. Raises ConfigError if it cannot begin.
+
+    The first SIGTERM or SIGINT drains; the second ends without waiting.
+    """
+    token, credentials = config.secret(), _credentials(config)
+    loaded = await asyncio.to_thread(load or load_engine, config)
+    loop = asyncio.get_running_loop()
+    prompts = Prompts(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe)
+    worker = Worker(loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s)
+    site = Site(_hello(config, loaded, prompts), worker, prompts, time.monotonic, config.max_pending)
+    links = _links(site, token, credentials)
+    ending = Ending()
+    ticking = asyncio.create_task(_tick(site))
+    worker.start(Listener(site.outputs, site.load, ending.broke))
+    try:
+        with ending.on_signals(loop):
+            links.add(config.gateways)
+            log.info("serving %s in %d slots", ", ".join(site.models), config.slots)
+            return await _until_the_end(site, links, ending, config.drain_s)
+    finally:
+        ticking.cancel()
+        prompts.close()
+        await asyncio.to_thread(worker.stop)
+
+
+class Ending:
+    """Why and how fast the process is to end."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.hurried = asyncio.Event()
+        self.reason = ""
+        self.status = EXIT_OK
+
+    def broke(self, reason: str) -> None:
+        self.status = EXIT_FAILED
+        self.reason = f"the engine is broken: {reason}"
+        self.hurried.set()
+        self.began.set()
+
+    def signalled(self, number: signal.Signals) -> None:
+        if self.began.is_set():
+            self.status = self.status or 128 + number
+            self.hurried.set()
+        else:
+            self.reason = f"the site is ending ({number.name})"
+            self.began.set()
+
+    @contextmanager
+    def on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Only the main thread of a process hears signals; elsewhere nothing is installed."""
+        heard = (
+            (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        )
+        for number in heard:
+            loop.add_signal_handler(number, self.signalled, number)
+        try:
+            yield
+        finally:
+            for number in heard:
+                loop.remove_signal_handler(number)
+
+
+async def _until_the_end(site: Site, links: Links, ending: Ending, drain_s: float) -> int:
+    await ending.began.wait()
+    if not ending.hurried.is_set():
+        log.info("draining: %s; %d attempts still run", ending.reason, site.live)
+        site.drain(ending.reason, drain_s)
+        await _drained(site, ending, drain_s)
+    log.info("ending with %d attempts left", site.live)
+    await links.close(ending.reason)
+    return ending.status
+
+
+async def _drained(site: Site, ending: Ending, drain_s: float) -> None:
+    """Until nothing runs, the time is up, or somebody is in a hurry."""
+    idle = asyncio.Event()
+    site.when_idle(idle.set)
+    waiting = [asyncio.create_task(event.wait()) for event in (idle, ending.hurried)]
+    await asyncio.wait(waiting, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+
+
+async def _tick(site: Site) -> None:
+    while True:
+        site.tick()
+        await asyncio.sleep(TICK_S)
+
+
+def load_engine(config: SiteConfig) -> Loaded:
+    """The native engine with the model of `config`. Raises ConfigError that says why it cannot be served."""
+    import torch
+
+    from site_engine import hf_bridge
+    from site_engine.engine import EngineSettings, SiteEngine
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    device = ("cuda" if on_gpu else "cpu") if config.device == "auto" else config.device
+    dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
+    settings = EngineSettings(
+        slots=config.slots,
+        token_budget=config.token_budget,
+        page_size=config.page_size,
+        kv_tokens=config.kv_tokens,
+        max_pending=config.max_pending,
+        iteration_floor_s=config.iteration_floor_s,
+    )
+    try:
+        model = hf_bridge.load(config.model, device=device, dtype=dtype)
+        engine = SiteEngine(model, settings, time.monotonic)
+    except (hf_bridge.CannotServe, ValueError) as exc:
+        raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
+    return Loaded(engine, model.tokenizer, model.name, model.revision, model.context_tokens, model.vocab_size)
+
+
+def _hello(config: SiteConfig, loaded: Loaded, prompts: Prompts) -> Hello:
+    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet: all there is
+    features = ("chat", "logprobs", "resume") if prompts.chats else ("logprobs", "resume")
+    model = Model(
+        id=config.served_model or loaded.name,
+        revision=loaded.revision,
+        context_tokens=min(loaded.context_tokens, kv_tokens),
+        created_s=int(time.time()),
+        features=features,
+    )
+    return Hello(
+        site=config.site,
+        boot_id=uuid4().hex,
+        cloud=config.cloud,
+        region=config.region,
+        models=(model,),
+        slots=config.slots,
+        kv_capacity_tokens=kv_tokens,
+        input_usd_per_mtok=config.input_usd_per_mtok,
+        output_usd_per_mtok=config.output_usd_per_mtok,
+        version=_version(),
+    )
+
+
+def _links(site: Site, token: str, credentials: Any) -> Links:
+    patience = Patience()
+
+    def make(address: str, peers: Callable[[Iterable[str]], None]) -> Link:
+        return Link(
+            address,
+            site=site,
+            dial=lambda where: dial(where, credentials),
+            token=token,
+            peers=peers,
+            clock=time.monotonic,
+            patience=patience,
+            random=Random(),
+        )
+
+    return Links(make, patience)
+
+
+def _credentials(config: SiteConfig) -> Any:
+    if not config.tls:
+        return None
+    paths = (config.tls_ca, config.tls_key, config.tls_cert)
+    try:
+        ca, key, cert = (path.read_bytes() if path else None for path in paths)
+    except OSError as exc:
+        raise ConfigError(f"tls: {exc}") from exc
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _version() -> str:
+    try:
+        return version("mico")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,188 @@
+"""The configuration of one site process: a TOML file, then MICO_SITE_* of the environment, then keywords.
+
+One frozen object; what it refuses it names. A secret is never part of its `repr`.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from site_engine.errors import ConfigError
+
+PREFIX = "MICO_SITE_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteConfig:
+    """Without `tls`, links are plain text: for one machine or a private network."""
+
+    site: str  # unique among the sites, stable over restarts
+    cloud: str = "on-prem"
+    region: str = "local"
+    gateways: tuple[str, ...]  # host:port of every gateway known; the others are learned from these
+    token: str = field(default="", repr=False)
+    token_file: Path | None = None  # read instead of `token`
+    tls: bool = False  # with the system's authorities, unless tls_ca names others
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None  # with tls_key: who this site is, instead of a token
+    tls_key: Path | None = None
+
+    model: str  # a folder or a Hub id
+    served_model: str = ""  # what clients call it; empty: the model's own name
+    device: str = "auto"  # auto: a GPU if there is one
+    dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
+    threads: int | None = None  # of the CPU for the model; absent: all cores
+    slots: int = 32  # requests that run at once
+    token_budget: int = 512  # tokens computed in one iteration
+    page_size: int = 16  # tokens in a page of keys and values
+    kv_tokens: int | None = None  # room for keys and values; absent: measured
+    max_pending: int = 1024
+    iteration_floor_s: float = 0.0  # makes a site slower than its machine
+
+    input_usd_per_mtok: float = 0.0
+    output_usd_per_mtok: float = 0.0
+    drain_s: float = 25.0  # how long running answers may take when the process is told to end
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("site", "model", "gateways"):
+            _require(bool(getattr(self, name)), name, "must be set")
+        for address in self.gateways:
+            _require(_is_address(address), "gateways", f"has {address!r}, which is not host:port")
+        for name in ("slots", "token_budget", "page_size", "max_pending", "kv_tokens", "threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, f"is {value}; it must be at least 1")
+        for name in ("iteration_floor_s", "input_usd_per_mtok", "output_usd_per_mtok", "drain_s"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, name, f"is {value}; it must be 0 or more")
+        _require(
+            self.token_budget >= self.slots,
+            "token_budget",
+            f"is {self.token_budget}; it must cover one token of each of {self.slots} slots",
+        )
+        _require((self.tls_cert is None) == (self.tls_key is None), "tls_cert", "and tls_key belong together")
+        _require(self.tls or not (self.tls_ca or self.tls_cert), "tls", "is off, but certificates are set")
+        _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+
+    def secret(self) -> str:
+        """The token, from its file if there is one. Raises ConfigError if that cannot be read or is empty."""
+        if self.token_file is None:
+            return self.token
+        try:
+            token = self.token_file.read_text().strip()
+        except OSError as exc:
+            raise ConfigError(f"token_file: {exc}") from exc
+        _require(bool(token), "token_file", f"{self.token_file} is empty")
+        return token
+
+
+def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> SiteConfig:
+    """Later sources win; an override of None is no override. Raises ConfigError that names the setting."""
+    settings: dict[str, Any] = {}
+    for origin, values in (
+        (str(path), _toml(path)),
+        ("the environment", _environment(environ)),
+        ("the command line", {name: value for name, value in overrides.items() if value is not None}),
+    ):
+        for name, value in values.items():
+            settings[_known(name, origin)] = _parsed(name, value)
+    missing = [name for name in ("site", "gateways", "model") if name not in settings]
+    if missing:
+        names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)
+        raise ConfigError(f"not set: {names}")
+    return SiteConfig(**settings)
+
+
+def _toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)
+    }
+
+
+def _known(name: str, origin: str) -> str:
+    if name in _PARSERS:
+        return name
+    close = get_close_matches(name, _PARSERS, 1)
+    hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(_PARSERS)}"
+    raise ConfigError(f"{origin} sets {name}, which is unknown{hint}")
+
+
+def _parsed(name: str, value: Any) -> Any:
+    try:
+        return _PARSERS[name](value)
+    except (TypeError, ValueError) as exc:
+        shown = "" if name == "token" else f" {value!r}"
+        raise ConfigError(f"{name} cannot be{shown}: {exc}") from exc
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("it must be text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError("it must be a whole number")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError("it must be a number")
+    return float(value)
+
+
+def _switch(value: Any) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if str(value).lower() not in words:
+        raise ValueError("it must be true or false")
+    return words[str(value).lower()]
+
+
+def _path(value: Any) -> Path:
+    return Path(value).expanduser()
+
+
+def _addresses(value: Any) -> tuple[str, ...]:
+    """A list, or text with commas; each once."""
+    parts = value.split(",") if isinstance(value, str) else [_text(each) for each in value]
+    return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
+
+
+_BY_TYPE: dict[str, Callable[[Any], Any]] = {
+    "str": _text,
+    "int": _whole,
+    "int | None": _whole,
+    "float": _number,
+    "bool": _switch,
+    "Path | None": _path,
+    "tuple[str, ...]": _addresses,
+}
+_PARSERS = {each.name: _BY_TYPE[str(each.type)] for each in fields(SiteConfig)}
+
+
+def _is_address(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def _require(holds: bool, name: str, complaint: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} {complaint}")

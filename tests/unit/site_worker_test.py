@@ -1,0 +1,173 @@
+"""The engine thread: groups are all or nothing, failures cost their own requests, everyone gets an answer."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from site_engine.errors import NotServed, Reason
+from site_engine.request import Admission, Finish, Output, Request, Sampling
+from site_engine.worker import STRIKES_MAX, Listener, LoadSeen, Worker
+from tests.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
+
+PATIENCE_S = 10.0
+
+
+class Desk:
+    """The event loop's side, played by the test's own thread."""
+
+    def __init__(self, engine: FakeEngine, floor_s: float) -> None:
+        self.clock = FakeClock(-1.0 if floor_s else 0.0)  # the first iteration is due at 0
+        self.calls: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.outputs: list[Output] = []
+        self.loads: list[LoadSeen] = []
+        self.broken: list[str] = []
+        self.batches = 0
+        self.worker = Worker(engine, self.calls.put, self.clock, floor_s)
+        self.listener = Listener(self.outputs.extend, self.loads.append, self.broken.append)
+
+    def until(self, holds: Callable[[], object]) -> None:
+        while not holds():
+            self.calls.get(timeout=PATIENCE_S)()
+            self.batches += 1
+
+    def step(self) -> None:
+        """One iteration, where a floor keeps the engine from going on by itself."""
+        self.clock.now += 1.0
+        seen = len(self.loads)
+        self.worker.ask_load()
+        self.until(lambda: len(self.loads) > seen)
+
+    def submit(self, *requests: Request) -> Admission | NotServed:
+        answers: list[Admission | NotServed] = []
+        self.worker.submit(requests, answers.append)
+        self.until(lambda: answers)
+        return answers[0]
+
+    def release(self, *groups: tuple[str, ...]) -> list[bool]:
+        answers: list[list[bool]] = []
+        self.worker.release(groups, answers.append)
+        self.until(lambda: answers)
+        return answers[0]
+
+    def finishes(self) -> dict[str, Finish]:
+        finished = [(each.request_id, each.finish) for each in self.outputs if each.finish]
+        assert len(dict(finished)) == len(finished), "finished twice"
+        return dict(finished)
+
+
+@contextmanager
+def at_work(engine: FakeEngine, floor_s: float = 0.0) -> Iterator[Desk]:
+    """With a floor of 1 s the engine goes on only when the test says so: its clock stands still."""
+    desk = Desk(engine, floor_s)
+    desk.worker.start(desk.listener)
+    try:
+        yield desk
+    finally:
+        desk.worker.stop()
+
+
+def request(name: str, tokens: int = 3, prompt: str = "abc") -> Request:
+    return Request(name, [ord(each) for each in prompt], Sampling(max_tokens=tokens))
+
+
+def test_a_request_runs_to_its_end_and_the_engine_falls_idle() -> None:
+    with at_work(FakeEngine()) as desk:
+        assert desk.submit(request("r", tokens=5)) == Admission(0, 5)
+        desk.until(desk.finishes)
+        assert "".join(each.text for each in desk.outputs) == "abcab"
+        desk.until(lambda: desk.loads[-1].figures.running == 0)
+        assert desk.loads[-1].figures.kv_free_tokens == 2 * CONTEXT_TOKENS
+
+
+def test_a_group_that_does_not_fit_as_a_whole_leaves_nothing_behind() -> None:
+    engine = FakeEngine(max_pending=2)
+    with at_work(engine) as desk:
+        answer = desk.submit(*(request(f"r{i}") for i in range(3)))
+        assert isinstance(answer, NotServed)
+        assert answer.reason is Reason.FULL
+        assert not engine.has_work
+
+
+def test_a_cancel_gets_in_while_the_floor_is_waited_for() -> None:
+    with at_work(FakeEngine(), floor_s=1.0) as desk:
+        desk.submit(request("r", tokens=9))
+        desk.step()
+        desk.worker.cancel(["r"])
+        desk.worker.ask_load()
+        desk.until(lambda: desk.loads[-1].figures.running == 0)  # before the next iteration
+        assert desk.finishes() == {}
+        desk.step()
+        assert desk.finishes() == {"r": Finish.CANCELLED}
+
+
+def test_a_group_with_a_started_choice_is_not_given_up_and_loses_nothing() -> None:
+    with at_work(FakeEngine(slots=2), floor_s=1.0) as desk:
+        desk.submit(request("long", tokens=40))
+        desk.step()
+        desk.submit(request("a0"), request("a1"))
+        desk.submit(request("b0"), request("b1"))
+        desk.step()  # a0 has the second slot
+        assert desk.release(("a0", "a1"), ("b0", "b1"), ("b0", "b1")) == [False, True, False]
+        for _ in range(40):
+            desk.step()
+        assert desk.finishes() == dict.fromkeys(("a0", "a1", "long"), Finish.LENGTH)
+
+
+def test_unknown_requests_are_nobodys_concern() -> None:
+    with at_work(FakeEngine()) as desk:
+        desk.worker.cancel(["nobody"])
+        assert desk.release(("nobody",)) == [False]
+        assert desk.outputs == []
+
+
+def test_a_failed_iteration_costs_what_ran_and_keeps_what_waits() -> None:
+    engine = FakeEngine(slots=1)
+    with at_work(engine, floor_s=1.0) as desk:
+        desk.submit(request("running", tokens=50))
+        desk.submit(request("waiting"))
+        desk.step()
+        engine.failures.append(RuntimeError("a kernel gave up"))
+        for _ in range(5):
+            desk.step()
+        assert desk.finishes() == {"running": Finish.FAILED, "waiting": Finish.LENGTH}
+        failed = next(each for each in desk.outputs if each.finish is Finish.FAILED)
+        assert "a kernel gave up" in failed.error
+        assert failed.completion_tokens == 1
+        assert desk.broken == []
+
+
+def test_an_engine_beyond_use_fails_everything_and_says_so() -> None:
+    engine = FakeEngine(slots=1, failures=[RuntimeError("device lost")] * 50)
+    with at_work(engine) as desk:
+        for name in ("a", "b", "c", "d"):
+            desk.worker.submit([request(name)], lambda answer: None)
+        desk.until(lambda: desk.broken)
+        assert set(desk.finishes()) <= {"a", "b", "c", "d"}
+        assert set(desk.finishes().values()) == {Finish.FAILED}
+        assert "device lost" in desk.broken[0]
+        late = desk.submit(request("late"))
+        assert isinstance(late, NotServed)
+        assert late.reason is Reason.INTERNAL
+        assert len(engine.failures) == 50 - STRIKES_MAX
+
+
+def test_outputs_of_an_iteration_arrive_in_one_call() -> None:
+    with at_work(FakeEngine(slots=4), floor_s=1.0) as desk:
+        desk.submit(*(request(f"r{i}", tokens=6) for i in range(4)))
+        before = desk.batches
+        desk.step()
+        assert len(desk.outputs) == 4
+        assert desk.batches - before == 1
+
+
+@pytest.mark.parametrize("prompt", ["x" * CONTEXT_TOKENS, "x" * (CONTEXT_TOKENS + 9)])
+def test_the_engines_own_refusal_becomes_ours(prompt: str) -> None:
+    with at_work(FakeEngine()) as desk:
+        answer = desk.submit(request("r", prompt=prompt))
+        assert isinstance(answer, NotServed)
+        assert (answer.reason, answer.param) == (Reason.CONTEXT_LENGTH, "prompt")
+        assert str(len(prompt)) in answer.message
