@@ -67,7 +67,8 @@ class Folder:
 
     def make(self) -> None:
         for folder in (self.path, self.path / "config", self.path / "logs"):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
         if not self.token_file.exists():
             write_private(self.token_file, secrets.token_urlsafe(32))
 

@@ -12,6 +12,7 @@ from mico.local.folder import Folder, write_private
 from mico.local.profiles import Profile
 
 HOST = "127.0.0.1"
+KV_TOKENS_PER_SLOT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Plan:
             "gateways": [f"{HOST}:{self.grpc_port}"],
             "token_file": str(self.folder.token_file),
             "slots": profile.slots,
+            "kv_tokens": profile.slots * KV_TOKENS_PER_SLOT,
             "threads": 1,
             "iteration_floor_s": profile.iteration_floor_s,
             "input_usd_per_mtok": profile.input_usd_per_mtok,
