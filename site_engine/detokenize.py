@@ -106,16 +106,18 @@ class _TailDecoder:
         self._decode = decode
         self._ids: list[int] = []
         self._known = 0  # leading ids of the tail whose text was given out
+        self._given = 0  # characters given out beyond theirs
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        before = self._decode(self._ids[: self._known])
         text = self._decode(self._ids)
-        if len(text) <= len(before) or text.endswith(UNFINISHED):
-            return ""
-        self._ids = self._ids[self._known :]
-        self._known = len(self._ids)
-        return text[len(before) :]
+        certain = text.rstrip(UNFINISHED)
+        fresh = certain[len(self._decode(self._ids[: self._known])) + self._given :]
+        self._given += len(fresh)
+        if fresh and len(certain) == len(text):
+            self._ids = self._ids[self._known :]
+            self._known, self._given = len(self._ids), 0
+        return fresh
 
 
 class NoText:

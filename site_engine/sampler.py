@@ -57,7 +57,7 @@ class Sampler:
     def __init__(self, eos_token_ids: Iterable[int], device: torch.device) -> None:
         self._eos = tuple(eos_token_ids)
         self._device = device
-        self._known: tuple[str, ...] = ()
+        self._known: Sequence[Request] = []
         self._rules: _Rules | None = None
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
@@ -81,10 +81,9 @@ class Sampler:
         return Sampled(token_ids, broken, _alternatives(requests, rules, raw, token_ids))
 
     def _rules_for(self, requests: Sequence[Request]) -> _Rules:
-        known = tuple([request.id for request in requests])
-        if self._rules is None or known != self._known:
+        if self._rules is None or requests != self._known:  # requests are equal when they are the same object
             self._rules = _rules(requests, self._device)
-            self._known = known
+            self._known = list(requests)
         return self._rules
 
     def _edit(self, rules: _Rules, requests: Sequence[Request], logits: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Tiny random models of many families for the engine's laws, each beside an untouched copy that `generate`s."""
+"""Tiny random models of many families for the engine's laws, each beside an untouched copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request gets the tokens it would get alone, whatever else runs, however its prompt is cut and its pages lie."""
+"""A request gets the tokens it would get alone, whatever else runs and however its pages lie."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_greedy_tokens_equal_generate_alone(name: str) -> None:
     pause=st.integers(0, 3),
 )
 def test_any_shape_of_engine_gives_the_same_tokens(
-    seed: int, page_size: int, slots: int, spare_budget: int, kv_tokens: int, pause: int
+    *, seed: int, page_size: int, slots: int, spare_budget: int, kv_tokens: int, pause: int
 ) -> None:
     requests = [(prompt, min(length, 12)) for prompt, length in mixed_requests(seed % 7, 8)]
     engine = engine_for(
