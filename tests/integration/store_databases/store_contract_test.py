@@ -1,0 +1,231 @@
+"""What the store promises, on every database that it supports."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.domain import Caller, Status
+from gateway.store.engine import open_engine
+from gateway.store.errors import StoreError
+from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
+from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
+from gateway.store.queries import Reads, TotalBy
+from gateway.store.rows import record_of
+from gateway.store.store import open_store
+from gateway.store.writer import DatabaseWriter
+from tests.fakes.store import outcome
+
+
+def test_a_key_opens_until_it_is_revoked(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            info, secret = await store.keys.create_key("ci", models=["demo"], admin=True)
+            assert store.keys.authenticate(secret) == Caller(info.id, "default", frozenset({"demo"}), True)
+            assert await store.keys.list_keys() == [info]
+            revoked = await store.keys.revoke_key(info.id)
+            assert revoked is not None and revoked.revoked_at is not None
+            assert store.keys.authenticate(secret) is None
+            assert await store.keys.revoke_key(info.id) == revoked
+            assert await store.keys.revoke_key("key_of_nobody") is None
+
+    asyncio.run(main())
+
+
+def test_a_secret_is_neither_stored_nor_guessable_from_what_is(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            info, secret = await store.keys.create_key("me")
+            assert len(secret) == SECRET_LENGTH
+            assert secret not in repr(await store.keys.list_keys())
+            assert secret.endswith(info.hint)
+            assert len(info.hint) == 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "secret", ["", "mico-", "sk-123", "mico-" + "x" * 43, "mico-" + "\ud800" * 43, "x" * 10**6]
+)
+def test_any_other_string_opens_nothing(secret: str, tmp_path: Path) -> None:
+    ring = KeyRing(open_engine("sqlite:///unused.db"), Pepper.of_folder(tmp_path))
+    assert ring.authenticate(secret) is None
+
+
+def test_a_key_expires_without_a_look_at_the_database(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        now = 1000.0
+        engine = open_engine(url)
+        ring = KeyRing(engine, Pepper.of_folder(tmp_path), clock=lambda: now)
+        _, secret = await ring.create_key("short", expires_at=1060.0)
+        assert ring.authenticate(secret) is not None
+        now = 1060.0
+        assert ring.authenticate(secret) is None
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_a_change_by_one_process_reaches_another_by_itself(url: str, tmp_path: Path) -> None:
+    """A command makes and revokes a key beside two replicas."""
+
+    async def main() -> None:
+        pepper = "p" * 32
+        async with (
+            open_store(url, tmp_path / "a", pepper=pepper) as one,
+            open_store(url, tmp_path / "b", pepper=pepper) as two,
+            open_store(url, tmp_path / "a", pepper=pepper, serving=False) as command,
+        ):
+            info, secret = await command.keys.create_key("new")
+            assert one.keys.authenticate(secret) is None
+            for replica in (one, two):
+                caller = await replica.keys.look_again(secret)
+                assert caller is not None and caller.key_id == info.id
+            await command.keys.revoke_key(info.id)
+            for replica in (one, two):
+                await replica.keys.next_refresh()
+                assert replica.keys.authenticate(secret) is None
+
+    assert REFRESH_S + REFRESH_TIMEOUT_S < 5.0
+    asyncio.run(main())
+
+
+def test_a_flood_of_wrong_keys_is_one_query(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    real_refresh = KeyRing.refresh
+
+    async def counted(self: KeyRing) -> None:
+        nonlocal looks
+        looks += 1
+        await real_refresh(self)
+
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            monkeypatch.setattr(KeyRing, "refresh", counted)
+            found = await asyncio.gather(*(store.keys.look_again(new_secret()) for _ in range(500)))
+            assert set(found) == {None}
+            await asyncio.gather(*(store.keys.look_again("nonsense") for _ in range(500)))
+
+    asyncio.run(main())
+    assert looks <= 2
+
+
+def test_keys_of_another_pepper_do_not_open_and_are_reported(
+    url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path, pepper="a" * 32) as store:
+            _, secret = await store.keys.create_key("me")
+        async with open_store(url, tmp_path, pepper="b" * 32) as store:
+            assert store.keys.authenticate(secret) is None
+
+    asyncio.run(main())
+    assert "1 keys were made with another pepper" in caplog.text
+
+
+def test_a_short_pepper_is_refused_and_a_made_one_lasts(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="at least 32 characters"):
+        Pepper("secret")
+    assert Pepper.of_folder(tmp_path).id == Pepper.of_folder(tmp_path).id
+    assert (tmp_path / "key-pepper").stat().st_mode & 0o777 == 0o600
+
+
+def test_answers_and_rows_are_as_many_and_say_the_same(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        answered = [
+            outcome(f"q{n}", attempts=n % 3, model=f"m{n % 2}", received_at=float(n)) for n in range(250)
+        ]
+        async with open_store(url, tmp_path) as store:
+            for each in answered:
+                store.recorder.record(each)
+            assert await store.recorder.flush()
+            assert await store.read.count_usage() == 250
+            (explained,) = await store.read.explain("request of q5")
+            assert explained.attempts == answered[5].attempts
+            assert explained.usage == record_of(answered[5]).usage
+            assert await store.read.explain("q5") == [explained]
+            assert await store.read.explain("unknown") == []
+
+    asyncio.run(main())
+
+
+def test_totals_add_up_by_tenant_model_and_site(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            for n in range(10):
+                store.recorder.record(
+                    outcome(f"q{n}", tenant=f"t{n % 2}", received_at=float(n), attempts=n % 2)
+                )
+            await store.recorder.flush()
+            tenants = await store.read.totals(TotalBy.TENANT)
+            assert [(t.name, t.queries, t.prompt_tokens, t.completion_tokens) for t in tenants] == [
+                ("t0", 5, 60, 170),
+                ("t1", 5, 60, 170),
+            ]
+            late = await store.read.totals(TotalBy.SITE, since=7.0)
+            assert {t.name: t.queries for t in late} == {"": 1, "aws/one": 2}
+            assert [t.name for t in await store.read.totals(TotalBy.MODEL)] == ["demo"]
+
+    asyncio.run(main())
+
+
+def test_one_request_id_used_twice_is_two_rows_newest_first(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            for n in range(2):
+                store.recorder.record(outcome(f"q{n}", request_id="mine", received_at=float(n)))
+            await store.recorder.flush()
+            assert [each.usage.query_id for each in await store.read.explain("mine")] == ["q1", "q0"]
+
+    asyncio.run(main())
+
+
+def test_a_record_that_the_database_refuses_costs_no_other(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            store.recorder.record(outcome("a"))
+            store.recorder.record(outcome("b", completion_tokens=2**70))
+            store.recorder.record(outcome("c"))
+            assert await store.recorder.flush()
+            assert await store.read.count_usage() == 2
+            assert store.recorder.health.lost == 1
+
+    asyncio.run(main())
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    offers=st.lists(st.lists(st.integers(0, 9), min_size=1), max_size=6),
+    texts=st.fixed_dictionaries({name: st.text() for name in ("request_id", "model", "error")}),
+)
+def test_whatever_is_offered_again_stays_one_row(
+    url: str, offers: list[list[int]], texts: dict[str, str]
+) -> None:
+    async def main() -> None:
+        engine = open_engine(url)
+        writer = DatabaseWriter(engine)
+        before = await Reads(engine).count_usage()
+        run = f"{before}-"
+        for batch in offers:
+            await writer.write([record_of(outcome(run + str(n), attempts=n % 3, **texts)) for n in batch])
+        different = {n for batch in offers for n in batch}
+        assert await Reads(engine).count_usage() == before + len(different)
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_commands_work_beside_a_gateway_and_record_nothing(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path), open_store(url, tmp_path, serving=False) as command:
+            with pytest.raises(StoreError, match="without recording"):
+                command.recorder.record(outcome(status=Status.FAILED))
+            assert await command.read.count_usage() == 0
+
+    asyncio.run(main())
