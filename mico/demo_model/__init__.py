@@ -1,0 +1,9 @@
+"""The small language model that ships with Mico, so that `mico up` answers without a download.
+
+Does not import torch: whoever serves the model loads FOLDER as it would any other model folder.
+"""
+
+from pathlib import Path
+
+NAME = "mico-demo"
+FOLDER = Path(__file__).parent / "weights"

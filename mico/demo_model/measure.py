@@ -1,0 +1,106 @@
+"""How a trained demo model answers held-out prompts: `python -m mico.demo_model.measure --model FOLDER ...`.
+
+Writes a JSON file with the figures and every answer, from which the model card is made.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mico.demo_model.data import Exchange
+
+MAX_NEW_TOKENS = 512
+MAX_PROMPT_TOKENS = 500
+TEMPERATURES = (0.0, 0.7)
+
+
+def main() -> None:
+    """Answer a sample of held-out prompts at each temperature and write what came of it."""
+    parser = argparse.ArgumentParser(description="Measures Mico's demo model on held-out prompts.")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--held-out", type=Path, required=True, help="held_out.jsonl of the corpus folder")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model, padding_side="left")
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model).to(options.device).eval()
+    exchanges = sample_prompts(options.held_out, tokenizer, options.prompts)
+    runs = [measure(model, tokenizer, exchanges, heat, options.batch) for heat in TEMPERATURES]
+    options.out.write_text(json.dumps({"device": options.device, "runs": runs}, indent=1), encoding="utf-8")
+
+
+def sample_prompts(held_out: Path, tokenizer: Any, count: int) -> list[Exchange]:
+    """Distinct held-out prompts, drawn with a fixed seed."""
+    lines = held_out.read_text(encoding="utf-8").splitlines()
+    exchanges = [Exchange(**json.loads(line)) for line in lines]
+    distinct = {exchange.prompt: exchange for exchange in exchanges}
+    short = [e for e in distinct.values() if token_count(tokenizer, e.prompt) <= MAX_PROMPT_TOKENS]
+    return random.Random(0).sample(short, min(count, len(short)))
+
+
+def token_count(tokenizer: Any, text: str) -> int:
+    """Tokens of the bare text."""
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def measure(
+    model: Any, tokenizer: Any, exchanges: list[Exchange], temperature: float, batch: int
+) -> dict[str, Any]:
+    """The answers at one temperature (0 is greedy) and the figures about their lengths."""
+    torch.manual_seed(0)
+    answers = [
+        answer
+        for start in range(0, len(exchanges), batch)
+        for answer in answer_batch(model, tokenizer, exchanges[start : start + batch], temperature)
+    ]
+    lengths = np.array([len(tokens) for tokens in answers])
+    references = [token_count(tokenizer, exchange.answer) for exchange in exchanges]
+    return {
+        "temperature": temperature,
+        "prompts": len(exchanges),
+        "ended_share": float((lengths < MAX_NEW_TOKENS).mean()),
+        "mean_tokens": float(lengths.mean()),
+        "percentile_tokens": {p: float(np.percentile(lengths, p)) for p in (10, 50, 90, 99)},
+        "reference_mean_tokens": float(np.mean(references)),
+        "spearman_with_reference": float(spearmanr(lengths, references).statistic),
+        "answers": [
+            {
+                "source": e.source,
+                "prompt": e.prompt,
+                "answer": tokenizer.decode(tokens),
+                "tokens": len(tokens),
+            }
+            for e, tokens in zip(exchanges, answers, strict=True)
+        ],
+    }
+
+
+def answer_batch(
+    model: Any, tokenizer: Any, exchanges: list[Exchange], temperature: float
+) -> Iterator[list[int]]:
+    """The tokens of each answer, without the one that ends it; MAX_NEW_TOKENS of them if nothing did."""
+    turns = [[{"role": "user", "content": exchange.prompt}] for exchange in exchanges]
+    prompts = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    ).to(model.device)
+    heat = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    )
+    written = model.generate(**prompts, **heat, max_new_tokens=MAX_NEW_TOKENS)
+    for tokens in written[:, prompts["input_ids"].shape[1] :].tolist():
+        end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else len(tokens)
+        yield tokens[:end]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The training script, from rows to a folder that loads, on a few made-up rows."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from mico.demo_model.card import card
+from mico.demo_model.corpus import (
+    ANSWER,
+    PROMPT,
+    UNSCORED,
+    Document,
+    conversations,
+    encode,
+    make_corpus,
+    pack,
+)
+from mico.demo_model.data import Exchange
+from mico.demo_model.network import Batches
+from mico.demo_model.tokens import CONTEXT_TOKENS, train_tokenizer
+from mico.demo_model.train import WARM_UP_SHARE, Plan, learning_rate, main
+
+torch.set_num_threads(1)  # two threads on a busy machine wait for each other far longer than they compute
+
+EXCHANGES = [Exchange("alpaca", f"p{i:08x}", f"What is {i} and {i}?", f"It is {2 * i}.") for i in range(40)]
+
+MEASURED = {
+    "temperature": 0.7,
+    "prompts": 1,
+    "ended_share": 1.0,
+    "mean_tokens": 3.0,
+    "percentile_tokens": {10: 3.0},
+    "reference_mean_tokens": 4.0,
+    "spearman_with_reference": 0.5,
+    "answers": [{"prompt": "Two\nlines", "answer": "It is 6.", "tokens": 3}],
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(EXCHANGES, 300)
+
+
+def test_encoding_equals_the_chat_template(tokenizer: Any) -> None:
+    document = encode(tokenizer, EXCHANGES[:2], "Be brief.")
+    messages = [{"role": "system", "content": "Be brief."}]
+    for exchange in EXCHANGES[:2]:
+        messages.append({"role": "user", "content": exchange.prompt})
+        messages.append({"role": "assistant", "content": exchange.answer})
+    assert document.tokens == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+def test_answers_and_their_ends_are_scored_as_answers(tokenizer: Any) -> None:
+    document = encode(tokenizer, [EXCHANGES[3]], "Be brief.")
+    scored = {
+        score: tokenizer.decode([t for t, s in zip(*document, strict=True) if s == score])
+        for score in (UNSCORED, PROMPT, ANSWER)
+    }
+    assert scored == {
+        UNSCORED: "<|system|>Be brief.<|end|><|user|><|end|><|assistant|>",
+        PROMPT: "What is 3 and 3?",
+        ANSWER: "It is 6.<|end|>",
+    }
+
+
+def test_conversations_use_every_exchange_once() -> None:
+    made = list(conversations(EXCHANGES, random.Random(1)))
+    assert [turn for turns, _ in made for turn in turns] == EXCHANGES
+    assert {len(turns) for turns, _ in made} == {1, 2, 3}
+
+
+def test_packing_keeps_every_document_whole() -> None:
+    rng = random.Random(3)
+    sizes = [rng.randint(1, CONTEXT_TOKENS) for _ in range(200)]
+    documents = [Document([i + 1] * size, [ANSWER] * size) for i, size in enumerate(sizes)]
+    windows = pack(documents, CONTEXT_TOKENS)
+    for i, size in enumerate(sizes):
+        rows, columns = np.nonzero(windows.tokens == i + 1)
+        assert len(set(rows)) == 1
+        assert columns.tolist() == list(range(columns[0], columns[0] + size))
+        assert len(set(windows.documents[rows[0], columns])) == 1
+    assert ((windows.documents > 0) == (windows.tokens > 0)).all()
+
+
+def test_only_the_end_of_a_document_longer_than_a_window_is_lost() -> None:
+    windows = pack([Document(list(range(1, 21)), [ANSWER] * 20)], 16)
+    assert windows.tokens.tolist() == [list(range(1, 17))]
+
+
+def test_positions_begin_anew_with_each_document() -> None:
+    windows = pack([Document([7] * 3, [ANSWER] * 3), Document([8] * 2, [PROMPT] * 2)], 16)
+    batches = Batches(windows, "cpu")
+    assert batches.positions[0, :7].tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert batches.weights[0, :7].tolist() == pytest.approx([1, 1, 1, 0.2, 0.2, 0, 0])
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    plan = Plan(steps=100)
+    rates = [learning_rate(plan, share / 1000) for share in range(1001)]
+    top = round(WARM_UP_SHARE * 1000)
+    assert rates[top] == max(rates) == pytest.approx(plan.peak_learning_rate)
+    assert rates[: top + 1] == sorted(rates[: top + 1])
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert rates[-1] == 0
+
+
+def test_three_steps_make_a_folder_that_loads(tmp_path: Path) -> None:
+    data, out = tmp_path / "rows.jsonl", tmp_path / "model"
+    rows = [
+        {"source": e.source, "prompt_id": e.prompt_id, "instruction": e.prompt, "output": e.answer}
+        for e in EXCHANGES
+    ]
+    data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    make_corpus(data, tmp_path / "corpus", vocabulary=300, seed=1, context=128)
+    main(f"--corpus {tmp_path / 'corpus'} --out {out} --steps 3 --batch-windows 2 --device cpu".split())
+    model: Any = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
+    training = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    assert model.dtype == torch.bfloat16
+    assert model.config.vocab_size == len(tokenizer)
+    assert training["steps"] == 3
+    assert training["held_out_loss"] < np.log(len(tokenizer))  # better than knowing nothing
+    text = card(training, [MEASURED], note="")
+    assert "| 0.7 | 100.0% | 3 | 3 | 0.50 |" in text
+    assert "    Two\n    lines" in text
