@@ -76,7 +76,7 @@ def _drawn(query: Query, text: str) -> tuple[TokenLogprob, ...]:
 
 @dataclass
 class Script:
-    """Stands for the rest of the gateway: plays one answer, remembers what it was asked and what was closed."""
+    """Stands for the rest of the gateway: plays one answer, remembers what it was asked and what ended."""
 
     answer: Answer = field(default_factory=lambda: say("Hello", " world"))
     models: Sequence[Model] = MODELS

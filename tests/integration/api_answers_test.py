@@ -1,0 +1,325 @@
+"""Rows 43 to 50 and 65 to 69 of the API's promises: whole answers, text completions, the list of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion
+
+from gateway.domain import Caller, Delta, Finish, Opening, Query, TokenLogprob, Usage
+from gateway.errors import ContextTooLong
+from tests.fakes.edge import (
+    MODEL,
+    NESTED,
+    OPENING,
+    Edge,
+    chat,
+    chat_body,
+    error_of,
+    events_of,
+    fail,
+    get,
+    play,
+    run,
+    say,
+    text,
+)
+
+
+def chat_completion(response: Any) -> ChatCompletion:
+    """Validated as it came over the wire: the SDK's own parsing is lenient."""
+    assert response.status_code == 200, response.text
+    return ChatCompletion.model_validate(response.json(), strict=True)
+
+
+def test_row_43_who_answered_what_and_when() -> None:
+    completion = chat_completion(chat(model=NESTED)[0])
+    assert completion.id.startswith("chatcmpl-")
+    assert completion.object == "chat.completion"
+    assert completion.created == 1_750_000_000
+    assert completion.model == NESTED
+
+
+def test_row_44_choices_in_order_whatever_finished_first() -> None:
+    pieces = [
+        OPENING,
+        Delta(2, "c", 1, finish=Finish.STOP),
+        Delta(0, "a", 1),
+        Delta(1, "b", 1, finish=Finish.STOP),
+    ]
+    response, _ = chat(play(*pieces, Delta(0, "!", 2, finish=Finish.LENGTH), Usage(7, 4)), n=3)
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert [choice["message"]["content"] for choice in choices] == ["a!", "b", "c"]
+    assert [choice["finish_reason"] for choice in choices] == ["length", "stop", "stop"]
+    for choice in choices:
+        assert choice.keys() == {"index", "message", "logprobs", "finish_reason"}
+        assert choice["message"].keys() == {"role", "content", "refusal"}
+        assert choice["logprobs"] is choice["message"]["refusal"] is None
+
+
+def test_row_45_without_calls_there_is_no_tool_calls_field() -> None:
+    response, _ = chat()
+    assert "tool_calls" not in response.text
+    assert "tool_calls" not in chat(stream=True)[0].text
+
+
+@pytest.mark.parametrize("finish", list(Finish))
+def test_row_46_finish_reasons_are_openais(finish: Finish) -> None:
+    assert chat_completion(chat(say("x", finish=finish))[0]).choices[0].finish_reason == finish.value
+
+
+def test_row_46_an_answer_that_was_cut_is_not_a_success() -> None:
+    response, _ = chat(play(OPENING, Delta(0, "half", 1)))
+    assert error_of(response, 502)["code"] == "upstream_lost"
+    assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("pieces", [[], [OPENING], [OPENING, Delta(0, "x", 1, finish=Finish.STOP)]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_row_61_no_ending_but_the_right_one(pieces: list[Any], stream: bool) -> None:
+    response, _ = chat(play(*pieces), stream=stream)
+    assert '"code":"upstream_lost"' in response.text
+
+
+def test_row_48_usage_adds_up() -> None:
+    usage = chat(say("a", "b", "c"))[0].json()["usage"]
+    assert usage == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+
+
+def test_row_49_logprobs() -> None:
+    response, _ = chat(say("Hi", "é"), logprobs=True, top_logprobs=2)
+    chat_completion(response)
+    logprobs = response.json()["choices"][0]["logprobs"]
+    assert logprobs.keys() == {"content", "refusal"}
+    assert [entry["token"] for entry in logprobs["content"]] == ["Hi", "é"]
+    assert logprobs["content"][1]["bytes"] == [0xC3, 0xA9]
+    assert [top["token"] for top in logprobs["content"][0]["top_logprobs"]] == ["a", "b"]
+
+
+def test_row_49_an_impossible_token_has_a_finite_logprob() -> None:
+    token = TokenLogprob("x", b"x", float("-inf"))
+    response, _ = chat(
+        play(OPENING, Delta(0, "x", 1, finish=Finish.STOP, logprobs=(token,)), Usage(7, 1)), logprobs=True
+    )
+    assert response.json()["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
+
+
+def test_row_50_parse_raises_on_a_cut_answer() -> None:
+    async def scenario(edge: Edge) -> None:
+        with pytest.raises(openai.LengthFinishReasonError):
+            await edge.sdk.chat.completions.parse(**chat_body())
+
+    run(scenario, say("x", finish=Finish.LENGTH))
+
+
+# ---- text completions ----
+
+
+def prompt_of(query: Query) -> Any:
+    return query.prompt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("Once", ["Once"]),
+        (["Once"], ["Once"]),
+        (["Once", "Twice"], ["Once", "Twice"]),
+        ([1, 2.0, 3], [(1, 2, 3)]),
+        ([[1, 2], [3]], [(1, 2), (3,)]),
+    ],
+)
+def test_row_65_the_kinds_of_prompts(prompt: Any, prompts: list[Any]) -> None:
+    response, script = text(prompt=prompt, n=2)
+    Completion.model_validate(response.json(), strict=True)
+    assert [query.prompt for query in script.queries] == prompts
+    assert len({query.id for query in script.queries}) == len(prompts)
+    assert len(response.json()["choices"]) == 2 * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        (None, "prompt"),
+        ("", "prompt"),
+        ([], "prompt"),
+        (5, "prompt"),
+        ({}, "prompt"),
+        ([""], "prompt.0"),
+        (["a", 1], "prompt.1"),
+        ([1, "a"], "prompt.1"),
+        ([1, -1], "prompt.1"),
+        ([1, True], "prompt.1"),
+        ([1, 2**32], "prompt.1"),
+        ([[1], []], "prompt.1"),
+        ([[1], [2, "x"]], "prompt.1.1"),
+        ([None], "prompt.0"),
+    ],
+)
+def test_row_65_other_prompts_are_refused(prompt: Any, param: str) -> None:
+    response, script = text(prompt=prompt)
+    assert error_of(response, 400)["param"] == param
+    assert not script.queries
+
+
+def test_row_65_the_number_of_choices_is_bounded() -> None:
+    response, script = text(prompt=["x"] * 65, n=2)
+    error = error_of(response, 400)
+    assert error["param"] == "prompt"
+    assert "128" in error["message"]
+    assert not script.queries
+
+
+def echoing(query: Query) -> Any:
+    """Each prompt comes back with its choice's number; later prompts open and speak first."""
+
+    async def answer() -> Any:
+        rank = int(str(query.prompt)[-1])
+        yield Opening(f"site-{rank % 2}", "aws", "r", rank, rank / 1000, rank, "rev-1")
+        for k in range(query.sampling.n):
+            yield Delta(k, f"{query.prompt}/{k}", 1, finish=Finish.STOP)
+        yield Usage(rank, query.sampling.n)
+
+    return answer()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_row_65_the_index_is_prompt_times_n_plus_k(stream: bool) -> None:
+    response, _ = text(echoing, prompt=["p1", "p2", "p3"], n=2, stream=stream)
+    chunks = events_of(response.content) if stream else [response.json()]
+    texts = [""] * 6
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == ["p1/0", "p1/1", "p2/0", "p2/1", "p3/0", "p3/1"]
+    assert response.headers["x-mico-site"] == "site-0,site-1"
+    assert response.headers["x-mico-attempts"] == "3"
+    assert response.headers["x-mico-queue-ms"] == "3"
+    if not stream:
+        assert response.json()["usage"] == {"prompt_tokens": 6, "completion_tokens": 6, "total_tokens": 12}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_row_65_one_refused_prompt_refuses_all(stream: bool) -> None:
+    def answer(query: Query) -> Any:
+        failing = fail(ContextTooLong("2000 tokens do not fit into 1024."))
+        return failing(query) if query.prompt == "long" else say("x")(query)
+
+    response, script = text(answer, prompt=["a", "long", "b"], stream=stream)
+    assert error_of(response, 400)["code"] == "context_length_exceeded"
+    assert len(script.ended) == 3
+
+
+def test_row_66_the_default_is_sixteen_tokens() -> None:
+    assert text()[1].query.sampling.max_tokens == 16
+    assert text(max_tokens=None)[1].query.sampling.max_tokens == 16
+    assert text(max_tokens=40)[1].query.sampling.max_tokens == 40
+
+
+def test_row_66_logprobs_with_an_echoed_prompt() -> None:
+    def token(text: str, logprob: float | None) -> TokenLogprob:
+        top = () if logprob is None else (TokenLogprob("z", b"z", -0.1),)
+        return TokenLogprob(text, text.encode(), logprob, top)
+
+    first = Delta(0, "Once upon", 1, prompt_logprobs=(token("Once", None),), logprobs=(token(" upon", -2.0),))
+    last = Delta(0, " a", 2, finish=Finish.STOP, logprobs=(token(" a", -3.0),))
+    answer = play(OPENING, first, last, Usage(1, 2))
+    expected = {
+        "tokens": ["Once", " upon", " a"],
+        "token_logprobs": [None, -2.0, -3.0],
+        "top_logprobs": [None, {" upon": -2.0, "z": -0.1}, {" a": -3.0, "z": -0.1}],
+        "text_offset": [0, 4, 9],
+    }
+    response, script = text(answer, echo=True, logprobs=1)
+    assert script.query.sampling.echo
+    assert script.query.sampling.logprobs == 1
+    assert response.json()["choices"][0]["logprobs"] == expected
+    assert response.json()["choices"][0]["text"] == "Once upon a"
+
+    joined: dict[str, list[Any]] = {name: [] for name in expected}
+    for chunk in events_of(text(answer, echo=True, logprobs=1, stream=True)[0].content):
+        for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
+            joined[name] += values
+    assert joined == expected
+
+
+@pytest.mark.parametrize("logprobs", [-1, 6, True])
+def test_row_66_logprobs_are_zero_to_five(logprobs: Any) -> None:
+    assert error_of(text(logprobs=logprobs)[0], 400)["param"] == "logprobs"
+
+
+def test_row_67_the_shape_of_a_text_completion() -> None:
+    response, _ = text()
+    completion = Completion.model_validate(response.json(), strict=True)
+    assert completion.id.startswith("cmpl-")
+    assert completion.object == "text_completion"
+    assert completion.choices[0].text == "Hello world"
+    assert completion.choices[0].finish_reason == "stop"
+
+
+def test_row_67_a_streamed_text_completion() -> None:
+    response, _ = text(
+        say("a", "b", finish=Finish.LENGTH), stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, usage = events_of(response.content)
+    for chunk in (chunks[-1], usage):  # before the end the reason is null, which the SDK's type does not know
+        Completion.model_validate(chunk, strict=True)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 9
+
+
+# ---- models ----
+
+
+def test_row_68_the_models() -> None:
+    async def scenario(edge: Edge) -> None:
+        body = (await edge.http.get("/v1/models")).json()
+        assert body["object"] == "list"
+        for card in body["data"]:
+            Model.model_validate(card, strict=True)
+        assert body["data"][0] == {
+            "id": MODEL,
+            "object": "model",
+            "created": 1_700_000_000,
+            "owned_by": "mico",
+            "root": MODEL,
+            "max_model_len": 1024,
+        }
+        assert [model.id async for model in edge.sdk.models.list()] == [MODEL, NESTED]
+
+    run(scenario)
+
+
+def test_row_68_a_key_sees_what_it_may_use() -> None:
+    async def scenario(edge: Edge) -> None:
+        narrow = edge.sdk.with_options(api_key="narrow")
+        assert [model.id async for model in narrow.models.list()] == [MODEL]
+        with pytest.raises(openai.NotFoundError):
+            await narrow.models.retrieve(NESTED)
+
+    run(scenario)
+    assert isinstance(get("/v1/models").json()["error"], dict)
+
+
+def test_row_69_a_model_whose_name_has_slashes() -> None:
+    async def scenario(edge: Edge) -> None:
+        assert (await edge.sdk.models.retrieve(NESTED)).id == NESTED
+        assert (await edge.http.get(f"/v1/models/{NESTED}")).json()["id"] == NESTED
+        error = error_of(await edge.http.get("/v1/models/org/unknown"), 404)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert "org/unknown" in error["message"]
+
+    run(scenario)
+
+
+def test_callers_reach_the_answer_with_their_rights() -> None:
+    async def scenario(edge: Edge) -> None:
+        await edge.sdk.with_options(api_key="narrow").chat.completions.create(**chat_body())
+
+    assert run(scenario).query.caller == Caller("key-2", "tenant-2", models=frozenset({MODEL}))

@@ -1,0 +1,126 @@
+"""Rows 12 to 19 of the API's promises: every way to fail, and what OpenAI's SDK makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import openai
+import pytest
+
+from gateway import errors
+from gateway.api.problems import translate
+from gateway.domain import Piece, Query
+from tests.fakes.edge import MODEL, Edge, chat, chat_body, error_of, fail, run, say
+
+TREE = [
+    (
+        errors.BadRequest("Not so.", param="n", code="invalid_value"),
+        400,
+        "invalid_value",
+        openai.BadRequestError,
+    ),
+    (errors.ContextTooLong("9 > 8."), 400, "context_length_exceeded", openai.BadRequestError),
+    (errors.Unauthenticated("Who?"), 401, "invalid_api_key", openai.AuthenticationError),
+    (errors.Forbidden("Not this model."), 403, "permission_denied", openai.PermissionDeniedError),
+    (errors.ModelNotFound("No model 'x'."), 404, "model_not_found", openai.NotFoundError),
+    (errors.TooMany("Slower."), 429, "rate_limit_exceeded", openai.RateLimitError),
+    (errors.Overloaded("Full."), 503, "overloaded", openai.InternalServerError),
+    (errors.NoSite("None serves it."), 503, "no_site", openai.InternalServerError),
+    (errors.UpstreamFailed("Broke."), 502, "upstream_error", openai.InternalServerError),
+    (errors.UpstreamLost("Lost."), 502, "upstream_lost", openai.InternalServerError),
+    (errors.DeadlinePassed("Too late."), 504, "timeout", openai.InternalServerError),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code", "raised"), TREE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_12_to_16_every_failure_has_its_status(
+    error: errors.MicoError, status: int, code: str, raised: type[openai.APIStatusError], stream: bool
+) -> None:
+    async def scenario(edge: Edge) -> None:
+        with pytest.raises(raised) as caught:
+            await edge.sdk.chat.completions.create(**chat_body(stream=stream))
+        assert caught.value.status_code == status
+        assert caught.value.code == code
+        assert caught.value.request_id
+        assert error.message in caught.value.message
+        if error.param:
+            assert caught.value.param == error.param
+
+    run(scenario, fail(error))
+
+
+def leaves(kind: type[errors.MicoError]) -> set[type[errors.MicoError]]:
+    return {kind}.union(*(leaves(sub) for sub in kind.__subclasses__()))
+
+
+def test_no_error_of_the_tree_is_forgotten() -> None:
+    concrete = leaves(errors.MicoError) - {errors.MicoError, errors.ClientMistake}
+    assert concrete == {type(error) for error, *_ in TREE}
+    assert translate(errors.MicoError("?"), "id").status == 500
+
+
+def test_row_13_an_unknown_model_is_named() -> None:
+    response, _ = chat(fail(errors.ModelNotFound("The model 'nope' is not served here.")), model="nope")
+    error = error_of(response, 404)
+    assert (error["param"], "nope" in error["message"]) == ("model", True)
+
+
+@pytest.mark.parametrize("error", [errors.TooMany, errors.Overloaded, errors.NoSite])
+@pytest.mark.parametrize(
+    ("wait_s", "seconds", "milliseconds"),
+    [(2.5, "3", "2500"), (0.0, "1", "1"), (1e6, "120", "120000"), (120.0, "120", "120000")],
+)
+def test_rows_14_15_18_when_to_come_again(
+    error: type[errors.MicoError], wait_s: float, seconds: str, milliseconds: str
+) -> None:
+    response, _ = chat(fail(error("Wait.", retry_after_s=wait_s)))
+    assert response.headers["retry-after"] == seconds
+    assert response.headers["retry-after-ms"] == milliseconds
+    assert "x-should-retry" not in response.headers
+
+
+def test_rows_14_15_there_is_always_a_time() -> None:
+    for error in (errors.TooMany("x"), errors.Overloaded("x"), errors.NoSite("x")):
+        assert int(chat(fail(error))[0].headers["retry-after"]) >= 1
+
+
+def failing_first(error: errors.MicoError, times: int) -> Any:
+    failures = iter([error] * times)
+
+    async def answer(query: Query) -> AsyncGenerator[Piece, None]:
+        for failure in failures:
+            raise failure
+        async for piece in say("at last")(query):
+            yield piece
+
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_row_17_the_sdk_retries_twice_and_gets_its_answer(stream: bool) -> None:
+    async def scenario(edge: Edge) -> None:
+        sdk = edge.sdk.with_options(max_retries=2)
+        raw = await sdk.chat.completions.with_raw_response.create(**chat_body(stream=stream))
+        assert raw.retries_taken == 2
+        assert raw.http_request.headers["x-stainless-retry-count"] == "2"
+
+    full = errors.Overloaded("Full.", retry_after_s=0.001)
+    assert len(run(scenario, failing_first(full, 2)).queries) == 3
+
+
+@pytest.mark.parametrize("error", [errors.UpstreamLost("Lost."), errors.DeadlinePassed("Late.")])
+def test_row_19_paid_work_is_not_repeated(error: errors.MicoError) -> None:
+    async def scenario(edge: Edge) -> None:
+        with pytest.raises(openai.InternalServerError):
+            await edge.sdk.with_options(max_retries=2).chat.completions.create(**chat_body())
+
+    assert len(run(scenario, fail(error)).queries) == 1
+
+
+def test_row_12_rights_are_judged_further_in() -> None:
+    """The edge hands the caller on with the query; it does not decide who may use what."""
+    response, script = chat(fail(errors.Forbidden(f"This key may not use '{MODEL}'.")))
+    assert error_of(response, 403)["code"] == "permission_denied"
+    assert script.query.model == MODEL

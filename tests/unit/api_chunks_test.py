@@ -1,0 +1,111 @@
+"""Laws of encoding: the chunks of an answer, joined, equal its whole body, whatever the pieces are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.asked import Streaming
+from gateway.api.chunks import Chunks
+from gateway.api.shapes import CHAT, TEXT, Head, Shape
+from gateway.api.whole import gather
+from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, Usage
+
+CHOICES = 3
+HEAD = Head("id-1", 1_750_000_000, 'mo"del', "rev")
+OPENING = Opening("alpha", "aws", "r", 1, 0.0, 7, "rev")
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+numbers = st.floats(-50, 0) | st.just(float("-inf"))
+tokens = st.builds(
+    lambda t, p: TokenLogprob(t, t.encode(), p, (TokenLogprob("z", b"z", -0.5),)), texts, numbers
+)
+deltas = st.tuples(st.integers(0, CHOICES - 1), texts, st.lists(tokens, max_size=2))
+
+
+@st.composite
+def answers(draw: Any) -> list[Piece]:
+    """Any interleaving of the choices; each ends once, with or without text in its last delta."""
+    counts = [0] * CHOICES
+    pieces: list[Piece] = [OPENING]
+    for index, words, drawn in draw(st.lists(deltas, max_size=12)):
+        counts[index] += 1
+        pieces.append(Delta(index, words, counts[index], logprobs=tuple(drawn)))
+    for index in draw(st.permutations(range(CHOICES))):
+        finish = draw(st.sampled_from(Finish))
+        pieces.append(Delta(index, draw(texts), counts[index] + 1, finish=finish))
+    return [*pieces, Usage(7, sum(counts) + CHOICES)]
+
+
+def streamed(shape: Shape, pieces: list[Piece], streaming: Streaming) -> list[dict[str, Any]]:
+    chunks = Chunks(shape, HEAD, CHOICES, streaming, OPENING.prompt_tokens)
+    frames = b"".join(chunks.of(piece) for piece in pieces).decode().split("\n\n")
+    assert frames.pop() == ""
+    assert all(frame.startswith("data: {") for frame in frames)
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+def whole(shape: Shape, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
+    async def replay() -> AsyncIterator[Piece]:
+        for piece in pieces:
+            yield piece
+
+    body: dict[str, Any] = json.loads(asyncio.run(gather(replay(), CHOICES)).body(shape, HEAD, with_logprobs))
+    return body
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Of a choice of either endpoint, whole or in a chunk."""
+    words: str = choice.get("text") or choice.get("message", choice.get("delta", {})).get("content", "")
+    return words
+
+
+def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a client gathers by index: text, finish reasons, and the entries of every logprobs list."""
+    grown: list[dict[str, Any]] = [{"text": "", "finish": [], "logprobs": {}} for _ in range(CHOICES)]
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        into = grown[choice["index"]]
+        into["text"] += text_of(choice)
+        into["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+        for name, values in (choice["logprobs"] or {}).items():
+            into["logprobs"][name] = into["logprobs"].get(name, []) + (values or [])
+    return grown
+
+
+@pytest.mark.parametrize("shape", [CHAT, TEXT])
+@given(pieces=answers())
+def test_the_pieces_joined_equal_the_whole(shape: Shape, pieces: list[Piece]) -> None:
+    body = whole(shape, pieces, with_logprobs=True)
+    for choice, into in zip(body["choices"], joined(streamed(shape, pieces, Streaming(True))), strict=True):
+        assert into["text"] == text_of(choice)
+        assert into["finish"] == [choice["finish_reason"]]
+        entries = {name: values or [] for name, values in choice["logprobs"].items()}
+        assert {name: into["logprobs"].get(name, []) for name in entries} == entries
+
+
+@pytest.mark.parametrize("shape", [CHAT, TEXT])
+@given(pieces=answers())
+def test_usage_only_grows_and_ends_at_the_total(shape: Shape, pieces: list[Piece]) -> None:
+    chunks = streamed(shape, pieces, Streaming(True, usage=True, usage_in_each=True))
+    totals = [chunk["usage"]["total_tokens"] for chunk in chunks]
+    assert totals == sorted(totals)
+    assert totals[-1] == whole(shape, pieces, with_logprobs=False)["usage"]["total_tokens"]
+    assert chunks[-1]["choices"] == []
+
+
+@pytest.mark.parametrize("shape", [CHAT, TEXT])
+@given(pieces=answers())
+def test_every_choice_ends_in_its_last_chunk(shape: Shape, pieces: list[Piece]) -> None:
+    last = {c["index"]: c for chunk in streamed(shape, pieces, Streaming(True)) for c in chunk["choices"]}
+    assert all(choice["finish_reason"] for choice in last.values())
+    assert len(last) == CHOICES
+
+
+def test_a_site_without_a_fingerprint_has_no_such_field() -> None:
+    assert "system_fingerprint" not in Head("i", 1, "m", "").fields("x")

@@ -1,0 +1,152 @@
+"""Laws of reading: whatever JSON comes is read as a request within bounds or refused by a field's name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.api.asked import Asked
+from gateway.api.body import decode
+from gateway.api.chat_request import read_chat
+from gateway.api.completion_request import read_completion
+from gateway.api.fields import PROBLEMS_LIMIT, Fields, Problems, echo, whole_number
+from gateway.errors import BadRequest
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    "n",
+    "seed",
+    "stop",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "ignore_eos",
+    "stop_token_ids",
+    "priority",
+    "stream",
+    "stream_options",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "modalities",
+    "functions",
+    "best_of",
+    "suffix",
+    "model",
+    "messages",
+    "prompt",
+    "guided_json",
+]
+SANE: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+bodies = st.dictionaries(st.sampled_from(FIELDS), anything, max_size=6).map(lambda body: SANE | body)
+
+
+def read(reader: Any, body: dict[str, Any]) -> Asked:
+    problems = Problems()
+    asked: Asked = reader(Fields(body, problems))
+    problems.raise_any()
+    return asked
+
+
+def check_bounds(asked: Asked) -> None:
+    """What the wire to the sites can carry, and what one request may cost."""
+    sampling = asked.sampling
+    assert asked.model
+    assert asked.prompts
+    assert 1 <= asked.choices <= 128
+    assert sampling.max_tokens is None or 1 <= sampling.max_tokens < 2**31
+    assert sampling.seed is None or 0 <= sampling.seed < 2**64
+    assert 0 <= sampling.temperature <= 2
+    assert 0 <= sampling.top_p <= 1
+    assert 0 <= sampling.top_k < 2**31
+    assert len(sampling.stop) <= 4
+    assert all(0 <= token < 2**32 for token in (*sampling.stop_token_ids, *sampling.logit_bias))
+    assert all(
+        type(value) is int for value in (sampling.n, sampling.top_k, sampling.min_tokens, asked.priority)
+    )
+
+
+@pytest.mark.parametrize("reader", [read_chat, read_completion])
+@given(body=bodies)
+def test_a_body_is_read_within_bounds_or_refused_by_name(reader: Any, body: dict[str, Any]) -> None:
+    try:
+        check_bounds(read(reader, body))
+    except BadRequest as refusal:
+        assert refusal.param
+        assert refusal.code
+        assert len(refusal.message) <= PROBLEMS_LIMIT * 450
+
+
+@pytest.mark.parametrize("reader", [read_chat, read_completion])
+@given(body=bodies)
+def test_null_and_absent_read_the_same(reader: Any, body: dict[str, Any]) -> None:
+    present = {name: value for name, value in body.items() if value is not None}
+    padded = dict.fromkeys(FIELDS) | present
+    results = []
+    for variant in (present, padded):
+        try:
+            results.append(repr(read(reader, variant)))
+        except BadRequest as refusal:
+            results.append(refusal.message)
+    assert results[0] == results[1]
+
+
+@given(st.binary(max_size=60) | anything.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_decode_to_an_object_or_a_refusal(raw: bytes) -> None:
+    try:
+        assert isinstance(decode(raw), dict)
+    except BadRequest as refusal:
+        assert refusal.code in {"invalid_json", "invalid_type"}
+
+
+@given(anything)
+def test_an_echo_is_short(value: Any) -> None:
+    assert len(echo(value)) <= 200
+
+
+@given(st.integers(-(2**53), 2**53))
+def test_an_integer_is_the_same_with_its_point(number: int) -> None:
+    assert whole_number(number) == whole_number(float(number)) == number
+
+
+@given(st.booleans() | st.text() | st.none() | st.floats().filter(lambda x: not x.is_integer()))
+def test_nothing_else_is_an_integer(value: Any) -> None:
+    assert whole_number(value) is None
+
+
+def test_problems_beyond_the_limit_are_counted() -> None:
+    problems = Problems()
+    for number in range(PROBLEMS_LIMIT + 2):
+        problems.add(f"field_{number}", "is wrong")
+    with pytest.raises(BadRequest) as refusal:
+        problems.raise_any()
+    assert refusal.value.param == "field_0"
+    assert "field_9" in refusal.value.message
+    assert "field_10" not in refusal.value.message
+    assert "2 more" in refusal.value.message
