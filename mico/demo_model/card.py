@@ -55,8 +55,8 @@ rate {rate}, weight decay {decay}. {note}
 ## Measured
 
 On held-out prompts ({held_out_percent} % of all, chosen by prompt, never trained on): {loss:.3f} nats per
-answer token, perplexity {perplexity:.2f}; a token is about 3.3 characters. The same loss chose the best of the
-states measured on the way, and near-duplicates in other words may be among the prompts trained on.
+answer token, perplexity {perplexity:.2f}; a token is about 3.3 characters. The same loss chose the best
+of the states measured on the way, and near-duplicates in other words may be among the prompts trained on.
 
 {prompts} of these prompts, answered with at most {max_tokens} tokens on the same device:
 

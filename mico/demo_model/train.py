@@ -1,7 +1,7 @@
 """Trains the demo model: `python -m mico.demo_model.train --data FILE --out FOLDER`.
 
 The learning rate falls with the share of the run that is over, in steps or in minutes, whichever is further,
-so a run always ends with its weights settled. Runs bounded by steps alone repeat exactly on one machine.
+so a run always ends with its weights settled. A run bounded by steps alone repeats exactly on a CPU.
 """
 
 import argparse

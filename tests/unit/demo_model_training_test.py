@@ -24,7 +24,7 @@ from mico.demo_model.corpus import (
 from mico.demo_model.data import Exchange
 from mico.demo_model.network import Batches
 from mico.demo_model.tokens import CONTEXT_TOKENS, train_tokenizer
-from mico.demo_model.train import WARM_UP_SHARE, Plan, learning_rate, main
+from mico.demo_model.train import WARM_UP_SHARE, Plan, fit, learning_rate, main
 
 torch.set_num_threads(1)  # two threads on a busy machine wait for each other far longer than they compute
 
@@ -110,15 +110,27 @@ def test_learning_rate_rises_then_falls_to_zero() -> None:
     assert rates[-1] == 0
 
 
-def test_three_steps_make_a_folder_that_loads(tmp_path: Path) -> None:
-    data, out = tmp_path / "rows.jsonl", tmp_path / "model"
+@pytest.fixture
+def corpus_folder(tmp_path: Path) -> Path:
     rows = [
         {"source": e.source, "prompt_id": e.prompt_id, "instruction": e.prompt, "output": e.answer}
         for e in EXCHANGES
     ]
+    data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     make_corpus(data, tmp_path / "corpus", vocabulary=300, seed=1, context=128)
-    main(f"--corpus {tmp_path / 'corpus'} --out {out} --steps 3 --batch-windows 2 --device cpu".split())
+    return tmp_path / "corpus"
+
+
+def test_a_run_repeats_exactly(corpus_folder: Path) -> None:
+    corpus, plan = load_corpus(corpus_folder), Plan(steps=2, batch_windows=2)
+    once, again = (fit(corpus, plan)[0].state_dict() for _ in range(2))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+def test_three_steps_make_a_folder_that_loads(tmp_path: Path, corpus_folder: Path) -> None:
+    out = tmp_path / "model"
+    main(f"--corpus {corpus_folder} --out {out} --steps 3 --batch-windows 2 --device cpu".split())
     model: Any = AutoModelForCausalLM.from_pretrained(out)
     tokenizer: Any = AutoTokenizer.from_pretrained(out)
     training = json.loads((out / "training.json").read_text(encoding="utf-8"))
