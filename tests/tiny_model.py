@@ -1,8 +1,9 @@
-"""A random Llama of a few thousand parameters as a model folder, with a byte-level tokenizer and a chat template."""
+"""A random Llama of a few thousand parameters as a model folder: byte-level tokens and a chat template."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 CONTEXT_TOKENS = 512
 END = "<|end|>"
@@ -13,7 +14,7 @@ TEMPLATE = (
 
 
 def write_tiny_model(folder: Path) -> Path:
-    """Weights so large that greedy answers differ by prompt; some end by themselves, some run to the limit."""
+    """Weights so large that greedy answers differ by prompt."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -44,6 +45,13 @@ def write_tiny_model(folder: Path) -> Path:
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        model.lm_head.weight[unwritten(tokenizer)] = 0.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def unwritten(tokenizer: Any) -> list[int]:
+    """Tokens that the model avoids: text of printable ASCII alone has no broken character."""
+    wanted = {END, *(chr(code) for code in range(33, 127))}
+    return [number for token, number in tokenizer.get_vocab().items() if token not in wanted]

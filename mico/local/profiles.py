@@ -19,10 +19,10 @@ class Profile:
 
 
 PROFILES = (
-    Profile("aws-us-east-1", "aws", "us-east-1", 16, 0.02, 0.30, 1.20),
-    Profile("gcp-europe-west4", "gcp", "europe-west4", 8, 0.03, 0.20, 0.80),
+    Profile("aws-us-east-1", "aws", "us-east-1", 8, 0.02, 0.30, 1.20),
+    Profile("gcp-europe-west4", "gcp", "europe-west4", 6, 0.03, 0.20, 0.80),
     Profile("on-prem-local", "on-prem", "local", 4, 0.05, 0.05, 0.20),
-    Profile("azure-westeurope", "azure", "westeurope", 8, 0.03, 0.25, 1.00),
+    Profile("azure-westeurope", "azure", "westeurope", 6, 0.03, 0.25, 1.00),
 )
 
 

@@ -1,0 +1,130 @@
+"""What goes wrong around a federation: bad input, clients that vanish, a site that dies. Nothing is kept."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, OpenAI
+
+from tests.local_federation import LocalFederation, eventually
+
+pytestmark = pytest.mark.e2e
+
+LONG = "Tell me everything there is to say about rivers, and then about bread. " * 5
+FREED_WITHIN_S = 5.0
+
+
+def body(federation: LocalFederation, **fields: Any) -> dict[str, Any]:
+    """A query that would run to the limit of the context: the model is told to ignore its end token."""
+    question = [{"role": "user", "content": LONG}]
+    return {"model": federation.model, "messages": question, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def tokens_seen(federation: LocalFederation) -> int:
+    sites = federation.sites().values()
+    return sum(site["tokens_total"] + site["prompt_tokens_total"] for site in sites)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "no-such-model"}, 404, "model"),
+        ({"messages": []}, 400, "messages"),
+        ({"temperature": 3}, 400, "temperature"),
+        ({"n": 0}, 400, "n"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"max_completion_tokens": 100_000}, 400, "max_completion_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason_and_costs_no_token(
+    federation: LocalFederation, fields: dict[str, Any], status: int, param: str
+) -> None:
+    before = tokens_seen(federation)
+    with federation.http() as http:
+        response = http.post("/v1/chat/completions", json=body(federation, **fields))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert tokens_seen(federation) == before
+
+
+def test_a_wrong_key_is_refused(federation: LocalFederation) -> None:
+    with federation.http() as http:
+        response = http.post(
+            "/v1/chat/completions", json=body(federation), headers={"authorization": "Bearer x"}
+        )
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_clients_that_vanish_in_a_stream_free_everything_and_are_recorded(
+    federation: LocalFederation,
+) -> None:
+    ids = []
+    with ExitStack() as clients:
+        for _ in range(12):
+            http = clients.enter_context(federation.http())
+            query = body(federation, stream=True)
+            stream = clients.enter_context(http.stream("POST", "/v1/chat/completions", json=query))
+            assert "data:" in next(stream.iter_text())
+            ids.append(stream.headers["x-request-id"])
+    federation.wait_until_idle(FREED_WITHIN_S)
+    for record in federation.recorded_once(ids).values():
+        assert record.usage.status == "cancelled"
+        assert record.usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_vanish_before_the_first_token_free_everything(
+    federation: LocalFederation, stream: bool
+) -> None:
+    ids = [f"vanishes-early-{stream}-{number}" for number in range(5)]
+    for query_id in ids:
+        with federation.http() as http, pytest.raises(httpx.ReadTimeout):
+            query, named = body(federation, stream=stream), {"x-request-id": query_id}
+            http.post("/v1/chat/completions", json=query, headers=named, timeout=0.01)
+    federation.wait_until_idle(FREED_WITHIN_S)
+    assert all(len(records) <= 1 for records in federation.recorded(ids).values())
+
+
+def test_a_site_that_dies_under_load_costs_at_most_the_answers_it_had_begun(
+    federation: LocalFederation,
+) -> None:
+    with federation.sdk() as sdk, ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask, sdk, federation) for _ in range(16)]
+        victim = eventually(lambda: busiest(federation), "some site has work")
+        federation.kill(victim)
+        ended = [each.result() for each in asked]
+        assert set(ended) <= {"length", "upstream_lost"}
+        assert ended.count("length") >= 1
+        assert ask(sdk, federation) == "length"
+    federation.restart_dead()
+    federation.wait_until_ready()
+    federation.wait_until_idle()
+    assert victim in federation.sites()
+
+
+def busiest(federation: LocalFederation) -> str | None:
+    """A site with several running requests that have begun to answer."""
+    running = {name: site["running"] for name, site in federation.sites().items()}
+    most = max(running, key=lambda name: running[name])
+    return most if running[most] >= 3 else None
+
+
+def ask(sdk: OpenAI, federation: LocalFederation) -> str:
+    """How the stream ended: its finish reason, or the code of the error that it carried."""
+    query = body(federation, max_tokens=60)
+    extra = {"ignore_eos": query.pop("ignore_eos")}
+    finish = ""
+    try:
+        with sdk.chat.completions.create(**query, extra_body=extra, stream=True) as chunks:
+            for chunk in chunks:
+                finish = chunk.choices[0].finish_reason or finish
+    except APIError as error:
+        return str(error.code)
+    return finish

@@ -1,0 +1,147 @@
+"""A real federation of processes on this machine, for end-to-end tests: started, looked at, hurt, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from openai import OpenAI
+
+from gateway.store.queries import Explained
+from gateway.store.store import Store
+from mico.local.folder import Folder, Running
+from mico.local.processes import last_lines
+from mico.store_access import with_store
+
+SETTLED_WITHIN_S = 20.0
+COMMAND_WITHIN_S = 240.0
+
+
+def eventually(holds: Callable[[], Any], what: str, within_s: float = SETTLED_WITHIN_S) -> Any:
+    """The first true value; the deadline is on the condition, no step waits for a fixed time."""
+    pause = threading.Event()
+    deadline_s = time.monotonic() + within_s
+    while not (value := holds()):
+        assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s: {what}"
+        pause.wait(0.02)
+    return value
+
+
+def mico(folder: Path, *arguments: str) -> str:
+    """What `mico ARGUMENTS` wrote to stdout; its stderr is part of the failure if there is one."""
+    command = [sys.executable, "-m", "mico", "--folder", str(folder), *arguments]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MICO_", "OPENAI_"))}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMMAND_WITHIN_S, env=outside, check=False
+    )
+    assert run.returncode == 0, f"{' '.join(command)}\n{run.stdout}{run.stderr}"
+    return run.stdout
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFederation:
+    folder: Folder
+    base_url: str
+    api_key: str
+    model: str
+    model_folder: Path
+
+    @classmethod
+    def start(cls, path: Path, model_folder: Path) -> Self:
+        up = mico(path, "up", "--detach", "--json", "--port", "0", "--model", str(model_folder))
+        facts = json.loads(up)
+        return cls(Folder(path), facts["base_url"], facts["api_key"], facts["model"], model_folder)
+
+    def end(self) -> None:
+        mico(self.folder.path, "down")
+
+    @property
+    def running(self) -> Running:
+        running = self.folder.running()
+        assert running is not None, "the federation was taken down"
+        return running
+
+    def sdk(self, **options: Any) -> OpenAI:
+        """The unmodified SDK; it does not try again, so that a test sees what the gateway answers."""
+        return OpenAI(base_url=self.base_url, api_key=self.api_key, **{"max_retries": 0, **options})
+
+    def http(self) -> httpx.Client:
+        root = self.base_url.removesuffix("/v1")
+        return httpx.Client(base_url=root, headers={"authorization": f"Bearer {self.api_key}"}, timeout=60)
+
+    def sites(self) -> dict[str, dict[str, Any]]:
+        with self.http() as http:
+            listed = http.get("/admin/api/sites").raise_for_status().json()["sites"]
+        return {site["name"]: site for site in listed}
+
+    def busy(self) -> dict[str, list[str]]:
+        """By site, what is not back to zero. Empty when nothing runs, waits or is held anywhere."""
+        return {name: left for name, site in self.sites().items() if (left := not_idle(site))}
+
+    def wait_until_idle(self, within_s: float = SETTLED_WITHIN_S) -> None:
+        last: dict[str, list[str]] = {}
+
+        def idle() -> bool:
+            last.clear()
+            last.update(self.busy())
+            return not last
+
+        try:
+            eventually(idle, "every counter is back at zero", within_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; left: {last}") from error
+
+    def wait_until_ready(self) -> None:
+        def ready() -> bool:
+            return all(site["state"] == "ready" for site in self.sites().values())
+
+        eventually(ready, "every site is ready")
+
+    def kill(self, site: str) -> None:
+        """As a power failure would: no goodbye."""
+        process = next(each for each in self.running.sites if each.name == site)
+        os.kill(process.pid, signal.SIGKILL)
+        eventually(lambda: not process.alive, f"{site} is gone")
+
+    def restart_dead(self) -> None:
+        mico(self.folder.path, "up", "--detach", "--json")
+
+    def recorded(self, query_ids: list[str]) -> dict[str, list[Explained]]:
+        """What the database says of each query."""
+
+        async def read(store: Store) -> dict[str, list[Explained]]:
+            return {query_id: await store.read.explain(query_id) for query_id in query_ids}
+
+        return with_store(self.folder.database_url, self.folder.path, read)
+
+    def recorded_once(self, query_ids: list[str]) -> dict[str, Explained]:
+        """The record of each query, as soon as all are written. Fails when one is there twice."""
+
+        def complete() -> dict[str, list[Explained]] | None:
+            found = self.recorded(query_ids)
+            return found if all(found.values()) else None
+
+        found = eventually(complete, "every query is recorded")
+        assert [query_id for query_id, records in found.items() if len(records) != 1] == []
+        return {query_id: records[0] for query_id, records in found.items()}
+
+    def logs(self) -> str:
+        parts = [f"== {process.name}\n{last_lines(process.log, 30)}" for process in self.running.processes]
+        return "\n".join(parts)
+
+
+def not_idle(site: dict[str, Any]) -> list[str]:
+    counters = {name: site[name] for name in ("running", "pending", "assigned", "kv_reserved_tokens")}
+    counters["token_load"] = round(site["token_load"], 3)
+    counters["kv_used_tokens"] = site["kv_capacity_tokens"] - site["kv_free_tokens"]
+    return [f"{name}={value}" for name, value in counters.items() if value]
