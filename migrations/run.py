@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +27,23 @@ def downgrade(url: str, revision: str = "base") -> None:
 
 
 def _run(url: str, step: Callable[[Config], None]) -> None:
-    engine = _engine(database_url(url))
-    try:
-        with engine.begin() as connection:
-            if engine.dialect.name == "postgresql":
-                connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
+    full = database_url(url)
+    if full.get_backend_name() == "sqlite":
+        with _only_one(Path(full.database or "")), _sqlite_engine(full).begin() as connection:
             step(_config(connection))
-    finally:
-        engine.dispose()
+    else:
+        with create_engine(full, poolclass=NullPool).begin() as connection:
+            connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
+            step(_config(connection))
+
+
+@contextmanager
+def _only_one(database: Path) -> Iterator[None]:
+    """SQLite's own locks do not cover the change to its write-ahead log."""
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_name(f"{database.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _config(connection: Connection) -> Config:
@@ -41,10 +52,7 @@ def _config(connection: Connection) -> Config:
     return config
 
 
-def _engine(url: URL) -> Engine:
-    if url.get_backend_name() != "sqlite":
-        return create_engine(url, poolclass=NullPool)
-    Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
+def _sqlite_engine(url: URL) -> Engine:
     engine = create_engine(url.set(drivername="sqlite"), poolclass=NullPool)
     event.listen(engine, "connect", _connect_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -86,7 +86,8 @@ class PostgresServer:
         server = self._process.pid
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
         for pid in (server, *map(int, children)):
-            os.kill(pid, how)
+            with suppress(ProcessLookupError):  # a session may end in between
+                os.kill(pid, how)
 
     def _run(self, program: str, *arguments: str | Path) -> None:
         command = [self._binaries / program, *arguments]
