@@ -18,6 +18,7 @@ from mico.demo_model.corpus import (
     Document,
     conversations,
     encode,
+    load_corpus,
     make_corpus,
     pack,
 )
