@@ -116,6 +116,8 @@ def write_private(path: Path, text: str) -> None:
     """Readable by its owner alone from the first byte on, and replaced in one step."""
     fresh = path.with_suffix(f"{path.suffix}.new")
     fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(
+        os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+    ) as file:
         file.write(text)
     fresh.replace(path)

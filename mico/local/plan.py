@@ -61,8 +61,9 @@ class Plan:
 
 
 def toml(settings: Mapping[str, object]) -> str:
-    """A flat table. JSON's strings, numbers, booleans and arrays of them are TOML's as well."""
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+    """A flat table. JSON's strings, numbers, booleans and arrays are TOML's too, but for DEL and surrogate pairs."""
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings.items()]
+    return "".join(lines).replace("\x7f", "\\u007f")
 
 
 def choose_ports(http_port: int) -> tuple[int, int]:

@@ -7,10 +7,10 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
-from click import Command, Context, Group
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,19 +74,19 @@ def command_lines(document: Path) -> Iterator[list[str]]:
 def unknown_parts(words: list[str]) -> Iterator[str]:
     from mico.cli import app
 
-    command: Command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     spoken = "mico"
     for word in words:
-        if isinstance(command, Group) and not word.startswith("-"):
-            found = command.get_command(Context(command), word)
-            if found is None:
+        inner = getattr(command, "commands", None)
+        if inner is not None and not word.startswith("-"):
+            if word not in inner:
                 yield f"{spoken} {word}: no such command"
                 return
-            command, spoken = found, f"{spoken} {word}"
+            command, spoken = inner[word], f"{spoken} {word}"
         elif word.startswith("--") and word.split("=")[0] not in option_names(command):
             yield f"{spoken} {word}: no such option"
 
 
-def option_names(command: Command) -> set[str]:
+def option_names(command: Any) -> set[str]:
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     return options | {"--help"}

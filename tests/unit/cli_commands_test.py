@@ -1,0 +1,113 @@
+"""Commands as a script sees them: exit status, stdout as data, stderr as words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mico.cli import main
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, and nothing of the environment that could name another gateway or database."""
+    for name in (
+        "MICO_BASE_URL",
+        "MICO_API_KEY",
+        "MICO_DATABASE_URL",
+        "MICO_FOLDER",
+        "OPENAI_BASE_URL",
+        "MICO_DEBUG",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_key_is_made_listed_and_revoked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "db", "upgrade")[0] == 0
+    status, out, _ = run(capsys, "keys", "create", "ann", "--tenant", "lab", "--model", "m", "--json")
+    made = json.loads(out)
+    assert (status, made["tenant"], made["models"], made["state"]) == (0, "lab", ["m"], "ready")
+    _, out, _ = run(capsys, "keys", "list", "--json")
+    assert [key["id"] for key in json.loads(out)] == [made["id"]]
+    assert made["key"] not in out
+    assert run(capsys, "keys", "revoke", made["id"])[0] == 0
+    _, out, _ = run(capsys, "keys", "list", "--json")
+    assert json.loads(out)[0]["state"] == "revoked"
+
+
+def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "db", "upgrade")
+    _, out, err = run(capsys, "keys", "create", "ann")
+    assert out.startswith("mico-")
+    assert len(out.split()) == 1
+    assert "can't be shown again" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [
+        (("keys", "list"), 1, "mico db upgrade"),
+        (("status",), 1, "mico up"),
+        (("down",), 0, "nothing runs here"),
+        (("gateway", "--set", "http_prot=1"), 2, "did you mean http_port?"),
+        (("gateway", "--set", "http_port"), 2, "has no value"),
+        (("site", "--set", "slots=1"), 2, "not set"),
+        (("sites", "list", "--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
+        (("keys", "create", "ann", "--database", "oracle://x"), 1, "not supported"),
+        (("up", "--port", "70000"), 2, "no port"),
+    ],
+)
+def test_a_failure_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], status: int, word: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (status, "")
+    assert word in err
+    assert "Traceback" not in err
+
+
+def test_an_unknown_option_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "status", "--nope")[0] == 2
+
+
+def test_settings_are_shown_with_their_origin_and_without_secrets(
+    capsys: pytest.CaptureFixture[str], empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (empty_folder / "mico.toml").write_text("[up]\nport = 9000\n")
+    monkeypatch.setenv("MICO_API_KEY", "mico-very-secret-indeed")
+    shown = json.loads(run(capsys, "config", "show", "--json")[1])
+    assert shown["port"] == {"value": "9000", "origin": "mico.toml"}
+    assert shown["api_key"] == {"value": "…deed", "origin": "MICO_API_KEY"}
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib.metadata import version
+
+    assert run(capsys, "--version")[:2] == (0, f"mico {version('mico')}\n")
+
+
+def test_doctor_names_the_repair(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "doctor", "--json", "--base-url", "http://127.0.0.1:9/v1")
+    findings = {finding["subject"]: finding for finding in json.loads(out)}
+    assert status == 1
+    assert findings["python"]["verdict"] == "ok"
+    assert (findings["database"]["verdict"], findings["database"]["repair"]) == ("warn", "mico up")
+    assert findings["gateway"]["verdict"] == "fail"
+    assert "API key" not in findings
+
+
+def test_explain_knows_nothing_of_an_unknown_id(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "db", "upgrade")
+    status, out, err = run(capsys, "explain", "no-such-id")
+    assert (status, out) == (1, "")
+    assert "nothing is known of no-such-id" in err

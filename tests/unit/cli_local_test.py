@@ -1,0 +1,135 @@
+"""The pieces of a local federation: its plan, its folder, and the identity of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config import load as load_gateway
+from mico.errors import CommandFailed
+from mico.local.folder import Folder, Running, write_private
+from mico.local.plan import Plan, choose_ports, toml
+from mico.local.processes import Process, end, start_stamp
+from mico.local.profiles import profiles
+from site_engine.config import load as load_site
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z_]{1,12}", fullmatch=True), st.text() | st.integers(0, 9) | st.booleans()
+    )
+)
+def test_settings_survive_the_way_through_toml(settings: dict[str, object]) -> None:
+    assert tomllib.loads(toml(settings)) == settings
+
+
+@given(st.integers(1, 32))
+def test_sites_have_names_of_their_own_and_the_first_three_differ_in_cloud_and_speed(count: int) -> None:
+    sites = profiles(count)
+    assert len({site.name for site in sites}) == count
+    first = sites[:3]
+    assert len({site.cloud for site in first}) == len({site.slots / site.iteration_floor_s for site in first})
+
+
+def test_each_process_understands_its_file(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "mico")
+    folder.make()
+    plan = Plan(folder, 8080, 8081, "some/model", tuple(profiles(3)))
+    plan.write()
+    gateway = load_gateway(folder.config("gateway"))
+    assert gateway.tokens() == (folder.token_file.read_text(),)
+    for profile in plan.sites:
+        site = load_site(folder.config(profile.name), {})
+        assert (site.site, site.slots, site.threads) == (profile.name, profile.slots, 1)
+        assert site.gateways == (f"127.0.0.1:{gateway.grpc_port}",)
+        assert site.secret() in gateway.tokens()
+
+
+def test_only_the_owner_can_read_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "mico"
+    path.mkdir(mode=0o755)
+    folder = Folder(path)
+    folder.make()
+    write_private(folder.key_file, "secret")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert (
+        stat.S_IMODE(folder.key_file.stat().st_mode)
+        == stat.S_IMODE(folder.token_file.stat().st_mode)
+        == 0o600
+    )
+
+
+def test_what_runs_is_remembered_and_forgotten(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    assert folder.running() is None
+    process = Process("gateway", "gateway", 1, "stamp", "log")
+    running = Running("2026-11-21T11:00:00+00:00", 8080, 8081, "demo", (process,))
+    folder.remember(running)
+    assert folder.running() == running
+    assert folder.found()["base_url"] == "http://127.0.0.1:8080/v1"
+    folder.forget()
+    assert folder.running() is None
+
+
+def test_one_up_or_down_at_a_time(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    with folder.locked(), pytest.raises(CommandFailed, match="at work"), folder.locked():
+        pytest.fail("the lock was given twice")
+
+
+def test_a_port_in_use_is_refused_and_zero_finds_a_free_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(CommandFailed, match="in use"):
+            choose_ports(taken.getsockname()[1])
+    http_port, grpc_port = choose_ports(0)
+    assert http_port != grpc_port
+    with pytest.raises(CommandFailed, match="no port"):
+        choose_ports(70_000)
+
+
+def child() -> subprocess.Popen[bytes]:
+    """A process that ends only when it is told to."""
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+
+def test_a_process_is_ended_only_under_its_own_start_time() -> None:
+    with child() as running:
+        mine = Process("site", "site", running.pid, start_stamp(running.pid) or "", "log")
+        assert mine.alive
+        recycled = replace(mine, started="another time")
+        assert not recycled.alive
+        assert end([recycled], 0.0) == []
+        assert mine.alive
+        end([mine], 5.0)
+        assert not mine.alive
+        running.returncode = -signal.SIGTERM  # it was collected by pid
+
+
+def test_what_does_not_listen_is_killed() -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); input()"
+    command = [sys.executable, "-c", deaf]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        process = Process("site", "site", running.pid, start_stamp(running.pid) or "", "log")
+        assert end([process], 0.2) == [process]
+        assert not process.alive
+        running.returncode = -signal.SIGKILL
+
+
+def test_nobody_has_the_pid_of_nobody() -> None:
+    assert start_stamp(2**22 + 1) is None
+    assert start_stamp(os.getpid()) == start_stamp(os.getpid()) is not None
