@@ -61,7 +61,7 @@ class Plan:
 
 
 def toml(settings: Mapping[str, object]) -> str:
-    """A flat table. JSON's strings, numbers, booleans and arrays are TOML's too, but for DEL and surrogate pairs."""
+    """A flat table. JSON's values are TOML's too, except DEL and surrogate pairs in strings."""
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings.items()]
     return "".join(lines).replace("\x7f", "\\u007f")
 
