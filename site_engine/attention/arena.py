@@ -34,6 +34,21 @@ class Arena:
         self.page_size = page_size
         self.keys = [room(shape, shape.key_dim) for shape in layers]
         self.values = [room(shape, shape.value_dim) for shape in layers]
+        self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these pages, `[pages, page, kv_heads, dim]`, in memory the next call reuses:
+        fresh memory would cost more than the copy.
+        """
+        return self._gather(0, self.keys[layer], pages), self._gather(1, self.values[layer], pages)
+
+    def _gather(self, which: int, room: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        page = room.shape[1:]
+        need = len(pages) * page.numel()
+        if self._gathered[which].numel() < need:
+            self._gathered[which] = torch.empty(need + need // 4, dtype=room.dtype, device=room.device)
+        out = self._gathered[which][:need].view(len(pages), *page)
+        return torch.index_select(room, 0, pages, out=out)
 
     def fill(self, pages: list[int], number: float) -> None:
         index = torch.tensor(pages, dtype=torch.long, device=self.keys[0].device)

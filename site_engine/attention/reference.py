@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: decode rows by one padded gather, prefill chunks one by one.
+"""Paged attention in plain torch: decode rows by a padded gather, prefill chunks one by one.
 
 The law for every other backend, and the fast path on a CPU. All keys and values of a layer are written before
 any is read, so pages may be shared within the iteration that computes them.
@@ -16,6 +16,16 @@ from site_engine.context import Scoring
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Decode rows `[begin, end)` of about the same length, one packed token each, attended to together."""
+
+    begin: int
+    end: int
+    pages: torch.Tensor  # [rows, pages], padded with the trash page
+    kv_lens: torch.Tensor  # [rows], the new token included
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A prefill chunk: packed tokens `[begin, end)`, its request's pages and length up to its end."""
 
@@ -26,87 +36,73 @@ class Chunk:
 
 
 class ReferenceContext:
-    """One iteration: the first `decodes` packed tokens are one per row, the chunks follow."""
+    """One iteration. `slots` [tokens]: where each packed token's key and value go."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        slots: torch.Tensor,
-        decode_tables: torch.Tensor,
-        decode_lens: torch.Tensor,
-        chunks: list[Chunk],
-    ) -> None:
-        """slots [tokens]: where each token's key and value go; decode_tables [rows, pages], padded with the
-        trash page; decode_lens [rows]: tokens of the row including the new one.
-        """
+    def __init__(self, arena: Arena, slots: torch.Tensor, groups: list[Rows], chunks: list[Chunk]) -> None:
         self.layer = 0
         self._arena = arena
         self._slots = slots
-        self._tables = decode_tables
-        self._flat_tables = decode_tables.reshape(-1)
-        self._lens = decode_lens
+        self._groups = groups
         self._chunks = chunks
-        self._decode_masks: dict[int | None, torch.Tensor] = {}
+        self._row_masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._chunk_masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
         keys, values = self._arena.keys[self.layer], self._arena.values[self.layer]
-        self.layer += 1
         keys.flatten(0, 1).index_copy_(0, self._slots, key.transpose(0, 1))
         values.flatten(0, 1).index_copy_(0, self._slots, value.transpose(0, 1))
         out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-        rows = self._tables.shape[0]
-        if rows:
-            out[:rows] = self._decode(query[:, :rows], keys, values, scoring)
+        for number, group in enumerate(self._groups):
+            out[group.begin : group.end] = self._rows(query, scoring, number)
         for number, chunk in enumerate(self._chunks):
-            out[chunk.begin : chunk.end] = self._chunk(query, keys, values, scoring, number)
+            out[chunk.begin : chunk.end] = self._chunk(query, scoring, number)
+        self.layer += 1
         return out
 
-    def _decode(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
+    def _rows(self, query: torch.Tensor, scoring: Scoring, number: int) -> torch.Tensor:
         """The heads that share a KV head become that head's query tokens: no key is copied per head."""
-        rows, kv_heads = self._tables.shape[0], keys.shape[2]
-        k = keys.index_select(0, self._flat_tables).view(rows, -1, kv_heads, keys.shape[3]).transpose(1, 2)
-        v = (
-            values.index_select(0, self._flat_tables)
-            .view(rows, -1, kv_heads, values.shape[3])
-            .transpose(1, 2)
+        group = self._groups[number]
+        rows = group.end - group.begin
+        k, v = (
+            pages.view(rows, -1, *pages.shape[2:]).transpose(1, 2)
+            for pages in self._arena.gather(self.layer, group.pages.view(-1))
         )
-        q = query.transpose(0, 1).reshape(rows, kv_heads, -1, query.shape[2])
-        sinks = None if scoring.sinks is None else scoring.sinks.view(1, kv_heads, -1, 1)
-        out = _attend(q, k, v, self._decode_mask(scoring.window), scoring._replace(sinks=sinks))
-        return out.reshape(rows, query.shape[0], values.shape[3])
+        q = query[:, group.begin : group.end].transpose(0, 1).reshape(rows, k.shape[1], -1, query.shape[2])
+        sinks = None if scoring.sinks is None else scoring.sinks.view(1, k.shape[1], -1, 1)
+        out = _attend(q, k, v, self._row_mask(number, scoring.window), scoring._replace(sinks=sinks))
+        return out.reshape(rows, query.shape[0], v.shape[3])
 
-    def _chunk(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, number: int
-    ) -> torch.Tensor:
+    def _chunk(self, query: torch.Tensor, scoring: Scoring, number: int) -> torch.Tensor:
         chunk = self._chunks[number]
         q = query[None, :, chunk.begin : chunk.end]
-        k = keys.index_select(0, chunk.pages).flatten(0, 1)[: chunk.kv_len].transpose(0, 1)[None]
-        v = values.index_select(0, chunk.pages).flatten(0, 1)[: chunk.kv_len].transpose(0, 1)[None]
+        k, v = (
+            pages.flatten(0, 1)[: chunk.kv_len].transpose(0, 1)[None]
+            for pages in self._arena.gather(self.layer, chunk.pages)
+        )
         group = q.shape[1] // k.shape[1]
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
-        mask = self._chunk_mask(number, chunk, scoring.window)
+        mask = self._chunk_mask(number, scoring.window)
         return _attend(q, k, v, mask, scoring._replace(sinks=sinks))[0].transpose(0, 1)
 
-    def _decode_mask(self, window: int | None) -> torch.Tensor:
+    def _row_mask(self, number: int, window: int | None) -> torch.Tensor:
         """[rows, 1, 1, slots]: which slots of its gathered pages a row may read."""
-        mask = self._decode_masks.get(window)
+        mask = self._row_masks.get((number, window))
         if mask is None:
-            at = torch.arange(self._tables.shape[1] * self._arena.page_size, device=self._lens.device)
-            mask = at < self._lens[:, None]
+            lens = self._groups[number].kv_lens[:, None]
+            at = torch.arange(self._groups[number].pages.shape[1] * self._arena.page_size, device=lens.device)
+            mask = at < lens
             if window is not None:
-                mask &= at >= self._lens[:, None] - window
-            mask = self._decode_masks[window] = mask[:, None, None]
+                mask &= at >= lens - window
+            mask = self._row_masks[number, window] = mask[:, None, None]
         return mask
 
-    def _chunk_mask(self, number: int, chunk: Chunk, window: int | None) -> torch.Tensor:
+    def _chunk_mask(self, number: int, window: int | None) -> torch.Tensor:
         """[tokens, kv_len]: causal from the chunk's place in its request."""
+        chunk = self._chunks[number]
         mask = self._chunk_masks.get((number, window))
         if mask is None:
             at = torch.arange(chunk.kv_len, device=chunk.pages.device)
