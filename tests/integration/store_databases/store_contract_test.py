@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.domain import Caller, Status
+from gateway.store import retention
 from gateway.store.engine import open_engine
 from gateway.store.errors import StoreError
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
 from gateway.store.queries import Reads, TotalBy
+from gateway.store.retention import DAY_S, Keep, Retention
 from gateway.store.rows import record_of
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
@@ -227,5 +229,27 @@ def test_commands_work_beside_a_gateway_and_record_nothing(url: str, tmp_path: P
             with pytest.raises(StoreError, match="without recording"):
                 command.recorder.record(outcome(status=Status.FAILED))
             assert await command.read.count_usage() == 0
+
+    asyncio.run(main())
+
+
+def test_only_what_is_too_old_goes_and_decisions_go_first(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr(retention, "REST_S", 0.0)
+
+    async def main() -> None:
+        engine = open_engine(url)
+        days = [record_of(outcome(f"q{n}", attempts=2, received_at=n * DAY_S)) for n in range(60)]
+        await DatabaseWriter(engine).write(days)
+        keeping = Retention(engine, Keep(usage_days=40, decisions_days=10), clock=lambda: 60 * DAY_S)
+        removed = await asyncio.gather(keeping.sweep(), keeping.sweep())
+        assert sum(removed) == 20 + 2 * 50
+        assert await keeping.sweep() == 0
+        read = Reads(engine)
+        assert await read.count_usage() == 40
+        assert [len(e.attempts) for n in (19, 20, 49, 50) for e in await read.explain(f"q{n}")] == [0, 0, 2]
+        await engine.dispose()
 
     asyncio.run(main())

@@ -1,0 +1,81 @@
+"""Old rows go in small steps, so that no delete ever holds up a write: usage late, decisions early."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Table, delete, select
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.store.engine import reason
+from gateway.store.tables import decisions, usage
+
+logger = logging.getLogger(__name__)
+
+DAY_S: Final = 86_400.0
+ROUND_S: Final = 3_600.0
+QUERIES_AT_ONCE: Final = 500
+REST_S: Final = 0.05
+"""Between two steps: SQLite has one writer, and the recorder comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """For how long. A decision is some five times as large as the usage that it explains."""
+
+    usage_days: float = 400.0
+    decisions_days: float = 30.0
+
+
+class Retention:
+    def __init__(self, engine: AsyncEngine, keep: Keep, *, clock: Callable[[], float] = time.time) -> None:
+        self._engine = engine
+        self._keep = keep
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._sweep_for_ever())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def sweep(self) -> int:
+        """Removes all that is too old; returns the number of rows. Several replicas may do it at once."""
+        removed = await self._remove(decisions, self._keep.decisions_days)
+        return removed + await self._remove(usage, self._keep.usage_days)
+
+    async def _remove(self, table: Table, days: float) -> int:
+        too_old = (
+            select(table.c.query_id)
+            .where(table.c.received_at < self._clock() - days * DAY_S)
+            .order_by(table.c.received_at)
+            .limit(QUERIES_AT_ONCE)
+            .with_for_update(skip_locked=True)  # of Postgres: replicas never wait for each other
+        )
+        removed = 0
+        while True:
+            async with self._engine.begin() as connection:
+                step = await connection.execute(delete(table).where(table.c.query_id.in_(too_old)))
+            removed += step.rowcount
+            if step.rowcount == 0:
+                return removed
+            await asyncio.sleep(REST_S)
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            try:
+                if removed := await self.sweep():
+                    logger.info("removed %d rows that were too old", removed)
+            except (SQLAlchemyError, OSError) as exc:
+                logger.warning("old rows stay for another hour: %s", reason(exc))
+            await asyncio.sleep(ROUND_S)
