@@ -22,12 +22,16 @@ _LOGGED_LIMIT_CHARS = 200
 
 @dataclass(slots=True)
 class Exchange:
-    """`request_id` is the client's own if it sent a proper one; `query_id` is always ours and unique."""
+    """`request_id` is the client's own if it sent a proper one; `query_id` is always ours and unique.
+
+    `complete` tells a response that was sent to its end from one whose client left or that was cut.
+    """
 
     request_id: str
     query_id: str
     started_s: float
     status: int = 0
+    complete: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
@@ -63,6 +67,8 @@ class Envelope:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message["headers"], *self._headers(exchange)]
+            elif message["type"] == "http.response.body" and not message.get("more_body"):
+                exchange.complete = True
             await send(message)
 
         try:
@@ -91,6 +97,7 @@ class Envelope:
             "request_id": exchange.request_id,
             "query_id": exchange.query_id,
             "status": exchange.status or 499,
+            "complete": exchange.complete,
             "duration_ms": round(1000 * (self._clock() - exchange.started_s)),
             "client": _client_headers(scope),
         }

@@ -30,6 +30,9 @@ from gateway.domain import Opening
 
 log = logging.getLogger(__name__)
 
+DELIVERY_S = 30.0
+"""After the deadline of an answer, for a slow client to take what is there."""
+
 
 def generation_routes(backend: Backend) -> list[HTTPRouteHandler]:
     chat = Generation(backend, CHAT, read_chat)
@@ -71,7 +74,8 @@ class Generation:
         )
         relay = self._stream if asked.streaming.on else self._whole
         pieces = complete(self.backend.answer, asking)
-        await while_connected(relay(asked, pieces, exchange, send), receive)
+        within_s = self.backend.timeout_s + DELIVERY_S
+        await while_connected(relay(asked, pieces, exchange, send), receive, within_s=within_s)
 
     def _asked(self, body: dict[str, object]) -> Asked:
         problems = Problems()

@@ -67,7 +67,7 @@ async def _pump(
 async def _in_order(
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]], running: int, n: int
 ) -> Pieces:
-    """Deltas that arrive before the last opening wait for it; usage is summed and comes last."""
+    """Deltas that arrive before the last opening wait for it, a whole answer at most; usage is last."""
     openings: list[Opening] = []
     early: list[Delta] = []
     usages: list[Usage] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -80,7 +81,9 @@ async def leave(writer: Any) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_24_a_client_that_leaves_ends_its_query(path: str, opens: bool, stream: bool) -> None:
+def test_row_24_a_client_that_leaves_ends_its_query(
+    path: str, opens: bool, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(script: Script, port: int) -> None:
         script.answer = held = Held(opens)
         _, writer = await send(port, path, stream=stream)
@@ -89,7 +92,11 @@ def test_row_24_a_client_that_leaves_ends_its_query(path: str, opens: bool, stre
         await held.ended.wait()
         assert not held.let_go.is_set()
 
-    play(scenario, Script())
+    with caplog.at_level(logging.INFO, "gateway.api.exchange"):
+        play(scenario, Script())
+    (line,) = (vars(record) for record in caplog.records if record.name == "gateway.api.exchange")
+    assert (line["status"], line["complete"]) == (200 if opens and stream else 499, False)
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 def test_row_24_all_prompts_of_a_request_end_with_it() -> None:

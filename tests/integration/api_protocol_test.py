@@ -319,6 +319,7 @@ def test_row_23_the_sdks_own_headers_are_logged(caplog: pytest.LogCaptureFixture
     assert client["openai-project"] == "proj-1"
     assert "x-stainless-retry-count" in client
     assert vars(record)["status"] == 200
+    assert vars(record)["complete"] is True
     assert "mico-secret" not in str(vars(record))
 
 
