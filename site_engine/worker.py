@@ -82,6 +82,7 @@ class Worker:
         self._floor_s = floor_s
         self._asked: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
+        self.listener = Listener(_unheard, _unheard, _unheard)
         self._ending = False
         self._broken = ""
         self._live: dict[str, _Live] = {}
@@ -93,7 +94,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, listener: Listener) -> None:
-        self._listener = listener
+        self.listener = listener
         self._thread.start()
 
     def stop(self) -> None:
@@ -123,18 +124,23 @@ class Worker:
 
     # the thread
 
+    def turn(self) -> None:
+        """What was asked, an iteration if one is due, a look at the load; then everyone is told."""
+        while self._asked:
+            self._asked.popleft()()
+        if self._engine.has_work and self._clock() >= self._ready_s:
+            self._iterate()
+        self._see_load()
+        self._tell()
+
     def _run(self) -> None:
         try:
             while self._wait():
-                self._apply()
-                if self._engine.has_work and self._clock() >= self._ready_s:
-                    self._iterate()
-                self._see_load()
-                self._tell()
+                self.turn()
         except Exception as exc:  # noqa: BLE001 - the thread's last line: whatever it was, everyone is told
             self._give_up(exc)
             while self._wait():
-                self._apply()
+                self._asked.popleft()()
                 self._tell()
 
     def _wait(self) -> bool:
@@ -149,10 +155,6 @@ class Worker:
                     break
                 self._changed.wait(left_s)
             return not self._ending
-
-    def _apply(self) -> None:
-        while self._asked:
-            self._asked.popleft()()
 
     def _iterate(self) -> None:
         self._ready_s = self._clock() + self._floor_s
@@ -171,7 +173,7 @@ class Worker:
             else:
                 self._live.pop(output.request_id)
         if known:
-            self._calls.append(partial(self._listener.outputs, known))
+            self._calls.append(partial(self.listener.outputs, known))
 
     def _tell(self) -> None:
         calls, self._calls = self._calls, []
@@ -184,7 +186,7 @@ class Worker:
         if self._load_wanted or now - self._load_s >= LOAD_INTERVAL_S or not self._engine.has_work:
             self._load_wanted = False
             self._load_s = now
-            self._calls.append(partial(self._listener.load, LoadSeen(self._engine.load(), now)))
+            self._calls.append(partial(self.listener.load, LoadSeen(self._engine.load(), now)))
 
     def _want_load(self) -> None:
         self._load_wanted = True
@@ -261,7 +263,7 @@ class Worker:
         self._publish(
             [self._failed(request_id, f"the engine is broken: {self._broken}") for request_id in self._live]
         )
-        self._calls.append(partial(self._listener.broken, self._broken))
+        self._calls.append(partial(self.listener.broken, self._broken))
         self._tell()
 
     def _failed(self, request_id: str, error: str) -> Output:
@@ -271,6 +273,10 @@ class Worker:
 
 def _told(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+
+
+def _unheard(_: object) -> None:
+    """Before the start nobody listens."""
 
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
