@@ -255,7 +255,7 @@ def _revision(source: str, model: Any) -> str:
     folder = Path(source)
     if not folder.is_dir():
         return str(getattr(model.config, "_commit_hash", None) or "unversioned")
-    digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(file.read(1 << 20))

@@ -1,0 +1,111 @@
+"""Models come in whole or not at all: loading, what a model says of itself, refusals with a reason."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from site_engine.hf_bridge import CannotServe, from_model, load
+from site_engine.request import Request, Sampling
+from tests.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, random_model, tokenizer
+
+torch.set_num_threads(1)
+
+
+def saved(folder: Path, shard: str = "5GB") -> Path:
+    model = random_model(FAMILIES["llama"]())
+    model.generation_config.eos_token_id = [0, 7]
+    model.save_pretrained(folder, max_shard_size=shard)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_folder_is_served_as_it_was_saved(tmp_path: Path, shard: str) -> None:
+    loaded = load(str(saved(tmp_path / "tiny", shard)))
+    assert (len(list((tmp_path / "tiny").glob("*.safetensors"))) > 1) == (shard == "20KB")
+    assert (loaded.name, loaded.context_tokens, loaded.vocab_size) == ("tiny", CONTEXT, VOCAB)
+    assert loaded.eos_token_ids == (0, 7)
+    engine = engine_for(loaded)
+    engine.submit(Request("a", [4, 5, 6], Sampling(max_tokens=8, temperature=0, ignore_eos=True)))
+    assert drain(engine)["a"].token_ids == family("llama").generate([4, 5, 6], 8)
+
+
+def test_the_revision_names_the_weights(tmp_path: Path) -> None:
+    first = load(str(saved(tmp_path / "a"))).revision
+    assert load(str(saved(tmp_path / "b"))).revision == first
+    other = random_model(FAMILIES["llama"](), seed=1)
+    other.save_pretrained(tmp_path / "a")
+    assert load(str(tmp_path / "a")).revision != first
+
+
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CannotServe, match="cannot load"):
+        load(str(tmp_path))
+
+
+def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "pickled")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    torch.save(random_model(FAMILIES["llama"]()).state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(CannotServe, match="cannot load"):
+        load(str(folder))
+
+
+def test_half_precision_is_served(tmp_path: Path) -> None:
+    loaded = load(str(saved(tmp_path / "half")), dtype="bfloat16")
+    assert loaded.dtype is torch.bfloat16
+    engine = engine_for(loaded)
+    engine.submit(Request("a", [4, 5, 6], Sampling(max_tokens=5, temperature=0)))
+    assert drain(engine)["a"].last is not None
+
+
+class Shifted(torch.nn.Module):
+    """A layer norm that does something different when tokens of several requests are packed."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.inner(hidden) + hidden.mean(dim=1, keepdim=True)
+
+
+def test_a_model_that_mixes_rows_is_refused() -> None:
+    model = copy.deepcopy(family("llama").plain)
+    model.model.norm = Shifted(model.model.norm)
+    with pytest.raises(CannotServe, match="differ from its own"):
+        from_model(model)
+
+
+def test_a_model_that_is_not_causal_is_refused() -> None:
+    config = FAMILIES["llama"]()
+    config.is_causal = False
+    model = random_model(config)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(CannotServe, match="not causal"):
+        from_model(model)
+
+
+def test_a_recurrent_model_is_refused() -> None:
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4)
+    with pytest.raises(CannotServe):
+        from_model(random_model(config))
+
+
+def test_a_rotary_scaling_that_follows_the_longest_row_ends_the_context_early() -> None:
+    config = FAMILIES["llama"]()
+    config.rope_parameters = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 48,
+    }
+    assert from_model(random_model(config)).context_tokens == 48
