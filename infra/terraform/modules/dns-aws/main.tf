@@ -1,5 +1,5 @@
-# One name for all gateways: clients are sent to the nearest region whose gateways say they are ready. Not Route 53's business where a
-# gateway runs, so a gateway pool of any cloud may be listed.
+# One name for all gateways, which sends a client to the nearest region that says it is ready, and one name for each gateway, which
+# the sites dial.
 
 terraform {
   required_version = ">= 1.11"
@@ -9,12 +9,12 @@ terraform {
 }
 
 variable "zone_id" {
-  description = "Hosted zone that holds the name."
+  description = "Hosted zone that holds the names."
   type        = string
 }
 
-variable "host" {
-  description = "The name that clients and sites use."
+variable "zone_name" {
+  description = "Name of the zone: clients use api. below it, sites NAME.gateway. below it."
   type        = string
 }
 
@@ -24,29 +24,40 @@ variable "port" {
 }
 
 variable "gateways" {
-  description = "By pool: the address of its balancer, the type of its record (A for an address, CNAME for a name), and the AWS region nearest to it."
-  type        = map(object({ endpoint = string, type = string, near = string }))
+  description = "By name: the host name of the gateway's balancer, the AWS region nearest to it, and whether clients are sent to it now."
+  type        = map(object({ endpoint = string, near = string, serves = optional(bool, true) }))
+}
+
+locals {
+  names = { for name, _ in var.gateways : name => "${name}.gateway.${var.zone_name}" }
+}
+
+resource "aws_route53_record" "each" {
+  for_each = var.gateways
+  zone_id  = var.zone_id
+  name     = local.names[each.key]
+  type     = "CNAME"
+  ttl      = 60
+  records  = [each.value.endpoint]
 }
 
 resource "aws_route53_health_check" "this" {
   for_each          = var.gateways
   type              = "HTTPS"
-  fqdn              = each.value.type == "CNAME" ? each.value.endpoint : var.host
-  ip_address        = each.value.type == "A" ? each.value.endpoint : null
+  fqdn              = local.names[each.key]
   port              = var.port
   resource_path     = "/ready"
   enable_sni        = true
   request_interval  = 10
   failure_threshold = 2
-  measure_latency   = true
   tags              = { Name = each.key }
 }
 
-resource "aws_route53_record" "this" {
-  for_each        = var.gateways
+resource "aws_route53_record" "api" {
+  for_each        = { for name, gateway in var.gateways : name => gateway if gateway.serves }
   zone_id         = var.zone_id
-  name            = var.host
-  type            = each.value.type
+  name            = "api.${var.zone_name}"
+  type            = "CNAME"
   ttl             = 30
   records         = [each.value.endpoint]
   set_identifier  = each.key
@@ -54,7 +65,17 @@ resource "aws_route53_record" "this" {
   latency_routing_policy { region = each.value.near }
 }
 
+output "url" {
+  description = "Base URL for clients."
+  value       = "https://api.${var.zone_name}${var.port == 443 ? "" : ":${var.port}"}/v1"
+}
+
+output "names" {
+  description = "Host names of the gateways, for the sites."
+  value       = values(local.names)
+}
+
 output "health_checks" {
-  description = "By pool: the health check, for alarms."
+  description = "By gateway: the id of its health check, for alarms."
   value       = { for name, check in aws_route53_health_check.this : name => check.id }
 }

@@ -48,5 +48,4 @@ resource "aws_lb_listener" "this" {
     type             = "forward"
     target_group_arn = aws_lb_target_group.this[each.key].arn
   }
-  tags = local.tags
 }

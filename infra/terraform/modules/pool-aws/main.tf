@@ -34,7 +34,6 @@ resource "aws_security_group" "this" {
 
 resource "aws_vpc_security_group_egress_rule" "all" {
   security_group_id = aws_security_group.this.id
-  description       = "Registry, secrets, model weights, gateways"
   cidr_ipv4         = "0.0.0.0/0"
   ip_protocol       = "-1"
 }
@@ -56,6 +55,11 @@ resource "aws_iam_role_policy" "secrets" {
     Version   = "2012-10-17"
     Statement = [{ Effect = "Allow", Action = "secretsmanager:GetSecretValue", Resource = var.secrets }]
   })
+}
+
+resource "aws_iam_role_policy_attachment" "session" { # a shell by way of AWS's own sign-in, with no port open
+  role       = aws_iam_role.this.name
+  policy_arn = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
 }
 
 resource "aws_iam_instance_profile" "this" {
@@ -122,12 +126,9 @@ resource "aws_autoscaling_group" "this" {
       }
     }
   }
-  instance_refresh { # a new version: a gateway's successor serves before it goes; engines, scarce, go half at a time
+  instance_refresh { # a new version: gateways one by one, engines, which are scarce and never wait for a successor, half at a time
     strategy = "Rolling"
-    preferences {
-      min_healthy_percentage = local.gateway ? 100 : 50
-      max_healthy_percentage = local.gateway ? 200 : 100
-    }
+    preferences { min_healthy_percentage = local.gateway ? 100 : 50 }
   }
   lifecycle { ignore_changes = [desired_capacity] } # a scaler owns it
 }

@@ -116,10 +116,9 @@ resource "azurerm_linux_virtual_machine_scale_set" "this" {
     for_each = local.gateway ? ["PT5M"] : []
     content {
       max_batch_instance_percent              = 50
-      max_unhealthy_instance_percent          = 50
-      max_unhealthy_upgraded_instance_percent = 50
+      max_unhealthy_instance_percent          = 100 # one machine is all of a small pool
+      max_unhealthy_upgraded_instance_percent = 100
       pause_time_between_batches              = rolling_upgrade_policy.value
-      maximum_surge_instances_enabled         = true
     }
   }
   tags       = local.tags

@@ -111,12 +111,12 @@ resource "google_compute_region_instance_group_manager" "this" {
       }
     }
   }
-  update_policy { # a new version: a gateway's successor serves before it goes; engines, scarce, go first
+  update_policy { # a new version: machines go before their successors come, since GPUs are scarce
     type                         = "PROACTIVE"
     minimal_action               = "REPLACE"
     instance_redistribution_type = "NONE"
-    max_surge_fixed              = local.gateway ? 3 : 0 # a regional group counts by zone: 0, or at least the number of zones
-    max_unavailable_fixed        = local.gateway ? 0 : 3
+    max_surge_fixed              = 0
+    max_unavailable_fixed        = 3 # the least that a group over three zones may have
   }
   lifecycle { ignore_changes = [target_size] } # a scaler owns it
 }

@@ -21,14 +21,10 @@ provider "aws" {
 }
 
 locals {
-  host  = "api.${var.zone_name}"
   cidrs = { a = "10.30.0.0/20", b = "10.31.0.0/20" }
-  pool = {
-    role          = "gateway"
-    machine_types = var.gateways.machine_types
-    min           = var.gateways.min
-    max           = var.gateways.max
-  }
+  ports = { api = 443, sites = 8443 } # served; TLS ends on the machine and leads to the process's own 8080 and 8081
+  # A site keeps a link to every gateway and reaches each by its name, so a region's pool is one machine, replaced when it fails.
+  pool = { role = "gateway", machine_types = var.machine_types, min = 1, max = 1 }
 }
 
 # ---- secrets: one for the gateways, copied to the other region, so that either region starts without the other
@@ -42,14 +38,18 @@ resource "aws_secretsmanager_secret" "gateway" {
 
 resource "aws_secretsmanager_secret_version" "gateway" {
   secret_id = aws_secretsmanager_secret.gateway.id
-  secret_string_wo = jsonencode(merge(var.secrets, {
-    MICO_DATABASE_URL = "postgresql+psycopg://mico:${urlencode(var.database_password)}@${local.database_host}:5432/mico?sslmode=require"
-  }))
+  secret_string_wo = jsonencode({
+    MICO_GATEWAY_DATABASE_URL = local.database_url
+    MICO_DATABASE_URL         = local.database_url
+    MICO_GATEWAY_SITE_TOKENS  = join(",", var.site_tokens)
+    key-pepper                = var.key_pepper
+    "tls.pem"                 = var.certificate
+  })
   secret_string_wo_version = var.secrets_version
 }
 
 locals {
-  database_host = module.postgres.addresses[var.active_database]
+  database_url = "postgresql://mico:${urlencode(var.database_password)}@${module.postgres.addresses[var.active_database]}:5432/mico?sslmode=require"
   secret = {
     a = aws_secretsmanager_secret.gateway.arn
     b = replace(aws_secretsmanager_secret.gateway.arn, ":${var.regions.a}:", ":${var.regions.b}:")
@@ -59,18 +59,32 @@ locals {
 # ---- gateways
 
 module "machine" {
-  source    = "../../modules/cloud-init"
-  for_each  = local.secret
-  cloud     = "aws"
-  secrets   = [each.value]
-  container = { image = var.image, args = ["gateway"], settings = var.settings }
+  source   = "../../modules/cloud-init"
+  for_each = local.secret
+  cloud    = "aws"
+  secrets  = [each.value]
+  container = {
+    image   = var.images[each.key]
+    args    = ["gateway"]
+    prepare = ["db", "upgrade"]
+    files   = { "/var/lib/mico/key-pepper" = "key-pepper" } # the gateways share one, or a key made by one is unknown to the other
+    settings = merge({
+      MICO_GATEWAY_NAME    = "gateway-${each.key}"
+      MICO_GATEWAY_FOLDER  = "/var/lib/mico"
+      MICO_GATEWAY_DRAIN_S = "22" # ends by itself before the container is killed
+    }, var.settings)
+  }
+  tls = {
+    api   = { port = local.ports.api, to = 8080, alpn = "http/1.1" }
+    sites = { port = local.ports.sites, to = 8081, alpn = "h2" }
+  }
 }
 
 module "gateway_a" {
   source        = "../../modules/pool-aws"
   pool          = merge(local.pool, { name = "gateway-a", region = var.regions.a })
   user_data     = module.machine["a"].user_data
-  ports         = var.ports
+  ports         = local.ports
   ingress_cidrs = ["0.0.0.0/0"]
   cidr          = local.cidrs.a
   secrets       = [local.secret.a]
@@ -81,7 +95,7 @@ module "gateway_b" {
   providers     = { aws = aws.b }
   pool          = merge(local.pool, { name = "gateway-b", region = var.regions.b })
   user_data     = module.machine["b"].user_data
-  ports         = var.ports
+  ports         = local.ports
   ingress_cidrs = ["0.0.0.0/0"]
   cidr          = local.cidrs.b
   secrets       = [local.secret.b]
@@ -136,12 +150,12 @@ resource "aws_route53_zone" "this" {
 }
 
 module "dns" {
-  source  = "../../modules/dns-aws"
-  zone_id = aws_route53_zone.this.zone_id
-  host    = local.host
-  port    = var.ports["api"]
+  source    = "../../modules/dns-aws"
+  zone_id   = aws_route53_zone.this.zone_id
+  zone_name = var.zone_name
+  port      = local.ports.api
   gateways = {
-    a = { endpoint = module.gateway_a.pool.endpoint, type = "CNAME", near = var.regions.a }
-    b = { endpoint = module.gateway_b.pool.endpoint, type = "CNAME", near = var.regions.b }
+    a = { endpoint = module.gateway_a.pool.endpoint, near = var.regions.a, serves = contains(var.serving, "a") }
+    b = { endpoint = module.gateway_b.pool.endpoint, near = var.regions.b, serves = contains(var.serving, "b") }
   }
 }

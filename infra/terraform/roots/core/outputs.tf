@@ -1,14 +1,11 @@
 output "url" {
   description = "Base URL for clients."
-  value       = "https://${local.host}:${var.ports["api"]}/v1"
+  value       = module.dns.url
 }
 
 output "gateways" {
-  description = "Addresses for the `gateways` variable of a site: each region's balancer."
-  value = [
-    "${module.gateway_a.pool.endpoint}:${var.ports["sites"]}",
-    "${module.gateway_b.pool.endpoint}:${var.ports["sites"]}",
-  ]
+  description = "Addresses for the `gateways` variable of a site."
+  value       = [for name in module.dns.names : "${name}:${local.ports.sites}"]
 }
 
 output "name_servers" {

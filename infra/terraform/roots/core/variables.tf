@@ -3,9 +3,19 @@ variable "zone_name" {
   type        = string
 }
 
-variable "image" {
-  description = "Gateway image, pinned by digest."
-  type        = string
+variable "images" {
+  description = "Gateway image of each region, pinned by digest; two, so that a new version can be rolled out one region at a time."
+  type        = object({ a = string, b = string })
+}
+
+variable "serving" {
+  description = "Regions that clients are sent to. Take one out, wait until its streams have ended, change it, put it back."
+  type        = set(string)
+  default     = ["a", "b"]
+  validation {
+    condition     = length(var.serving) > 0 && length(setsubtract(var.serving, ["a", "b"])) == 0
+    error_message = "serving: a, b or both."
+  }
 }
 
 variable "regions" {
@@ -18,27 +28,35 @@ variable "regions" {
   }
 }
 
-variable "gateways" {
-  description = "Machines of each region's gateways."
-  type        = object({ machine_types = list(string), min = number, max = number })
-  default     = { machine_types = ["m7i.large", "m6i.large"], min = 2, max = 6 }
-}
-
-variable "ports" {
-  description = "Ports that gateways serve: `api` to clients, `sites` to the sites that dial in. An unprivileged process listens, so 1024 or higher."
-  type        = map(number)
-  default     = { api = 8443, sites = 8081 }
+variable "machine_types" {
+  description = "Machines a gateway may run on, in order of preference."
+  type        = list(string)
+  default     = ["m7i.xlarge", "m6i.xlarge"]
 }
 
 variable "settings" {
-  description = "Settings of the gateways, as environment; nothing secret."
+  description = "Further settings of the gateways, as environment: MICO_GATEWAY_POLICY and the like. Nothing secret."
   type        = map(string)
   default     = {}
 }
 
-variable "secrets" {
-  description = "Secrets of the gateways, from name to text: NAMES_LIKE_THIS become environment, others such as tls.key files in /run/mico. Never in plan or state."
-  type        = map(string)
+variable "site_tokens" {
+  description = "Tokens that let sites in, one for each site. Never in plan or state."
+  type        = list(string)
+  ephemeral   = true
+  sensitive   = true
+}
+
+variable "key_pepper" {
+  description = "What API keys are hashed with: openssl rand -hex 32, once and for ever. Never in plan or state."
+  type        = string
+  ephemeral   = true
+  sensitive   = true
+}
+
+variable "certificate" {
+  description = "Certificate chain and key, PEM, for api., a.gateway. and b.gateway. of the zone. Never in plan or state."
+  type        = string
   ephemeral   = true
   sensitive   = true
 }
@@ -55,7 +73,7 @@ variable "database_password" {
 }
 
 variable "secrets_version" {
-  description = "Raise it when secrets or database_password change; that is what makes Terraform write them."
+  description = "Raise it when one of the secrets changes; that is what makes Terraform write them."
   type        = number
   default     = 1
 }

@@ -57,7 +57,7 @@ resource "azurerm_key_vault_secret" "site" {
   name             = "site"
   key_vault_id     = azurerm_key_vault.site.id
   content_type     = "application/json"
-  value_wo         = jsonencode({ MICO_TOKEN = var.token })
+  value_wo         = jsonencode({ MICO_SITE_TOKEN = var.token })
   value_wo_version = var.token_version
   depends_on       = [azurerm_role_assignment.writer]
 }
@@ -70,12 +70,16 @@ module "machine" {
     image = var.image
     args  = ["site"]
     gpu   = true
-    settings = merge(var.settings, {
-      MICO_SITE     = var.site.name
-      MICO_CLOUD    = "azure"
-      MICO_REGION   = var.site.region
-      MICO_GATEWAYS = join(",", var.gateways)
-    })
+    settings = merge({
+      MICO_SITE_SITE     = var.site.name
+      MICO_SITE_CLOUD    = "azure"
+      MICO_SITE_REGION   = var.site.region
+      MICO_SITE_GATEWAYS = join(",", var.gateways)
+      MICO_SITE_TLS      = "true"
+      MICO_SITE_MODEL    = var.model
+      MICO_SITE_DRAIN_S  = "22" # ends by itself before the container is killed
+      HF_HOME            = "/var/lib/mico/models"
+    }, var.settings)
   }
 }
 

@@ -31,7 +31,7 @@ resource "google_secret_manager_secret" "site" {
 
 resource "google_secret_manager_secret_version" "site" {
   secret                 = google_secret_manager_secret.site.id
-  secret_data_wo         = jsonencode({ MICO_TOKEN = var.token })
+  secret_data_wo         = jsonencode({ MICO_SITE_TOKEN = var.token })
   secret_data_wo_version = var.token_version
 }
 
@@ -43,12 +43,16 @@ module "machine" {
     image = var.image
     args  = ["site"]
     gpu   = true
-    settings = merge(var.settings, {
-      MICO_SITE     = var.site.name
-      MICO_CLOUD    = "gcp"
-      MICO_REGION   = var.site.region
-      MICO_GATEWAYS = join(",", var.gateways)
-    })
+    settings = merge({
+      MICO_SITE_SITE     = var.site.name
+      MICO_SITE_CLOUD    = "gcp"
+      MICO_SITE_REGION   = var.site.region
+      MICO_SITE_GATEWAYS = join(",", var.gateways)
+      MICO_SITE_TLS      = "true"
+      MICO_SITE_MODEL    = var.model
+      MICO_SITE_DRAIN_S  = "22" # ends by itself before the container is killed
+      HF_HOME            = "/var/lib/mico/models"
+    }, var.settings)
   }
 }
 

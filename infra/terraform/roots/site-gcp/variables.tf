@@ -22,8 +22,13 @@ variable "gateways" {
   type        = list(string)
 }
 
+variable "model" {
+  description = "The model to serve: a Hub id, or a folder of the image."
+  type        = string
+}
+
 variable "settings" {
-  description = "Further settings of the engine, as environment: model, slots, price. Nothing secret."
+  description = "Further settings of the engine, as environment: MICO_SITE_SLOTS, MICO_SITE_OUTPUT_USD_PER_MTOK and the like. Nothing secret."
   type        = map(string)
   default     = {}
 }

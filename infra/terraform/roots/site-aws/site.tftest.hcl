@@ -1,0 +1,38 @@
+provider "aws" {
+  region = "eu-central-1"
+}
+
+override_data {
+  target = module.pool.module.network.data.aws_availability_zones.this
+  values = { names = ["eu-central-1a", "eu-central-1b"] }
+}
+
+variables {
+  site     = { name = "aws-eu", region = "eu-central-1", machine_types = ["g6.xlarge"], gpu = { type = "nvidia-l4", count = 1 }, min = 0, max = 4 }
+  image    = "example.com/engine@sha256:0000000000000000000000000000000000000000000000000000000000000000"
+  model    = "some/model"
+  gateways = ["a.gateway.mico.example.com:8443", "b.gateway.mico.example.com:8443"]
+  token    = "a-token-for-a-test"
+}
+
+run "site" {
+  assert {
+    condition     = output.pool.role == "engine" && output.pool.cloud == "aws" && output.pool.endpoint == null
+    error_message = "a site is a pool of engines that nobody reaches"
+  }
+  assert {
+    condition     = aws_secretsmanager_secret_version.site.secret_string_wo == null
+    error_message = "the token is in no state"
+  }
+  assert {
+    condition = alltrue([for line in [
+      "MICO_SITE_SITE=aws-eu", "MICO_SITE_CLOUD=aws", "MICO_SITE_REGION=eu-central-1", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
+      "MICO_SITE_GATEWAYS=a.gateway.mico.example.com:8443,b.gateway.mico.example.com:8443",
+    ] : strcontains(module.machine.user_data, line)])
+    error_message = "the engine is told who and where it is, what it serves and whom to dial"
+  }
+  assert {
+    condition     = !strcontains(module.machine.user_data, "a-token-for-a-test")
+    error_message = "user data can be read by many"
+  }
+}

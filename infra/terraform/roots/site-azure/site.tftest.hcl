@@ -1,0 +1,36 @@
+provider "azurerm" {
+  subscription_id = "00000000-0000-0000-0000-000000000000"
+  features {}
+}
+
+variables {
+  site            = { name = "azure-eu", region = "westeurope", machine_types = ["Standard_NC24ads_A100_v4"], gpu = { type = "nvidia-l4", count = 1 }, min = 0, max = 4 }
+  image           = "example.com/engine@sha256:0000000000000000000000000000000000000000000000000000000000000000"
+  model           = "some/model"
+  gateways        = ["a.gateway.mico.example.com:8443", "b.gateway.mico.example.com:8443"]
+  token           = "a-token-for-a-test"
+  subscription_id = "00000000-0000-0000-0000-000000000000"
+  ssh_public_key  = "ssh-ed25519 AAAA nobody"
+}
+
+run "site" {
+  assert {
+    condition     = output.pool.role == "engine" && output.pool.cloud == "azure" && output.pool.endpoint == null
+    error_message = "a site is a pool of engines that nobody reaches"
+  }
+  assert {
+    condition     = azurerm_key_vault_secret.site.value_wo == null
+    error_message = "the token is in no state"
+  }
+  assert {
+    condition = alltrue([for line in [
+      "MICO_SITE_SITE=azure-eu", "MICO_SITE_CLOUD=azure", "MICO_SITE_REGION=westeurope", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
+      "MICO_SITE_GATEWAYS=a.gateway.mico.example.com:8443,b.gateway.mico.example.com:8443",
+    ] : strcontains(module.machine.user_data, line)])
+    error_message = "the engine is told who and where it is, what it serves and whom to dial"
+  }
+  assert {
+    condition     = !strcontains(module.machine.user_data, "a-token-for-a-test")
+    error_message = "user data can be read by many"
+  }
+}
