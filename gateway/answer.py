@@ -62,6 +62,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
         now_s=gateway.clock(),
         turn=next(gateway.turns),
         avoid=this.avoid,
+        toward=this.toward,
     )
     if placed.site is None:
         raise gave_up(story.current.broken if story.current else None, this.resume, placed.reason)
@@ -75,7 +76,8 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
         excluded=placed.excluded,
         decided_s=gateway.clock() - query.received_s,
     )
-    attempt = gateway.federation.links[decision.site].assign(query, decision, demand, forecast, this.resume)
+    link = gateway.federation.links[decision.site]
+    attempt = link.assign(query, decision, demand, forecast, resume=this.resume, moves=this.moves)
     story.begin(attempt)
     return attempt
 

@@ -338,10 +338,13 @@ class Cause(StrEnum):
 
 
 class Broken(NamedTuple):
+    """`toward`: the site that bid for a released attempt."""
+
     site: str
     cause: Cause
     message: str
     param: str | None = None
+    toward: str | None = None
 
 
 class Resume(NamedTuple):

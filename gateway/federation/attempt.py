@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gateway.domain import Broken, Decision, Delta, SiteIdentity
+from gateway.routing.demand import Demand
 
 
 class AttemptBroken(Exception):
@@ -41,10 +42,20 @@ class LiveAttempt:
     """
 
     def __init__(
-        self, decision: Decision, site: SiteIdentity, choices: int, on_cancel: Callable[[LiveAttempt], None]
+        self,
+        *,
+        decision: Decision,
+        demand: Demand,
+        site: SiteIdentity,
+        choices: int,
+        moves: int,
+        on_cancel: Callable[[LiveAttempt], None],
     ) -> None:
         self.decision = decision
+        self.demand = demand
         self.site = site
+        self.moves = moves
+        self.started = False
         self.accepted: Accepted | None = None
         self.broken: Broken | None = None
         self.ended = asyncio.Event()
@@ -71,6 +82,7 @@ class LiveAttempt:
         choice = self._choices[delta.index]
         if choice.finished or self.ended.is_set():
             return
+        self.started = True
         choice.pending = delta if choice.pending is None else _merge(choice.pending, delta)
         self.count(delta.index, delta.completion_tokens)
         if delta.finish is not None:

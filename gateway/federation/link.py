@@ -14,6 +14,7 @@ from gateway.domain import Broken, Cause, Credit, Decision, Query, Resume, SiteI
 from gateway.federation import codec
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
+from gateway.federation.offloading import Offloading
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
@@ -24,7 +25,9 @@ log = logging.getLogger(__name__)
 class Link:
     """`outbox` holds what the site has not been sent yet, bounded by the attempts that admission lets in."""
 
-    def __init__(self, identity: SiteIdentity, directory: Directory, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, identity: SiteIdentity, directory: Directory, offloading: Offloading, clock: Callable[[], float]
+    ) -> None:
         self.identity = identity
         self.heard_s = clock()
         self.outbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
@@ -32,6 +35,7 @@ class Link:
         self._live: dict[str, LiveAttempt] = {}
         self._uncovered: dict[str, Demand] = {}  # assigned, and in no report of the site yet
         self._directory = directory
+        self._offloading = offloading
         self._clock = clock
         self._pings: dict[int, float] = {}
         self._take: Mapping[str | None, Callable[[Any], None]] = {
@@ -42,7 +46,8 @@ class Link:
             "pong": self._pong,
             "draining": self._draining,
             "bye": self._draining,
-            "bid": lambda bid: None,  # pending work is offered to bidders once offloading is negotiated
+            "bid": lambda bid: offloading.bid(self.name),
+            "released": self._released,
         }
 
     @property
@@ -56,9 +61,23 @@ class Link:
     # -- to the site --
 
     def assign(
-        self, query: Query, decision: Decision, demand: Demand, forecast: Forecast, resume: Resume | None
+        self,
+        query: Query,
+        decision: Decision,
+        demand: Demand,
+        forecast: Forecast,
+        *,
+        resume: Resume | None = None,
+        moves: int = 0,
     ) -> LiveAttempt:
-        attempt = LiveAttempt(decision, self.identity, query.sampling.n, self._cancel)
+        attempt = LiveAttempt(
+            decision=decision,
+            demand=demand,
+            site=self.identity,
+            choices=query.sampling.n,
+            moves=moves,
+            on_cancel=self._cancel,
+        )
         if self.closing is not None:
             attempt.fail(Broken(self.name, Cause.LOST, self.closing))
             return attempt
@@ -69,6 +88,14 @@ class Link:
         self._directory.credit(self.name, self._credit())
         self.outbox.put_nowait(message)
         return attempt
+
+    def pending(self) -> list[LiveAttempt]:
+        """What the site has accepted and, as far as is known here, not started."""
+        return [each for each in self._live.values() if each.accepted and not each.started]
+
+    def release(self, release_id: str, attempt_ids: list[str]) -> None:
+        release = pb.Release(release_id=release_id, attempt_ids=attempt_ids)
+        self.outbox.put_nowait(pb.GatewayMessage(release=release))
 
     def ping(self) -> None:
         """A new ping; those of more than a few rounds ago will not be answered any more."""
@@ -133,6 +160,15 @@ class Link:
         live = self._live
         self._uncovered = {k: demand for k, demand in self._uncovered.items() if live[k].accepted is None}
         self._directory.report(self.name, report, self._credit())
+        if report.running < self.identity.slots and report.pending == 0:
+            self._offloading.bid(self.name)
+
+    def _released(self, message: pb.Released) -> None:
+        """The site gave these up for good: each goes to whoever bid for it, or is decided anew."""
+        toward = self._offloading.answered(message.release_id)
+        for attempt_id in message.attempt_ids:
+            if attempt := self._live.get(attempt_id):
+                self._end(attempt, Broken(self.name, Cause.RELEASED, "released", toward=toward))
 
     def _pong(self, message: pb.Pong) -> None:
         if sent_s := self._pings.pop(message.nonce, None):

@@ -15,6 +15,7 @@ import grpc
 from gateway.federation import codec
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
+from gateway.federation.offloading import Offloading
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -47,6 +48,7 @@ class Federation(rpc.FederationServicer):
         self._settings = settings
         self._clock = clock
         self._links: dict[str, Link] = {}
+        self._offloading = Offloading(self._links, directory, clock)
 
     @property
     def links(self) -> Mapping[str, Link]:
@@ -79,7 +81,7 @@ class Federation(rpc.FederationServicer):
             raise codec.Garbage(f"no Hello within {HELLO_WITHIN_S:.0f} s") from exc
         if first is grpc.aio.EOF or first.WhichOneof("body") != "hello":
             raise codec.Garbage("the first message of a site is Hello")
-        link = Link(codec.identity(first.hello), self.directory, self._clock)
+        link = Link(codec.identity(first.hello), self.directory, self._offloading, self._clock)
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
@@ -139,14 +141,20 @@ class Federation(rpc.FederationServicer):
             return f"connection lost ({exc})"
 
     async def _watch(self, link: Link) -> str:
-        """Heartbeats: a site that hangs keeps its socket open, so silence is what tells."""
-        limit_s = MISSED_HEARTBEATS * self._settings.heartbeat_s
+        """Heartbeats: a site that hangs keeps its socket open, so silence is what tells.
+
+        Silence is counted in heartbeats that this process slept through on time: if it was stalled itself, the
+        site's answers wait unread, and that is not the site's fault.
+        """
+        heartbeat_s, missed = self._settings.heartbeat_s, 0
         while link.closing is None:
-            silent_s = self._clock() - link.heard_s
-            if silent_s > limit_s:
-                return f"silent for {silent_s:.1f} s"
+            if missed >= MISSED_HEARTBEATS:
+                return f"silent for {self._clock() - link.heard_s:.1f} s"
             link.ping()
-            await asyncio.sleep(self._settings.heartbeat_s)
+            began_s = self._clock()
+            await asyncio.sleep(heartbeat_s)
+            stalled = self._clock() - began_s > 1.5 * heartbeat_s
+            missed = 0 if stalled or link.heard_s >= began_s else missed + 1
         return link.closing
 
 

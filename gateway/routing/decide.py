@@ -28,6 +28,7 @@ def decide(
     now_s: float,
     turn: int,
     avoid: Collection[str] = (),
+    toward: str | None = None,
 ) -> Placement:
     candidates: list[Candidate] = []
     excluded: dict[str, str] = {}
@@ -40,6 +41,9 @@ def decide(
     estimates = tuple(c.estimate for c in candidates)
     if not candidates:
         return Placement(None, "no site can serve it: " + _list(excluded), estimates, excluded)
+    for site, _ in candidates:
+        if site.name == toward:
+            return Placement(site, f"offloaded: {toward} was idle and bid for it", estimates, excluded)
     chosen, reason = policy(demand, candidates, turn)
     return Placement(chosen.site, reason, estimates, excluded)
 

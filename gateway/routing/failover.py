@@ -20,11 +20,16 @@ RETRY_AFTER_S = 1.0
 
 
 class Try(NamedTuple):
-    """`avoid`: sites not to be used again. `resume`: what the client has, None before the first token."""
+    """`avoid`: sites not to be used again. `resume`: what the client has, None before the first token.
+
+    `toward`: the site that bid for the query, which then moves there for the `moves`-th time.
+    """
 
     number: int
-    avoid: frozenset[str]
-    resume: Resume | None
+    avoid: frozenset[str] = frozenset()
+    resume: Resume | None = None
+    toward: str | None = None
+    moves: int = 0
 
 
 class Setback(NamedTuple):
@@ -35,21 +40,31 @@ class Setback(NamedTuple):
 
 
 def tries(sampling: Sampling, most: int) -> Generator[Try, Setback, None]:
-    """At most `most` tries, never the same site twice. Raises the error for the client in the end."""
-    avoid: frozenset[str] = frozenset()
-    resume: Resume | None = None
-    for number in range(1, most + 1):
-        broken, resume = yield Try(number, avoid, resume)
-        if broken.cause is Cause.CONTEXT_LENGTH:
-            raise ContextTooLong(broken.message, param=broken.param)
-        if broken.cause is Cause.INVALID:
-            raise BadRequest(broken.message, param=broken.param)
-        if resume is not None and not sampling.resumable:
-            raise UpstreamLost(
-                f"{broken.message}; with n > 1, logprobs or echo an answer can't go on elsewhere"
-            )
-        avoid |= {broken.site}
-    raise gave_up(broken, resume)
+    """Until `most` tries have failed, never the same site twice. Raises the error for the client in the end.
+
+    To be released by a site is no failure: the query goes on to the site that bid for it.
+    """
+    this, failures = Try(1), 0
+    while True:
+        broken, resume = yield this
+        if broken.cause is Cause.RELEASED:
+            this = this._replace(number=this.number + 1, toward=broken.toward, moves=this.moves + 1)
+            continue
+        _check(broken, resume, sampling)
+        failures += 1
+        if failures >= most:
+            raise gave_up(broken, resume)
+        this = Try(this.number + 1, this.avoid | {broken.site}, resume, moves=this.moves)
+
+
+def _check(broken: Broken, resume: Resume | None, sampling: Sampling) -> None:
+    """Raise what no other site could better."""
+    if broken.cause is Cause.CONTEXT_LENGTH:
+        raise ContextTooLong(broken.message, param=broken.param)
+    if broken.cause is Cause.INVALID:
+        raise BadRequest(broken.message, param=broken.param)
+    if resume is not None and not sampling.resumable:
+        raise UpstreamLost(f"{broken.message}; with n > 1, logprobs or echo an answer can't go on elsewhere")
 
 
 def gave_up(broken: Broken | None, resume: Resume | None, reason: str = "") -> MicoError:

@@ -43,7 +43,7 @@ async def until(condition: Callable[[], Any], what: str = "condition") -> Any:
 
 
 class ScriptedSite:
-    """A site under the test's hand. `inbox` holds what the gateway sent, pings apart, which it answers itself."""
+    """A site under the test's hand. `inbox` holds what the gateway sent; pings it answers itself."""
 
     def __init__(
         self, name: str, address: str, *, slots: int = 4, token: str = TOKEN, seconds_per_token: float = 0.01
@@ -53,6 +53,7 @@ class ScriptedSite:
         self.inbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
         self.answers_pings = True
         self._seq = 0
+        self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._channel: Any = None
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
@@ -90,7 +91,8 @@ class ScriptedSite:
         await self.send(load=load)
 
     async def send(self, **body: Any) -> None:
-        await self._call.write(pb.SiteMessage(**body))
+        async with self._writing:
+            await self._call.write(pb.SiteMessage(**body))
 
     async def assigned(self) -> pb.Assign:
         """The next message, which must be an Assign; it is accepted."""

@@ -59,6 +59,10 @@ class FakeWriter:
         self.poison: set[str] = set()
         self.offers = 0
 
+    @property
+    def works(self) -> bool:
+        return not self.down and not self.loses_the_answer
+
     async def write(self, records: Sequence[Record]) -> None:
         self.offers += 1
         if self.down:

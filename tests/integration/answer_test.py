@@ -359,6 +359,74 @@ def test_the_most_live_queries_bound_memory() -> None:
     run(scenario, most_live=1)
 
 
+async def queue_at(
+    here: Scene, busy: ScriptedSite, count: int
+) -> tuple[list[asyncio.Task[list[Piece]]], list[pb.Assign]]:
+    """`count` queries that a site with one slot has accepted; it reports all but the first as waiting."""
+    tasks = [asyncio.create_task(whole(here, here.query())) for _ in range(count)]
+    assigns = [await busy.assigned() for _ in range(count)]
+    await busy.report(
+        running=1, running_remaining=[500], pending=count - 1, pending_response_tokens=50 * (count - 1)
+    )
+    await until(lambda: here.gateway.directory.sites[0].load.pending == count - 1, "the report")
+    return tasks, assigns
+
+
+def test_an_idle_site_takes_over_what_waits_elsewhere_and_only_what_is_released() -> None:
+    async def scenario(here: Scene) -> None:
+        busy = await here.site("busy", slots=1)
+        tasks, assigns = await queue_at(here, busy, 4)
+        idle = await here.site("idle", slots=3)
+        asked = (await busy.next()).release
+        assert len(asked.attempt_ids) == 3
+        kept, *gone = asked.attempt_ids
+        await busy.send(released=pb.Released(release_id=asked.release_id, attempt_ids=gone))
+        moved = [await idle.assigned() for _ in gone]
+        assert not {a.attempt_id for a in moved} & {a.attempt_id for a in assigns}
+        for assign in moved:
+            await idle.finish(assign, "moved", 1)
+        for assign in assigns:
+            await busy.finish(assign, "stayed", 1)  # of the released ones this is dropped
+        texts = sorted(text_of(pieces) for pieces in await asyncio.gather(*tasks))
+        assert texts == ["moved", "moved", "stayed", "stayed"]
+        hops = sorted([a.ended for a in outcome.attempts] for outcome in here.outcomes)
+        assert hops == [["finished"], ["finished"], ["released", "finished"], ["released", "finished"]]
+        assert kept
+
+    run(scenario)
+
+
+def test_what_started_in_the_meantime_stays() -> None:
+    async def scenario(here: Scene) -> None:
+        busy = await here.site("busy", slots=1)
+        tasks, assigns = await queue_at(here, busy, 2)
+        await here.site("idle", slots=3)
+        asked = (await busy.next()).release
+        await busy.send(released=pb.Released(release_id=asked.release_id))
+        for assign in assigns:
+            await busy.finish(assign, "stayed", 1)
+        assert [text_of(pieces) for pieces in await asyncio.gather(*tasks)] == ["stayed", "stayed"]
+
+    run(scenario)
+
+
+def test_a_bidder_that_dies_leaves_the_released_queries_to_the_others() -> None:
+    async def scenario(here: Scene) -> None:
+        busy = await here.site("busy", slots=1)
+        tasks, assigns = await queue_at(here, busy, 2)
+        idle = await here.site("idle", slots=3)
+        asked = (await busy.next()).release
+        await idle.close()
+        await until(lambda: "idle" not in here.gateway.federation.links, "the bidder to be gone")
+        await busy.send(released=pb.Released(release_id=asked.release_id, attempt_ids=asked.attempt_ids))
+        again = [await busy.assigned() for _ in asked.attempt_ids]
+        for assign in (*assigns, *again):
+            await busy.finish(assign, "served", 1)
+        assert [text_of(pieces) for pieces in await asyncio.gather(*tasks)] == ["served", "served"]
+
+    run(scenario)
+
+
 def test_a_burst_on_one_old_report_spreads_over_equal_sites() -> None:
     async def scenario(here: Scene) -> None:
         sites = [await here.site(name, slots=4) for name in "abc"]

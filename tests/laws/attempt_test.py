@@ -11,6 +11,7 @@ from gateway.domain import Broken, Caller, Cause, Decision, Delta, Finish, Query
 from gateway.federation.attempt import AttemptBroken, LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
+from gateway.federation.offloading import Offloading
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
@@ -24,6 +25,17 @@ def decision(attempt_id: str) -> Decision:
     return Decision("q", attempt_id, "s", "mico", "test", (), {}, 0.0)
 
 
+def live(choices: int) -> LiveAttempt:
+    return LiveAttempt(
+        decision=decision("a"),
+        demand=DEMAND,
+        site=IDENTITY,
+        choices=choices,
+        moves=0,
+        on_cancel=lambda _: None,
+    )
+
+
 texts = st.lists(st.text(max_size=3), min_size=1, max_size=12)
 
 
@@ -32,7 +44,7 @@ def test_pieces_joined_equal_the_whole_however_slow_the_reader(
     choices: list[list[str]], data: st.DataObject
 ) -> None:
     async def scenario() -> None:
-        attempt = LiveAttempt(decision("a"), IDENTITY, len(choices), lambda _: None)
+        attempt = live(len(choices))
         left = {index: list(enumerate(parts, 1)) for index, parts in enumerate(choices)}
         got = dict.fromkeys(left, "")
         finished: list[int] = []
@@ -61,7 +73,7 @@ def _take(deltas: list[Delta], got: dict[int, str], finished: list[int]) -> None
 
 def test_what_came_before_a_break_is_handed_out_before_the_break() -> None:
     async def scenario() -> None:
-        attempt = LiveAttempt(decision("a"), IDENTITY, 1, lambda _: None)
+        attempt = live(1)
         attempt.feed(Delta(0, "half", 2))
         attempt.fail(Broken("s", Cause.LOST, "gone"))
         attempt.feed(Delta(0, " too late", 4))
@@ -82,14 +94,14 @@ class Bookkeeping:
     def __init__(self) -> None:
         self.directory = Directory()
         self.directory.join(IDENTITY, 0.0)
-        self.link = Link(IDENTITY, self.directory, lambda: 0.0)
+        self.link = Link(IDENTITY, self.directory, Offloading({}, self.directory, lambda: 0.0), lambda: 0.0)
         self.assigned: set[str] = set()
         self.accepted: set[str] = set()
         self.seq = 0
 
     def assign(self, name: str) -> None:
         query = Query(name, "m", "hi", Sampling(), Caller("k", "t"), 0.0, 100.0)
-        self.link.assign(query, decision(name), DEMAND, FORECAST, None)
+        self.link.assign(query, decision(name), DEMAND, FORECAST)
         self.assigned.add(name)
 
     def accept(self, name: str) -> None:

@@ -203,7 +203,7 @@ def test_a_demand_reserves_its_90_percent_quantile_within_its_cap() -> None:
     assert (resumed.prompt_tokens, resumed.kv_tokens) == (25, 10 + 20)
 
 
-causes = st.sampled_from([c for c in Cause if c not in (Cause.CONTEXT_LENGTH, Cause.INVALID)])
+causes = st.sampled_from([c for c in Cause if c not in (Cause.CONTEXT_LENGTH, Cause.INVALID, Cause.RELEASED)])
 
 
 @given(st.integers(1, 6), st.lists(causes, min_size=6, max_size=6))
@@ -218,6 +218,17 @@ def test_tries_are_bounded_and_never_repeat_a_site(most: int, breaks: list[Cause
             used.add(f"s{number}")
             this = plan.send(Setback(Broken(f"s{number}", cause, "broke"), None))
     assert len(used) == most
+
+
+@given(st.integers(1, 9))
+def test_to_be_released_is_no_failure_and_leads_to_the_bidder(moves: int) -> None:
+    plan = tries(Sampling(), 1)
+    this = next(plan)
+    for move in range(1, moves + 1):
+        this = plan.send(Setback(Broken("a", Cause.RELEASED, "released", toward="b"), None))
+        assert (this.number, this.moves, this.toward, this.avoid) == (move + 1, move, "b", frozenset())
+    with pytest.raises(MicoError):
+        plan.send(Setback(Broken("b", Cause.LOST, "gone"), None))
 
 
 @given(st.tuples(st.integers(0, 9)), st.integers(0, 20))

@@ -1,0 +1,81 @@
+"""The negotiation: a site bids, donors are asked to release, what they confirm goes to the bidder.
+
+Exactly once by construction: an attempt is assigned anew only after its site has said that it gave it up, and
+under a new attempt id. Synchronous; one round per bidder at a time.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+from gateway.federation.attempt import LiveAttempt
+from gateway.federation.directory import Directory
+from gateway.routing.offload import Pending, wins
+
+ANSWER_WITHIN_S = 2.0
+"""A donor that has not answered by then is not waited for; if it does answer, that still counts."""
+
+
+class Donor(Protocol):
+    """A link, as far as this negotiation needs it."""
+
+    def pending(self) -> list[LiveAttempt]: ...
+    def release(self, release_id: str, attempt_ids: list[str]) -> None: ...
+
+
+class _Asked(NamedTuple):
+    bidder: str
+    attempt_ids: tuple[str, ...]
+    asked_s: float
+
+
+class Offloading:
+    """`links` is the federation's own map of links by site."""
+
+    def __init__(self, links: Mapping[str, Donor], directory: Directory, clock: Callable[[], float]) -> None:
+        self._links = links
+        self._directory = directory
+        self._clock = clock
+        self._asked: dict[str, _Asked] = {}
+
+    def bid(self, bidder: str) -> None:
+        """A site has room: ask for what gains by moving there, unless a round of this bidder is open."""
+        now_s = self._clock()
+        self._asked = {
+            k: asked for k, asked in self._asked.items() if now_s - asked.asked_s < ANSWER_WITHIN_S
+        }
+        if any(asked.bidder == bidder for asked in self._asked.values()):
+            return
+        pending = self._pending()
+        sites = {site.name: site for site in self._directory.sites} if pending else {}
+        if bidder in sites:
+            won = wins(sites[bidder], pending, sites, now_s)
+            for donor, attempts in groupby(sorted(won, key=_site_of), key=_site_of):
+                self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
+
+    def answered(self, release_id: str) -> str | None:
+        """Who the released attempts of this answer go to; None if nobody asked (any more)."""
+        asked = self._asked.pop(release_id, None)
+        return asked.bidder if asked else None
+
+    def _pending(self) -> list[Pending]:
+        """What waits anywhere and is not being negotiated about already."""
+        talked_about = {each for asked in self._asked.values() for each in asked.attempt_ids}
+        return [
+            Pending(attempt.id, name, attempt.demand, attempt.moves)
+            for name, link in self._links.items()
+            for attempt in link.pending()
+            if attempt.id not in talked_about
+        ]
+
+    def _ask(self, bidder: str, donor: str, attempt_ids: list[str], now_s: float) -> None:
+        release_id = uuid.uuid4().hex
+        self._asked[release_id] = _Asked(bidder, tuple(attempt_ids), now_s)
+        self._links[donor].release(release_id, attempt_ids)
+
+
+def _site_of(pending: Pending) -> str:
+    return pending.site

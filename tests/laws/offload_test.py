@@ -1,0 +1,81 @@
+"""Laws of offloading: what a bidder wins from the queues of others, and what it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.routing.demand import Demand
+from gateway.routing.offload import MOST_MOVES, Pending, wins
+
+NOW = 50.0
+
+
+def site(name: str, *, running: int = 0, pending: int = 0, slots: int = 4, seconds: float = 0.02) -> Site:
+    model = Model("m", "r", 1024, 0, "o", frozenset())
+    identity = SiteIdentity(name, "b", "c", "r", {"m": model}, slots=slots, kv_capacity_tokens=100_000)
+    load = LoadReport(
+        seq=1,
+        received_s=NOW,
+        running=running,
+        pending=pending,
+        kv_free_tokens=90_000,
+        iteration=IterationCost(base_s=seconds),
+        running_remaining=(200,) * running,
+        pending_prompt_tokens=20 * pending,
+        pending_response_tokens=100.0 * pending,
+    )
+    return Site(identity, SiteState.READY, load)
+
+
+def pending(number: int, where: str = "busy", *, tokens: float = 100.0, moves: int = 0) -> Pending:
+    return Pending(f"q{number}", where, Demand("m", 20, tokens, 250), moves)
+
+
+counts = st.integers(0, 40)
+slots = st.integers(1, 16)
+
+
+@given(counts, slots, st.integers(0, 16), st.integers(0, 20), st.floats(0.001, 0.5))
+def test_a_bidder_wins_no_more_than_it_can_start_at_once(
+    waiting: int, room: int, running: int, credit: int, seconds: float
+) -> None:
+    bidder = site("idle", slots=room, running=min(running, room), seconds=seconds)
+    bidder = replace(bidder, credit=Credit(credit, 20.0 * credit, 100.0 * credit))
+    busy = site("busy", running=4, pending=waiting)
+    won = wins(bidder, [pending(n) for n in range(waiting)], {"idle": bidder, "busy": busy}, NOW)
+    assert len(won) <= max(0, room - min(running, room) - credit)
+    assert len({each.attempt_id for each in won}) == len(won)
+
+
+@given(st.integers(1, 40))
+def test_an_idle_equal_site_takes_work_from_a_queue(waiting: int) -> None:
+    bidder, busy = site("idle"), site("busy", running=4, pending=waiting)
+    won = wins(bidder, [pending(n) for n in range(waiting)], {"idle": bidder, "busy": busy}, NOW)
+    assert len(won) == min(waiting, 4)
+
+
+def test_a_much_slower_site_wins_nothing_that_would_finish_sooner_where_it_is() -> None:
+    bidder, busy = site("idle", seconds=1.0), site("busy", running=4, pending=1, seconds=0.01)
+    assert wins(bidder, [pending(0)], {"idle": bidder, "busy": busy}, NOW) == []
+
+
+def test_a_far_site_wins_nothing_that_gains_less_than_the_way() -> None:
+    bidder, busy = replace(site("idle"), rtt_s=30.0), site("busy", running=4, pending=2)
+    assert wins(bidder, [pending(0)], {"idle": bidder, "busy": busy}, NOW) == []
+
+
+def test_a_query_that_moved_often_enough_stays() -> None:
+    bidder, busy = site("idle"), site("busy", running=4, pending=5)
+    sites = {"idle": bidder, "busy": busy}
+    assert wins(bidder, [pending(0, moves=MOST_MOVES)], sites, NOW) == []
+    assert wins(bidder, [pending(0, moves=MOST_MOVES - 1)], sites, NOW) != []
+
+
+def test_nobody_wins_its_own_queue_or_one_of_a_site_that_left() -> None:
+    bidder, busy = site("idle", pending=0), site("busy", running=4, pending=5)
+    sites = {"idle": bidder, "busy": busy}
+    assert wins(bidder, [pending(0, "idle"), pending(1, "gone")], sites, NOW) == []
