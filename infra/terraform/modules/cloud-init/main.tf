@@ -84,17 +84,17 @@ locals {
     length(var.tls) > 0 ? { "/etc/mico/tls.cfg" = templatefile("${path.module}/tls.cfg", local.vars) } : {},
     { for unit in local.units : "/etc/systemd/system/${unit}" => templatefile("${path.module}/units/${unit}", local.vars) },
   )
-}
-
-output "user_data" {
-  description = "Cloud-init text for a pool's user_data."
-  value = join("\n", ["#cloud-config", yamlencode({
-    package_update = true
-    packages       = concat(var.container.gpu ? [] : ["docker.io"], length(var.tls) > 0 ? ["haproxy"] : []) # GPU images bring their own Docker
-    write_files    = [for path, content in local.files : { path = path, permissions = "0644", content = content }]
+  first_boot = {
+    packages    = concat(var.container.gpu ? [] : ["docker.io"], length(var.tls) > 0 ? ["haproxy"] : []) # GPU images bring their own Docker
+    write_files = [for path, content in local.files : { path = path, permissions = "0644", content = content }]
     runcmd = concat(
       length(var.tls) > 0 ? [["systemctl", "disable", "--now", "haproxy.service"]] : [], # ours has its own configuration
       [["systemctl", "daemon-reload"], concat(["systemctl", "enable", "--now"], local.started)],
     )
-  })])
+  }
+}
+
+output "user_data" {
+  description = "Cloud-init text for a pool's user_data."
+  value       = "#cloud-config\n${yamlencode({ for key, value in local.first_boot : key => value if length(value) > 0 })}"
 }
