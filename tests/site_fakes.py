@@ -39,6 +39,7 @@ class FakeEngine:
     slots: int = 2
     max_pending: int = 4
     chunk: int = 8
+    width: int = 1  # how often the text of a token repeats its letter
     failures: list[Exception] = field(default_factory=list)  # what the next steps raise
     running: dict[str, _Running] = field(default_factory=dict)
     pending: dict[str, Request] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class FakeEngine:
         token = prompt[generated % len(prompt)]
         run.tokens += 1
         self.tokens_total += 1
-        output = Output(run.request.id, chr(token), (token,), completion_tokens=run.tokens)
+        output = Output(run.request.id, chr(token) * self.width, (token,), completion_tokens=run.tokens)
         if run.tokens < run.max_tokens:
             return output
         del self.running[run.request.id]

@@ -1,0 +1,409 @@
+"""A site before gateways, over real gRPC: what it takes, what it gives back, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from site_engine.link import Patience
+from tests.site_fakes import CONTEXT_TOKENS, FakeEngine
+from tests.site_gateway import TOKEN, Gateway, Session, assign, serving, site_before
+from wire import federation_pb2 as pb
+
+FREE_TOKENS = 2 * CONTEXT_TOKENS
+HURRIED = Patience(backoff_first_s=0.01, backoff_longest_s=0.02, goodbye_s=0.01)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+def idle(load: pb.Load) -> bool:
+    counts = (load.running, load.pending, load.token_load, load.kv_reserved_tokens)
+    return not any(counts) and load.kv_free_tokens == FREE_TOKENS
+
+
+async def falls_idle(session: Session) -> None:
+    await session.until(lambda: idle(session.said("load")[-1]))
+
+
+def test_a_site_says_who_it_is_and_how_busy() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway) as scene:
+            session = await gateway.joined()
+            hello = await session.welcome()
+            assert session.metadata["authorization"] == f"Bearer {TOKEN}"
+            assert (hello.protocol, hello.site, hello.cloud, hello.region) == (1, "alpha", "on-prem", "lab")
+            assert hello.models[0].id == "letters"
+            assert list(hello.attempts) == []
+            await session.heard("load")
+            scene.worker.ask_load()
+            loads = await session.heard("load", 2)
+            assert [each.seq for each in loads] == sorted({each.seq for each in loads})
+            assert idle(loads[0])
+            await session.send(ping=pb.Ping(nonce=7))
+            assert (await session.heard("pong"))[0].nonce == 7
+            bid = (await session.heard("bid"))[0]
+            assert (bid.free_slots, bid.free_kv_tokens) == (2, FREE_TOKENS)
+
+    run(scenario())
+
+
+def test_an_attempt_is_accepted_streamed_and_finished() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
+            session = await gateway.linked()
+            await session.send(**assign("a", "hello", max_tokens=12))
+            assert await session.finished("a") == pb.Delta.LENGTH
+            accepted = session.said("accepted")[0]
+            assert (accepted.prompt_tokens, accepted.position, accepted.max_tokens) == (5, 0, 12)
+            assert session.text("a") == "hellohellohe"
+            deltas = session.deltas("a")
+            assert [token for each in deltas for token in each.token_ids] == [ord(x) for x in "hellohellohe"]
+            assert deltas[-1].completion_tokens == 12
+            kinds = [each.WhichOneof("body") for each in session.log]
+            assert kinds.index("accepted") < kinds.index("step")
+            await falls_idle(session)
+
+    run(scenario())
+
+
+def test_chats_tokens_and_echo() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
+            session = await gateway.linked()
+            sampling = pb.Sampling(n=1, top_p=1.0, max_tokens=6)
+            chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+            ids = pb.TokenIds(ids=[ord("x"), ord("y")])
+            echoed = pb.Sampling(n=1, top_p=1.0, max_tokens=2, echo=True)
+            await session.send(
+                assign=pb.Assign(attempt_id="c", model="letters", chat=chat, sampling=sampling)
+            )
+            await session.send(
+                assign=pb.Assign(attempt_id="t", model="letters", token_ids=ids, sampling=echoed)
+            )
+            await session.finished("c")
+            await session.finished("t")
+            assert session.text("c") == "user: "
+            assert session.text("t") == "xyxy"
+
+    run(scenario())
+
+
+def test_a_resumed_attempt_goes_on_where_it_was() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
+            session = await gateway.linked()
+            body = assign("a", "abc")["assign"]
+            body.resume.CopyFrom(pb.ResumeFrom(token_ids=[ord("a"), ord("b")], text_chars=2))
+            await session.send(assign=body)
+            await session.finished("a")
+            assert session.text("a") == "cabc"
+
+    run(scenario())
+
+
+def test_every_choice_ends_once() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
+            session = await gateway.linked()
+            await session.send(**assign("a", n=3))
+            for index in range(3):
+                assert await session.finished("a", index) == pb.Delta.LENGTH
+                assert session.text("a", index) == "abca"
+            assert len(session.said("accepted")) == 1
+            await falls_idle(session)
+
+    run(scenario())
+
+
+def test_what_cannot_be_served_is_rejected_with_the_reason() -> None:
+    reasons = pb.Rejected.Reason
+
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, engine=FakeEngine(max_pending=1)):
+            session = await gateway.linked()
+            wrong = assign("model")["assign"]
+            wrong.model = "numbers"
+            tools = assign("tools")["assign"]
+            tools.chat.CopyFrom(pb.Chat(messages=[pb.ChatMessage(role="user")], tools_json="[{}]"))
+            nothing = assign("nothing")["assign"]
+            nothing.ClearField("prompt")
+            await session.send(assign=wrong)
+            await session.send(assign=tools)
+            await session.send(assign=nothing)
+            await session.send(**assign("long", "x" * CONTEXT_TOKENS))
+            await session.send(**assign("bias", logit_bias={5000: 1.0}))
+            await session.send(**assign("warm", temperature=float("nan")))
+            await session.send(**assign("waits"))
+            await session.send(**assign("full"))
+            await session.send(**assign("wide", n=2))
+            rejected = {each.attempt_id: each for each in await session.heard("rejected", 8)}
+            assert {name: (each.reason, each.param) for name, each in rejected.items()} == {
+                "model": (reasons.MODEL_UNKNOWN, "model"),
+                "tools": (reasons.UNSUPPORTED, "tools"),
+                "nothing": (reasons.INVALID, "prompt"),
+                "long": (reasons.CONTEXT_LENGTH, "prompt"),
+                "bias": (reasons.INVALID, "logit_bias"),
+                "warm": (reasons.INVALID, "temperature"),
+                "full": (reasons.FULL, ""),
+                "wide": (reasons.FULL, ""),
+            }
+            assert all(each.message for each in rejected.values())
+            assert [each.attempt_id for each in session.said("accepted")] == ["waits"]
+
+    run(scenario())
+
+
+def test_a_cancel_during_prefill_frees_everything_at_once() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, engine=FakeEngine(chunk=2)) as scene:
+            session = await gateway.linked()
+            await session.send(**assign("a", "x" * 40))
+            await session.heard("accepted")
+            await scene.step(2)
+            assert scene.engine.running
+            await session.send(cancel=pb.Cancel(attempt_id="a"))
+            await session.send(ping=pb.Ping(nonce=1))
+            await session.heard("pong")
+            await scene.step()
+            assert await session.finished("a") == pb.Delta.CANCELLED
+            assert session.text("a") == ""
+            await falls_idle(session)
+
+    run(scenario())
+
+
+def test_a_cancel_during_decode_frees_everything_and_says_what_was_generated() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway) as scene:
+            session = await gateway.linked()
+            await session.send(**assign("a", n=2, max_tokens=50))
+            await session.heard("accepted")
+            await scene.step(3)
+            await session.send(cancel=pb.Cancel(attempt_id="a"))
+            await session.send(ping=pb.Ping(nonce=1))
+            await session.heard("pong")
+            await scene.step()
+            for index in range(2):
+                assert await session.finished("a", index) == pb.Delta.CANCELLED
+                assert session.deltas("a", index)[-1].completion_tokens == 3
+                assert session.text("a", index) == "abc"
+            await falls_idle(session)
+
+    run(scenario())
+
+
+def test_only_what_has_not_started_is_released() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, engine=FakeEngine(slots=1)) as scene:
+            session = await gateway.linked()
+            for name in ("a", "b", "c"):
+                await session.send(**assign(name))
+            await session.heard("accepted", 3)
+            await scene.step()
+            await session.send(release=pb.Release(release_id="r", attempt_ids=["a", "b", "unknown"]))
+            released = (await session.heard("released"))[0]
+            assert (released.release_id, list(released.attempt_ids)) == ("r", ["b"])
+            await scene.step(10)
+            await session.finished("a")
+            await session.finished("c")
+            assert session.deltas("b") == []
+
+    run(scenario())
+
+
+def test_a_lost_link_costs_its_attempts_after_the_grace_only() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, patience=HURRIED) as scene:
+            session = await gateway.linked(grace_s=5.0)
+            await session.send(**assign("a", max_tokens=50))
+            await session.heard("accepted")
+            await scene.step()
+            session.hang_up()
+            again = await gateway.joined()  # the site is back, but nobody says Welcome
+            scene.clock.now += 4.0
+            scene.site.tick()
+            assert scene.site.live == 1
+            scene.clock.now += 1.0
+            scene.site.tick()
+            await scene.step()
+            assert scene.site.live == 0
+            assert not scene.engine.has_work
+            assert list((await again.heard("hello"))[0].attempts) == ["a"]
+
+    run(scenario())
+
+
+def test_a_gateway_that_is_back_in_time_misses_nothing() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway) as scene:
+            first = await gateway.linked(grace_s=50.0)
+            await first.send(**assign("a", max_tokens=6))
+            await first.send(**assign("b", max_tokens=6))
+            await first.heard("accepted", 2)
+            await scene.step(2)
+            await first.until(lambda: first.text("a") == "ab" and first.text("b") == "ab")
+            first.hang_up()
+            second = await gateway.joined()
+            await scene.step(2)  # goes on meanwhile
+            hello = await second.welcome(grace_s=50.0, cancel=["b"])
+            assert sorted(hello.attempts) == ["a", "b"]
+            await second.heard("load")
+            await scene.step(2)
+            assert await second.finished("a") == pb.Delta.LENGTH
+            assert first.text("a") + second.text("a") == "abcabc"
+            assert await second.finished("b") == pb.Delta.CANCELLED
+            assert second.deltas("b")[-1].completion_tokens == 4
+            await falls_idle(second)
+
+    run(scenario())
+
+
+def test_another_replica_at_the_same_address_does_not_inherit() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway) as scene:
+            first = await gateway.linked("east", grace_s=50.0)
+            await first.send(**assign("a", max_tokens=6))
+            await first.heard("accepted")
+            await scene.step(2)
+            first.hang_up()
+            second = await gateway.joined()
+            await second.welcome("west", cancel=["a"])
+            await second.heard("load")
+            await scene.step(4)
+            assert second.deltas("a") == []
+            second.hang_up()
+            third = await gateway.linked("east")
+            assert await third.finished("a") == pb.Delta.LENGTH
+
+    run(scenario())
+
+
+def test_a_slow_reader_holds_nobody_up_and_gets_everything_melted() -> None:
+    wide, tokens = 60_000, 50  # three megabytes of text: more than a stream takes in unread
+
+    async def scenario() -> None:
+        async with (
+            serving(Gateway(reads=False)) as slow,
+            serving(Gateway()) as quick,
+            site_before(slow, quick, engine=FakeEngine(width=wide), paced=True) as scene,
+        ):
+            unread, session = await slow.linked("slow"), await quick.linked("quick")
+            await unread.send(**assign("s", max_tokens=tokens))
+            await session.send(**assign("q", max_tokens=tokens))
+            await session.heard("accepted")
+            await scene.step(tokens + 2)
+            await session.finished("q")
+            await falls_idle(session)  # the engine is through, though nothing was read
+            assert unread.said("step") == []
+            unread.reads.set()
+            assert await unread.finished("s") == pb.Delta.LENGTH
+            assert unread.text("s") == "".join(each * wide for each in ("abc" * tokens)[:tokens])
+            assert len(unread.deltas("s")) < tokens
+
+    run(scenario())
+
+
+def test_two_gateways_share_a_site_and_hear_their_own() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as one, serving(Gateway()) as two, site_before(one, two) as scene:
+            east, west = await one.linked("east"), await two.linked("west")
+            await east.send(**assign("same-id", "ab"))
+            await west.send(**assign("same-id", "xy"))
+            await east.heard("accepted")
+            await west.heard("accepted")
+            await scene.step()
+            await east.until(lambda: east.said("load")[-1].running == 2)  # the whole load, to each
+            await west.until(lambda: west.said("load")[-1].running == 2)
+            await scene.step(4)
+            await east.finished("same-id")
+            await west.finished("same-id")
+            assert (east.text("same-id"), west.text("same-id")) == ("abab", "xyxy")
+
+    run(scenario())
+
+
+def test_peers_are_dialled_too() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as one, serving(Gateway()) as two, site_before(one):
+            await one.linked("east", peers=[two.address, one.address])
+            assert (await (await two.joined()).welcome("west")).site == "alpha"
+
+    run(scenario())
+
+
+def test_a_refused_token_is_tried_again() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway(token="another")) as gateway, site_before(gateway):
+            async with asyncio.timeout(20):
+                while gateway.refusals < 2:  # noqa: ASYNC110 - the server counts, nobody tells
+                    await asyncio.sleep(0)
+            gateway.token = TOKEN
+            await gateway.linked()
+
+    run(scenario())
+
+
+def test_a_silent_gateway_is_left_after_three_heartbeats() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, patience=HURRIED):
+            session = await gateway.joined()
+            await session.heard("hello")
+            await session.send(welcome=pb.Welcome(gateway="east", heartbeat_s=0.01))
+            assert await gateway.joined() is not session
+
+    run(scenario())
+
+
+def test_a_message_before_welcome_ends_the_stream_not_the_site() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
+            await (await gateway.joined()).send(ping=pb.Ping(nonce=1))
+            session = await gateway.linked()
+            await session.send(**assign("a"))
+            await session.finished("a")
+
+    run(scenario())
+
+
+def test_draining_takes_nothing_new_finishes_and_says_bye_last() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway) as scene:
+            session = await gateway.linked()
+            await session.send(**assign("a"))
+            await session.heard("accepted")
+            await scene.step()
+            done = asyncio.Event()
+            scene.site.drain("a rolling update", 25.0)
+            scene.site.when_idle(done.set)
+            draining = (await session.heard("draining"))[0]
+            assert (draining.reason, draining.deadline_s) == ("a rolling update", 25.0)
+            await session.send(**assign("b"))
+            assert (await session.heard("rejected"))[0].reason == pb.Rejected.DRAINING
+            assert not done.is_set()
+            await scene.step(3)
+            await done.wait()
+            await scene.links.close("gone")
+            await session.over.wait()
+            assert session.finish("a") == pb.Delta.LENGTH
+            assert session.log[-1].bye.reason == "gone"
+
+    run(scenario())
+
+
+def test_one_gateways_drain_is_its_own_and_can_be_taken_back() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as one, serving(Gateway()) as two, site_before(one, two, stepped=False):
+            east, west = await one.linked("east"), await two.linked("west")
+            await east.send(drain=pb.Drain(reason="maintenance"))
+            await east.send(**assign("a"))
+            assert (await east.heard("rejected"))[0].reason == pb.Rejected.DRAINING
+            await west.send(**assign("b"))
+            await west.finished("b")
+            await east.send(resume=pb.Resume())
+            await east.send(**assign("c"))
+            await east.finished("c")
+
+    run(scenario())
