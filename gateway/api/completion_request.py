@@ -21,7 +21,7 @@ LOGPROBS_LIMIT = 5
 def read_completion(fields: Fields) -> Asked:
     model = fields.required_text("model")
     prompts = _prompts(fields)
-    max_tokens = fields.integer("max_tokens", 1, COUNT_LIMIT, DEFAULT_MAX_TOKENS)
+    max_tokens = fields.integer("max_tokens", 0, COUNT_LIMIT, DEFAULT_MAX_TOKENS)
     refuse_unsupported(fields, ("suffix", "response_format"))
     logprobs = fields.integer("logprobs", 0, LOGPROBS_LIMIT, None)
     sampling = read_sampling(

@@ -111,6 +111,7 @@ class Generation:
             try:
                 await self._relay(asked, pieces, exchange, events)
             except Exception as exc:
+                await events.hush()
                 if not events.started:
                     raise
                 if is_unexpected(exc):

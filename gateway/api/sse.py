@@ -49,7 +49,16 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop_comments()
+        """Cuts off a comment that a client does not take: whoever leaves early must not wait for it."""
+        if self._comments is not None:
+            self._comments.cancel()
+            await asyncio.gather(self._comments, return_exceptions=True)
+
+    async def hush(self) -> None:
+        """No comment from now on, and none half sent: whether the stream has started is settled."""
+        async with self._lock:
+            if self._comments is not None:
+                self._comments.cancel()
 
     async def start(self, headers: tuple[Header, ...] = ()) -> None:
         """Sends the status, once; a second call does nothing."""
@@ -66,22 +75,17 @@ class EventStream:
 
     async def end(self, frames: bytes = b"") -> None:
         """The last frames and [DONE]. A client may trust that a stream without [DONE] was cut."""
-        await self._stop_comments()
+        await self.hush()
         await self._send({"type": "http.response.body", "body": frames + DONE, "more_body": False})
 
     async def _fill_silence(self) -> None:
         while True:
-            limit_s = self._keep_alive_s if self.started else self._first_byte_s
-            rest_s = self._last_s + limit_s - self._clock()
-            if rest_s > 0:
-                await asyncio.sleep(rest_s)
-                continue
-            await self.start()
-            await self.write(KEEP_ALIVE)
+            await asyncio.sleep(self._rest_s())
+            if self._rest_s() <= 0:
+                await self.start()
+                await self.write(KEEP_ALIVE)
 
-    async def _stop_comments(self) -> None:
-        if self._comments is None:
-            return
-        self._comments.cancel()
-        await asyncio.gather(self._comments, return_exceptions=True)
-        self._comments = None
+    def _rest_s(self) -> float:
+        """Until silence has lasted too long."""
+        limit_s = self._keep_alive_s if self.started else self._first_byte_s
+        return self._last_s + limit_s - self._clock()

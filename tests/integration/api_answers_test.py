@@ -220,6 +220,14 @@ def test_row_66_the_default_is_sixteen_tokens() -> None:
     assert text(max_tokens=40)[1].query.sampling.max_tokens == 40
 
 
+def test_row_66_an_echo_alone_costs_no_token() -> None:
+    echoed = play(OPENING, Delta(0, "Once", 0, finish=Finish.LENGTH), Usage(7, 0))
+    response, script = text(echoed, echo=True, max_tokens=0)
+    assert script.query.sampling.max_tokens == 0
+    assert response.json()["choices"][0]["text"] == "Once"
+    assert response.json()["usage"]["total_tokens"] == 7
+
+
 def test_row_66_logprobs_with_an_echoed_prompt() -> None:
     def token(text: str, logprob: float | None) -> TokenLogprob:
         top = () if logprob is None else (TokenLogprob("z", b"z", -0.1),)

@@ -80,7 +80,7 @@ def check_bounds(asked: Asked) -> None:
     assert asked.model
     assert asked.prompts
     assert 1 <= asked.choices <= 128
-    assert sampling.max_tokens is None or 1 <= sampling.max_tokens < 2**31
+    assert sampling.max_tokens is None or 0 <= sampling.max_tokens < 2**31
     assert sampling.seed is None or 0 <= sampling.seed < 2**64
     assert 0 <= sampling.temperature <= 2
     assert 0 <= sampling.top_p <= 1

@@ -1,0 +1,114 @@
+"""One response of events under an adverse client: what is sent in which order; nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gateway.api.sse import DONE, KEEP_ALIVE, EventStream
+
+
+class Wire:
+    """A `send` that blocks while the client does not take anything."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.offered = asyncio.Event()
+        self.taken = asyncio.Event()
+        self.taken.set()
+
+    async def send(self, message: Any) -> None:
+        self.offered.set()
+        await self.taken.wait()
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    @property
+    def statuses(self) -> list[int]:
+        return [message["status"] for message in self.sent if "status" in message]
+
+
+def events(wire: Wire, **limits: float) -> EventStream:
+    loop = asyncio.get_running_loop()
+    return EventStream(wire.send, loop.time, **({"keep_alive_s": 60.0, "first_byte_s": 60.0} | limits))
+
+
+def test_a_stream_starts_once_and_ends_with_done() -> None:
+    async def main() -> None:
+        wire = Wire()
+        async with events(wire) as stream:
+            await stream.start(((b"x-mico-site", b"a"),))
+            await stream.start()
+            await stream.write(b"data: 1\n\n")
+            await stream.end(b"data: 2\n\n")
+        assert wire.statuses == [200]
+        assert (b"x-mico-site", b"a") in wire.sent[0]["headers"]
+        assert wire.body == b"data: 1\n\ndata: 2\n\n" + DONE
+        assert [message.get("more_body") for message in wire.sent] == [None, True, False]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_nothing_is_sent_by_a_stream_that_never_starts() -> None:
+    async def main() -> None:
+        wire = Wire()
+        async with events(wire) as stream:
+            await stream.hush()
+            assert not stream.started
+        assert wire.sent == []
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_a_comment_under_way_is_finished_before_the_end() -> None:
+    """A comment opens the stream just as the answer fails: the status is out, so the end must follow it."""
+
+    async def main() -> None:
+        wire = Wire()
+        wire.taken.clear()
+        async with events(wire, first_byte_s=0.0) as stream:
+            await wire.offered.wait()
+            hushing = asyncio.create_task(stream.hush())
+            await asyncio.sleep(0)
+            wire.taken.set()
+            await hushing
+            assert stream.started
+            await stream.end(b"data: sorry\n\n")
+        assert wire.statuses == [200]
+        assert wire.body.endswith(b"data: sorry\n\n" + DONE)
+
+    asyncio.run(main())
+
+
+def test_leaving_does_not_wait_for_a_client_that_takes_nothing() -> None:
+    async def main() -> None:
+        wire = Wire()
+        wire.taken.clear()
+        async with asyncio.timeout(20), events(wire, first_byte_s=0.0):
+            await wire.offered.wait()
+        assert wire.sent == []
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_comments_come_whole_between_frames() -> None:
+    async def main() -> None:
+        wire = Wire()
+        async with events(wire, keep_alive_s=0.0) as stream:
+            await stream.start()
+            for number in range(20):
+                await stream.write(b"data: %d\n\n" % number)
+                await asyncio.sleep(0)
+            await stream.end()
+        blocks = [block + b"\n\n" for block in wire.body.split(b"\n\n")[:-1]]
+        frames = [block for block in blocks if block != KEEP_ALIVE]
+        assert frames == [b"data: %d\n\n" % number for number in range(20)] + [DONE]
+        assert KEEP_ALIVE in blocks
+
+    asyncio.run(main())
