@@ -123,6 +123,6 @@ class Answer:
             queued_s=started - request.arrived_s,
             prefill_s=max(0.0, first - started),
             decode_s=now - first,
-            cached_prompt_tokens=request.cached_tokens,
+            cached_prompt_tokens=min(request.cached_tokens, request.prompt_len),
             preemptions=request.preemptions,
         )

@@ -15,6 +15,7 @@ from site_engine.attention.arena import Arena, Poison, affordable_tokens
 from site_engine.hf_bridge import LoadedModel
 from site_engine.kv import PagePool
 from site_engine.load import LoadFigures, Meter, condense
+from site_engine.radix import PrefixTree
 from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request, State
 from site_engine.runner import Logits, PackedRunner
 from site_engine.sampler import Sampled, Sampler
@@ -31,6 +32,7 @@ class EngineSettings:
     iteration_floor_s: float = (
         0.0  # an iteration lasts at least so long; its owner waits, the engine only counts it
     )
+    prefix_cache: bool = True
     debug_poison: bool = False  # freed pages hold NaN
 
     def __post_init__(self) -> None:
@@ -49,7 +51,11 @@ class SiteEngine:
         self._clock = clock
         self._limit_tokens, self._pool, self._arena = _memory(model, settings)
         self._scheduler = Scheduler(
-            self._pool, AdmissionQueue(), slots=settings.slots, token_budget=settings.token_budget
+            self._pool,
+            AdmissionQueue(),
+            PrefixTree(self._pool) if settings.prefix_cache else None,
+            slots=settings.slots,
+            token_budget=settings.token_budget,
         )
         self._runner = PackedRunner(
             model.forward,
@@ -132,7 +138,7 @@ class SiteEngine:
             running=len(scheduler.running),
             pending=len(queue) + len(back),
             token_load=sum(remaining) + unread + prompt_tokens + response_tokens,
-            kv_free_tokens=self._pool.free * self._pool.page_size,
+            kv_free_tokens=self._pool.available * self._pool.page_size,
             kv_reserved_tokens=scheduler.promised * self._pool.page_size,
             tokens_per_s=self._meter.tokens_per_s,
             seconds_per_iteration=self._meter.seconds_per_iteration,
@@ -204,7 +210,11 @@ class SiteEngine:
     def _isolate(self, plan: Plan, error: Exception) -> None:
         """The iteration failed as a whole: compute its entries one by one, and fail those that fail alone."""
         entries = plan.entries
+        lost: set[int] = set()  # pages that hold nothing, which others of the plan may have meant to read
         for entry in entries:
+            if not lost.isdisjoint(entry.request.pages):
+                self._scheduler.restart(entry.request)
+                continue
             alone = Plan([entry]) if entry in plan.decodes else Plan([], [entry])
             try:
                 if len(entries) == 1:
@@ -212,11 +222,13 @@ class SiteEngine:
                 logits = self._runner.run(alone)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as reason:  # noqa: BLE001 - it becomes the request's own error
+                lost.update(entry.request.pages)
                 self._fail(self._answers[entry.request.id], f"{type(reason).__name__}: {reason}")
             else:
                 self._publish(alone, logits, sampled)
 
     def _fail(self, answer: Answer, error: str) -> None:
+        self._scheduler.distrust(answer.request)
         self._arena.scrub([page for page in answer.request.pages if self._pool.references(page) == 1])
         self._finish(answer, Finish.FAILED, error)
 

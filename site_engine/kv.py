@@ -5,7 +5,7 @@ Numbers only: keys and values lie in `attention/arena.py`. Page 0 is never hande
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 TRASH_PAGE = 0
@@ -28,7 +28,10 @@ class PagePool:
         self.capacity = pages
         self._references = [0] * (pages + 1)
         self._free = list(range(pages, TRASH_PAGE, -1))
+        self._cached = bytearray(pages + 1)
         self._observer = observer
+        self.idle = 0  # cached pages that only the cache holds
+        self.on_idle: Callable[[int], None] = lambda page: None
 
     @property
     def free(self) -> int:
@@ -37,6 +40,11 @@ class PagePool:
     @property
     def used(self) -> int:
         return self.capacity - len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or can be made so."""
+        return len(self._free) + self.idle
 
     def references(self, page: int) -> int:
         return self._references[page]
@@ -60,6 +68,17 @@ class PagePool:
             if self._references[page] == 0:
                 raise ValueError(f"page {page} is free and cannot be shared")
             self._references[page] += 1
+            self.idle -= self._cached[page] and self._references[page] == 2
+
+    def cache(self, page: int) -> None:
+        """The prefix cache takes a reference of its own to a page that is in use."""
+        self.share((page,))
+        self._cached[page] = 1
+
+    def uncache(self, page: int) -> None:
+        self.idle -= self._references[page] == 1
+        self._cached[page] = 0
+        self.drop((page,))
 
     def drop(self, pages: Iterable[int]) -> None:
         """Give one reference back per page; a page without any is free again."""
@@ -70,6 +89,9 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 freed.append(page)
+            elif self._references[page] == 1 and self._cached[page]:
+                self.idle += 1
+                self.on_idle(page)
         self._free.extend(freed)
         if self._observer is not None and freed:
             self._observer.freed(freed)

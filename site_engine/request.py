@@ -147,7 +147,7 @@ class Request:
     pages: list[int] = field(default_factory=list, init=False)
     promised: int = field(default=0, init=False)  # pages reserved and not yet taken
     row: int = field(default=-1, init=False)  # place in the runner's tables while running
-    cached_tokens: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)  # taken over from others since it last started
     preemptions: int = field(default=0, init=False)
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from site_engine.admission import AdmissionQueue
 from site_engine.kv import PagePool
+from site_engine.radix import PrefixTree
 from site_engine.request import Request, State
 
 
@@ -45,9 +46,18 @@ class Plan:
 class Scheduler:
     """Owns queue, running set and pages. A running request holds a row and pages; a waiting one neither."""
 
-    def __init__(self, pool: PagePool, queue: AdmissionQueue, *, slots: int, token_budget: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        queue: AdmissionQueue,
+        prefixes: PrefixTree | None = None,
+        *,
+        slots: int,
+        token_budget: int,
+    ) -> None:
         self.pool = pool
         self.queue = queue
+        self.prefixes = prefixes
         self.running: list[
             Request
         ] = []  # chat lane first, then by start: the last one is the first to be preempted
@@ -89,6 +99,17 @@ class Scheduler:
             if samples:
                 request.state = State.DECODE
 
+    def distrust(self, request: Request) -> None:
+        """Nobody may share what this request computed: its iteration failed."""
+        if self.prefixes is not None:
+            self.prefixes.forget(request.pages)
+        request.computed = 0
+
+    def restart(self, request: Request) -> None:
+        """Compute a request again from its first token."""
+        self.distrust(request)
+        self._preempt(request)
+
     def release(self, request: Request) -> None:
         """Take a request out, whatever its state; its pages and its row are free afterwards."""
         if request.row >= 0:
@@ -125,12 +146,15 @@ class Scheduler:
 
     def _plan_chunk(self, plan: Plan, request: Request, budget: int) -> int:
         """Plan what fits of the tokens not yet computed; fewer when pages are short. The number planned."""
+        request.cached_tokens += self._share_prefix(request)
         missing = len(request.tokens) - request.computed
-        reachable = (len(request.pages) + self.pool.free) * self.pool.page_size - request.computed
+        reachable = (len(request.pages) + self.pool.available) * self.pool.page_size - request.computed
         length = min(missing, budget, reachable)
         if length <= 0:
             return 0
         self._grow(request, request.computed + length)
+        if self.prefixes is not None:
+            self.prefixes.insert(request.tokens[: request.computed + length], request.pages)
         plan.prefills.append(Entry(request, request.computed, length, length == missing))
         return length
 
@@ -147,6 +171,10 @@ class Scheduler:
         need = self.pool.pages_for(tokens) - len(request.pages)
         if need <= 0:
             return True
+        if need > self.pool.available:
+            return False
+        if self.prefixes is not None:
+            self.prefixes.evict(need - self.pool.free)
         pages = self.pool.take(need)
         if pages is None:
             return False
@@ -161,7 +189,11 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int, now: float) -> None:
         while budget > 0 and self._rows:
             request = self._next(now)
-            if request is None or not self._room_for(request):
+            if request is None:
+                return
+            self._share_prefix(request)
+            if not self._room_for(request):
+                self._give_back(request)
                 return
             self._start(request, now)
             budget -= self._plan_chunk(plan, request, budget)
@@ -174,8 +206,8 @@ class Scheduler:
 
     def _room_for(self, request: Request) -> bool:
         """Whether what it is expected to need is free and not promised to others. Alone, it always starts."""
-        need = self.pool.pages_for(len(request.tokens) + request.p90_remaining())
-        return not self.running or need <= self.pool.free - self.promised
+        need = self.pool.pages_for(len(request.tokens) + request.p90_remaining()) - len(request.pages)
+        return not self.running or need <= self.pool.available - self.promised
 
     def _start(self, request: Request, now: float) -> None:
         if request in self.preempted:
@@ -185,6 +217,7 @@ class Scheduler:
         request.row = self._rows.pop()
         request.state = State.PREFILL
         request.started_s = now if request.started_s is None else request.started_s
+        request.cached_tokens = request.computed
         self._started += 1
         self._order[request.id] = (request.lane, self._started)
         insort(self.running, request, key=lambda one: self._order[one.id])
@@ -201,11 +234,29 @@ class Scheduler:
         self.running.remove(request)
         del self._order[request.id]
         self._promise(request, 0)
+        if self.prefixes is not None:
+            self.prefixes.insert(request.tokens[: request.computed], request.pages)
+        self._give_back(request)
+        self._rows.append(request.row)
+        request.row = -1
+
+    def _give_back(self, request: Request) -> None:
         self.pool.drop(request.pages)
         request.pages = []
         request.computed = 0
-        self._rows.append(request.row)
-        request.row = -1
+
+    def _share_prefix(self, request: Request) -> int:
+        """Take over pages that others have computed, or compute in this iteration; the number of tokens.
+
+        The last token stays the request's own: its logits are needed, as are all for a prompt's probabilities.
+        """
+        page_size = self.pool.page_size
+        if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
+            return 0
+        pages = self.prefixes.match(request.tokens[:-1], request.pages)
+        request.pages += pages
+        request.computed += len(pages) * page_size
+        return len(pages) * page_size
 
     # ---- promises
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ def test_taking_is_all_or_nothing_and_dropping_a_free_page_is_a_bug() -> None:
 def test_no_page_is_lost_under_load_with_cancels_and_preemptions(seed: int) -> None:
     rnd = random.Random(seed)
     engine = engine_for(family("llama").served, slots=6, token_budget=24, kv_tokens=160, page_size=4)
-    pool, scheduler = engine._pool, engine._scheduler
+    pool, scheduler, tree = engine._pool, engine._scheduler, engine._scheduler.prefixes
+    assert tree is not None
     collected: dict[str, Collected] = {}
     submitted: list[str] = []
     for at in range(40):
@@ -64,13 +66,20 @@ def test_no_page_is_lost_under_load_with_cancels_and_preemptions(seed: int) -> N
         if rnd.random() < 0.3:
             engine.cancel(rnd.choice(submitted))
         gather(engine.step(), collected)
-        held = [page for request in scheduler.running for page in request.pages]
-        assert len(held) == len(set(held)) == pool.used
+        held = Counter(page for request in scheduler.running for page in request.pages)
+        cached = set(tree._nodes)
+        assert pool.used == len(set(held) | cached)
+        assert all(
+            pool.references(page) == held[page] + (page in cached) for page in range(1, pool.capacity + 1)
+        )
+        assert pool.idle == len(cached - set(held))
         assert scheduler.promised == sum(request.promised for request in scheduler.running)
         assert all(request.row >= 0 for request in scheduler.running)
         assert len({request.row for request in scheduler.running}) == len(scheduler.running)
     drain(engine, collected)
     assert set(collected) == set(submitted)
+    assert pool.available == pool.capacity
+    tree.clear()
     assert pool.free == pool.capacity
     assert scheduler.free_slots == 6
     assert_idle(engine)
