@@ -61,12 +61,13 @@ class KeyRing:
             self._task = None
 
     def authenticate(self, secret: str) -> Caller | None:
-        """No I/O. None for a key that is unknown, revoked or expired."""
+        """No I/O. None for a key that is unknown, revoked or expired. An unknown one hurries the refresh."""
         if not looks_like_a_secret(secret):
             return None
         digest = self._pepper.digest(secret)
         key = self._known.get(digest)
         if key is None or not compare_digest(key.digest, digest):
+            self._wanted.set()
             return None
         if key.expires_at is not None and self._clock() >= key.expires_at:
             return None
@@ -96,7 +97,7 @@ class KeyRing:
         """The key and its secret, shown this once. Works here at once, elsewhere within seconds."""
         new = NewKey(name, tenant, models, admin, expires_at)
         created = await key_table.create(self._engine, self._pepper, new, self._clock())
-        await self.refresh()
+        await self._refresh_or_log()
         return created
 
     async def list_keys(self) -> list[KeyInfo]:
@@ -105,7 +106,7 @@ class KeyRing:
     async def revoke_key(self, key_id: str) -> KeyInfo | None:
         """None when there is no such key. Holds here at once, elsewhere within seconds."""
         revoked = await key_table.revoke(self._engine, key_id, self._clock())
-        await self.refresh()
+        await self._refresh_or_log()
         return revoked
 
     async def refresh(self) -> None:
