@@ -1,0 +1,224 @@
+"""Real prompts through a running federation, half streamed and half whole, checked in every way a client can.
+
+    mico up --detach
+    python -m bench.federation --data alpaca_like.jsonl.zst --model mico/demo_model/weights
+
+Checks: every body is valid by the `openai` package's own types, every answer ends, every site takes part, all
+counters are zero within two seconds of the end, and (with --model) every greedy text equals that of the same
+prompt run alone by plain `transformers` in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zstandard
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+FOLDER = Path(".mico")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    prompt: str
+    request_id: str
+    text: str
+    finish: str
+    completion_tokens: int
+    site: str
+    first_token_s: float
+    total_s: float
+
+
+def prompts(data: Path, count: int, seed: int) -> list[str]:
+    """Distinct real prompts of at most 600 characters."""
+    found = {text for text in _texts(data) if 0 < len(text) <= 600}
+    return random.Random(seed).sample(sorted(found), count)
+
+
+def _texts(data: Path) -> Iterator[str]:
+    with data.open("rb") as file:
+        lines = io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), encoding="utf-8")
+        for line in lines:
+            row = json.loads(line)
+            yield "\n\n".join(part for part in (row["instruction"], row.get("input") or "") if part)
+
+
+async def ask(client: AsyncOpenAI, model: str, prompt: str, number: int, most: int) -> Answered:
+    request: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": most,
+        "extra_headers": {"x-request-id": f"bench-{number}"},
+    }
+    began = time.perf_counter()
+    if number % 2:
+        return await _streamed(client, request, prompt, began)
+    raw = await client.chat.completions.with_raw_response.create(**request)
+    body = ChatCompletion.model_validate_json(raw.http_response.content, strict=True)
+    total_s = time.perf_counter() - began
+    (choice,) = body.choices
+    assert body.usage is not None
+    return Answered(
+        prompt,
+        raw.headers["x-request-id"],
+        choice.message.content or "",
+        choice.finish_reason,
+        body.usage.completion_tokens,
+        raw.headers["x-mico-site"],
+        total_s,
+        total_s,
+    )
+
+
+async def _streamed(client: AsyncOpenAI, request: dict[str, Any], prompt: str, began: float) -> Answered:
+    text, finishes, first_token_s, usage = "", [], 0.0, None
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with client.chat.completions.with_streaming_response.create(
+        **request, stream=True, stream_options=options
+    ) as raw:
+        async for line in raw.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = ChatCompletionChunk.model_validate_json(line[6:], strict=True)
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                if choice.delta.content:
+                    first_token_s = first_token_s or time.perf_counter() - began
+                    text += choice.delta.content
+                finishes += [choice.finish_reason] if choice.finish_reason else []
+        headers = raw.headers
+    (finish,) = finishes
+    assert usage is not None
+    return Answered(
+        prompt,
+        headers["x-request-id"],
+        text,
+        finish,
+        usage.completion_tokens,
+        headers["x-mico-site"],
+        first_token_s,
+        time.perf_counter() - began,
+    )
+
+
+async def run(options: argparse.Namespace, key: str) -> dict[str, Any]:
+    chosen = prompts(options.data, options.count, options.seed)
+    client = AsyncOpenAI(base_url=options.base_url, api_key=key, max_retries=0, timeout=600)
+    model = options.served_model or (await client.models.list()).data[0].id
+    gate = asyncio.Semaphore(options.concurrency)
+
+    async def one(number: int, prompt: str) -> Answered:
+        async with gate:
+            return await ask(client, model, prompt, number, options.max_tokens)
+
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(chosen)))
+    wall_s = time.perf_counter() - began
+    sites = await _idle_sites(options.base_url, key)
+    await client.close()
+    return _report(options, answers, sites, wall_s)
+
+
+async def _idle_sites(base_url: str, key: str) -> list[dict[str, Any]]:
+    """The sites once nothing runs any more; fails if that is not within a second."""
+    url = base_url.removesuffix("/v1") + "/admin/api/sites"
+    deadline = time.perf_counter() + 2.0
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
+        while True:
+            sites: list[dict[str, Any]] = (await client.get(url)).json()["sites"]
+            busy = [
+                s["name"] for s in sites if s["running"] or s["pending"] or s["assigned"] or s["token_load"]
+            ]
+            busy += [s["name"] for s in sites if s["kv_reserved_tokens"]]
+            if not busy:
+                return sites
+            assert time.perf_counter() < deadline, f"still busy: {busy}"
+            await asyncio.sleep(0.05)
+
+
+def _report(
+    options: argparse.Namespace, answers: list[Answered], sites: list[dict[str, Any]], wall_s: float
+) -> dict[str, Any]:
+    tokens = sum(a.completion_tokens for a in answers)
+    by_site = Counter(a.site for a in answers)
+    tokens_by_site = Counter[str]()
+    for a in answers:
+        tokens_by_site[a.site] += a.completion_tokens
+    report = {
+        "queries": len(answers),
+        "finish": Counter(a.finish for a in answers),
+        "tokens": tokens,
+        "wall_s": round(wall_s, 2),
+        "tokens_per_s": round(tokens / wall_s, 1),
+        "p50_s": round(statistics.median(a.total_s for a in answers), 3),
+        "p99_s": round(sorted(a.total_s for a in answers)[int(0.99 * (len(answers) - 1))], 3),
+        "p50_first_token_s": round(statistics.median(a.first_token_s for a in answers if a.first_token_s), 3),
+        "queries_by_site": dict(by_site),
+        "tokens_by_site": dict(tokens_by_site),
+        "every_site_took_part": set(by_site) == {s["name"] for s in sites if s["state"] == "ready"},
+    }
+    if options.model:
+        report["greedy_mismatches"] = mismatches(options.model, answers, options.max_tokens)
+    return report
+
+
+def mismatches(folder: Path, answers: list[Answered], most: int) -> list[str]:
+    """The request ids whose text differs from `generate` run alone on the same prompt, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    context = model.config.max_position_embeddings
+    wrong = []
+    for a in answers:
+        chat = [{"role": "user", "content": a.prompt}]
+        ids = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        length = ids["input_ids"].shape[1]
+        with torch.no_grad():
+            out = model.generate(**ids, do_sample=False, max_new_tokens=min(most, context - length))
+        if tokenizer.decode(out[0, length:], skip_special_tokens=True) != a.text:
+            wrong.append(a.request_id)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--data", type=Path, required=True, help="alpaca_like.jsonl.zst, or lines of that form"
+    )
+    parser.add_argument("--base-url", default="http://127.0.0.1:8080/v1")
+    parser.add_argument("--key", help="default: what `mico up` left in .mico/key")
+    parser.add_argument("--served-model", help="default: the first one listed")
+    parser.add_argument("--model", type=Path, help="folder of the same weights, to compare greedy texts")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    key = options.key or (FOLDER / "key").read_text().strip()
+    report = asyncio.run(run(options, key))
+    print(json.dumps(report))
+    return 0 if report["every_site_took_part"] and not report.get("greedy_mismatches") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
