@@ -6,6 +6,9 @@ Needs onnx; training only.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
@@ -15,77 +18,179 @@ from onnx import TensorProto, helper, numpy_helper
 from predictor.features import DENSE
 
 OPSET = 17
+CONTRIBUTED = "com.microsoft"
 Array = NDArray[np.float32]
+State = Mapping[str, Array]
 
 
-def lexical_graph(table: Array, head: Mapping[str, Array], sharpness: Array) -> bytes:
-    """The lexical model as one graph. `table` `[slots, views]` is stored as bytes with a scale per view;
-    `head` holds the weights of `lexical.Head` by name; `sharpness` is a factor for each served model."""
-    scale = np.abs(table).max(axis=0) / 127.0
-    constants = {
-        "table": np.round(table / scale).astype(np.int8),
-        "table_scale": scale,
-        "sharpness": sharpness.reshape(-1, 1),
-        "low": np.float32(-5.0),
-        "high": np.float32(5.0),
-        "axis": np.array([1]),
-        **{f"head.{name}": value for name, value in head.items()},
-    }
-    nodes = [
-        ("Gather", ["table", "slots"], "gathered", {}),
-        ("Cast", ["gathered"], "vectors", {"to": TensorProto.FLOAT}),
-        ("Unsqueeze", ["weights", "axis"], "weights_row", {}),
-        ("MatMul", ["weights_row", "vectors"], "sums", {}),
-        ("Squeeze", ["sums", "axis"], "raw_scores", {}),
-        ("Mul", ["raw_scores", "table_scale"], "scores", {}),
-        ("Concat", ["scores", "dense"], "inputs", {"axis": 1}),
-        *_head_nodes(),
-        ("Gather", ["sharpness", "model"], "factor", {}),
-        ("Mul", ["logits", "factor"], "sharpened", {}),
-        ("Softmax", ["sharpened"], "probabilities", {"axis": 1}),
-    ]
-    return _graph("lexical", constants, nodes, ranges=len(head["last.bias"]))
+@dataclass(slots=True)
+class Drawing:
+    """A graph while it is drawn; every call adds a node and names its output."""
+
+    constants: dict[str, NDArray[np.generic]] = field(default_factory=dict)
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+
+    def constant(self, name: str, value: object) -> str:
+        self.constants[name] = np.asarray(value)
+        return name
+
+    def call(
+        self, kind: str, *sources: str, domain: str = "", name: str = "", **options: int | float | list[int]
+    ) -> str:
+        name = name or f"{kind}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, list(sources), [name], domain=domain, **options))
+        return name
+
+    def linear(self, source: str, state: State, name: str) -> str:
+        """A `torch.nn.Linear` on the last axis."""
+        weight = self.constant(f"{name}.weight", np.ascontiguousarray(state[f"{name}.weight"].T))
+        return self.call(
+            "Add", self.call("MatMul", source, weight), self.constant(f"{name}.bias", state[f"{name}.bias"])
+        )
+
+    def normalised(self, source: str, state: State, name: str) -> str:
+        """A `torch.nn.LayerNorm` on the last axis."""
+        scale = self.constant(f"{name}.weight", state[f"{name}.weight"])
+        shift = self.constant(f"{name}.bias", state[f"{name}.bias"])
+        return self.call("LayerNormalization", source, scale, shift, axis=-1, epsilon=1e-5)
+
+    def finished(self, name: str, ranges: int) -> bytes:
+        """The checked graph, with those inputs that some node reads."""
+        inputs = {
+            "pieces": (TensorProto.INT64, ["queries", "pieces_width"]),
+            "slots": (TensorProto.INT64, ["queries", "width"]),
+            "weights": (TensorProto.FLOAT, ["queries", "width"]),
+            "dense": (TensorProto.FLOAT, ["queries", DENSE]),
+            "model": (TensorProto.INT64, ["queries"]),
+        }
+        read = {source for node in self.nodes for source in node.input}
+        graph = helper.make_graph(
+            self.nodes,
+            name,
+            [helper.make_tensor_value_info(key, *kind) for key, kind in inputs.items() if key in read],
+            [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["queries", ranges])],
+            [numpy_helper.from_array(value, key) for key, value in self.constants.items()],
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIBUTED, 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+        onnx.checker.check_model(model)
+        serialised: bytes = model.SerializeToString()
+        return serialised
 
 
-def _head_nodes() -> list[tuple[str, list[str], str, dict[str, int]]]:
-    """`lexical.Head` from `inputs` and `model` to `logits`."""
-    linear = {"transB": 1}
-    return [
-        ("Gather", ["head.models.weight", "model"], "served", {}),
-        ("Sub", ["inputs", "head.mean"], "centred", {}),
-        ("Mul", ["centred", "head.scale"], "scaled", {}),
-        ("Clip", ["scaled", "low", "high"], "known", {}),
-        ("Concat", ["known", "served"], "first_in", {"axis": 1}),
-        ("Gemm", ["first_in", "head.first.weight", "head.first.bias"], "first_out", linear),
-        ("Relu", ["first_out"], "first_hidden", {}),
-        ("Concat", ["first_hidden", "served"], "second_in", {"axis": 1}),
-        ("Gemm", ["second_in", "head.second.weight", "head.second.bias"], "second_out", linear),
-        ("Relu", ["second_out"], "second_hidden", {}),
-        ("Concat", ["second_hidden", "served"], "last_in", {"axis": 1}),
-        ("Gemm", ["last_in", "head.last.weight", "head.last.bias"], "logits", linear),
-    ]
+def lexical_graph(table: Array, head: State, sharpness: Array) -> bytes:
+    """The lexical model. `table` `[slots, views]` is kept in bytes with a scale per view; `head` holds the
+    weights of `lexical.Head` by name; `sharpness` is a factor for each served model."""
+    draw = Drawing()
+    inputs = draw.call("Concat", _scores(draw, table), "dense", axis=1)
+    _answer(draw, inputs, head, sharpness)
+    return draw.finished("lexical", ranges=len(head["last.bias"]))
 
 
-def _graph(
-    name: str,
-    constants: Mapping[str, NDArray[np.generic] | np.generic],
-    nodes: list[tuple[str, list[str], str, dict[str, int]]],
-    ranges: int,
-) -> bytes:
-    inputs = [
-        helper.make_tensor_value_info("slots", TensorProto.INT64, ["queries", "width"]),
-        helper.make_tensor_value_info("weights", TensorProto.FLOAT, ["queries", "width"]),
-        helper.make_tensor_value_info("dense", TensorProto.FLOAT, ["queries", DENSE]),
-        helper.make_tensor_value_info("model", TensorProto.INT64, ["queries"]),
-    ]
-    graph = helper.make_graph(
-        [helper.make_node(kind, sources, [target], **options) for kind, sources, target, options in nodes],
-        name,
-        inputs,
-        [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["queries", ranges])],
-        [numpy_helper.from_array(np.asarray(value), key) for key, value in constants.items()],
+def student_graph(table: Array, body: State, head: State, heads: int, sharpness: Array) -> bytes:
+    """The small encoder beside the lexical scores; `body` holds the weights of `networks.Student` by name.
+    The matrices are kept in bytes."""
+    draw = Drawing()
+    inputs = draw.call("Concat", _read(draw, body, heads), _scores(draw, table), "dense", axis=1)
+    _answer(draw, inputs, head, sharpness)
+    return in_bytes(draw.finished("student", ranges=len(head["last.bias"])))
+
+
+def in_bytes(graph: bytes) -> bytes:
+    """The graph with its matrix products in eight bits; seven for weights, so that every processor agrees."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with TemporaryDirectory() as folder:
+        whole, small = Path(folder) / "whole.onnx", Path(folder) / "small.onnx"
+        whole.write_bytes(graph)
+        quantize_dynamic(
+            whole,
+            small,
+            op_types_to_quantize=["MatMul"],
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            reduce_range=True,
+            extra_options={"DefaultTensorType": TensorProto.FLOAT, "MatMulConstBOnly": True},
+        )
+        return small.read_bytes()
+
+
+def _scores(draw: Drawing, table: Array) -> str:
+    """Lexical scores `[queries, views]` from slots and weights."""
+    scale = np.maximum(np.abs(table).max(axis=0), 1e-12) / 127.0
+    kept = draw.constant("slot_table", np.round(table / scale).astype(np.int8))
+    vectors = draw.call("Cast", draw.call("Gather", kept, "slots"), to=TensorProto.FLOAT)
+    axis = draw.constant("axis", np.array([1]))
+    sums = draw.call("MatMul", draw.call("Unsqueeze", "weights", axis), vectors)
+    return draw.call(
+        "Mul", draw.call("Squeeze", sums, axis), draw.constant("slot_scale", scale.astype(np.float32))
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8)
-    onnx.checker.check_model(model)
-    serialised: bytes = model.SerializeToString()
-    return serialised
+
+
+def _answer(draw: Drawing, inputs: str, head: State, sharpness: Array) -> None:
+    """`lexical.Head`, sharpened for the served model, as `probabilities`."""
+    served = draw.call("Gather", draw.constant("models", head["models.weight"]), "model")
+    centred = draw.call("Sub", inputs, draw.constant("mean", head["mean"]))
+    scaled = draw.call("Mul", centred, draw.constant("scale", head["scale"]))
+    low, high = draw.constant("low", np.float32(-5.0)), draw.constant("high", np.float32(5.0))
+    state = draw.call("Clip", scaled, low, high)
+    for name in ("first", "second", "last"):
+        weight = draw.constant(f"head.{name}.weight", head[f"{name}.weight"])
+        bias = draw.constant(f"head.{name}.bias", head[f"{name}.bias"])
+        state = draw.call("Gemm", draw.call("Concat", state, served, axis=1), weight, bias, transB=1)
+        if name != "last":
+            state = draw.call("Relu", state)
+    factor = draw.call("Gather", draw.constant("sharpness", sharpness.reshape(-1, 1)), "model")
+    draw.call("Softmax", draw.call("Mul", state, factor), name="probabilities", axis=1)
+
+
+def _read(draw: Drawing, body: State, heads: int) -> str:
+    """`networks.Student`: what its queries read from the pieces `[queries, queries * width]`."""
+    nothing = draw.constant("nothing", np.int64(0))
+    real = draw.call("Cast", draw.call("Not", draw.call("Equal", "pieces", nothing)), to=TensorProto.INT32)
+    state = draw.call("Add", _words(draw, body["table"]), _places(draw, body["places"]))
+    layers = sorted({name.split(".")[1] for name in body if name.startswith("layers.")}, key=int)
+    for layer in layers:
+        prefix = f"layers.{layer}"
+        asking = draw.normalised(state, body, f"{prefix}.attention_norm")
+        query = draw.linear(asking, body, f"{prefix}.attention.query")
+        state = _layer(draw, body, prefix, state=state, query=query, told=asking, real=real, heads=heads)
+    told = draw.normalised(state, body, "told_norm")
+    queries = draw.constant("queries", body["queries"][None])
+    query = draw.linear(
+        draw.normalised(queries, body, "reader.attention_norm"), body, "reader.attention.query"
+    )
+    shape = draw.call("Shape", "pieces", start=0, end=1)
+    times = draw.call("Concat", shape, draw.constant("once", np.array([1, 1])), axis=0)
+    query = draw.call("Tile", query, times)
+    read = _layer(draw, body, "reader", state=queries, query=query, told=told, real=real, heads=heads)
+    return draw.call("Reshape", read, draw.constant("flat", np.array([0, -1])))
+
+
+def _layer(
+    draw: Drawing, body: State, name: str, *, state: str, query: str, told: str, real: str, heads: int
+) -> str:
+    """`networks.Layer`, given its projected queries."""
+    key = draw.linear(told, body, f"{name}.attention.key")
+    value = draw.linear(told, body, f"{name}.attention.value")
+    found = draw.call("MultiHeadAttention", query, key, value, "", real, domain=CONTRIBUTED, num_heads=heads)
+    state = draw.call("Add", state, draw.linear(found, body, f"{name}.attention.out"))
+    hidden = draw.normalised(state, body, f"{name}.hidden_norm")
+    hidden = draw.call("Relu", draw.linear(hidden, body, f"{name}.up"))
+    return draw.call("Add", state, draw.linear(hidden, body, f"{name}.down"))
+
+
+def _words(draw: Drawing, table: Array) -> str:
+    """A row for each piece from a table kept in bytes, with a scale per row."""
+    scale = np.maximum(np.abs(table).max(axis=1, keepdims=True), 1e-12) / 127.0
+    kept = draw.constant("piece_table", np.round(table / scale).astype(np.int8))
+    rows = draw.call("Cast", draw.call("Gather", kept, "pieces"), to=TensorProto.FLOAT)
+    return draw.call(
+        "Mul", rows, draw.call("Gather", draw.constant("piece_scale", scale.astype(np.float32)), "pieces")
+    )
+
+
+def _places(draw: Drawing, places: Array) -> str:
+    width = draw.call("Shape", "pieces", start=1, end=2)
+    start = draw.constant("place_start", np.array([0]))
+    return draw.call("Slice", draw.constant("places", places), start, width)

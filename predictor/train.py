@@ -49,8 +49,7 @@ def train_lexical(
     progress(f"reading {len(prompts)} prompts")
     bags = [features.bag(text) for text in prompts.prompt]
     learned = views.fit(parts.train, _places(parts.train, place), bags, seed, progress)
-    scores = views.matrix_of(bags) @ learned.table
-    scores = np.where(np.isnan(learned.out_of_fold), scores, learned.out_of_fold)
+    scores = learned.scores(bags, learned.folds)
     inputs = np.concatenate([scores, np.stack([bag.dense for bag in bags])], axis=1).astype(np.float32)
     rows = lexical.Rows(
         _places(parts.train, place),

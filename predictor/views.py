@@ -32,8 +32,19 @@ class Views:
 
     names: tuple[str, ...]
     table: NDArray[np.float32]
-    out_of_fold: NDArray[np.float32]
-    """Scores of training prompts by regressions that did not see them, else NaN `[prompts, views]`."""
+    fold_tables: NDArray[np.float32]
+    """The same from all but one fold of the prompts `[FOLDS, SLOTS, views]`."""
+    folds: NDArray[np.int64]
+    """The fold of each training prompt, -1 for the others `[prompts]`."""
+
+    def scores(self, bags: Sequence[Bag], folds: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Scores `[bags, views]`, each by regressions that left out its fold."""
+        terms = matrix_of(bags)
+        scores: NDArray[np.float32] = (terms @ self.table).astype(np.float32)
+        for fold in range(FOLDS):
+            own = folds == fold
+            scores[own] = terms[own] @ self.fold_tables[fold]
+        return scores
 
 
 def matrix_of(bags: Sequence[Bag]) -> sparse.csr_matrix:
@@ -57,10 +68,9 @@ def fit(
     for fold, (_, part) in enumerate(KFold(FOLDS, shuffle=True, random_state=seed).split(seen)):
         folds[seen[part]] = fold
     columns = [_fit_view(terms, target, folds, name, progress) for name, target in views]
-    table = np.stack([coefficients * inverse for coefficients, _ in columns], axis=1).astype(np.float32)
-    table[PADDING_SLOT] = 0.0
-    scores = np.stack([scores for _, scores in columns], axis=1).astype(np.float32)
-    return Views(tuple(name for name, _ in views), table, scores)
+    tables = (np.stack(columns, axis=2) * inverse[None, :, None]).astype(np.float32)
+    tables[:, PADDING_SLOT] = 0.0
+    return Views(tuple(name for name, _ in views), tables[FOLDS], tables[:FOLDS], folds)
 
 
 def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np.float64]:
@@ -93,25 +103,30 @@ def _fit_view(
     folds: NDArray[np.int64],
     name: str,
     progress: Progress,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(coefficients of all rows, out-of-fold scores), at the penalty that does best out of fold."""
+) -> NDArray[np.float32]:
+    """Coefficients without each fold and, last, of all rows `[FOLDS + 1, SLOTS]`, at the penalty that
+    does best out of fold."""
     known = np.isfinite(target)
     best_penalty, best_error = PENALTIES[0], np.inf
-    best_scores = np.full(len(target), np.nan)
+    best: list[NDArray[np.float64]] = []
     for penalty in PENALTIES:
-        scores = np.full(len(target), np.nan)
-        for fold in range(FOLDS):
-            own = known & (folds != fold)
-            scores[folds == fold] = _ridge(terms[own], target[own], penalty).predict(terms[folds == fold])
-        error = float(np.mean((scores - target)[known] ** 2))
-        if error < best_error:
-            best_penalty, best_error, best_scores = penalty, error, scores
-    explained = 1.0 - best_error / float(np.var(target[known]))
+        fitted = [_ridge(terms, target, known & (folds != fold), penalty) for fold in range(FOLDS)]
+        squares = 0.0
+        for fold, coefficients in enumerate(fitted):
+            own = known & (folds == fold)
+            squares += float(((terms[own] @ coefficients - target[own]) ** 2).sum())
+        if squares < best_error:
+            best_penalty, best_error, best = penalty, squares, fitted
+    explained = 1.0 - best_error / float(known.sum() * np.var(target[known]))
     progress(
         f"view {name}: {int(known.sum())} prompts, penalty {best_penalty}, R² {explained:.3f} out of fold"
     )
-    return _ridge(terms[known], target[known], best_penalty).coef_, best_scores
+    return np.stack([*best, _ridge(terms, target, known, best_penalty)]).astype(np.float32)
 
 
-def _ridge(terms: sparse.csr_matrix, target: NDArray[np.float64], penalty: float) -> Ridge:
-    return Ridge(alpha=penalty, fit_intercept=False, solver="sparse_cg", tol=1e-3).fit(terms, target)
+def _ridge(
+    terms: sparse.csr_matrix, target: NDArray[np.float64], rows: NDArray[np.bool_], penalty: float
+) -> NDArray[np.float64]:
+    model = Ridge(alpha=penalty, fit_intercept=False, solver="sparse_cg", tol=1e-3)
+    coefficients: NDArray[np.float64] = model.fit(terms[rows], target[rows]).coef_
+    return coefficients

@@ -1,0 +1,204 @@
+"""Learning: batches of prompts with some of their rows, from outcomes, from a teacher, or from both.
+
+Needs torch; training only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from predictor.labels import soft_targets
+from predictor.lexical import UNKNOWN_MODEL
+from predictor.networks import LengthNet
+from predictor.pieces import UNKNOWN
+from predictor.prepare import Prepared
+
+Progress = Callable[[str], None]
+SORTED_BATCHES = 32
+"""So many batches are shuffled together, then sorted by length, so that little of a batch is padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a net learns."""
+
+    epochs: int
+    batch_prompts: int
+    body_rate: float
+    head_rate: float
+    rows_per_prompt: int = 6
+    weight_decay: float = 0.01
+    warm_share: float = 0.06
+    spread_octaves: float = 0.25
+    unknown_share: float = 0.1
+    side_noise: float = 0.05
+    piece_dropout: float = 0.0
+    """Share of the pieces that are shown as unknown."""
+    teacher_share: float = 0.0
+    """Of the target of a row that was answered; a row that nobody answered is all the teacher's."""
+    seed: int = 7
+
+
+class Drawn(NamedTuple):
+    """One batch: prompts, its rows (places in the chosen rows), the prompt of each row and its weight."""
+
+    prompts: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    owner: NDArray[np.int64]
+    weight: NDArray[np.float32]
+    longest: int
+
+
+class Draw:
+    """Draws batches of prompts and up to so many rows of each."""
+
+    def __init__(self, data: Prepared, rows: NDArray[np.int64], recipe: Recipe) -> None:
+        self._order = rows[np.argsort(data.prompt[rows], kind="stable")]
+        self.prompts, self._starts, self._counts = np.unique(
+            data.prompt[self._order], return_index=True, return_counts=True
+        )
+        self._lengths = (data.pieces[self.prompts] != 0).sum(1)
+        self._recipe = recipe
+        self._random = np.random.default_rng(recipe.seed)
+
+    @property
+    def batches(self) -> int:
+        return -(-len(self.prompts) // self._recipe.batch_prompts)
+
+    def epoch(self) -> Iterator[Drawn]:
+        size = self._recipe.batch_prompts
+        shuffled = self._random.permutation(len(self.prompts))
+        chunks = np.split(shuffled, range(size * SORTED_BATCHES, len(shuffled), size * SORTED_BATCHES))
+        batches = []
+        for chunk in chunks:
+            by_length = chunk[np.argsort(self._lengths[chunk], kind="stable")]
+            batches += np.split(by_length, range(size, len(by_length), size))
+        for index in self._random.permutation(len(batches)):
+            yield self._drawn(batches[index])
+
+    def _drawn(self, chosen: NDArray[np.int64]) -> Drawn:
+        most = self._recipe.rows_per_prompt
+        counts = self._counts[chosen][:, None]
+        any_row = self._random.integers(0, counts, (len(chosen), most))
+        offset = np.where(counts > most, any_row, np.arange(most)[None, :])
+        owner, column = np.nonzero(np.arange(most)[None, :] < counts)
+        rows = self._order[self._starts[chosen][owner] + offset[owner, column]]
+        weight = 1.0 / np.sqrt(np.minimum(counts[owner, 0], most))
+        longest = int(self._lengths[chosen].max())
+        return Drawn(self.prompts[chosen], rows, owner, weight.astype(np.float32), longest)
+
+
+def fit(
+    net: LengthNet,
+    data: Prepared,
+    rows: NDArray[np.int64],
+    edges: tuple[int, ...],
+    recipe: Recipe,
+    *,
+    taught: NDArray[np.float16] | None = None,
+    device: str = "cpu",
+    progress: Progress = lambda _: None,
+) -> LengthNet:
+    """Trains a net on some rows; `taught` holds a teacher's probabilities for every row of `data`."""
+    torch.manual_seed(recipe.seed)
+    net.to(device).train()
+    draw = Draw(data, rows, recipe)
+    steps = recipe.epochs * draw.batches
+    body, head = list(net.body.parameters()), list(net.head.parameters())
+    groups = [{"params": body, "lr": recipe.body_rate}, {"params": head, "lr": recipe.head_rate}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=recipe.weight_decay, fused=device != "cpu")
+    rates = [recipe.body_rate, recipe.head_rate]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rates, total_steps=steps + 1, pct_start=recipe.warm_share
+    )
+    pieces = torch.tensor(data.pieces, device=device)
+    unknown_piece = data.vocabulary.index(UNKNOWN)
+    side = torch.tensor(data.side, device=device)
+    noise = recipe.side_noise / net.head.scale[net.body.width :]
+    model = torch.tensor(data.model, device=device)
+    target = _targets(data, edges, recipe, taught, device)
+    for epoch in range(recipe.epochs):
+        total = torch.zeros((), device=device)
+        for drawn in draw.epoch():
+            prompts, chosen, owner, weight = (
+                torch.from_numpy(each).to(device, non_blocking=True) for each in drawn[:4]
+            )
+            shown = side[prompts] + noise * torch.randn(len(prompts), side.shape[1], device=device)
+            forget = torch.rand(len(chosen), device=device) < recipe.unknown_share
+            served = model[chosen].masked_fill(forget, UNKNOWN_MODEL)
+            text = _blotted(pieces[prompts, : drawn.longest], unknown_piece, recipe.piece_dropout)
+            logits = net(text, shown, owner, served)
+            losses = functional.cross_entropy(logits, target[chosen].float(), reduction="none")
+            loss = (losses * weight).sum() / weight.sum()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+        progress(f"epoch {epoch + 1}/{recipe.epochs}: loss {total.item() / draw.batches:.4f}")
+    net.eval()
+    return net
+
+
+def _blotted(pieces: torch.Tensor, unknown: int, share: float) -> torch.Tensor:
+    """Some of the pieces made unknown; padding stays padding."""
+    if share == 0.0:
+        return pieces
+    lost = (torch.rand(pieces.shape, device=pieces.device) < share) & (pieces != 0)
+    return pieces.masked_fill(lost, unknown)
+
+
+def _targets(
+    data: Prepared,
+    edges: tuple[int, ...],
+    recipe: Recipe,
+    taught: NDArray[np.float16] | None,
+    device: str,
+) -> torch.Tensor:
+    """What each row of the data is to be forecast as `[rows, ranges]`."""
+    answered = np.flatnonzero(data.length > 0)
+    own = soft_targets(data.length[answered], edges, recipe.spread_octaves)
+    if taught is None:
+        target = np.zeros((len(data.length), len(edges) - 1), dtype=np.float16)
+        target[answered] = own
+    else:
+        target = taught.copy()
+        share = recipe.teacher_share
+        target[answered] = ((1.0 - share) * own + share * taught[answered]).astype(np.float16)
+    return torch.tensor(target, device=device)
+
+
+def logits_of(
+    net: LengthNet,
+    data: Prepared,
+    rows: NDArray[np.int64],
+    *,
+    device: str = "cpu",
+    batch_prompts: int = 512,
+) -> NDArray[np.float32]:
+    """Logits `[rows, ranges]`; each prompt is read once."""
+    net.to(device).eval()
+    prompts, owner = np.unique(data.prompt[rows], return_inverse=True)
+    lengths = (data.pieces[prompts] != 0).sum(1)
+    read = torch.zeros(len(prompts), net.body.width, device=device)
+    logits = np.zeros((len(rows), net.head.last.out_features), dtype=np.float32)
+    model = data.model[rows]
+    with torch.no_grad():
+        by_length = np.argsort(lengths, kind="stable")
+        for chunk in np.split(by_length, range(batch_prompts, len(by_length), batch_prompts)):
+            shown = torch.tensor(data.pieces[prompts[chunk], : lengths[chunk].max()], device=device)
+            with torch.autocast(shown.device.type, torch.bfloat16, enabled=shown.is_cuda):
+                read[torch.tensor(chunk, device=device)] = net.body(shown).float()
+        inputs = torch.cat([read, torch.tensor(data.side[prompts], device=device)], 1)
+        for part in np.split(np.arange(len(rows)), range(8192, len(rows), 8192)):
+            where, served = (torch.tensor(each[part], device=device) for each in (owner, model))
+            logits[part] = net.head(inputs[where], served).cpu().numpy()
+    return logits

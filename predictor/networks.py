@@ -1,0 +1,142 @@
+"""The neural models: a large text encoder that teaches, and a small one that serves.
+
+Both turn word pieces `[prompts, pieces]` into a representation `[prompts, width]`; a head makes of it, of
+lexical scores and of the served model, logits over ranges of length. Needs torch; training only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from predictor.lexical import Head, HeadConfig
+from predictor.pieces import LONGEST_PIECES
+
+
+@dataclass(frozen=True, slots=True)
+class StudentConfig:
+    """Sizes: a few whole layers, then a layer where `queries` learned vectors read all pieces."""
+
+    width: int = 256
+    attention: int = 192
+    heads: int = 6
+    hidden: int = 512
+    layers: int = 1
+    queries: int = 4
+    query_hidden: int = 1024
+
+
+class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """Multi-head attention of `asking` over `told`, both of one width."""
+
+    def __init__(self, config: StudentConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query = nn.Linear(config.width, config.attention)
+        self.key = nn.Linear(config.width, config.attention)
+        self.value = nn.Linear(config.width, config.attention)
+        self.out = nn.Linear(config.attention, config.width)
+
+    def forward(self, asking: Tensor, told: Tensor, real: Tensor) -> Tensor:
+        query, key, value = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in (self.query(asking), self.key(told), self.value(told))
+        )
+        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=real[:, None, None, :])
+        mixed: Tensor = self.out(found.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Layer(nn.Module):  # type: ignore[misc]
+    """Attention and a hidden layer, each after a normalisation and added to what was there."""
+
+    def __init__(self, config: StudentConfig, hidden: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.hidden_norm = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, hidden)
+        self.down = nn.Linear(hidden, config.width)
+
+    def forward(self, state: Tensor, told: Tensor | None, real: Tensor) -> Tensor:
+        asking = self.attention_norm(state)
+        state = state + self.attention(asking, asking if told is None else told, real)
+        hidden: Tensor = state + self.down(torch.relu(self.up(self.hidden_norm(state))))
+        return hidden
+
+
+class Student(nn.Module):  # type: ignore[misc]
+    """The small encoder: pieces `[prompts, pieces]`, 0 for padding, to `[prompts, queries * width]`."""
+
+    def __init__(self, config: StudentConfig, vocabulary: int) -> None:
+        super().__init__()
+        self.config = config
+        self.width = config.queries * config.width
+        self.table = nn.Parameter(torch.randn(vocabulary, config.width) * 0.3)
+        self.places = nn.Parameter(torch.zeros(LONGEST_PIECES, config.width))
+        self.layers = nn.ModuleList(Layer(config, config.hidden) for _ in range(config.layers))
+        self.told_norm = nn.LayerNorm(config.width)
+        self.queries = nn.Parameter(torch.randn(config.queries, config.width) * 0.5)
+        self.reader = Layer(config, config.query_hidden)
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        real = pieces != 0
+        state = functional.embedding(pieces, self.table) + self.places[: pieces.shape[1]]
+        for layer in self.layers:
+            state = layer(state, None, real)
+        queries = self.queries.expand(len(pieces), -1, -1)
+        read: Tensor = self.reader(queries, self.told_norm(state), real)
+        return read.flatten(1)
+
+
+class Teacher(nn.Module):  # type: ignore[misc]
+    """A pretrained encoder from a folder or the Hub: the mean of its last states over the real pieces."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        from transformers import AutoModel
+
+        self.encoder = AutoModel.from_pretrained(source, dtype=torch.float32)
+        self.width = int(self.encoder.config.hidden_size)
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        real = (pieces != 0).long()
+        states = self.encoder(input_ids=pieces, attention_mask=real).last_hidden_state
+        pooled: Tensor = (states * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        return pooled
+
+
+class LengthNet(nn.Module):  # type: ignore[misc]
+    """A text encoder with a head."""
+
+    def __init__(self, body: nn.Module, head: HeadConfig, side: Tensor, models: int, ranges: int) -> None:
+        """`side` `[prompts, features]` is what its standardisation is measured on."""
+        super().__init__()
+        self.body = body
+        self.head = Head(head, body.width + side.shape[1], models, ranges)
+        self.head.mean[body.width :] = side.mean(0)
+        self.head.scale[body.width :] = 1.0 / side.std(0).clamp_min(0.02)
+
+    def forward(self, pieces: Tensor, side: Tensor, owner: Tensor, model: Tensor) -> Tensor:
+        """Logits `[rows, ranges]`; row i is of prompt `owner[i]` and answered by `model[i]`."""
+        with torch.autocast(pieces.device.type, torch.bfloat16, enabled=pieces.is_cuda):
+            read = self.body(pieces)
+        logits: Tensor = self.head(torch.cat([read.float(), side], 1)[owner], model)
+        return logits
+
+
+def begin_from(student: Student, teacher: Teacher) -> None:
+    """Gives the student the teacher's word table and places, in as many directions as it has."""
+    embeddings = teacher.encoder.embeddings
+    words = embeddings.word_embeddings.weight.detach()
+    centred = words - words.mean(0)
+    _, _, directions = torch.linalg.svd(centred.T @ centred)
+    chosen = directions[: student.config.width].T
+    scale = 1.0 / (centred @ chosen).std()
+    with torch.no_grad():
+        student.table.copy_(centred @ chosen * scale * 0.5)
+        places = embeddings.position_embeddings.weight[: len(student.places)]
+        student.places.copy_((places - places.mean(0)) @ chosen * scale * 0.5)

@@ -1,0 +1,77 @@
+"""Word pieces: a text as ids in a vocabulary, longest match first, as the small encoder reads it.
+
+Pure Python, so that serving needs no tokenizer library. Line ends count, unlike in BERT.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+from predictor.features import visible
+
+HEAD_PIECES = 80
+TAIL_PIECES = 46
+"""Of a longer text only its beginning and end are read."""
+LONGEST_PIECES = HEAD_PIECES + TAIL_PIECES + 2
+LONGEST_WORD_CHARS = 40
+CACHED_WORDS = 50_000
+PAD, LINE, PARAGRAPH, UNKNOWN, START, END = "[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"
+
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\n[\n\r\t ]*|[^\W_]+|[^\w\s]|_")
+
+
+class Pieces:
+    """A vocabulary; a piece's id is its place in it. Pieces that continue a word begin with `##`."""
+
+    def __init__(self, vocabulary: Sequence[str]) -> None:
+        self._ids = {piece: index for index, piece in enumerate(vocabulary)}
+        self._unknown = (self._ids[UNKNOWN],)
+        self._line, self._paragraph = (self._ids[LINE],), (self._ids[PARAGRAPH],)
+        self._start, self._end = self._ids[START], self._ids[END]
+        self._cache: dict[str, tuple[int, ...]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids between the start and the end mark, at most LONGEST_PIECES."""
+        found: list[int] = []
+        for word in _WORD.findall(_plain(visible(text))):
+            found.extend(self._cache.get(word) or self._word(word))
+        if len(found) > HEAD_PIECES + TAIL_PIECES:
+            found = found[:HEAD_PIECES] + found[-TAIL_PIECES:]
+        return [self._start, *found, self._end]
+
+    def _word(self, word: str) -> tuple[int, ...]:
+        if word[0] == "\n":
+            return self._paragraph if word.count("\n") > 1 else self._line
+        pieces = self._split(word) if len(word) <= LONGEST_WORD_CHARS else self._unknown
+        if len(self._cache) >= CACHED_WORDS:
+            self._cache.clear()
+        self._cache[word] = pieces
+        return pieces
+
+    def _split(self, word: str) -> tuple[int, ...]:
+        """Greedy, longest piece first; a word that cannot be covered is unknown as a whole."""
+        pieces: list[int] = []
+        start = 0
+        while start < len(word):
+            mark = "##" if start else ""
+            for end in range(len(word), start, -1):
+                found = self._ids.get(mark + word[start:end])
+                if found is not None:
+                    break
+            else:
+                return self._unknown
+            pieces.append(found)
+            start = end
+        return tuple(pieces)
+
+
+def _plain(text: str) -> str:
+    """Lower case without accents."""
+    lowered = text.lower()
+    if lowered.isascii():
+        return lowered
+    return "".join(
+        sign for sign in unicodedata.normalize("NFD", lowered) if unicodedata.category(sign) != "Mn"
+    )
