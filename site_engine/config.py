@@ -92,7 +92,8 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
         ("the command line", {name: value for name, value in overrides.items() if value is not None}),
     ):
         for name, value in values.items():
-            settings[_known(name, origin)] = _parsed(name, value)
+            known = _known(name, origin)
+            settings[known] = _parsed(known, value)
     missing = [name for name in ("site", "gateways", "model") if name not in settings]
     if missing:
         names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)

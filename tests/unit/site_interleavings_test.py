@@ -90,9 +90,7 @@ class Interleavings(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         echo=st.booleans(),
     )
-    def assign(
-        self, gateway: str, choices: int, prompt: str, max_tokens: int, echo: bool
-    ) -> None:
+    def assign(self, gateway: str, choices: int, prompt: str, max_tokens: int, echo: bool) -> None:
         connection = self.links[gateway]
         if connection is None:
             return

@@ -1,0 +1,171 @@
+"""What crosses the link: nothing that a gateway sends can raise, and nothing is lost on the way out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from site_engine import codec
+from site_engine import messages as m
+from site_engine.errors import Reason, WrongMessage
+from site_engine.load import IterationCost, LoadFigures
+from site_engine.request import Finish, Lane, RemainingPoint, Timings, TokenLogprob
+from tests.site_fakes import HELLO
+from wire import federation_pb2 as pb
+
+FLAT = pb.Forecast(generated=[5, 5], expected_remaining=[1, 1], p90_remaining=[1, 1])
+NO_JSON = pb.ChatMessage(role="user", tool_calls_json="{")
+
+floats = st.floats(width=32)
+texts = st.text(max_size=5)
+small = st.integers(0, 2**32 - 1)
+samplings = st.builds(
+    pb.Sampling,
+    max_tokens=st.none() | small,
+    n=st.integers(0, 200),
+    temperature=floats,
+    top_p=floats,
+    top_k=small,
+    min_p=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    repetition_penalty=floats,
+    stop=st.lists(texts, max_size=2),
+    logit_bias=st.dictionaries(small, floats, max_size=2),
+    logprobs=st.none() | small,
+    echo=st.booleans(),
+    guided_json=texts,
+)
+chats = st.builds(
+    pb.Chat,
+    messages=st.lists(
+        st.builds(pb.ChatMessage, role=texts, content=texts, tool_calls_json=texts), max_size=2
+    ),
+    tools_json=texts,
+)
+forecasts = st.builds(
+    pb.Forecast,
+    generated=st.lists(small, max_size=3),
+    expected_remaining=st.lists(floats, max_size=3),
+    p90_remaining=st.lists(small, max_size=3),
+)
+assigns = st.one_of(
+    st.builds(
+        pb.Assign,
+        attempt_id=texts,
+        sampling=samplings,
+        forecast=forecasts,
+        lane=st.integers(0, 3),
+        deadline_s=floats,
+        resume=st.builds(pb.ResumeFrom, token_ids=st.lists(small, max_size=2), text_chars=small),
+        **prompt,
+    )
+    for prompt in ({}, {"chat": chats}, {"text": texts}, {"token_ids": st.builds(pb.TokenIds)})
+)
+
+
+@given(assigns)
+def test_no_assign_raises(body: pb.Assign) -> None:
+    decoded = codec.decode(pb.GatewayMessage(assign=body))
+    assert isinstance(decoded, m.Assign | m.Rejected)
+    assert decoded.attempt_id == body.attempt_id
+    if isinstance(decoded, m.Rejected):
+        assert decoded.message
+        assert next(codec.encode(decoded)).rejected.message == decoded.message
+
+
+def test_a_full_assign_arrives_whole() -> None:
+    body = pb.Assign(
+        attempt_id="a",
+        query_id="q",
+        model="letters",
+        chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi", name="Ada")]),
+        sampling=pb.Sampling(
+            max_tokens=0, n=2, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["\n"], logit_bias={4: -1.0}
+        ),
+        forecast=pb.Forecast(generated=[0, 9], expected_remaining=[8.0, 2.0], p90_remaining=[20, 5]),
+        lane=1,
+        priority=-2,
+        deadline_s=3.5,
+        tenant="t",
+    )
+    got = codec.decode(pb.GatewayMessage(assign=body))
+    assert isinstance(got, m.Assign)
+    assert got.prompt == m.ChatPrompt((m.ChatMessage("user", "hi", "Ada"),))
+    assert (got.choices, got.lane, got.priority, got.deadline_s, got.tenant) == (2, Lane.BATCH, -2, 3.5, "t")
+    assert got.remaining.points == (RemainingPoint(0, 8.0, 20), RemainingPoint(9, 2.0, 5))
+    sampling = got.sampling
+    assert (sampling.max_tokens, sampling.seed, sampling.stop) == (0, 0, ("\n",))
+    assert (sampling.repetition_penalty, sampling.logprobs, sampling.logit_bias) == (1.0, None, {4: -1.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "param"),
+    [
+        ({"sampling": pb.Sampling(temperature=-1)}, Reason.INVALID, "temperature"),
+        ({"sampling": pb.Sampling(top_p=1.5)}, Reason.INVALID, "top_p"),
+        ({"sampling": pb.Sampling(n=129)}, Reason.INVALID, "n"),
+        ({"sampling": pb.Sampling(stop=[""])}, Reason.INVALID, "stop"),
+        ({"sampling": pb.Sampling(guided_json="{}")}, Reason.UNSUPPORTED, "response_format"),
+        ({"lane": 7}, Reason.INVALID, "lane"),
+        ({"deadline_s": -1.0}, Reason.INVALID, "deadline_s"),
+        ({"forecast": FLAT}, Reason.INVALID, "forecast"),
+        ({"resume": pb.ResumeFrom(text_chars=4)}, Reason.INVALID, "resume"),
+        ({"resume": pb.ResumeFrom(token_ids=[1]), "sampling": pb.Sampling(n=2)}, Reason.UNSUPPORTED, ""),
+        ({"chat": pb.Chat(messages=[NO_JSON])}, Reason.INVALID, "messages.0.tool_calls"),
+        ({"token_ids": pb.TokenIds()}, Reason.INVALID, "prompt"),
+        ({"attempt_id": ""}, Reason.INVALID, "attempt_id"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, object], reason: Reason, param: str) -> None:
+    body = pb.Assign(**{"attempt_id": "a", "text": "x", **change})
+    got = codec.decode(pb.GatewayMessage(assign=body))
+    assert isinstance(got, m.Rejected)
+    assert (got.reason, got.param) == (reason, param)
+
+
+def test_a_message_of_a_newer_gateway_is_ignored() -> None:
+    assert codec.decode(pb.GatewayMessage()) is None
+
+
+@pytest.mark.parametrize("body", [pb.Welcome(), pb.Welcome(gateway="g", heartbeat_s=float("inf"))])
+def test_a_welcome_that_makes_no_sense_is_a_fault(body: pb.Welcome) -> None:
+    with pytest.raises(WrongMessage):
+        codec.decode(pb.GatewayMessage(welcome=body))
+
+
+def test_every_reason_has_its_name_on_the_wire() -> None:
+    for reason in Reason:
+        (message,) = codec.encode(m.Rejected("a", reason, "because", "n"))
+        assert pb.Rejected.Reason.Name(message.rejected.reason) == reason.value
+
+
+def test_a_delta_says_everything() -> None:
+    logprob = TokenLogprob("é", b"\xc3\xa9", -0.5, (TokenLogprob("e", b"e", None),))
+    delta = m.Delta("a", 1, "é", (7, 8), 9, Finish.STOP, "", (logprob,), (logprob,), Timings(1, 2, 3, 4, 5))
+    (message,) = codec.encode(m.Step((delta,)))
+    (got,) = message.step.deltas
+    assert (got.index, got.text, list(got.token_ids), got.completion_tokens) == (1, "é", [7, 8], 9)
+    assert got.finish == pb.Delta.STOP
+    assert (got.logprobs[0].raw, got.logprobs[0].logprob) == (b"\xc3\xa9", -0.5)
+    assert got.prompt_logprobs[0].top[0].absent
+    assert (got.timings.queued_s, got.timings.preemptions) == (1, 5)
+
+
+@given(st.lists(st.integers(0, 700_000), min_size=1, max_size=12))
+def test_a_step_is_cut_but_loses_nothing(lengths: list[int]) -> None:
+    deltas = tuple(m.Delta(f"a{i}", 0, "x" * length, (), 0) for i, length in enumerate(lengths))
+    parts = [part.step for part in codec.encode(m.Step(deltas))]
+    sent = [(each.attempt_id, len(each.text)) for part in parts for each in part.deltas]
+    assert sent == [(f"a{i}", length) for i, length in enumerate(lengths)]
+    assert all(part.ByteSize() <= codec.STEP_BYTES_MAX + 100 for part in parts if len(part.deltas) > 1)
+
+
+def test_hello_and_load_carry_every_figure() -> None:
+    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, IterationCost(1, 2, 3, 4), (7, 8), 1, 9, 10.5, 11, 12)
+    (load,) = codec.encode(m.Load(3, 99.0, figures))
+    assert {each.name for each, _ in load.load.ListFields()} == set(pb.Load.DESCRIPTOR.fields_by_name)
+    (hello,) = codec.encode(HELLO)
+    unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
+    assert unset == {"attempts"}

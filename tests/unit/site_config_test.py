@@ -1,0 +1,111 @@
+"""One frozen configuration: where a value comes from, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from site_engine.config import SiteConfig, load
+from site_engine.errors import ConfigError
+from site_engine.logs import JsonLines
+
+NEEDED = {"site": "alpha", "gateways": "gw:7000", "model": "demo"}
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text(
+        'site = "file"\nmodel = "file"\ngateways = ["a:1", "b:2", "a:1"]\nslots = 4\nregion = "r"\n'
+    )
+    config = load(
+        file, {"MICO_SITE_SLOTS": "8", "MICO_SITE_MODEL": "env", "OTHER": "x"}, model="flag", region=None
+    )
+    assert (config.site, config.slots, config.model, config.region) == ("file", 8, "flag", "r")
+    assert config.gateways == ("a:1", "b:2")
+
+
+def test_text_of_the_environment_becomes_what_the_setting_is() -> None:
+    environment = {
+        "MICO_SITE_GATEWAYS": "a:1, b:2",
+        "MICO_SITE_KV_TOKENS": "4096",
+        "MICO_SITE_ITERATION_FLOOR_S": "0.05",
+        "MICO_SITE_TLS": "yes",
+        "MICO_SITE_TLS_CA": "/ca.pem",
+    }
+    config = load(None, environment, site="alpha", model="demo")
+    assert (config.gateways, config.kv_tokens, config.iteration_floor_s) == (("a:1", "b:2"), 4096, 0.05)
+    assert (config.tls, config.tls_ca, config.threads) == (True, Path("/ca.pem"), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"slot": 3}, "slot, which is unknown; did you mean slots"),
+        ({"slots": 0}, "slots is 0; it must be at least 1"),
+        ({"slots": "many"}, "slots cannot be 'many'"),
+        ({"slots": 64, "token_budget": 10}, "token_budget is 10; it must cover"),
+        ({"gateways": "nowhere"}, "gateways has 'nowhere', which is not host:port"),
+        ({"gateways": []}, "gateways must be set"),
+        ({"drain_s": -1}, "drain_s is -1.0"),
+        ({"drain_s": "nan"}, "drain_s is nan"),
+        ({"tls": "perhaps"}, "tls cannot be 'perhaps'"),
+        ({"tls_ca": "/ca.pem"}, "tls is off"),
+        ({"tls": True, "tls_cert": "/c.pem"}, "tls_cert and tls_key belong together"),
+        ({"log_level": "loud"}, "log_level must be one of"),
+        ({"slots": True}, "whole number"),
+    ],
+)
+def test_what_is_wrong_is_named(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint.replace("(", "\\(")):
+        load(None, {}, **{**NEEDED, **settings})
+
+
+def test_what_is_missing_is_named_with_its_variable() -> None:
+    with pytest.raises(ConfigError, match=r"gateways \(MICO_SITE_GATEWAYS\), model \(MICO_SITE_MODEL\)"):
+        load(None, {}, site="alpha")
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text("slots = = 3")
+    with pytest.raises(ConfigError, match=r"site\.toml"):
+        load(file, {})
+
+
+def test_the_token_is_nobodys_business(tmp_path: Path) -> None:
+    config = load(None, {}, **NEEDED, token="s3cret")
+    assert "s3cret" not in repr(config)
+    assert config.secret() == "s3cret"
+    file = tmp_path / "token"
+    file.write_text("from-a-file\n")
+    assert load(None, {}, **NEEDED, token_file=str(file)).secret() == "from-a-file"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        load(None, {}, **NEEDED, token_file=str(file)).secret()
+    with pytest.raises(ConfigError, match="token_file"):
+        load(None, {}, **NEEDED, token_file=str(tmp_path / "none")).secret()
+    with pytest.raises(ConfigError) as complaint:
+        load(None, {}, **NEEDED, token=["s3cret"])
+    assert "s3cret" not in str(complaint.value)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        load(None, {}, **NEEDED).slots = 3
+    assert SiteConfig(site="a", model="m", gateways=("h:1",)).slots == 32
+
+
+def test_a_log_line_is_one_json_object() -> None:
+    try:
+        raise ValueError("a\nb")
+    except ValueError:
+        record = logging.LogRecord("who", logging.ERROR, "", 0, "lost %s", ("é\n",), sys.exc_info())
+    line = JsonLines("alpha").format(record)
+    assert "\n" not in line
+    told = json.loads(line)
+    assert (told["level"], told["site"], told["message"]) == ("error", "alpha", "lost é\n")
+    assert "ValueError: a\nb" in told["fault"]
