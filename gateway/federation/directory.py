@@ -70,7 +70,10 @@ class Directory:
         self._put(replace(self._sites[name], state=state))
 
     def leave(self, name: str) -> None:
-        self._put(replace(self._sites[name], state=SiteState.DOWN, credit=Credit()))
+        """It is down: what ran there is lost, and its last report is true no more, but for its age."""
+        site = self._sites[name]
+        nothing = LoadReport(seq=site.load.seq, received_s=site.load.received_s)
+        self._put(replace(site, state=SiteState.DOWN, load=nothing, credit=Credit()))
 
     def _put(self, site: Site) -> None:
         self._sites[site.name] = site
