@@ -1,0 +1,109 @@
+"""One site process from start to end: what it says, how it drains, and with which status it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from site_engine.app import Loaded, load_engine, serve
+from site_engine.config import SiteConfig
+from site_engine.errors import ConfigError
+from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.site_gateway import TOKEN, Gateway, assign, serving
+from wire import federation_pb2 as pb
+
+
+def config(gateway: Gateway, **more: object) -> SiteConfig:
+    settings = {
+        "site": "alpha",
+        "model": "letters",
+        "gateways": (gateway.address,),
+        "token": TOKEN,
+        "slots": 2,
+    }
+    return SiteConfig(**{**settings, **more})
+
+
+def with_engine(engine: FakeEngine) -> Loaded:
+    return Loaded(engine, FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+
+
+def start(gateway: Gateway, engine: FakeEngine, **more: object) -> asyncio.Task[int]:
+    return asyncio.create_task(serve(config(gateway, **more), lambda _: with_engine(engine)))
+
+
+def test_a_signal_drains_and_the_process_leaves_in_order() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway:
+            serving_site = start(gateway, FakeEngine(), iteration_floor_s=0.002)
+            session = await gateway.joined()
+            hello = await session.welcome()
+            assert (hello.slots, hello.kv_capacity_tokens) == (2, 2 * CONTEXT_TOKENS)
+            assert list(hello.models[0].features) == ["chat", "logprobs", "resume"]
+            await session.send(**assign("a", max_tokens=60))
+            await session.until(lambda: session.text("a"))
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (await session.heard("draining"))[0].reason == "the site is ending (SIGTERM)"
+            assert await serving_site == 0
+            await session.over.wait()
+            assert session.finish("a") == pb.Delta.LENGTH
+            assert session.log[-1].WhichOneof("body") == "bye"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("hurried", [True, False])
+def test_what_does_not_end_in_time_is_left_to_the_gateway(hurried: bool) -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway:
+            floor_s, drain_s = 3600.0, (3600.0 if hurried else 0.01)
+            serving_site = start(gateway, FakeEngine(), iteration_floor_s=floor_s, drain_s=drain_s)
+            session = await gateway.linked()
+            await session.send(**assign("a", max_tokens=60))
+            await session.until(lambda: session.text("a"))
+            os.kill(os.getpid(), signal.SIGINT)
+            await session.heard("draining")
+            if hurried:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert await serving_site == (128 + signal.SIGINT if hurried else 0)
+            await session.over.wait()
+            assert session.finish("a") == 0
+            assert session.log[-1].WhichOneof("body") == "bye"
+
+    asyncio.run(scenario())
+
+
+def test_a_broken_engine_fails_its_attempts_says_bye_and_leaves_with_a_fault() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway:
+            engine = FakeEngine(slots=1)
+            serving_site = start(gateway, engine)
+            session = await gateway.linked()
+            await session.heard("load")
+            engine.failures += [RuntimeError("device lost")] * 9
+            for name in ("a", "b", "c", "d"):
+                await session.send(**assign(name))
+            assert await serving_site == 1
+            await session.over.wait()
+            assert "device lost" in session.log[-1].bye.reason
+            accepted = {each.attempt_id for each in session.said("accepted")}
+            rejected = {each.attempt_id for each in session.said("rejected")}
+            assert {session.finish(name) for name in accepted} == {pb.Delta.FAILED}
+            assert not accepted & rejected
+
+    asyncio.run(scenario())
+
+
+def test_a_model_that_cannot_be_loaded_is_named() -> None:
+    with pytest.raises(ConfigError, match="'/nowhere/at/all' cannot be served"):
+        load_engine(SiteConfig(site="a", model="/nowhere/at/all", gateways=("h:1",)))
+
+
+def test_composing_a_site_imports_no_framework() -> None:
+    command = "import sys, site_engine.app; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", command], text=True).strip() == "[]"
