@@ -6,6 +6,7 @@ Does not run the model.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +18,9 @@ FORMAT = 1
 GRAPH_FILE = "model.onnx"
 CARD_FILE = "card.json"
 SHIPPED = Path(__file__).parent / "artifacts"
-DEFAULT_NAME = "lexical-v1"
+VOCABULARY_FILE = "vocab.txt"
+LEXICAL_NAME = "lexical-v1"
+DEFAULT_NAME = LEXICAL_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Card:
     """Row 0 stands for every model that was not trained on."""
     digest: str
     """SHA-256 of `model.onnx`."""
+    vocabulary_digest: str = ""
+    """SHA-256 of `vocab.txt`, where the model reads word pieces."""
     aliases: dict[str, str] = field(default_factory=dict)
     trained_on: dict[str, Any] = field(default_factory=dict)
     licences: dict[str, str] = field(default_factory=dict)
@@ -38,6 +43,24 @@ class Card:
     config: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     format: int = FORMAT
+
+
+def read_vocabulary(folder: Path, card: Card) -> tuple[str, ...]:
+    """The word pieces a model reads, one a line; none for a model that reads words alone."""
+    if not card.vocabulary_digest:
+        return ()
+    try:
+        text = (folder / VOCABULARY_FILE).read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"no predictor artifact in {folder}: {VOCABULARY_FILE} is missing") from error
+    if digest_of(text) != card.vocabulary_digest:
+        raise ArtifactError(f"{folder / VOCABULARY_FILE} is damaged: its digest is not the one on its card")
+    return tuple(text.decode("utf-8").removesuffix("\n").split("\n"))
+
+
+def vocabulary_bytes(pieces: Sequence[str]) -> bytes:
+    """What `vocab.txt` holds."""
+    return ("\n".join(pieces) + "\n").encode()
 
 
 def read_card(folder: Path) -> Card:
@@ -67,10 +90,12 @@ def with_figures(card: Card, figures: dict[str, Any]) -> Card:
     return replace(card, figures=figures)
 
 
-def write(folder: Path, graph: bytes, card: Card) -> None:
+def write(folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = ()) -> None:
     """Writes graph and card; the card last, so that a half-written artifact never loads."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CARD_FILE).unlink(missing_ok=True)
+    if vocabulary:
+        (folder / VOCABULARY_FILE).write_bytes(vocabulary_bytes(vocabulary))
     (folder / GRAPH_FILE).write_bytes(graph)
     (folder / CARD_FILE).write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", "utf-8")
 

@@ -9,6 +9,9 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from predictor.features import visible
 
 HEAD_PIECES = 80
@@ -65,6 +68,14 @@ class Pieces:
             pieces.append(found)
             start = end
         return tuple(pieces)
+
+
+def padded(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Encoded texts in one rectangle, zeros at the end of the shorter ones."""
+    rectangle = np.zeros((len(encoded), max(map(len, encoded))), dtype=np.int64)
+    for row, pieces in enumerate(encoded):
+        rectangle[row, : len(pieces)] = pieces
+    return rectangle
 
 
 def _plain(text: str) -> str:

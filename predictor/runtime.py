@@ -8,22 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
 from predictor import features
-from predictor.artifact import DEFAULT_NAME, GRAPH_FILE, SHIPPED, Card, read_card
+from predictor.artifact import DEFAULT_NAME, GRAPH_FILE, SHIPPED, Card, read_card, read_vocabulary
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
+from predictor.pieces import Pieces, padded
 
 __all__ = ["Features", "Forecaster", "HistogramForecaster", "OnnxForecaster", "load"]
 
 BATCH_CELLS = 1 << 16
 """Queries are run together up to this many slots, padding counted, so that memory stays bounded."""
+ALIKE_WIDTHS = 16
+"""A query joins a batch whose shortest is at least half as long, less so many pieces: padding costs time."""
 UNKNOWN_ROW = 0
 
 
@@ -45,6 +48,13 @@ class Forecaster(Protocol):
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]: ...
 
 
+class _Read(NamedTuple):
+    """A text as the models see it; pieces only for a model that reads them."""
+
+    bag: features.Bag
+    pieces: list[int]
+
+
 class OnnxForecaster:
     """A trained model. A served model that it was not trained on is forecast as models do on average, and the
     forecast's `source` says so."""
@@ -52,6 +62,8 @@ class OnnxForecaster:
     def __init__(self, folder: Path) -> None:
         self.card: Card = read_card(folder)
         self.name = self.card.name
+        vocabulary = read_vocabulary(folder, self.card)
+        self._pieces = Pieces(vocabulary) if vocabulary else None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
@@ -70,18 +82,24 @@ class OnnxForecaster:
         return self._row(model) != UNKNOWN_ROW
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
-        bags = [features.bag(query.text) for query in queries]
+        read = [self._read(query) for query in queries]
         rows = np.array([self._row(query.model) for query in queries], dtype=np.int64)
         probabilities = np.empty((len(queries), len(self.card.edges) - 1))
-        for part in _batches([len(bag.slots) for bag in bags]):
-            probabilities[part] = self._run([bags[index] for index in part], rows[part])
+        for part in _batches([len(each.pieces) or len(each.bag.slots) for each in read]):
+            probabilities[part] = self._run([read[index] for index in part], rows[part])
         names = [self.name if row != UNKNOWN_ROW else f"{self.name}:unknown-model" for row in rows]
         pairs = zip(probabilities.tolist(), names, strict=True)
         return [Forecast(self.card.edges, tuple(each), name) for each, name in pairs]
 
-    def _run(self, bags: list[features.Bag], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        batch = features.batch(bags)
+    def _read(self, query: Features) -> _Read:
+        pieces = self._pieces.encode(query.text) if self._pieces else []
+        return _Read(features.bag(query.text), pieces)
+
+    def _run(self, read: list[_Read], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        batch = features.batch([each.bag for each in read])
         known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense, "model": rows}
+        if self._pieces:
+            known["pieces"] = padded([each.pieces for each in read])
         found = self._session.run(["probabilities"], known)[0].astype(np.float64)
         normalised: NDArray[np.float64] = found / found.sum(axis=1, keepdims=True)
         return normalised
@@ -100,7 +118,8 @@ def _batches(widths: Sequence[int]) -> list[list[int]]:
     groups: list[list[int]] = []
     for index in sorted(range(len(widths)), key=widths.__getitem__):
         width = max(1, widths[index])
-        if not groups or (len(groups[-1]) + 1) * width > BATCH_CELLS:
+        alike = groups and width <= 2 * widths[groups[-1][0]] + ALIKE_WIDTHS
+        if not alike or (len(groups[-1]) + 1) * width > BATCH_CELLS:
             groups.append([])
         groups[-1].append(index)
     return groups

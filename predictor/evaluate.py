@@ -1,0 +1,191 @@
+"""How good an artifact is on a file of prompts and lengths, beside what else one could do.
+
+Needs pandas and scipy; not imported in serving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from predictor import dataset, metrics, peers
+from predictor.artifact import DEFAULT_NAME, LEXICAL_NAME, SHIPPED
+from predictor.labels import range_of
+from predictor.runtime import Features, OnnxForecaster
+
+Progress = Callable[[str], None]
+MAX_LENGTHS = (512, 1024, 2048)
+BATCH_QUERIES = 256
+
+
+class Forecasts(NamedTuple):
+    """Probabilities `[rows, ranges]` over the forecaster's edges, and what one query took."""
+
+    probabilities: NDArray[np.float64]
+    ms_per_query: float
+
+
+def evaluate(
+    data: Path,
+    *,
+    artifact: Path | None = None,
+    out: Path | None = None,
+    held_out_only: bool = False,
+    least_rows: int = 1,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """One document: `groups`, a row for each source and model, and `ms_per_query`.
+
+    `out` writes a parquet file with a row for each row of the data; `held_out_only` looks only at the prompts
+    that `predictor.dataset.split` keeps out of training. Raises DataError, ArtifactError.
+    """
+    frame = dataset.read(data)
+    if held_out_only:
+        frame = dataset.split(frame).held_out
+    forecaster = OnnxForecaster(artifact or SHIPPED / DEFAULT_NAME)
+    found = forecasts_of(forecaster, frame, progress)
+    lexical = forecaster
+    if forecaster.name != LEXICAL_NAME:
+        lexical = OnnxForecaster(SHIPPED / LEXICAL_NAME)
+    baseline = found if lexical is forecaster else forecasts_of(lexical, frame, progress)
+    if out is not None:
+        table(frame, found.probabilities, forecaster.card.edges).to_parquet(out, index=False)
+    groups = []
+    for (source, model), rows in frame.groupby(["source", "model"], sort=True):
+        if len(rows) < least_rows:
+            continue
+        own = rows.index.to_numpy()
+        groups.append(
+            {
+                "source": source,
+                "model": model,
+                "rows": len(rows),
+                "known_model": forecaster.knows(str(model)),
+                **scores(rows, found.probabilities[own], forecaster.card.edges),
+                "lexical": brief(rows, baseline.probabilities[own], lexical.card.edges),
+                "peers": peers.scores(rows),
+                "ceiling": ceiling(frame, rows),
+            }
+        )
+    return {
+        "artifact": forecaster.name,
+        "digest": forecaster.card.digest,
+        "data": data.name,
+        "rows": len(frame),
+        "held_out_only": held_out_only,
+        "ms_per_query": round(found.ms_per_query, 4),
+        "ms_per_query_lexical": round(baseline.ms_per_query, 4),
+        "groups": groups,
+    }
+
+
+def forecasts_of(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Progress) -> Forecasts:
+    """Forecasts of every row, in batches, as a gateway would ask for them."""
+    parts, took = [], 0.0
+    for number, queries in enumerate(_queries(frame)):
+        began = time.perf_counter()
+        parts.append([each.probabilities for each in forecaster.forecast(queries)])
+        took += time.perf_counter() - began
+        if number % 100 == 99:
+            progress(f"{forecaster.name}: {(number + 1) * BATCH_QUERIES} of {len(frame)} rows")
+    probabilities = np.array([each for part in parts for each in part])
+    return Forecasts(probabilities, 1e3 * took / max(1, len(frame)))
+
+
+def _queries(frame: pd.DataFrame) -> Iterator[list[Features]]:
+    columns = zip(frame.prompt, frame.model, frame.turn, strict=True)
+    queries = [Features(prompt, model, int(turn)) for prompt, model, turn in columns]
+    for start in range(0, len(queries), BATCH_QUERIES):
+        yield queries[start : start + BATCH_QUERIES]
+
+
+def table(frame: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]) -> pd.DataFrame:
+    """A row for each input row, so that anyone can score the forecasts."""
+    told = frame[["source", "prompt_id", "model", "turn"]].copy()
+    told["expected_tokens"] = metrics.expected(probabilities, edges)
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        told[name] = metrics.quantile(probabilities, edges, share)
+    for longest in MAX_LENGTHS:
+        told[f"bucket_{longest}"] = metrics.likeliest_bucket(probabilities, edges, longest)
+    return told
+
+
+def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]) -> dict[str, Any]:
+    """Everything that is said of one group."""
+    lengths = rows.response_tokens.to_numpy(dtype=np.int64)
+    label = range_of(lengths, edges)
+    chosen = probabilities[np.arange(len(label)), label]
+    bounds = {q: metrics.quantile(probabilities, edges, q) for q in (0.5, 0.9, 0.99)}
+    buckets = (
+        metrics.accuracy(lengths, metrics.likeliest_bucket(probabilities, edges, longest), longest)
+        for longest in MAX_LENGTHS
+    )
+    found = {
+        **brief(rows, probabilities, edges),
+        **{key: value for each in buckets for key, value in each.items()},
+        **{f"p{q * 100:.0f}_coverage": metrics.coverage(lengths, bound) for q, bound in bounds.items()},
+        "log_loss": float(-np.log(np.maximum(chosen, 1e-12)).mean()),
+    }
+    return _rounded(found)
+
+
+def brief(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]) -> dict[str, Any]:
+    """Rank correlation of the expected length, and mean absolute error of it and of the median, in tokens."""
+    lengths = rows.response_tokens.to_numpy(dtype=np.int64)
+    mean, median = metrics.expected(probabilities, edges), metrics.quantile(probabilities, edges, 0.5)
+    return _rounded(
+        {
+            **metrics.rank(lengths, mean),
+            "mae": metrics.mean_absolute_error(lengths, mean),
+            "mae_p50": metrics.mean_absolute_error(lengths, median),
+        }
+    )
+
+
+def ceiling(frame: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Any] | None:
+    """What the median of the same model's other samples of each prompt scores; None where there are none.
+
+    Samples of one model are named alike up to an `@`, as `vicuna-7b@T0.5`.
+    """
+    model = str(rows.model.iloc[0])
+    if "@" not in model:
+        return None
+    family = model.split("@", maxsplit=1)[0] + "@"
+    kin = frame[(frame.source == rows.source.iloc[0]) & frame.model.str.startswith(family)]
+    others = kin[kin.model != model].groupby("prompt_id").response_tokens.median()
+    guess = rows.prompt_id.map(others)
+    known = guess.notna()
+    if not known.any():
+        return None
+    lengths = rows.response_tokens[known].to_numpy(dtype=np.int64)
+    estimate = guess[known].to_numpy(dtype=np.float64)
+    right = {
+        f"accuracy_{longest}": float(
+            (
+                metrics.true_bucket(lengths, longest)
+                == metrics.true_bucket(estimate.astype(np.int64), longest)
+            ).mean()
+        )
+        for longest in MAX_LENGTHS
+    }
+    errors = {"mae": metrics.mean_absolute_error(lengths, estimate)}
+    return _rounded({"rows": int(known.sum()), **metrics.rank(lengths, estimate), **errors, **right})
+
+
+def pooled(groups: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Means over groups, each counting by its rows, for a line at the end of a table."""
+    weights = [group["rows"] for group in groups]
+    return {
+        key: float(np.average([group[key] for group in groups], weights=weights))
+        for key in ("mae", "mae_p50", "p90_coverage", "log_loss")
+    }
+
+
+def _rounded(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}

@@ -1,0 +1,49 @@
+"""What other schedulers take for the length of an answer, to be compared with.
+
+Each is told the answers it is then judged on, as it would not be in production: the figures flatter them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from predictor import metrics
+
+Floats = NDArray[np.float64]
+SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 512
+
+
+def scores(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Rank correlation and mean absolute error of each estimator on one source and model."""
+    lengths = rows.response_tokens.to_numpy(dtype=np.int64)
+    if "prompt_tokens" in rows.columns:
+        prompt = rows.prompt_tokens.to_numpy(dtype=np.float64)
+    else:
+        prompt = rows.prompt.str.len().to_numpy(dtype=np.float64) / 4.0
+    estimates = {
+        "constant": np.full(len(lengths), float(np.median(lengths))),
+        "input_times_1.5": 1.5 * prompt,
+        "histogram_by_log2_input": _mean_within(np.floor(np.log2(np.maximum(prompt, 1.0))), lengths),
+        "three_bins_by_input": _mean_within(
+            np.digitize(prompt, [SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS]).astype(np.float64), lengths
+        ),
+    }
+    return {name: _score(lengths, estimate) for name, estimate in estimates.items()}
+
+
+def _mean_within(key: Floats, lengths: NDArray[np.int64]) -> Floats:
+    """The mean length of the rows with the same key."""
+    means: Floats = pd.Series(lengths).groupby(key).transform("mean").to_numpy(dtype=np.float64)
+    return means
+
+
+def _score(lengths: NDArray[np.int64], estimate: Floats) -> dict[str, Any]:
+    spearman = metrics.rank(lengths, estimate)["spearman"]
+    return {
+        "spearman": None if spearman is None else round(spearman, 4),
+        "mae": round(metrics.mean_absolute_error(lengths, estimate), 4),
+    }
