@@ -1,6 +1,6 @@
 """How many spoilt arguments of the pool and network modules do the offline checks notice?
 
-python -m bench.mutants [MODULE ...]     all of them by default; minutes on two cores; needs terraform on the PATH
+python -m bench.mutants [MODULE ...]     all of them by default; takes minutes; needs terraform
 """
 
 import json

@@ -1,7 +1,7 @@
 """Modules with one argument spoilt, and whether the checks notice.
 
-Every argument of every resource and module block is dropped, misspelt and given a value of a wrong type; a literal
-is also given another value. Left out: depends_on and lifecycle, whose effect is an order in time.
+Every argument of every resource and module block is dropped, misspelt and given a value of a wrong type; a
+literal is also given another value. Left out: depends_on and lifecycle, whose effect is an order in time.
 """
 
 import re
@@ -37,7 +37,7 @@ class Verdict(Enum):
 
 
 class Argument(NamedTuple):
-    """A place in a file: lines [first, last], the text before and after the argument, its name and its value."""
+    """A place in a file: lines first to last, what stands around the argument, its name and its value."""
 
     first: int
     last: int

@@ -116,7 +116,7 @@ def made_up(kind: Any, name: str, seed: str) -> Any:
         return {"string": text, "number": 1, "bool": False, "dynamic": [b'"string"', text]}[kind]
     if kind[0] == "object":
         return {key: made_up(inner, f"{name}-{key}", seed) for key, inner in kind[1].items()}
-    return {} if kind[0] == "map" else [made_up(kind[1], name, seed)]
+    return {} if kind[0] == "map" else [made_up(kind[1], f"{name}-{n}", seed) for n in range(2)]
 
 
 def seed_of(*parts: Any) -> str:

@@ -1,10 +1,11 @@
 """Record the schemas of the types that our modules use, as `terraform providers schema -json` writes them.
 
-    python -m infra.terraform.tests.recover_schemas aws.json provider-google-16.12.1.tgz ...
+    python -m infra.terraform.tests.recover_schemas FILE ...
 
-A .json file is such a dump of the real provider. A .tgz file is an npm package @cdktf/provider-*: the source
-maps of its JavaScript hold the TypeScript generated from the provider's schema, which says for every attribute
-its name, its type and whether it is required, optional or computed. schemas/SOURCES.md says what was taken.
+A .json file is such a dump of the real provider, or cloud-init's own schema. A .tgz file is an npm package
+@cdktf/provider-*: the source maps of its JavaScript hold the TypeScript generated from the provider's schema,
+which says for every attribute its name, its type and whether it is required, optional or computed.
+schemas/SOURCES.md says what was taken.
 """
 
 import base64
@@ -88,6 +89,16 @@ def from_dump(path: Path, wanted: set[str]) -> dict[str, Any]:
     return {"provider_schemas": {address: without_prose(kept)}}
 
 
+def from_cloud_init(path: Path) -> dict[str, Any]:
+    """The part of cloud-init's own schema that concerns the keys we use; any other key is refused."""
+    known = json.loads(path.read_text())["$defs"]
+    properties: dict[str, Any] = {}
+    for module in ("cc_package_update_upgrade_install", "cc_write_files", "cc_runcmd"):
+        properties |= known[module]["properties"]
+    used = {key: properties[key] for key in ("packages", "write_files", "runcmd")}
+    return {"type": "object", "additionalProperties": False, "properties": without_prose(used)}
+
+
 def without_prose(node: Any) -> Any:
     """Drop descriptions and deprecation notes, which nothing here reads."""
     if isinstance(node, list):
@@ -115,9 +126,12 @@ def one_type_a_line(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write one file per argument into schemas/."""
+    """Write one file per argument: providers into schemas/, cloud-init's beside this file."""
     wanted = types_in_use(HERE.parent)
     for path in map(Path, sys.argv[1:]):
+        if path.name.startswith("schema-cloud-config"):
+            (HERE / "cloud-config.json").write_text(json.dumps(from_cloud_init(path), indent=2) + "\n")
+            continue
         document = from_dump(path, wanted) if path.suffix == ".json" else from_package(path, wanted)
         address = next(iter(document["provider_schemas"]))
         target = HERE / "schemas" / f"{address.rsplit('/', 1)[1]}.json"

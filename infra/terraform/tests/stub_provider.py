@@ -4,7 +4,7 @@
         subprocess.run(["terraform", "validate"], env={**os.environ, **environment})
 
 Terraform attaches to the running server (TF_REATTACH_PROVIDERS): nothing is installed, no lock file is
-written, no process is started per command. Does not know what only a cloud's API knows: enums, quotas, rights.
+written, no process is started per command. Does not know what only a cloud's API knows, such as quotas.
 """
 
 # ruff: noqa: N802 -- the protocol names the calls

@@ -18,7 +18,7 @@ variable "image" {
 }
 
 variable "gateways" {
-  description = "host:port of each region's gateways: output `gateways` of root core."
+  description = "The gateways to dial, each host:port: output `gateways` of root core."
   type        = list(string)
 }
 

@@ -1,0 +1,307 @@
+"""The modules and roots of infra/terraform, with no cloud and no registry: the stub provider answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from infra.terraform.tests.mutants import Verdict, judge, mutants
+from infra.terraform.tests.recover_schemas import types_in_use
+from infra.terraform.tests.workspace import SCHEMAS, SOURCE, Workspace, copy_tree, mirror_config
+
+MODULES = sorted(f"modules/{path.name}" for path in (SOURCE / "modules").iterdir())
+ROOTS = sorted(f"roots/{path.name}" for path in (SOURCE / "roots").iterdir())
+POOLS = [module for module in MODULES if module.startswith("modules/pool-")]
+CLOUD_ROOTS = [root for root in ROOTS if root != "roots/local"]
+MIRROR = "MICO_TERRAFORM_MIRROR"
+SHAPE = ["cloud", "endpoint", "group", "identity", "name", "network", "region", "role"]
+DIGEST = "@sha256:" + "0" * 64
+SECRETS = ("a-token-for-a-test", "long-enough-and-never-stored", "a-pepper-for-a-test", "a-key-in-pem")
+
+
+@pytest.fixture(scope="session")
+def outcomes(workspace: Workspace) -> dict[str, list[subprocess.CompletedProcess[str]]]:
+    """Every folder's init, validate and test, two folders at a time."""
+
+    def check(folder: str) -> list[subprocess.CompletedProcess[str]]:
+        commands: list[tuple[str, ...]] = [("init", "-backend=false"), ("validate",), ("test",)]
+        if folder == "modules/postgres-aws":
+            commands.remove(("validate",))  # one with provider aliases is validated where it is called
+        if not list((SOURCE / folder).glob("*.tftest.hcl")):
+            commands.remove(("test",))
+        return [workspace.terraform(folder, *command) for command in commands]
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(MODULES + ROOTS, pool.map(check, MODULES + ROOTS), strict=True))
+
+
+def test_everything_is_formatted(workspace: Workspace) -> None:
+    done = workspace.terraform(".", "fmt", "-check", "-recursive", "-diff")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("folder", MODULES + ROOTS)
+def test_a_folder_is_valid_and_its_tests_pass(
+    folder: str, outcomes: dict[str, list[subprocess.CompletedProcess[str]]]
+) -> None:
+    for done in outcomes[folder]:
+        assert done.returncode == 0, f"{done.args}\n{done.stdout}{done.stderr}"
+        assert "Warning:" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({*MODULES, *CLOUD_ROOTS} - {"modules/process", "modules/pool-local"})
+)
+def test_a_folder_has_tests_of_its_own(folder: str) -> None:
+    assert list((SOURCE / folder).glob("*.tftest.hcl"))
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_pool_keeps_the_contract(pool: str) -> None:
+    contract = SOURCE / pool / "contract.tf"
+    assert contract.is_symlink()
+    assert contract.resolve() == SOURCE / "modules/contract/contract.tf"
+    body = re.search(
+        r'output "pool" \{\n.*?value = \{\n(.*?)\n  \}', (SOURCE / pool / "main.tf").read_text(), re.S
+    )
+    assert body is not None
+    assert sorted(re.findall(r"^    (\w+) +=", body[1], re.M)) == SHAPE
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_pool_is_short(pool: str) -> None:
+    own = [path for path in (SOURCE / pool).glob("*.tf") if not path.is_symlink()]
+    assert sum(len(path.read_text().splitlines()) for path in own) < 200
+
+
+def test_every_variable_and_output_is_described() -> None:
+    for path in SOURCE.rglob("*.tf"):
+        for block in re.findall(r'^(?:variable|output) "\w+" \{.*?^\}', path.read_text(), re.M | re.S):
+            assert re.search(r'^  description += "[A-Z].+\."$', block, re.M), f"{path.name}: {block}"
+
+
+def test_the_recorded_schemas_hold_every_type_in_use() -> None:
+    known: set[str] = set()
+    for path in SCHEMAS:
+        (provider,) = json.loads(path.read_text())["provider_schemas"].values()
+        known |= {
+            *provider["resource_schemas"],
+            *(f"data.{name}" for name in provider["data_source_schemas"]),
+        }
+    assert types_in_use(SOURCE) - {"terraform_data"} == known
+
+
+def test_no_rule_opens_a_shell() -> None:
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.tf"))
+    assert not re.search(r"(from_port|to_port|ports?)\s*=.*\b22\b", text)
+
+
+# ---- a whole life: apply, nothing left to change, no secret in the state, destroy
+
+VARIABLES: dict[str, dict[str, Any]] = {
+    "roots/core": {
+        "zone_name": "mico.example.com",
+        "images": {"a": f"example.com/gateway{DIGEST}", "b": f"example.com/gateway{DIGEST}"},
+        "site_tokens": [SECRETS[0]],
+        "database_password": SECRETS[1],
+        "key_pepper": SECRETS[2],
+        "certificate": SECRETS[3],
+    },
+    **{
+        f"roots/site-{cloud}": {
+            "site": {
+                "name": f"{cloud}-eu",
+                "region": "somewhere",
+                "machine_types": ["large"],
+                "gpu": {"type": "some-gpu", "count": 1},
+                "min": 1,
+                "max": 2,
+            },
+            "image": f"example.com/engine{DIGEST}",
+            "model": "some/model",
+            "gateways": ["a.gateway.mico.example.com:8443"],
+            "token": SECRETS[0],
+            **more,
+        }
+        for cloud, more in {
+            "aws": {},
+            "gcp": {"project": "p"},
+            "azure": {"subscription_id": "s", "ssh_public_key": "ssh-ed25519 AAAA nobody"},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("root", CLOUD_ROOTS)
+def test_a_root_is_applied_keeps_no_secret_and_is_destroyed(
+    root: str, workspace: Workspace, tmp_path: Path
+) -> None:
+    shutil.copytree(workspace.root, tmp_path / "terraform", symlinks=True)
+    own = Workspace(tmp_path / "terraform", workspace.environment)
+    state, plan = own.root / root / "terraform.tfstate", tmp_path / "plan"
+    (own.root / root / "backend_override.tf").write_text(LOCAL_STATE)
+    (own.root / root / "terraform.tfvars.json").write_text(json.dumps(VARIABLES[root]))
+    run(own, root, "init", "-reconfigure")
+    run(own, root, "plan", f"-out={plan}")
+    shown = run(own, root, "show", "-json", str(plan))
+    run(own, root, "apply", str(plan))
+    for secret in SECRETS:
+        assert secret not in shown
+        assert secret not in state.read_text()
+    run(own, root, "plan", "-detailed-exitcode")  # 2 if anything were left to change
+    run(own, root, "destroy", "-auto-approve")
+    assert json.loads(state.read_text())["resources"] == []
+
+
+def run(workspace: Workspace, folder: str, *command: str) -> str:
+    done = workspace.terraform(folder, *command)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+# ---- the first boot of a machine
+
+
+@pytest.fixture(scope="session")
+def first_boots(workspace: Workspace) -> dict[str, str]:
+    """The user data of a gateway and of an engine."""
+    folder = workspace.root / "rendered"
+    folder.mkdir()
+    (folder / "main.tf").write_text(RENDERED)
+    run(workspace, "rendered", "init")
+    run(workspace, "rendered", "apply", "-auto-approve")
+    outputs = json.loads(run(workspace, "rendered", "output", "-json"))
+    return {name: output["value"] for name, output in outputs.items()}
+
+
+RENDERED = f"""
+module "gateway" {{
+  source    = "../modules/cloud-init"
+  cloud     = "aws"
+  container = {{
+    image    = "example.com/gateway{DIGEST}"
+    args     = ["gateway"]
+    prepare  = ["db", "upgrade"]
+    files    = {{ "/var/lib/mico/key-pepper" = "key-pepper" }}
+    settings = {{ MICO_GATEWAY_NAME = "gateway-a" }}
+  }}
+  secrets = ["arn:aws:secretsmanager:eu-central-1:111122223333:secret:mico/gateway-abcdef"]
+  tls = {{
+    api   = {{ port = 443, to = 8080, alpn = "http/1.1" }}
+    sites = {{ port = 8443, to = 8081, alpn = "h2" }}
+  }}
+}}
+module "engine" {{
+  source    = "../modules/cloud-init"
+  cloud     = "gcp"
+  container = {{ image = "example.com/engine{DIGEST}", args = ["site"], gpu = true }}
+  secrets   = ["projects/p/secrets/mico-site-gcp-eu"]
+}}
+output "gateway" {{ value = module.gateway.user_data }}
+output "engine" {{ value = module.engine.user_data }}
+"""
+CLOUD_CONFIG = json.loads((SOURCE / "tests/cloud-config.json").read_text())
+
+
+@pytest.mark.parametrize("role", ["gateway", "engine"])
+def test_a_first_boot_is_valid_cloud_config(role: str, first_boots: dict[str, str]) -> None:
+    text = first_boots[role]
+    assert text.startswith("#cloud-config\n")
+    jsonschema.validate(yaml.safe_load(text), CLOUD_CONFIG)
+    assert len(text.encode()) < 16384  # what EC2 takes
+
+
+def test_a_misspelt_key_of_a_first_boot_is_noticed(first_boots: dict[str, str]) -> None:
+    for right, wrong in (
+        ("write_files", "write_filez"),
+        ("permissions", "permisions"),
+        ("runcmd", "run_cmd"),
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(yaml.safe_load(first_boots["gateway"].replace(right, wrong)), CLOUD_CONFIG)
+
+
+@pytest.mark.parametrize("role", ["gateway", "engine"])
+def test_the_units_of_a_first_boot_are_valid(role: str, first_boots: dict[str, str], tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not on the PATH: the units of a first boot are not checked here")
+    units = {Path(path).name: text for path, text in files(first_boots[role]).items() if "/systemd/" in path}
+    for name, text in {**units, "docker.service": DOCKER}.items():
+        local = re.sub(
+            r"/usr/(s?bin)/(docker|haproxy)", "/bin/true", text
+        )  # programs that only the machine has
+        (tmp_path / name).write_text(local)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / name) for name in units)],
+        env={**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stop_drains_within_the_shortest_notice(first_boots: dict[str, str]) -> None:
+    unit = files(first_boots["engine"])["/etc/systemd/system/mico.service"]
+    assert "ExecStop=/usr/bin/docker stop --time 25 mico\n" in unit
+    assert "TimeoutStopSec=29\n" in unit
+
+
+def test_only_a_gateway_ends_tls_and_changes_its_schema_first(first_boots: dict[str, str]) -> None:
+    gateway, engine = files(first_boots["gateway"]), files(first_boots["engine"])
+    assert (
+        "bind :8443 ssl crt /run/mico/tls.pem alpn h2\n  server mico 127.0.0.1:8081\n"
+        in gateway["/etc/mico/tls.cfg"]
+    )
+    assert re.search(r"^ExecStartPre=.* db upgrade$", gateway["/etc/systemd/system/mico.service"], re.M)
+    assert not any("tls" in path for path in engine)
+
+
+def files(user_data: str) -> dict[str, str]:
+    return {file["path"]: file["content"] for file in yaml.safe_load(user_data)["write_files"]}
+
+
+DOCKER = "[Service]\nExecStart=/bin/true\n"
+LOCAL_STATE = 'terraform {\n  backend "local" {}\n}\n'
+
+
+# ---- do these checks notice anything?
+
+
+def test_a_spoilt_argument_is_noticed(workspace: Workspace, outcomes: object) -> None:
+    """A sample; all of them: python -m bench.mutants."""
+    pools = {"pool-aws": "balancer.tf", "pool-gcp": "balancer.tf", "pool-azure": "balancer.tf"}
+    unnoticed = []
+    for pool, file in pools.items():
+        folder = f"modules/{pool}"
+        every = list(mutants(file, (SOURCE / folder / file).read_text()))
+        for mutant in random.Random(pool).sample(every, 4):
+            if judge(workspace, folder, file, mutant) is Verdict.NONE:
+                unnoticed.append(f"{pool}/{mutant.label}")
+    assert len(unnoticed) <= 1, unnoticed
+
+
+# ---- the real provider, where the machine has it
+
+
+@pytest.mark.parametrize(("folder", "test"), [("modules/pool-aws", "pool"), ("roots/core", "core")])
+def test_the_real_aws_provider_agrees(folder: str, test: str, terraform: str, tmp_path: Path) -> None:
+    mirror = os.environ.get(MIRROR)
+    if not mirror:
+        pytest.skip(
+            f"{MIRROR} names no folder of provider binaries: AWS is checked by the stub provider only"
+        )
+    real = copy_tree(tmp_path, {}, mirror_config(mirror))
+    run(real, folder, "init", "-backend=false")
+    run(real, folder, "test", f"-filter={test}.tftest.hcl")
