@@ -184,11 +184,12 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def on_loopback(script: Script) -> AsyncIterator[tuple[Edge, int]]:
+async def on_loopback(script: Script, backend: Backend | None = None) -> AsyncIterator[tuple[Edge, int]]:
     """A real server, for what only a socket shows: clients that leave, bytes that arrive one by one."""
+    app = create_http(backend or script.backend())
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = _Server(uvicorn.Config(create_http(script.backend()), log_config=None, lifespan="off"))
+    server = _Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with _clients(script, None, f"http://127.0.0.1:{port}") as edge:
