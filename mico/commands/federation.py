@@ -122,19 +122,16 @@ def mend(here: Session, running: Running) -> Running:
 
 
 def planned(here: Session, sites: int | None, model: str | None, port: int | None) -> Plan:
+    from mico import demo_model
     from mico.local.plan import Plan, choose_ports
     from mico.local.profiles import profiles
 
     http_port, grpc_port = choose_ports(here.settings.value("port", port))
-    chosen = here.settings.value("up_model", model) or demo_model()
     places = tuple(profiles(here.settings.value("sites", sites)))
-    return Plan(here.folder, http_port, grpc_port, chosen, places)
-
-
-def demo_model() -> str:
-    from mico.demo_model import FOLDER
-
-    return str(FOLDER)
+    chosen = here.settings.value("up_model", model)
+    if chosen:
+        return Plan(here.folder, http_port, grpc_port, chosen, places)
+    return Plan(here.folder, http_port, grpc_port, str(demo_model.FOLDER), places, demo_model.NAME)
 
 
 def stay(here: Session) -> None:

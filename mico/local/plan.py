@@ -17,13 +17,14 @@ KV_TOKENS_PER_SLOT = 512
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`model` is a folder or a Hub id; every site serves it."""
+    """`model` is a folder or a Hub id; every site serves it, as `served_model` or under its own name."""
 
     folder: Folder
     http_port: int
     grpc_port: int
     model: str
     sites: tuple[Profile, ...]
+    served_model: str = ""
 
     def write(self) -> None:
         write_private(self.folder.config("gateway"), toml(self.gateway()))
@@ -49,6 +50,7 @@ class Plan:
             "cloud": profile.cloud,
             "region": profile.region,
             "model": self.model,
+            "served_model": self.served_model,
             "gateways": [f"{HOST}:{self.grpc_port}"],
             "token_file": str(self.folder.token_file),
             "slots": profile.slots,
