@@ -6,9 +6,10 @@ A model runs unmodified, on packed tokens; the current iteration's context answe
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,14 @@ import torch
 import transformers
 from transformers import AttentionInterface
 
-from site_engine import context
-from site_engine.attention.arena import Arena, LayerShape
-from site_engine.detokenize import ByteVocabulary, DecodingVocabulary, NoText, Vocabulary
-from site_engine.kv import PagePool
-from site_engine.request import Request, Sampling
-from site_engine.runner import PackedRunner
-from site_engine.scheduler import Entry, Plan
+from site_engine import certify, context
+from site_engine.attention.arena import LayerShape
+from site_engine.detokenize import Vocabulary
+from site_engine.vocabulary import vocabulary_of
 
 ATTENTION = "mico"  # unknown to the mask registry, so that no [tokens, tokens] mask is ever built
+LEGACY = ("GPTNeoForCausalLM", "GPTJForCausalLM", "CodeGenForCausalLM")
 DEFAULT_CONTEXT_TOKENS = 2048
-CERTIFY_LENGTHS = (37, 12, 1)
-CERTIFY_CHUNK = 16
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest logit
 
 
 class CannotServe(Exception):
@@ -53,10 +49,7 @@ class LoadedModel:
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """ids and positions [1, tokens] -> logits [wanted, vocabulary], in the current attention context."""
-        logits: torch.Tensor = self.model(
-            input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted
-        ).logits[0]
-        return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+        return _forward(self.model, ids, positions, wanted)
 
 
 def load(source: str, *, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
@@ -82,13 +75,21 @@ def from_model(
     """Take a model that is in memory: hook it, certify it. Raises CannotServe with the reason."""
     model.eval()
     config = model.config.get_text_config()
-    prompts = _certify_prompts(config.vocab_size)
-    expected = _plain_logits(model, prompts)
-    _hook(model)
-    layers = _probe(model)
+    prompts = certify.sample_prompts(config.vocab_size)
+    with _refusing(model):
+        expected = _plain_logits(model, prompts)
+        _hook(model)
+        layers = _probe(model)
+        off = certify.largest_difference(partial(_forward, model), layers, prompts, expected)
     parameter = next(model.parameters())
+    tolerance = certify.TOLERANCE.get(parameter.dtype, 0.0)
+    if off > tolerance:
+        raise CannotServe(
+            f"{type(model).__name__} computes other logits on packed tokens than alone: they differ by "
+            f"{off:.1e} of the largest (limit {tolerance:.0e})"
+        )
     eos = model.generation_config.eos_token_id if eos_token_ids is None else tuple(eos_token_ids)
-    loaded = LoadedModel(
+    return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         name=name,
@@ -96,13 +97,31 @@ def from_model(
         context_tokens=_context_tokens(config),
         vocab_size=config.vocab_size,
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        vocabulary=NoText() if tokenizer is None else _vocabulary(tokenizer),
+        vocabulary=vocabulary_of(tokenizer),
         layers=layers,
         dtype=parameter.dtype,
         device=parameter.device,
     )
-    _certify(loaded, prompts, expected)
-    return loaded
+
+
+def _forward(model: Any, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(
+        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=wanted
+    ).logits[0]
+    return logits if logits.shape[0] == wanted.shape[0] else logits[wanted]
+
+
+@contextmanager
+def _refusing(model: Any) -> Iterator[None]:
+    """Whatever a model raises while it is tried out is a reason not to serve it."""
+    try:
+        yield
+    except CannotServe as error:
+        raise CannotServe(f"{type(model).__name__}: {error}") from error
+    except Exception as error:
+        raise CannotServe(
+            f"{type(model).__name__} cannot run on packed tokens: {type(error).__name__}: {error}"
+        ) from error
 
 
 # ---- the hook
@@ -133,9 +152,32 @@ def _attention(  # noqa: PLR0917 - transformers' own signature
 
 def _hook(model: Any) -> None:
     AttentionInterface.register(ATTENTION, _attention)
-    if not model._can_set_attn_implementation():
-        raise CannotServe(f"{type(model).__name__} does not let its attention be replaced")
-    model.set_attn_implementation(ATTENTION)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(ATTENTION)
+    elif type(model).__name__ in LEGACY:
+        _bind_legacy(model)
+    else:
+        raise CannotServe("its attention cannot be replaced")
+
+
+def _bind_legacy(model: Any) -> None:
+    """GPT-Neo, GPT-J and CodeGen are older than the attention interface: answer their `_attn` methods."""
+    for module in model.modules():
+        if hasattr(module, "_attn"):
+            module._attn = partial(_legacy_attention, module)
+    model.config._attn_implementation_internal = ATTENTION  # so that no mask is built
+
+
+def _legacy_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, None]:
+    """-> [1, heads, tokens, dim]. GPT-Neo does not scale, and sees a window in its local layers."""
+    scale = 1.0 / float(getattr(module, "scale_attn", 1.0))
+    local = getattr(module, "attention_type", "global") == "local"
+    window = module.config.window_size if local else None
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    out, _none = _attention(module, query, key, value, None, scaling=scale, sliding_window=window)
+    return out.transpose(1, 2), None
 
 
 class _Probe:
@@ -167,22 +209,11 @@ def _probe(model: Any) -> tuple[LayerShape, ...]:
     probe = _Probe()
     device = next(model.parameters()).device
     ids = torch.zeros(1, 3, dtype=torch.long, device=device)
-    try:
-        with torch.inference_mode(), context.use(probe):
-            model(input_ids=ids, position_ids=torch.arange(3, device=device)[None], use_cache=False)
-    except (TypeError, AttributeError) as error:
-        raise CannotServe(f"it cannot run on packed tokens with explicit positions: {error}") from error
+    with torch.inference_mode(), context.use(probe):
+        model(input_ids=ids, position_ids=torch.arange(3, device=device)[None], use_cache=False)
     if not probe.layers:
         raise CannotServe("it never calls the attention interface")
     return tuple(probe.layers)
-
-
-# ---- certification
-
-
-def _certify_prompts(vocab_size: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, vocab_size, (n + 3,), generator=generator).tolist() for n in CERTIFY_LENGTHS]
 
 
 def _plain_logits(model: Any, prompts: Sequence[list[int]]) -> list[torch.Tensor]:
@@ -192,45 +223,6 @@ def _plain_logits(model: Any, prompts: Sequence[list[int]]) -> list[torch.Tensor
         return [
             model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0] for ids in prompts
         ]
-
-
-def _certify(loaded: LoadedModel, prompts: Sequence[list[int]], expected: Sequence[torch.Tensor]) -> None:
-    """Run the prompts through pages, chunks and decode steps in one batch; refuse a model that differs."""
-    pool = PagePool(sum(-(-len(ids) // 4) for ids in prompts), page_size=4)
-    arena = Arena(loaded.layers, pool.capacity, 4, loaded.dtype, loaded.device)
-    runner = PackedRunner(loaded.forward, arena, slots=len(prompts), pages_per_row=pool.capacity)
-    requests = [Request(str(row), ids, Sampling()) for row, ids in enumerate(prompts)]
-    for row, request in enumerate(requests):
-        request.row, request.pages = row, pool.take(pool.pages_for(len(request.tokens))) or []
-    tolerance = TOLERANCE.get(loaded.dtype, 2e-3)
-    while plan := _certify_plan(requests):
-        rows = runner.run(plan).rows
-        wanted = torch.stack(
-            [expected[entry.request.row][entry.start + entry.length - 1] for entry in plan.entries]
-        )
-        off = float((rows.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp(min=1.0))
-        if not off <= tolerance:
-            raise CannotServe(
-                f"its logits on packed tokens differ from its own by {off:.1e} of the largest "
-                f"(limit {tolerance:.0e})"
-            )
-
-
-def _certify_plan(requests: Sequence[Request]) -> Plan:
-    """Prompts in chunks, then their last three tokens one by one, as if they had been generated."""
-    plan = Plan()
-    for request in requests:
-        start, left = request.computed, len(request.tokens) - request.computed
-        if left > 3:
-            length = min(CERTIFY_CHUNK, left - 3)
-            plan.prefills.append(Entry(request, start, length, samples=True))
-        elif left:
-            length = 1
-            plan.decodes.append(Entry(request, start, length, samples=True))
-        else:
-            continue
-        request.computed += length
-    return plan
 
 
 # ---- what a model says of itself
@@ -262,49 +254,3 @@ def _revision(source: str, model: Any) -> str:
             file.seek(max(0, path.stat().st_size - (1 << 20)))
             digest.update(file.read())
     return digest.hexdigest()[:12]
-
-
-def _vocabulary(tokenizer: Any) -> Vocabulary:
-    def decode(ids: list[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    table = _byte_table(tokenizer)
-    if table is not None and _decodes_alike(table, decode, len(tokenizer)):
-        return table
-    return DecodingVocabulary(decode, lambda token_id: str(tokenizer.convert_ids_to_tokens(token_id)))
-
-
-def _byte_table(tokenizer: Any) -> ByteVocabulary | None:
-    """Of a byte-level tokenizer, the bytes of every token; None for any other kind."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or json.loads(backend.to_str()).get("decoder", {}).get("type") != "ByteLevel":
-        return None
-    alphabet = _byte_alphabet()
-    names = [str(name) for name in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
-    special = set(tokenizer.all_special_ids)
-    raws: list[bytes | None] = []
-    for token_id, name in enumerate(names):
-        plain = all(char in alphabet for char in name)
-        raw = bytes(alphabet[char] for char in name) if plain else name.encode()
-        raws.append(None if token_id in special else raw)
-    return ByteVocabulary(raws, names)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level vocabularies (GPT-2): itself, or from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
-
-
-def _decodes_alike(table: ByteVocabulary, decode: Any, size: int) -> bool:
-    """Whether the table says what the tokenizer says, on random runs of tokens (a cut character aside)."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(32):
-        ids = torch.randint(0, size, (24,), generator=generator).tolist()
-        decoder = table.decoder()
-        text, whole = "".join(map(decoder.push, ids)), decode(ids)
-        if not whole.startswith(text) or whole[len(text) :].strip("\ufffd"):
-            return False
-    return True

@@ -1,8 +1,8 @@
 """Prompts that begin alike share the pages of their beginning: a tree with one full page of tokens per node.
 
-The tree holds one reference to each of its pages. A page is offered as soon as its computation is planned: all
-keys and values of an iteration are written before any is read, so the same iteration may already share it. Who
-holds a page of the tree holds all before it, so none in use follows a page that only the tree holds.
+The tree holds one reference to each of its pages. A page is offered as soon as its computation is planned:
+all keys and values of an iteration are written before any is read, so the same iteration may share it. Who
+holds a page of the tree holds all before it: none in use follows a page that only the tree holds.
 """
 
 from __future__ import annotations

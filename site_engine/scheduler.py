@@ -248,7 +248,7 @@ class Scheduler:
     def _share_prefix(self, request: Request) -> int:
         """Take over pages that others have computed, or compute in this iteration; the number of tokens.
 
-        The last token stays the request's own: its logits are needed, as are all for a prompt's probabilities.
+        The last token stays the request's own: its logits are needed; all are, for a prompt's probabilities.
         """
         page_size = self.pool.page_size
         if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.detokenize import DecodingVocabulary, TextStream, Vocabulary
-from site_engine.hf_bridge import _byte_table, _vocabulary
+from site_engine.vocabulary import byte_table, vocabulary_of
 from tests.engine_models import tokenizer
 
 TEXTS = st.text(alphabet=st.sampled_from("abc the 42,é日本👩‍🚀🦀Ω\n "), max_size=40)
@@ -18,13 +18,13 @@ def by_decoding() -> Vocabulary:
 
 
 def vocabularies() -> list[Vocabulary]:
-    table = _byte_table(tokenizer())
+    table = byte_table(tokenizer())
     assert table is not None
     return [table, by_decoding()]
 
 
 def test_a_byte_level_tokenizer_is_read_from_its_table() -> None:
-    assert type(_vocabulary(tokenizer())).__name__ == "ByteVocabulary"
+    assert type(vocabulary_of(tokenizer())).__name__ == "ByteVocabulary"
 
 
 @given(text=TEXTS)
