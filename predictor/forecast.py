@@ -63,7 +63,7 @@ class Forecast:
         edges = [*self.edges[: bisect_left(self.edges, limit - 1)], limit - 1, limit]
         if edges[0] == edges[1]:
             edges = edges[1:]
-        below = [self._cumulative(edge) for edge in edges[:-1]]
+        below = [self.share_within(edge) for edge in edges[:-1]]
         inner = [right - left for left, right in pairwise(below)]
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
@@ -73,7 +73,7 @@ class Forecast:
 
     def likeliest_bucket(self, max_length: int, buckets: int) -> int:
         """The bucket that holds most of the distribution: the answer that is right most often."""
-        inner = (self._cumulative(max_length * index / buckets) for index in range(1, buckets))
+        inner = (self.share_within(max_length * index / buckets) for index in range(1, buckets))
         ends = [0.0, *inner, 1.0]
         masses = [right - left for left, right in pairwise(ends)]
         return masses.index(max(masses))
@@ -110,9 +110,9 @@ class Forecast:
             parts.append((start, high, self.probabilities[index] * (high - start) / (high - low)))
         return parts
 
-    def _cumulative(self, length: float) -> float:
+    def share_within(self, length: float) -> float:
         """P(L <= length), linear inside a range."""
-        index = bisect_right(self.edges, length) - 1
+        index = max(0, bisect_right(self.edges, length) - 1)
         if index >= len(self.probabilities):
             return 1.0
         low, high = self.edges[index], self.edges[index + 1]
