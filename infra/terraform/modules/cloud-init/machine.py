@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 METADATA = os.environ.get("MACHINE_METADATA", "http://169.254.169.254")
-POLL_S = 2
+POLL_S = float(os.environ.get("MACHINE_POLL_S", "2"))
 GOOGLE = {"Metadata-Flavor": "Google"}
 AZURE = {"Metadata": "true"}
 

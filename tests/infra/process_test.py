@@ -1,0 +1,105 @@
+"""The program behind Terraform's local processes, used as its provisioners use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from infra.terraform.tests.workspace import SOURCE
+
+PROGRAM = SOURCE / "modules/process/process.py"
+SERVER = """
+import sys
+from http.server import SimpleHTTPRequestHandler, test
+test(SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind="127.0.0.1")
+"""
+
+
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def spec(folder: Path, port: int, *command: str, contains: str = "") -> str:
+    ready = {"url": f"http://127.0.0.1:{port}/", "contains": contains}
+    return json.dumps(
+        {
+            "folder": str(folder),
+            "command": command or [sys.executable, "-c", SERVER, str(port)],
+            "environment": {},
+            "ready": ready,
+            "start_s": 30,
+            "stop_s": 5,
+        }
+    )
+
+
+@contextmanager
+def ending(pid: int) -> Iterator[Callable[[], bool]]:
+    """Whether a process that runs now has ended, waiting for it if need be."""
+    handle = os.pidfd_open(pid)
+    try:
+        yield lambda: bool(select.select([handle], [], [], 10)[0])
+    finally:
+        os.close(handle)
+
+
+def pid(folder: Path) -> int:
+    return int(json.loads((folder / "record.json").read_text())["pid"])
+
+
+def test_start_returns_when_ready_and_stop_leaves_nothing(tmp_path: Path, port: int) -> None:
+    folder = tmp_path / "one"
+    assert process("start", spec(folder, port)).returncode == 0
+    with ending(pid(folder)) as ended, socket.create_connection(("127.0.0.1", port)):
+        assert process("stop", spec(folder, port)).returncode == 0
+        assert ended()
+    assert not (folder / "record.json").exists()
+
+
+def test_a_process_that_ends_at_once_fails_the_start_and_says_where_to_look(
+    tmp_path: Path, port: int
+) -> None:
+    done = process("start", spec(tmp_path / "one", port, sys.executable, "-c", "raise SystemExit(3)"))
+    assert done.returncode != 0
+    assert done.stderr.startswith("one: exited with 3 before it was ready; see ")
+    assert not (tmp_path / "one/record.json").exists()
+
+
+def test_a_death_is_counted_once_and_a_live_process_is_left_alone(tmp_path: Path, port: int) -> None:
+    folder = tmp_path / "one"
+    process("start", spec(folder, port))
+    assert process("refresh", str(tmp_path)).stdout == ""
+    with ending(pid(folder)) as ended:
+        os.killpg(pid(folder), signal.SIGKILL)
+        assert ended()
+    assert process("refresh", str(tmp_path)).stdout == "one died\n"
+    assert process("refresh", str(tmp_path)).stdout == ""
+    assert (folder / "deaths").read_text() == "1"
+
+
+def test_a_pid_that_is_somebody_elses_now_is_not_signalled(tmp_path: Path, port: int) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        (folder / "record.json").write_text(json.dumps({"pid": other.pid, "started_at": 1}))
+        process("stop", spec(folder, port))
+        assert other.poll() is None
