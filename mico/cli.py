@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mico.commands import chat, config, database, doctor, federation, keys, processes, sites
+from mico.commands import chat, config, database, doctor, federation, keys, predictor, processes, sites
 from mico.errors import CommandFailed
 from mico.session import Session
 
@@ -54,6 +54,7 @@ app.command()(chat.chat)
 app.command()(sites.models)
 app.add_typer(sites.app, name="sites")
 app.add_typer(keys.app, name="keys")
+app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)
 app.command()(doctor.doctor)
 app.command()(processes.gateway)
