@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psycopg
 
+QUIET = ("-c", "log_min_messages=log", "-c", "log_checkpoints=off")  # nobody reads its log once it is ready
 READY = "database system is ready to accept connections"
 
 
@@ -38,7 +39,7 @@ class PostgresServer:
     def start(self) -> None:
         """Returns when it answers. What it commits survives its own death, not the machine's: no fsync."""
         self._process = subprocess.Popen(
-            [self._binaries / "postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F"],
+            [self._binaries / "postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F", *QUIET],
             user=self._user,
             stderr=subprocess.PIPE,
             text=True,
