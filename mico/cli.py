@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mico.commands import chat, config, database, doctor, federation, keys, predictor, processes, sites
+from mico.commands import chat, config, database, doctor, federation, keys, predictor, processes, simulate, sites
 from mico.errors import CommandFailed
 from mico.session import Session
 
@@ -57,6 +57,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)
 app.command()(doctor.doctor)
+app.command()(simulate.simulate)
 app.command()(processes.gateway)
 app.command()(processes.site)
 app.add_typer(config.app, name="config")

@@ -1,0 +1,152 @@
+"""`mico simulate`: what would happen, on a virtual clock, by the code that decides in production."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mico.errors import CommandFailed, ExitCode
+from mico.session import Json, session
+
+COLUMNS = {
+    "trace": "trace",
+    "load": "load",
+    "sites": "sites",
+    "policy": "policy",
+    "estimator": "estimator",
+    "order": "order",
+    "offload": "offload",
+    "mean_normalized_latency": "mean s/token",
+    "p99_normalized_latency": "p99 s/token",
+    "p50_ttft_s": "p50 TTFT s",
+    "p99_ttft_s": "p99 TTFT s",
+    "makespan_s": "makespan s",
+    "jain": "Jain",
+    "offloads": "offloads",
+    "completed": "completed",
+}
+"""The fields of a row that the table shows, and their headings; `--json` has every field."""
+
+
+def simulate(  # noqa: PLR0917  # typer reads options from the signature
+    context: typer.Context,
+    trace: Annotated[
+        str, typer.Option(help="Trace files, poisson or burst; several with commas.")
+    ] = "poisson",
+    load: Annotated[str, typer.Option(help="Shares of the sites' capacity, such as 0.8,0.95.")] = "0.8",
+    sites: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How many unequal sites, or groups COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS],…; "
+            "repeat it for several federations. Without it: 3.",
+        ),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Policies, with commas.")] = "mico,least_requests",
+    estimator: Annotated[
+        str, typer.Option(help="Who forecasts: shipped, oracle, noisy:0.5, constant, input, histogram, bins.")
+    ] = "shipped",
+    order: Annotated[str, typer.Option(help="Order at a site: shortest, fcfs, longest.")] = "shortest",
+    offload: Annotated[
+        str, typer.Option(help="Whether idle sites take pending work: on, off or both.")
+    ] = "on",
+    queries: Annotated[int, typer.Option(min=1, help="At most so many of each trace.")] = 4000,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    gateways: Annotated[int, typer.Option(min=1, help="Gateways that share the sites.")] = 1,
+    report_every_s: Annotated[
+        float, typer.Option(min=0.001, help="A site reports changes at most so often.")
+    ] = 0.05,
+    report_delay_s: Annotated[float, typer.Option(min=0, help="How late reports are beside the way.")] = 0.0,
+    outage: Annotated[
+        list[str] | None, typer.Option(help="A site that is lost for a while: NAME@FROM_S-UNTIL_S.")
+    ] = None,
+    corpus: Annotated[
+        Path, typer.Option(help="Texts with answer lengths, as data/README describes.", envvar="MICO_CORPUS")
+    ] = Path("data/length_corpus.parquet"),
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the latencies here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Try policies, forecasts, orders and sites on recorded or drawn traffic, without a GPU."""
+    here = session(context)
+    try:
+        from mico.simulation import compare
+    except ModuleNotFoundError as error:
+        raise CommandFailed(
+            "the simulator reads traces with pandas", cause=str(error), tip="pip install 'mico[train]'"
+        ) from error
+    wanted = compare.Comparison(
+        traces=_list(trace),
+        loads=[_share(each) for each in _list(load)],
+        sites=sites or ["3"],
+        policies=_list(policy),
+        estimators=_list(estimator),
+        orders=_list(order),
+        offload=_switch(offload),
+        corpus=corpus,
+        queries=queries,
+        seed=seed,
+        gateways=gateways,
+        report_every_s=report_every_s,
+        report_delay_s=report_delay_s,
+        outages=tuple(compare.outage(each) for each in outage or ()),
+    )
+    runs = []
+    for row in compare.rows(wanted):
+        runs.append(row)
+        here.terminal.say(
+            f"{len(runs)}: {row['policy']} at {row['load']:.0%} on {row['sites']} sites is done"
+        )
+    if plot is not None:
+        _plot(runs, plot)
+    if as_json:
+        here.terminal.json({"runs": runs})
+    else:
+        cells = [[_plain(row[field]) for field in COLUMNS] for row in runs]
+        here.terminal.table(list(COLUMNS.values()), cells)
+
+
+def _list(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _share(text: str) -> float:
+    try:
+        load = float(text)
+    except ValueError:
+        load = 0.0
+    if load <= 0:
+        raise CommandFailed(
+            f"{text!r} is no load", tip="a share of capacity, such as 0.95", exit_code=ExitCode.WRONG_USAGE
+        )
+    return load
+
+
+def _switch(text: str) -> list[bool]:
+    switches = {"on": [True], "off": [False], "both": [True, False]}
+    if text not in switches:
+        raise CommandFailed(f"--offload {text}?", tip="on, off or both", exit_code=ExitCode.WRONG_USAGE)
+    return switches[text]
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _plot(runs: list[dict[str, Any]], path: Path) -> None:
+    try:
+        from matplotlib import pyplot  # type: ignore[import-not-found]
+    except ModuleNotFoundError as error:
+        raise CommandFailed(
+            "no picture without matplotlib", cause=str(error), tip="pip install matplotlib"
+        ) from error
+    names = ["{policy} · {estimator} · {order} · {load:g}".format(**row) for row in runs]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.4 * len(runs) + 2), sharey=True)
+    left.barh(names, [row["p99_normalized_latency"] for row in runs])
+    left.set_xlabel("p99 normalised latency, s/token")
+    right.barh(names, [row["p99_ttft_s"] for row in runs])
+    right.set_xlabel("p99 time to first token, s")
+    figure.tight_layout()
+    figure.savefig(path)

@@ -1,0 +1,133 @@
+"""Runs side by side: every combination of what was asked for, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from gateway.routing.demand import Policy
+from gateway.routing.policies import POLICIES
+from mico.errors import CommandFailed, ExitCode
+from mico.simulation import workloads
+from mico.simulation.estimators import estimator, expectations
+from mico.simulation.federation import Federation, Outage, Setting
+from mico.simulation.figures import figures, named_order
+from mico.simulation.queries import Expected, Query
+from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
+
+DRAWN = {"poisson": workloads.poisson, "burst": workloads.burst}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What to run. `traces`: files, `poisson` or `burst`; `queries` at most of each."""
+
+    traces: Sequence[str]
+    loads: Sequence[float]
+    sites: Sequence[str]
+    policies: Sequence[str]
+    estimators: Sequence[str]
+    orders: Sequence[str]
+    offload: Sequence[bool]
+    corpus: Path
+    queries: int = 4000
+    seed: int = 0
+    gateways: int = 1
+    report_every_s: float = 0.05
+    report_delay_s: float = 0.0
+    outages: tuple[Outage, ...] = ()
+
+
+def rows(wanted: Comparison) -> Iterator[dict[str, Any]]:
+    """A row per trace, sites, load, policy, estimator, order and offload setting, as each is done."""
+    for each in (*map(policy, wanted.policies), *map(named_order, wanted.orders)):
+        assert each is not None
+    texts = workloads.corpus(wanted.corpus)
+    for trace in wanted.traces:
+        queries = _queries(trace, wanted, texts)
+        expected = {
+            name: expectations(queries, estimator(name)(queries)) for name in dict.fromkeys(wanted.estimators)
+        }
+        for sites, load in product(wanted.sites, wanted.loads):
+            specs = sites_of(sites)
+            fitting = [query for query in queries if fits(query, specs)]
+            scaled = workloads.at_rate(fitting, load * capacity(fitting, specs))
+            where = {"trace": Path(trace).stem, "load": load, "sites": sites}
+            yield from (where | row for row in _of_setting(wanted, specs, scaled, expected))
+
+
+def _queries(trace: str, wanted: Comparison, texts: Any) -> list[Query]:
+    drawn = DRAWN.get(trace)
+    if drawn is not None:
+        return drawn(texts, wanted.queries, wanted.seed)
+    return workloads.from_trace(Path(trace), texts, wanted.queries, wanted.seed)
+
+
+def _of_setting(
+    wanted: Comparison,
+    specs: Sequence[SiteSpec],
+    queries: Sequence[Query],
+    expected: dict[str, dict[int, Expected]],
+) -> Iterator[dict[str, Any]]:
+    choices = product(wanted.policies, wanted.estimators, wanted.orders, wanted.offload)
+    for policy_name, estimator_name, order, offload in choices:
+        score, starving_after_s = named_order(order)
+        setting = Setting(
+            specs=tuple(specs),
+            policy=policy(policy_name),
+            score=score,
+            starving_after_s=starving_after_s,
+            offload=offload,
+            report_every_s=wanted.report_every_s,
+            report_delay_s=wanted.report_delay_s,
+            gateways=wanted.gateways,
+            outages=wanted.outages,
+        )
+        federation = Federation(setting, expected[estimator_name])
+        records = federation.run(queries)
+        preemptions = sum(site.preemptions for site in federation.sites.values())
+        yield {
+            "policy": policy_name,
+            "estimator": estimator_name,
+            "order": order,
+            "offload": offload,
+            "queries": len(queries),
+            **figures(records, preemptions).row(),
+        }
+
+
+def fits(query: Query, specs: Sequence[SiteSpec]) -> bool:
+    """Whether every site could hold it alone; the others are left out of the run and of its `queries`."""
+    return query.prompt_tokens + query.response_tokens <= min(spec.kv_tokens for spec in specs)
+
+
+def capacity(queries: Sequence[Query], specs: Sequence[SiteSpec]) -> float:
+    count = max(1, len(queries))
+    prompt = sum(query.prompt_tokens for query in queries) / count
+    response = sum(query.response_tokens for query in queries) / count
+    return capacity_qps(list(specs), prompt, response)
+
+
+def policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise CommandFailed(
+            f"there is no policy {name!r}",
+            tip=f"choose of {', '.join(POLICIES)}",
+            exit_code=ExitCode.WRONG_USAGE,
+        )
+    return POLICIES[name]
+
+
+def outage(text: str) -> Outage:
+    """`s0001@60-120`: the site is lost from the 60th second to the 120th."""
+    name, _, span = text.partition("@")
+    from_s, _, until_s = span.partition("-")
+    try:
+        return Outage(name, float(from_s), float(until_s))
+    except ValueError as error:
+        raise CommandFailed(
+            f"{text!r} is no outage", tip="for example s0001@60-120", exit_code=ExitCode.WRONG_USAGE
+        ) from error

@@ -1,0 +1,88 @@
+"""What a run comes to, in figures; and the orders a site may keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+
+import numpy as np
+
+from mico.errors import CommandFailed, ExitCode
+from mico.simulation.queries import Record
+from site_engine.admission import STARVING_AFTER_S, Score, shortest_forecast
+from site_engine.request import Request
+
+
+def first_come(request: Request) -> float:
+    return request.arrived_s
+
+
+def longest_forecast(request: Request) -> float:
+    return -request.expected_remaining()
+
+
+ORDERS: dict[str, tuple[Score, float]] = {
+    "shortest": (shortest_forecast, STARVING_AFTER_S),
+    "fcfs": (first_come, inf),
+    "longest": (longest_forecast, inf),
+}
+"""How a site orders what waits there, and after how long the oldest goes first whatever the order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Latency: from arrival to the last token, as the client sees it; normalised: per response token."""
+
+    mean_normalized_latency: float
+    p99_normalized_latency: float
+    p50_ttft_s: float
+    p99_ttft_s: float
+    makespan_s: float
+    jain: float
+    offloads: int
+    completed: int
+    max_ttft_over_median: float
+    preemptions: int
+
+    def row(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def figures(records: Sequence[Record], preemptions: int = 0) -> Figures:
+    done = [record for record in records if record.finish_s == record.finish_s]
+    if not done:
+        raise CommandFailed("no query was completed", tip="is every site out of order the whole time?")
+    latency = np.array([record.finish_s / record.query.response_tokens for record in done])
+    ttft = np.array([record.first_token_s for record in done])
+    return Figures(
+        mean_normalized_latency=float(latency.mean()),
+        p99_normalized_latency=float(np.quantile(latency, 0.99)),
+        p50_ttft_s=float(np.median(ttft)),
+        p99_ttft_s=float(np.quantile(ttft, 0.99)),
+        makespan_s=max(record.query.arrival_s + record.finish_s for record in done),
+        jain=jain([record.query.tenant for record in done], latency.tolist()),
+        offloads=sum(record.moves for record in records),
+        completed=len(done),
+        max_ttft_over_median=float(ttft.max() / np.median(ttft)),
+        preemptions=preemptions,
+    )
+
+
+def jain(tenants: Sequence[str], latencies: Sequence[float]) -> float:
+    """Jain's index over the tenants' mean normalised latencies: 1 if all fare alike."""
+    sums: dict[str, list[float]] = {}
+    for tenant, latency in zip(tenants, latencies, strict=True):
+        sums.setdefault(tenant, []).append(latency)
+    means = np.array([np.mean(values) for values in sums.values()])
+    return float(means.sum() ** 2 / (len(means) * (means**2).sum()))
+
+
+def named_order(name: str) -> tuple[Score, float]:
+    if name not in ORDERS:
+        raise CommandFailed(
+            f"there is no order {name!r}",
+            tip=f"choose of {', '.join(ORDERS)}",
+            exit_code=ExitCode.WRONG_USAGE,
+        )
+    return ORDERS[name]

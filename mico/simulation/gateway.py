@@ -1,0 +1,212 @@
+"""A gateway of the simulated federation: production's directory, decisions, negotiation and plan of tries.
+
+What it knows of a site is what reached it: reports that are late, and its own assignments since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from gateway.domain import Broken, Cause, Credit, LoadReport, Model, Resume, Sampling, SiteIdentity
+from gateway.errors import MicoError
+from gateway.federation.directory import Directory
+from gateway.federation.offloading import Offloading
+from gateway.routing.decide import decide
+from gateway.routing.demand import Demand, Policy
+from gateway.routing.failover import Setback, Try, tries
+from mico.simulation.events import Clock
+from mico.simulation.queries import Expected, Query, Record
+from mico.simulation.specification import MODEL, SiteSpec
+
+MOST_TRIES = 4
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One try of one query at one site. `at_site_s`: when it gets there, so which reports cover it."""
+
+    id: str
+    query: Query
+    demand: Demand
+    moves: int
+    site: str
+    at_site_s: float
+    produced_before: int
+    started: bool = False
+
+
+class Network(Protocol):
+    """Carries what a gateway says to a site; it arrives half a round trip later."""
+
+    def assign(self, gateway: Gateway, attempt: Attempt) -> None: ...
+    def release(self, gateway: Gateway, site: str, release_id: str, attempt_ids: list[str]) -> None: ...
+    def over(self) -> None: ...
+
+
+class Gateway:
+    def __init__(
+        self,
+        specs: Sequence[SiteSpec],
+        policy: Policy,
+        clock: Clock,
+        network: Network,
+        *,
+        expected: Mapping[int, Expected],
+        offload: bool = True,
+    ) -> None:
+        self.directory = Directory()
+        self.records: dict[int, Record] = {}
+        self.links = {spec.name: Link(self, spec, network) for spec in specs}
+        self.offloading = Offloading(self.links, self.directory, clock)  # type: ignore[arg-type]
+        self._specs = {spec.name: spec for spec in specs}
+        self._policy = policy
+        self._clock = clock
+        self._network = network
+        self._expected = expected
+        self.offload = offload
+        self._turns = count()
+        self._ids = count()
+        self._plans: dict[int, Generator[Try, Setback, None]] = {}
+        for spec in specs:
+            self.joined(spec.name)
+
+    def joined(self, name: str) -> None:
+        spec = self._specs[name]
+        self.directory.join(identity(spec), self._clock.now_s)
+        self.directory.measured(name, spec.rtt_s)
+        first = LoadReport(
+            seq=1, received_s=self._clock.now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost
+        )
+        self.directory.report(name, first, Credit())
+
+    # ---- a query
+
+    def arrive(self, query: Query) -> None:
+        self.records[query.number] = Record(query)
+        plan = self._plans[query.number] = tries(Sampling(), MOST_TRIES)
+        self._dispatch(query, next(plan), 0)
+
+    def broke(self, attempt: Attempt, broken: Broken, delivered: int) -> None:
+        """The attempt is over: production's plan says what comes next."""
+        self.links[attempt.site].forget(attempt)
+        resume = Resume((), 0) if delivered else None
+        try:
+            this = self._plans[attempt.query.number].send(Setback(broken, resume))
+        except MicoError:
+            self._over(attempt.query)
+            return
+        self._dispatch(attempt.query, this, delivered)
+
+    def _dispatch(self, query: Query, this: Try, delivered: int) -> None:
+        expected = self._expected[query.number]
+        demand = expected.demand
+        if delivered:
+            demand = Demand.of(MODEL, query.prompt_tokens, expected.forecast, Sampling(), delivered=delivered)
+        placed = decide(
+            demand,
+            self.directory.sites,
+            self._policy,
+            now_s=self._clock.now_s,
+            turn=next(self._turns),
+            avoid=this.avoid,
+            toward=this.toward,
+        )
+        if placed.site is None:
+            self._over(query)
+            return
+        name = placed.site.name
+        at_site_s = self._clock.now_s + self._specs[name].rtt_s / 2
+        id_ = f"{query.number}.{next(self._ids)}"
+        attempt = Attempt(id_, query, demand, this.moves, name, at_site_s, delivered)
+        record = self.records[query.number]
+        record.attempts, record.moves, record.site = record.attempts + 1, this.moves, name
+        self.links[name].assign(attempt)
+
+    def _over(self, query: Query) -> None:
+        del self._plans[query.number]
+        self._network.over()
+
+    # ---- what sites say
+
+    def first_token(self, attempt: Attempt) -> None:
+        record = self.records[attempt.query.number]
+        attempt.started = True
+        if record.first_token_s != record.first_token_s:  # not yet
+            record.first_token_s = self._clock.now_s - attempt.query.arrival_s
+
+    def last_token(self, attempt: Attempt) -> None:
+        self.records[attempt.query.number].finish_s = self._clock.now_s - attempt.query.arrival_s
+        self.links[attempt.site].forget(attempt)
+        self._over(attempt.query)
+
+    def report(self, name: str, load: LoadReport, taken_s: float) -> None:
+        """`taken_s`: when the site took its figures; they cover what had arrived there by then."""
+        self.links[name].report(load, taken_s)
+
+    def released(self, name: str, release_id: str, attempt_ids: list[str]) -> None:
+        toward = self.offloading.answered(release_id)
+        for attempt_id in attempt_ids:
+            attempt = self.links[name].live.get(attempt_id)
+            if attempt is not None:
+                self.broke(attempt, Broken(name, Cause.RELEASED, "released", toward=toward), 0)
+
+    def lost(self, name: str, delivered: Callable[[Attempt], int]) -> None:
+        self.directory.leave(name)
+        for attempt in list(self.links[name].live.values()):
+            self.broke(attempt, Broken(name, Cause.LOST, f"{name} was lost"), delivered(attempt))
+
+
+class Link:
+    """One gateway's books on one site, as production's link keeps them, without messages."""
+
+    def __init__(self, gateway: Gateway, spec: SiteSpec, network: Network) -> None:
+        self.live: dict[str, Attempt] = {}
+        self._gateway = gateway
+        self._name = spec.name
+        self._slots = spec.slots
+        self._network = network
+        self._uncovered: dict[str, Attempt] = {}
+
+    def assign(self, attempt: Attempt) -> None:
+        self.live[attempt.id] = attempt
+        self._uncovered[attempt.id] = attempt
+        self._gateway.directory.credit(self._name, self._credit())
+        self._network.assign(self._gateway, attempt)
+
+    def forget(self, attempt: Attempt) -> None:
+        self.live.pop(attempt.id, None)
+        if self._uncovered.pop(attempt.id, None) is not None:
+            self._gateway.directory.credit(self._name, self._credit())
+
+    def pending(self) -> list[Attempt]:
+        return [each for each in self.live.values() if not each.started]
+
+    def release(self, release_id: str, attempt_ids: list[str]) -> None:
+        self._network.release(self._gateway, self._name, release_id, attempt_ids)
+
+    def report(self, load: LoadReport, taken_s: float) -> None:
+        self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
+        self._gateway.directory.report(self._name, load, self._credit())
+        if self._gateway.offload and load.running < self._slots and load.pending == 0:
+            self._gateway.offloading.bid(self._name)
+
+    def _credit(self) -> Credit:
+        fresh = [each.demand for each in self._uncovered.values()]
+        prompt_tokens = sum(demand.prompt_tokens for demand in fresh)
+        return Credit(len(fresh), prompt_tokens, sum(demand.response_tokens for demand in fresh))
+
+
+def identity(spec: SiteSpec) -> SiteIdentity:
+    model = Model(MODEL, "", 1 << 20, 0, "mico", frozenset({"chat"}))
+    return SiteIdentity(
+        name=spec.name,
+        boot_id="",
+        cloud=spec.name,
+        region=spec.name,
+        models={MODEL: model},
+        slots=spec.slots,
+        kv_capacity_tokens=spec.kv_tokens,
+    )

@@ -1,0 +1,47 @@
+"""What is asked of a simulated federation, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import nan
+from typing import NamedTuple
+
+from gateway.routing.demand import Demand
+from predictor.forecast import Forecast
+from site_engine.request import RemainingCurve
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """`response_tokens` is what will be answered: known to the simulated engine, not to who decides.
+
+    `text` and `model` are what a forecast reads; they come from the corpus.
+    """
+
+    number: int
+    arrival_s: float
+    prompt_tokens: int
+    response_tokens: int
+    text: str = ""
+    model: str = ""
+    tenant: str = "t0"
+
+
+class Expected(NamedTuple):
+    """A query as deciding and ordering see it: its forecast in the forms that gateway and site use."""
+
+    forecast: Forecast
+    demand: Demand
+    curve: RemainingCurve
+
+
+@dataclass(slots=True)
+class Record:
+    """Seconds since the query's arrival, as its client saw them; nan until then."""
+
+    query: Query
+    first_token_s: float = nan
+    finish_s: float = nan
+    attempts: int = 0
+    moves: int = 0
+    site: str = ""

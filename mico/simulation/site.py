@@ -1,0 +1,304 @@
+"""One site whose iterations are counted, not computed: rows, slots and KV of the engine, its own queue.
+
+Between two changes of the set of rows all iterations are alike, so that they pass as one event. The queue is
+the engine's own `AdmissionQueue`, and the room a request needs is its prompt and the 90% quantile of its
+forecast, as in the engine's scheduler. Tokens are counted one by one, not in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import ceil, sqrt
+from typing import NamedTuple, cast
+
+from mico.simulation.events import Clock
+from mico.simulation.specification import SiteSpec
+from site_engine.admission import AdmissionQueue, Score
+from site_engine.load import condense
+from site_engine.request import Request
+
+TOKEN_BUDGET = 2048
+"""Tokens of one iteration: a row that decodes takes one, prefills share the rest."""
+
+
+@dataclass(slots=True, eq=False)
+class Row(Request):
+    """A request of the engine of which only lengths are known. `produced`: response tokens out so far."""
+
+    response_tokens: int = 1
+    produced: int = 0
+    to_prefill: int = field(default=0, init=False)
+    ends_at: int = field(default=0, init=False)  # the site's iteration that brings the last token
+    reserved: int = field(default=0, init=False)  # tokens of KV set aside for it, held ones included
+    live: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.prompt)
+        self.max_tokens = 1 << 20
+        self.start_over()
+
+    def start_over(self) -> None:
+        """What is to be computed before the next token: the prompt and the response so far."""
+        self.tokens = cast("list[int]", range(self.prompt_len + self.produced))
+
+    @property
+    def generated(self) -> int:
+        return self.produced
+
+
+class Stretch(NamedTuple):
+    """`length` like iterations from `start_s`: the first takes `first_s`, each one `growth_s` longer."""
+
+    start_s: float
+    first_s: float
+    growth_s: float
+    length: int
+    chunk: int
+
+    def seconds(self, iterations: float) -> float:
+        return self.first_s * iterations + self.growth_s * iterations * (iterations - 1) / 2
+
+    def iterations_by(self, now_s: float) -> int:
+        """How many begin before now."""
+        passed = now_s - self.start_s
+        if self.growth_s <= 0:
+            return ceil(passed / self.first_s - 1e-9)
+        b = self.first_s - self.growth_s / 2
+        return ceil((sqrt(b * b + 2 * self.growth_s * passed) - b) / self.growth_s - 1e-9)
+
+
+class SimulatedSite:
+    """`started` and `ended` are told of each row when its first token and its last one are computed."""
+
+    def __init__(
+        self,
+        spec: SiteSpec,
+        clock: Clock,
+        *,
+        score: Score,
+        starving_after_s: float,
+        started: Callable[[Row], None],
+        ended: Callable[[Row], None],
+        changed: Callable[[SimulatedSite], None],
+    ) -> None:
+        self.spec = spec
+        self.queue = AdmissionQueue(score, starving_after_s)
+        self.running: dict[str, Row] = {}  # in order of start
+        self.iterations = 0
+        self.kv_used = 0
+        self.preemptions = 0
+        self.busy_s = 0.0
+        self._clock = clock
+        self._started, self._ended, self._changed = started, ended, changed
+        self._decoding: list[tuple[int, int, Row]] = []
+        self._rows_decoding = 0
+        self._prefilling: list[Row] = []
+        self._preempted: list[Row] = []
+        self._stretch: Stretch | None = None
+        self._version = 0
+        self._order = 0
+
+    # ---- what a gateway asks
+
+    def submit(self, row: Row) -> None:
+        row.arrived_s = self._clock.now_s
+        self.queue.push(row)
+        if self._stretch is None:
+            self._next()
+        elif len(self.running) < self.spec.slots:
+            self._cut_short()
+        self._changed(self)
+
+    def release(self, request_id: str) -> bool:
+        """Whether it had not started, and is gone."""
+        return self.queue.remove(request_id) is not None
+
+    def cancel_all(self) -> None:
+        """The site is lost with all that it held."""
+        for row in [*self.running.values(), *self.queue, *self._preempted]:
+            row.live = False
+        for row in list(self.queue):
+            self.queue.remove(row.id)
+        self.running, self._decoding, self._prefilling, self._preempted = {}, [], [], []
+        self._rows_decoding = self.kv_used = 0
+        self._stretch = None
+        self._version += 1
+
+    # ---- figures of a load report
+
+    @property
+    def pending(self) -> int:
+        return len(self.queue) + len(self._preempted)
+
+    def settle_rows(self) -> None:
+        """Brings `produced` of every running row up to the iterations that are over."""
+        passed = self.iterations
+        if self._stretch is not None and self._stretch.chunk == 0:
+            passed += min(self._stretch.length, max(0, self._stretch.iterations_by(self._clock.now_s) - 1))
+        for row in self.running.values():
+            if row.ends_at:
+                row.produced = row.response_tokens - (row.ends_at - passed)
+
+    def remaining(self) -> tuple[tuple[int, ...], int]:
+        self.settle_rows()
+        return condense([row.expected_remaining() for row in self.running.values()])
+
+    def reserved_unwritten(self) -> int:
+        """What running rows are expected to need and do not hold: promised, as the engine calls it."""
+        return sum(self._promise(row) for row in self.running.values())
+
+    def _promise(self, row: Row) -> int:
+        held = self._held(row)
+        if held >= row.reserved and not row.to_prefill:
+            row.reserved = held + row.p90_remaining()
+        return row.reserved - held
+
+    @staticmethod
+    def _held(row: Row) -> int:
+        return len(row.tokens) - row.to_prefill if row.to_prefill else row.prompt_len + row.produced
+
+    # ---- iterations
+
+    def _next(self) -> None:
+        """Plans the stretch of iterations that begins now."""
+        self._admit()
+        decoding, now_s = self._rows_decoding, self._clock.now_s
+        if not self.running:
+            self._stretch = None
+            return
+        chunk = min(max(1, TOKEN_BUDGET - decoding), sum(row.to_prefill for row in self._prefilling))
+        cost, count = self.spec.cost, 1
+        rows = decoding + len(self._prefilling)
+        first_s = cost.seconds(rows, decoding + chunk, self.kv_used)
+        if chunk == 0:
+            self._make_room()
+            decoding = self._rows_decoding
+            first_s = cost.seconds(decoding, decoding, self.kv_used)
+            count = self._decoding[0][0] - self.iterations
+            if len(self.running) > 1:
+                count = max(1, min(count, (self.spec.kv_tokens - self.kv_used) // decoding))
+        self._stretch = Stretch(now_s, first_s, cost.per_kv_token_s * decoding, count, chunk)
+        self._schedule_end()
+
+    def _schedule_end(self) -> None:
+        assert self._stretch is not None
+        self._version += 1
+        end_s = self._stretch.start_s + self._stretch.seconds(self._stretch.length)
+        self._clock.at(end_s, self._end, self._version)
+
+    def _cut_short(self) -> None:
+        """A newcomer may start at the next iteration: the stretch ends there."""
+        stretch = self._stretch
+        assert stretch is not None
+        begun = max(1, stretch.iterations_by(self._clock.now_s))
+        if begun < stretch.length:
+            self._stretch = stretch._replace(length=begun)
+            self._schedule_end()
+
+    def _end(self, version: int) -> None:
+        if version != self._version or self._stretch is None:
+            return
+        stretch, self._stretch = self._stretch, None
+        self.iterations += stretch.length
+        self.kv_used += self._rows_decoding * stretch.length + stretch.chunk
+        self.busy_s += self._clock.now_s - stretch.start_s
+        changed = self._finish_decoded()
+        changed |= self._advance_prefills(stretch.chunk)
+        self._next()
+        if changed:
+            self._changed(self)
+
+    def _finish_decoded(self) -> bool:
+        changed = False
+        while self._decoding and self._decoding[0][0] <= self.iterations:
+            row = heappop(self._decoding)[2]
+            if row.ends_at == 0 or row.id not in self.running:
+                continue
+            self._finish(row)
+            changed = True
+        return changed
+
+    def _advance_prefills(self, chunk: int) -> bool:
+        """Chunks go to the rows in the order of their start; a row's last chunk brings its next token."""
+        done = 0
+        for row in self._prefilling:
+            part = min(chunk, row.to_prefill)
+            row.to_prefill -= part
+            chunk -= part
+            if row.to_prefill:
+                break
+            done += 1
+            self._begin_decoding(row)
+        del self._prefilling[:done]
+        return done > 0
+
+    def _begin_decoding(self, row: Row) -> None:
+        first = row.first_token_s is None
+        row.produced += 1
+        row.first_token_s = self._clock.now_s if first else row.first_token_s
+        row.ends_at = self.iterations + row.response_tokens - row.produced
+        self.kv_used += 1
+        self._rows_decoding += 1
+        if first:
+            self._started(row)
+        if row.ends_at <= self.iterations:
+            self._finish(row)
+        else:
+            self._order += 1
+            heappush(self._decoding, (row.ends_at, self._order, row))
+
+    def _finish(self, row: Row) -> None:
+        row.produced = row.response_tokens
+        self._leave(row)
+        self._ended(row)
+
+    def _leave(self, row: Row) -> None:
+        del self.running[row.id]
+        self.kv_used -= self._held(row)
+        row.ends_at = 0
+        self._rows_decoding -= 1
+
+    # ---- coming and going
+
+    def _admit(self) -> None:
+        if len(self.running) >= self.spec.slots or not (self.queue or self._preempted):
+            return
+        self.settle_rows()
+        free = self.spec.kv_tokens - self.kv_used - self.reserved_unwritten()
+        while len(self.running) < self.spec.slots:
+            row = (
+                self._preempted[0]
+                if self._preempted
+                else cast("Row | None", self.queue.first(self._clock.now_s))
+            )
+            if row is None:
+                return
+            need = len(row.tokens) + row.p90_remaining()
+            if self.running and need > free:
+                return
+            self._start(row, need)
+            free -= need
+
+    def _start(self, row: Row, need: int) -> None:
+        if self._preempted and row is self._preempted[0]:
+            self._preempted.pop(0)
+        else:
+            self.queue.take(row)
+        row.to_prefill, row.reserved = len(row.tokens), need
+        row.started_s = self._clock.now_s if row.started_s is None else row.started_s
+        self.running[row.id] = row
+        self._prefilling.append(row)
+
+    def _make_room(self) -> None:
+        """Who started last gives its KV back when the rows' next tokens do not fit."""
+        while len(self.running) > 1 and self.kv_used + self._rows_decoding > self.spec.kv_tokens:
+            self.settle_rows()
+            row = next(reversed(self.running.values()))
+            self._decoding = [entry for entry in self._decoding if entry[2] is not row]
+            self._decoding.sort()
+            self._leave(row)
+            row.start_over()
+            self._preempted.append(row)
+            self.preemptions += 1

@@ -1,0 +1,97 @@
+"""What a simulated site is: its place, its rows, its KV, and what one of its iterations costs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from gateway.domain import IterationCost
+from mico.errors import CommandFailed, ExitCode
+
+MODEL = "simulated"
+REFERENCE = IterationCost(base_s=0.015, per_row_s=0.0002, per_token_s=0.00003, per_kv_token_s=2e-8)
+"""Roughly 8 billion parameters on a data-centre GPU: 20 ms for 16 rows, 30,000 prompt tokens a second."""
+KV_TOKENS_PER_SLOT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class SiteSpec:
+    name: str
+    slots: int
+    cost: IterationCost
+    rtt_s: float
+    kv_tokens: int
+
+    @staticmethod
+    def of(name: str, slots: int, slower: float, rtt_s: float, kv_tokens: int = 0) -> SiteSpec:
+        """A site that takes `slower` times as long as the reference for everything."""
+        cost = IterationCost(
+            REFERENCE.base_s * slower,
+            REFERENCE.per_row_s * slower,
+            REFERENCE.per_token_s * slower,
+            REFERENCE.per_kv_token_s * slower,
+        )
+        return SiteSpec(name, slots, cost, rtt_s, kv_tokens or slots * KV_TOKENS_PER_SLOT)
+
+
+UNEQUAL = (
+    (16, 1.0, 0.005),
+    (8, 1.7, 0.080),
+    (32, 2.2, 0.250),
+    (8, 1.0, 0.020),
+    (24, 1.3, 0.120),
+    (16, 3.0, 0.040),
+    (32, 1.0, 0.160),
+    (12, 1.5, 0.010),
+    (16, 2.0, 0.200),
+)
+"""(slots, times slower, round trip): what `--sites N` takes in turn."""
+
+GROUP = re.compile(
+    r"(?P<count>\d+)x(?P<slots>\d+)(@(?P<slower>[\d.]+))?(~(?P<rtt_ms>[\d.]+))?(/(?P<kv>\d+))?"
+)
+
+
+def sites_of(text: str) -> list[SiteSpec]:
+    """`9`: nine unequal sites. `2x16@1.0~5,1x32@2.2~250/100000`: groups of COUNTxSLOTS, how many times slower
+    than the reference, round trip in ms, KV tokens; all but the first two may be left out.
+    """
+    if text.isdecimal() and int(text) > 0:
+        shapes = [(*UNEQUAL[i % len(UNEQUAL)], 0) for i in range(int(text))]
+    else:
+        shapes = [shape for part in text.split(",") for shape in _group(part.strip())]
+    return [SiteSpec.of(f"s{i:04d}", *shape) for i, shape in enumerate(shapes)]
+
+
+def _group(text: str) -> list[tuple[int, float, float, int]]:
+    found = GROUP.fullmatch(text)
+    if found is None or int(found["slots"]) == 0 or float(found["slower"] or 1) <= 0:
+        raise CommandFailed(
+            f"{text!r} is no group of sites",
+            cause="expected a number of sites, or COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS],…",
+            tip="for example --sites 9, or --sites 2x16@1.0~5,1x32@2.2~250",
+            exit_code=ExitCode.WRONG_USAGE,
+        )
+    shape = (
+        int(found["slots"]),
+        float(found["slower"] or 1),
+        float(found["rtt_ms"] or 20) / 1000,
+        int(found["kv"] or 0),
+    )
+    return [shape] * int(found["count"])
+
+
+def capacity_qps(sites: list[SiteSpec], prompt_tokens: float, response_tokens: float) -> float:
+    """Queries per second of this mean size that the sites could serve with every row in use.
+
+    A query takes, of a site's time: a row's share of the fixed part in each of its iterations, its own tokens
+    and reads of KV, and its prefill.
+    """
+    total = 0.0
+    held = prompt_tokens + response_tokens / 2
+    for site in sites:
+        rows = max(1.0, min(site.slots, site.kv_tokens / (prompt_tokens + response_tokens)))
+        cost = site.cost
+        each = cost.base_s / rows + cost.per_row_s + cost.per_token_s + cost.per_kv_token_s * held
+        total += 1 / (each * response_tokens + cost.per_token_s * prompt_tokens)
+    return total

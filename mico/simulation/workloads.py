@@ -1,0 +1,99 @@
+"""The queries of a run: arrivals and sizes from a trace or drawn, texts from the corpus. Needs pandas.
+
+Forecasts are made from texts the shipped predictor never saw: only the corpus' held-out prompts are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from mico.errors import CommandFailed
+from mico.simulation.queries import Query
+from predictor import dataset
+
+TENANTS = 8
+ALPACA = ("alpaca", "text-davinci-003")
+NEAREST = 16
+"""A trace's query gets one of the texts whose answer is nearest in length to its own."""
+
+
+def corpus(path: Path) -> pd.DataFrame:
+    """Held-out rows by answer length."""
+    if not path.exists():
+        raise CommandFailed(f"{path} is not there", tip="name the corpus with --corpus FILE")
+    held_out = dataset.split(dataset.read(path)).held_out
+    return held_out.sort_values("response_tokens", kind="stable").reset_index(drop=True)
+
+
+def from_trace(path: Path, texts: pd.DataFrame, most: int, seed: int) -> list[Query]:
+    """The trace's first `most` queries as they came, each with a text whose answer was about as long."""
+    if not path.exists():
+        raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson or burst")
+    rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable").head(most)
+    random = np.random.default_rng(seed)
+    places = np.searchsorted(texts.response_tokens.to_numpy(), rows.response_tokens.to_numpy())
+    drawn = np.clip(places + random.integers(-NEAREST, NEAREST, len(rows)), 0, len(texts) - 1)
+    return _queries(
+        rows.arrival_s.to_numpy(dtype=float),
+        rows.prompt_tokens.to_numpy(),
+        rows.response_tokens.to_numpy(),
+        texts.iloc[drawn],
+        random,
+    )
+
+
+def poisson(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
+    """Alpaca prompts at one query a second on average."""
+    random = np.random.default_rng(seed)
+    return _alpaca(texts, np.cumsum(random.exponential(1.0, count)), random)
+
+
+def burst(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
+    """Alpaca prompts all at once."""
+    return _alpaca(texts, np.zeros(count), np.random.default_rng(seed))
+
+
+def _alpaca(texts: pd.DataFrame, arrivals_s: NDArray[np.float64], random: np.random.Generator) -> list[Query]:
+    rows = texts[(texts.source == ALPACA[0]) & (texts.model == ALPACA[1])]
+    drawn = rows.iloc[random.integers(0, len(rows), len(arrivals_s))]
+    return _queries(
+        arrivals_s, drawn.prompt_tokens.to_numpy(), drawn.response_tokens.to_numpy(), drawn, random
+    )
+
+
+def _queries(
+    arrivals_s: NDArray[np.float64],
+    prompt_tokens: NDArray[np.int64],
+    response_tokens: NDArray[np.int64],
+    texts: pd.DataFrame,
+    random: np.random.Generator,
+) -> list[Query]:
+    tenants = random.integers(0, TENANTS, len(arrivals_s)).tolist()
+    rows = zip(
+        arrivals_s.tolist(),
+        prompt_tokens.tolist(),
+        response_tokens.tolist(),
+        texts.prompt,
+        texts.model,
+        tenants,
+        strict=True,
+    )
+    return [
+        Query(number, arrival, max(1, prompt), max(1, response), text, model, f"t{tenant}")
+        for number, (arrival, prompt, response, text, model, tenant) in enumerate(rows)
+    ]
+
+
+def at_rate(queries: Sequence[Query], per_second: float) -> list[Query]:
+    """The same queries with time stretched so that so many come in a second on average."""
+    first, last = queries[0].arrival_s, queries[-1].arrival_s
+    if last <= first:
+        return list(queries)
+    stretch = (len(queries) - 1) / per_second / (last - first)
+    return [replace(query, arrival_s=(query.arrival_s - first) * stretch) for query in queries]

@@ -1,0 +1,162 @@
+"""Laws of the simulated federation, over arbitrary queries, sites and settings."""
+
+from __future__ import annotations
+
+from math import inf, isnan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.routing.policies import POLICIES
+from mico.simulation.estimators import ESTIMATORS, exactly, expectations, noisy
+from mico.simulation.federation import Federation, Outage, Setting
+from mico.simulation.figures import ORDERS, jain
+from mico.simulation.queries import Query, Record
+from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
+from mico.simulation.workloads import at_rate
+
+LEARNERS = {name: each for name, each in ESTIMATORS.items() if name != "shipped"} | {"noisy": noisy(0.7)}
+
+sizes = st.tuples(st.floats(0, 20), st.integers(1, 3000), st.integers(1, 400))
+workloads = st.lists(sizes, min_size=1, max_size=40).map(
+    lambda rows: [Query(i, at, prompt, answer) for i, (at, prompt, answer) in enumerate(sorted(rows))]
+)
+specs = st.builds(
+    SiteSpec.of,
+    name=st.just(""),
+    slots=st.integers(1, 6),
+    slower=st.floats(0.3, 4),
+    rtt_s=st.floats(0, 0.3),
+    kv_tokens=st.integers(3500, 12_000),
+)
+federations = st.lists(specs, min_size=1, max_size=4).map(
+    lambda found: tuple(
+        SiteSpec(f"s{i}", each.slots, each.cost, each.rtt_s, each.kv_tokens) for i, each in enumerate(found)
+    )
+)
+
+
+def simulate(
+    queries: list[Query],
+    sites: tuple[SiteSpec, ...],
+    *,
+    policy: str = "mico",
+    order: str = "shortest",
+    estimator: str = "oracle",
+    **more: object,
+) -> tuple[list[Record], Federation]:
+    score, starving_after_s = ORDERS[order]
+    setting = Setting(sites, POLICIES[policy], score, starving_after_s, **more)  # type: ignore[arg-type]
+    federation = Federation(setting, expectations(queries, LEARNERS[estimator](queries)))
+    return federation.run(queries), federation
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workloads,
+    federations,
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(ORDERS)),
+    st.sampled_from(sorted(LEARNERS)),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_every_query_ends_once_and_nothing_is_left_at_a_site(
+    queries: list[Query],
+    sites: tuple[SiteSpec, ...],
+    policy: str,
+    order: str,
+    estimator: str,
+    offload: bool,
+    gateways: int,
+) -> None:
+    records, federation = simulate(
+        queries, sites, policy=policy, order=order, estimator=estimator, offload=offload, gateways=gateways
+    )
+    assert [record.query for record in records] == queries
+    for record in records:
+        assert 0 < record.first_token_s <= record.finish_s
+        assert record.attempts == record.moves + 1
+    for site in federation.sites.values():
+        assert (len(site.running), site.pending, site.kv_used) == (0, 0, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(workloads, federations, st.sampled_from(sorted(POLICIES)))
+def test_a_run_repeats_exactly(queries: list[Query], sites: tuple[SiteSpec, ...], policy: str) -> None:
+    first, again = (simulate(queries, sites, policy=policy)[0] for _ in range(2))
+    assert [(r.first_token_s, r.finish_s, r.site) for r in first] == [
+        (r.first_token_s, r.finish_s, r.site) for r in again
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 10_000), st.integers(1, 500), specs)
+def test_a_query_alone_takes_its_iterations_and_a_round_trip(
+    prompt: int, answer: int, site: SiteSpec
+) -> None:
+    (record,), _ = simulate([Query(0, 0.0, prompt, answer)], (site,))
+    cost, seconds, left, held = site.cost, site.rtt_s, prompt, 0
+    while left:
+        chunk = min(left, 2048)
+        seconds += cost.seconds(1, chunk, held)
+        left, held = left - chunk, held + chunk
+    assert record.first_token_s == pytest.approx(seconds)
+    seconds += sum(cost.seconds(1, 1, prompt + 1 + step) for step in range(answer - 1))
+    assert record.finish_s == pytest.approx(seconds)
+
+
+@settings(max_examples=40, deadline=None)
+@given(workloads, federations, st.floats(0, 20), st.floats(3, 20))
+def test_a_lost_site_loses_no_query_while_another_stands(
+    queries: list[Query], sites: tuple[SiteSpec, ...], from_s: float, lasting_s: float
+) -> None:
+    standing = SiteSpec.of("z", 4, 1.0, 0.01, 20_000)
+    lost = Outage(sites[0].name, from_s, from_s + lasting_s)
+    records, federation = simulate(queries, (*sites, standing), outages=(lost,))
+    assert not any(isnan(record.finish_s) for record in records)
+    assert all(site.kv_used == 0 for site in federation.sites.values())
+
+
+def test_a_site_serves_no_more_rows_than_it_has_slots_and_no_more_tokens_than_its_kv() -> None:
+    queries = [Query(i, 0.0, 100, 60) for i in range(40)]
+    site = SiteSpec.of("a", 5, 1.0, 0.0, 700)
+    seen: list[tuple[int, int]] = []
+    setting = Setting((site,), POLICIES["mico"], *ORDERS["fcfs"])
+    federation = Federation(setting, expectations(queries, [exactly(10, "far too short")] * 40))
+    only = federation.sites["a"]
+    for tick in range(2000):
+        federation.clock.at(tick * 0.05, lambda: seen.append((len(only.running), only.kv_used)))
+    federation.run(queries)
+    assert max(running for running, _ in seen) == 5
+    assert max(used for _, used in seen) <= 700
+    assert only.preemptions > 0
+
+
+def test_load_is_a_share_of_what_the_sites_can_do() -> None:
+    """At 85% of capacity the last query of equal ones ends soon after it came; at 150% a queue builds up."""
+    sites = tuple(sites_of("2x8@1~10,1x16@2~50"))
+    queries = [Query(i, float(i), 60, 100) for i in range(1500)]
+    lag_s = {}
+    for load in (0.85, 1.5):
+        paced = at_rate(queries, load * capacity_qps(list(sites), 60, 100))
+        records, _ = simulate(paced, sites)
+        lag_s[load] = sum(record.finish_s for record in records[-100:]) / 100
+    assert lag_s[0.85] < 6 < 2 * 6 < lag_s[1.5]
+
+
+def test_longest_first_lets_the_longest_of_a_burst_start_first() -> None:
+    queries = [Query(i, 0.0, 10, 10 + 10 * i) for i in range(20)]
+    records, _ = simulate(queries, (SiteSpec.of("a", 1, 1.0, 0.0),), order="longest")
+    waits = [record.first_token_s for record in records[:-1]]
+    assert waits[1:] == sorted(waits[1:], reverse=True)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20))
+def test_jain_is_one_only_if_all_fare_alike(latencies: list[float]) -> None:
+    tenants = [f"t{i}" for i in range(len(latencies))]
+    index = jain(tenants, latencies)
+    assert 1 / len(latencies) - 1e-9 <= index <= 1 + 1e-9
+    assert jain(tenants, [2.0] * len(latencies)) == pytest.approx(1.0)
+    assert ORDERS["fcfs"][1] == inf
