@@ -110,6 +110,7 @@ def _http(config: GatewayConfig, gateway: Gateway, store: Store) -> uvicorn.Serv
         answer=partial(answer, gateway),
         models=lambda: list(gateway.directory.served.values()),
         authenticate=store.keys.authenticate,
+        look_again=store.keys.look_again,
         ready=ready,
         version=version("mico"),
         clock=gateway.clock,
@@ -126,6 +127,7 @@ def _http(config: GatewayConfig, gateway: Gateway, store: Store) -> uvicorn.Serv
             access_log=False,
             lifespan="off",
             server_header=False,
+            timeout_keep_alive=75,  # longer than what balancers and pooled clients keep open
             timeout_graceful_shutdown=round(config.drain_s),
         )
     )

@@ -18,7 +18,7 @@ from gateway.federation.directory import Directory
 def admin_routes(backend: Backend, directory: Directory) -> list[HTTPRouteHandler]:
     @get("/admin/api/sites")
     async def list_sites(request: Request[Any, Any, State]) -> dict[str, Any]:
-        if not caller_of(request.scope, backend).admin:
+        if not (await caller_of(request.scope, backend)).admin:
             raise Forbidden("This needs an admin key: mico keys create NAME --admin")
         return {"sites": [_describe(site, backend.clock()) for site in directory.sites]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import uuid4
@@ -23,9 +23,14 @@ def hex_id() -> str:
     return uuid4().hex
 
 
+async def _nobody(secret: str) -> None:
+    """Where keys are known from the start there is nothing to look up."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """`models` are those that sites serve now. `authenticate` works in memory and in constant time.
+    """`models` are those that sites serve now. `authenticate` works in memory and in constant time; `look_again` may
+    ask the database for a key that it does not know.
 
     `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
     token is opened without it, so that no balancer cuts it; then `keep_alive_s` of silence bring a comment.
@@ -34,6 +39,7 @@ class Backend:
     answer: Answer
     models: Callable[[], Sequence[Model]]
     authenticate: Callable[[str], Caller | None]
+    look_again: Callable[[str], Awaitable[Caller | None]] = _nobody
     ready: Callable[[], Readiness]
     version: str
     clock: Callable[[], float] = time.monotonic

@@ -17,18 +17,20 @@ Asking = Request[Any, Any, State]
 
 
 def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
-    def usable(request: Asking) -> dict[str, Model]:
-        caller = caller_of(request.scope, backend)
+    async def usable(request: Asking) -> dict[str, Model]:
+        caller = await caller_of(request.scope, backend)
         return {model.id: model for model in backend.models() if caller.may_use(model.id)}
 
     @get("/v1/models")
     async def list_models(request: Asking) -> Response[object]:
-        return Response({"object": "list", "data": [_card(model) for model in usable(request).values()]})
+        return Response(
+            {"object": "list", "data": [_card(model) for model in (await usable(request)).values()]}
+        )
 
     @get("/v1/models/{model_id:path}")
     async def retrieve_model(request: Asking) -> Response[object]:
         model_id = str(request.path_params["model_id"]).removeprefix("/")
-        model = usable(request).get(model_id)
+        model = (await usable(request)).get(model_id)
         if model is None:
             raise ModelNotFound(f"The model '{model_id[:200]}' is not served here.")
         return Response(_card(model))

@@ -59,7 +59,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
-        caller = caller_of(scope, self.backend)
+        caller = await caller_of(scope, self.backend)
         try:
             asked = self._asked(await read_json(scope, receive, self.backend.body_limit_bytes))
         except ClientGone:
