@@ -29,8 +29,8 @@ async def _nobody(secret: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """`models` are those that sites serve now. `authenticate` works in memory and in constant time; `look_again` may
-    ask the database for a key that it does not know.
+    """`models` are those that sites serve now. `authenticate` works in memory and in constant time;
+    `look_again` may ask the database for a key that it does not know.
 
     `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
     token is opened without it, so that no balancer cuts it; then `keep_alive_s` of silence bring a comment.

@@ -144,7 +144,7 @@ class Federation(rpc.FederationServicer):
         """Heartbeats: a site that hangs keeps its socket open, so silence is what tells.
 
         Silence is counted in heartbeats that this process slept through on time: if it was stalled itself, the
-        site's answers wait unread, and that is not the site's fault.
+        answers wait unread, and that is not the site's fault.
         """
         heartbeat_s, missed = self._settings.heartbeat_s, 0
         while link.closing is None:
