@@ -143,8 +143,8 @@ class Federation(rpc.FederationServicer):
     async def _watch(self, link: Link) -> str:
         """Heartbeats: a site that hangs keeps its socket open, so silence is what tells.
 
-        Silence is counted in heartbeats that this process slept through on time: if it was stalled itself, the
-        answers wait unread, and that is not the site's fault.
+        Silence is counted in heartbeats that this process slept through on time: if it was stalled itself,
+        the answers wait unread, and that is not the fault of the site.
         """
         heartbeat_s, missed = self._settings.heartbeat_s, 0
         while link.closing is None:
