@@ -19,7 +19,7 @@ import grpc
 from site_engine import logs
 from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
-from site_engine.link import Link, Links, Patience, dial
+from site_engine.link import Link, Links, Patience, dial, is_loopback
 from site_engine.messages import Hello, Model
 from site_engine.prompts import Prompts
 from site_engine.site import Site
@@ -59,6 +59,9 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
     The first SIGTERM or SIGINT drains; the second ends without waiting.
     """
     token, credentials = config.secret(), _credentials(config)
+    open_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
+    if open_links:
+        log.warning("links to %s are plain text, the token too; set tls", ", ".join(open_links))
     loaded = await asyncio.to_thread(load or load_engine, config)
     loop = asyncio.get_running_loop()
     prompts = Prompts(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe)
@@ -147,12 +150,16 @@ async def _tick(site: Site) -> None:
 def load_engine(config: SiteConfig) -> Loaded:
     """The native engine with the model of `config`. Raises ConfigError that says why it cannot be served."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from site_engine import hf_bridge
     from site_engine.engine import EngineSettings, SiteEngine
 
+    disable_progress_bar()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {config.device}, but torch finds no GPU here")
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     device = ("cuda" if on_gpu else "cpu") if config.device == "auto" else config.device
     dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
@@ -167,7 +174,7 @@ def load_engine(config: SiteConfig) -> Loaded:
     try:
         model = hf_bridge.load(config.model, device=device, dtype=dtype)
         engine = SiteEngine(model, settings, time.monotonic)
-    except (hf_bridge.CannotServe, ValueError) as exc:
+    except (hf_bridge.CannotServe, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
     return Loaded(engine, model.tokenizer, model.name, model.revision, model.context_tokens, model.vocab_size)
 

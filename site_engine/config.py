@@ -16,6 +16,7 @@ from typing import Any
 from site_engine.errors import ConfigError
 
 PREFIX = "MICO_SITE_"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -69,6 +70,7 @@ class SiteConfig:
         )
         _require((self.tls_cert is None) == (self.tls_key is None), "tls_cert", "and tls_key belong together")
         _require(self.tls or not (self.tls_ca or self.tls_cert), "tls", "is off, but certificates are set")
+        _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
 
     def secret(self) -> str:

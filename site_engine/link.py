@@ -261,10 +261,14 @@ async def _first_of(*tasks: asyncio.Future[Any]) -> None:
         task.result()
 
 
+def is_loopback(address: str) -> bool:
+    return address.startswith(_LOOPBACK)
+
+
 def dial(address: str, credentials: Any = None) -> Any:
     """A channel of its own for one stream; `credentials` are grpc's for TLS."""
     options: tuple[tuple[str, int], ...] = _CHANNEL_OPTIONS
-    if address.startswith(_LOOPBACK):
+    if is_loopback(address):
         options = (*options, ("grpc.enable_http_proxy", 0))
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)

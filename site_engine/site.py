@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 1.0
 BID_INTERVAL_S = 1.0
+GRACE_MAX_S = 600.0
 
 
 class EngineSide(Protocol):
@@ -92,7 +93,7 @@ class Site:
         if known is None:
             self._desks += 1
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, Desk(self._desks), wake)
-        known.linked, known.wake, known.grace_s = True, wake, welcome.grace_s
+        known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, GRACE_MAX_S)
         known.draining = known.has_bid = False
         for attempt_id in welcome.cancel:
             self._engine.cancel(known.desk.cancel(attempt_id))
@@ -235,8 +236,9 @@ class Site:
         """Takes nothing new from now on, and says so to every gateway."""
         self._draining = m.Draining(reason, deadline_s)
         for connection in self._connections.values():
-            connection.desk.outbox.put(self._draining)
-            connection.wake()
+            if connection.linked:
+                connection.desk.outbox.put(self._draining)
+                connection.wake()
 
     def when_idle(self, call: Callable[[], None]) -> None:
         """Calls once no attempt is left; at once if that is so now."""

@@ -97,12 +97,12 @@ class Worker:
         self.listener = listener
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread after the iteration at hand; what still runs is dropped."""
+    def stop(self, within_s: float = 10.0) -> None:
+        """Ends the thread after the iteration at hand, which may hang; what still runs is dropped."""
         with self._changed:
             self._ending = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(within_s)
 
     def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
         self._ask(partial(self._submit, group, reply))
@@ -281,4 +281,7 @@ def _unheard(_: object) -> None:
 
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
-        call()
+        try:
+            call()
+        except Exception:
+            log.exception("what the engine had to say was not taken")

@@ -1,0 +1,164 @@
+"""A site between gateways and engine: when it asks for work, when it reports, and whom it lets in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from site_engine import messages as m
+from site_engine.errors import LinkLost
+from site_engine.request import Sampling
+from site_engine.site import BID_INTERVAL_S, GRACE_MAX_S, LOAD_EVERY_S, Site
+from site_engine.worker import LoadSeen
+from tests.site_fakes import HELLO, FakeClock, FakeEngine
+
+
+class QuietEngine:
+    """Notes what it is asked and never answers."""
+
+    def __init__(self) -> None:
+        self.loads_asked = 0
+        self.cancelled: list[str] = []
+
+    def submit(self, group: Sequence[object], reply: Callable[[object], None]) -> None: ...
+    def release(self, groups: Sequence[object], reply: Callable[[list[bool]], None]) -> None: ...
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self.cancelled += request_ids
+
+    def ask_load(self) -> None:
+        self.loads_asked += 1
+
+
+class QuietPrompts:
+    def prepare(self, assign: m.Assign, reply: Callable[[object], None]) -> None: ...
+
+
+class Scene:
+    def __init__(self, preparing_max: int = 1) -> None:
+        self.clock, self.engine = FakeClock(), QuietEngine()
+        self.site = Site(HELLO, self.engine, QuietPrompts(), self.clock, preparing_max)
+
+    def link(self, gateway: str = "east", grace_s: float = 1.0):
+        return self.site.welcomed(m.Welcome(gateway, (), 1.0, grace_s, ()), lambda: None)
+
+    def load(self, *, running: int = 0, pending: int = 0) -> None:
+        figures = FakeEngine().load()._replace(running=running, pending=pending)
+        self.site.load(LoadSeen(figures, self.clock.now))
+
+
+def bids(connection) -> list[m.Bid]:
+    return [each for each in connection.desk.outbox.take(float("inf")) if isinstance(each, m.Bid)]
+
+
+def assign(attempt_id: str) -> m.Assign:
+    return m.Assign(attempt_id, "q", "letters", m.TextPrompt("a"), Sampling(), 1, False, None, 0, 0, None, "")
+
+
+def test_a_bid_is_made_once_each_time_that_room_appears() -> None:
+    scene = Scene()
+    connection = scene.link()
+    scene.load()
+    assert [each.free_slots for each in bids(connection)] == [2]
+    scene.clock.now += BID_INTERVAL_S
+    scene.load(running=1)
+    assert bids(connection) == []  # there was room before
+    scene.load(running=2)
+    scene.load(running=1)
+    assert [each.free_slots for each in bids(connection)] == [1]
+    scene.load(running=2)
+    scene.load(running=1)
+    assert bids(connection) == []  # too soon
+    scene.clock.now += BID_INTERVAL_S
+    scene.load(running=1)
+    assert [each.bid_id for each in bids(connection)] == [f"{HELLO.boot_id}-3"]
+
+
+@pytest.mark.parametrize("figures", [{"pending": 1}, {"running": HELLO.slots}])
+def test_who_has_no_room_does_not_bid(figures: dict[str, int]) -> None:
+    scene = Scene()
+    connection = scene.link()
+    scene.load()
+    scene.load(**figures)  # takes back the bid that was not sent
+    assert bids(connection) == []
+
+
+def test_who_drains_does_not_bid() -> None:
+    scene = Scene()
+    connection = scene.link()
+    scene.site.receive(connection, m.Drain(1.0, "why"))
+    scene.load()
+    assert bids(connection) == []
+
+
+def test_a_load_is_asked_for_when_none_came_for_a_second() -> None:
+    scene = Scene()
+    scene.load()
+    scene.site.tick()
+    assert scene.engine.loads_asked == 0
+    scene.clock.now += LOAD_EVERY_S
+    scene.site.tick()
+    assert scene.engine.loads_asked == 1
+
+
+def test_reports_rise_over_all_gateways() -> None:
+    scene = Scene()
+    east, west = scene.link("east"), scene.link("west")
+    scene.load()
+    scene.load()
+    seqs = [
+        each.seq
+        for connection in (east, west)
+        for each in connection.desk.outbox.take(float("inf"))
+        if isinstance(each, m.Load)
+    ]
+    assert seqs == [2, 2]
+
+
+def test_one_replica_has_one_link() -> None:
+    scene = Scene()
+    scene.link("east")
+    with pytest.raises(LinkLost, match="another address"):
+        scene.link("east")
+
+
+def test_the_tokenizers_queue_is_bounded() -> None:
+    scene = Scene(preparing_max=2)
+    connection = scene.link()
+    for name in ("a", "b", "c"):
+        scene.site.receive(connection, assign(name))
+    (rejected,) = connection.desk.outbox.take(0.0)
+    assert (rejected.attempt_id, rejected.reason.name) == ("c", "FULL")
+    scene.site.receive(connection, m.Cancel("a"))
+    scene.site.receive(connection, assign("d"))
+    assert scene.site.live == 2
+
+
+def test_a_lost_replica_is_forgotten_after_a_bounded_grace() -> None:
+    scene = Scene()
+    connection = scene.link("east", grace_s=1e9)
+    scene.site.receive(connection, assign("a"))
+    scene.site.lost(connection)
+    assert scene.site.hello().attempts == ("a",)
+    scene.clock.now += GRACE_MAX_S
+    scene.site.tick()
+    assert scene.site.hello().attempts == ()
+    assert scene.site.live == 0
+
+
+def test_a_drain_is_told_to_those_who_listen_and_to_those_who_come() -> None:
+    scene = Scene()
+    gone = scene.link("gone")
+    scene.site.lost(gone)
+    scene.site.drain("an update", 25.0)
+    back = scene.link("gone")
+    assert back.desk.outbox.take(0.0) == [m.Draining("an update", 25.0)]
+
+
+def test_a_second_assign_of_one_attempt_changes_nothing() -> None:
+    scene = Scene(preparing_max=5)
+    connection = scene.link()
+    scene.site.receive(connection, assign("a"))
+    scene.site.receive(connection, assign("a"))
+    assert scene.site.live == 1
+    assert connection.desk.preparing == 1
