@@ -6,6 +6,7 @@ Does not decide whether there is room; the scheduler does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from site_engine.request import Request
@@ -21,6 +22,39 @@ def shortest_forecast(request: Request) -> float:
     places and the score can be computed once, at arrival.
     """
     return request.expected_remaining() + AGEING_TOKENS_PER_S * request.arrived_s
+
+
+def first_come(request: Request) -> float:
+    return request.arrived_s
+
+
+def shortest_prompt(request: Request) -> float:
+    """The order of MICO's own engine (section 3.4): the shortest prompt pads the running batch least."""
+    return float(request.prompt_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How the queue is ordered, how many tokens of a response are set aside for it, and when it may start."""
+
+    score: Score = shortest_forecast
+    reserved_tokens: Callable[[Request], int] = Request.p90_remaining
+    static: bool = False  # a batch starts when the one before has ended as a whole
+
+
+def whole_limit(request: Request) -> int:
+    """The worst case: the response may be as long as it is allowed to be."""
+    return max(1, request.max_tokens - request.generated)
+
+
+DEFAULT_POLICY = Policy()
+POLICIES = {
+    "forecast": DEFAULT_POLICY,
+    "fcfs": Policy(score=first_come),
+    "shortest_prompt": Policy(score=shortest_prompt),
+    "worst_case": Policy(score=first_come, reserved_tokens=whole_limit),
+    "static": Policy(score=first_come, reserved_tokens=whole_limit, static=True),
+}
 
 
 class _Tenants:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from site_engine.admission import AdmissionQueue
+from site_engine.admission import DEFAULT_POLICY, AdmissionQueue, Policy
 from site_engine.answer import Answer
 from site_engine.attention.arena import Arena, Poison, affordable_tokens
+from site_engine.attention.swap import HostSwap, copy_seconds_per_token
 from site_engine.hf_bridge import LoadedModel
 from site_engine.kv import PagePool
 from site_engine.load import LoadFigures, Meter, condense
@@ -33,6 +34,8 @@ class EngineSettings:
         0.0  # an iteration lasts at least so long; its owner waits, the engine only counts it
     )
     prefix_cache: bool = True
+    swap_tokens: int = 0  # room in the computer's memory for preempted requests; 0: they compute again
+    policy: Policy = DEFAULT_POLICY
     debug_poison: bool = False  # freed pages hold NaN
 
     def __post_init__(self) -> None:
@@ -50,12 +53,15 @@ class SiteEngine:
         self._model = model
         self._clock = clock
         self._limit_tokens, self._pool, self._arena = _memory(model, settings)
+        self._meter = Meter()
         self._scheduler = Scheduler(
             self._pool,
-            AdmissionQueue(),
+            AdmissionQueue(settings.policy.score),
             PrefixTree(self._pool) if settings.prefix_cache else None,
+            self._swap_space() if settings.swap_tokens else None,
             slots=settings.slots,
             token_budget=settings.token_budget,
+            policy=settings.policy,
         )
         self._runner = PackedRunner(
             model.forward,
@@ -64,7 +70,6 @@ class SiteEngine:
             pages_per_row=self._pool.pages_for(self._limit_tokens),
         )
         self._sampler = Sampler(model.eos_token_ids, model.device)
-        self._meter = Meter()
         self._answers: dict[str, Answer] = {}
         self._cancelled: list[str] = []
         self._deadlines: list[tuple[float, str]] = []
@@ -150,6 +155,19 @@ class SiteEngine:
             tokens_total=self._meter.tokens_total,
             prompt_tokens_total=self._meter.prompt_tokens_total,
         )
+
+    def _swap_space(self) -> HostSwap:
+        copy_s = copy_seconds_per_token(self._arena, self._clock)
+
+        def worth(tokens: int) -> bool:
+            """Both ways over, against computing all tokens again in chunks that read what came before."""
+            cost = self._meter.fit.cost()
+            again_s = tokens * (
+                cost.per_token_s + cost.per_kv_token_s * tokens / (2 * self.settings.token_budget)
+            )
+            return 2 * tokens * copy_s < again_s
+
+        return HostSwap(self._arena, self.settings.swap_tokens, worth)
 
     def _check(self, request: Request) -> None:
         prompt, sampling, vocab = request.prompt, request.sampling, self._model.vocab_size

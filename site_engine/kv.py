@@ -18,6 +18,20 @@ class PoolObserver(Protocol):
     def freed(self, pages: list[int]) -> None: ...
 
 
+class SwapSpace(Protocol):
+    """Memory beside the pool, where a preempted request's keys and values may wait."""
+
+    def take_out(self, request_id: str, pages: list[int], tokens: int) -> bool:
+        """Copy the pages of `tokens` tokens, if there is room and it is cheaper than computing them again."""
+        ...
+
+    def bring_back(self, request_id: str, pages: list[int], skip: int) -> None:
+        """Copy what was taken out into `pages`, but for the first `skip`, and forget it."""
+        ...
+
+    def drop(self, request_id: str) -> None: ...
+
+
 class PagePool:
     """`pages` usable pages of `page_size` tokens each, reference-counted."""
 

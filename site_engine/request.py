@@ -30,6 +30,7 @@ class State(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    SWAPPED = "swapped"  # preempted, its keys and values kept beside the pool
     FINISHED = "finished"
 
 
@@ -144,6 +145,7 @@ class Request:
     prompt_len: int = field(default=0, init=False)
     max_tokens: int = field(default=0, init=False)  # after clipping
     computed: int = field(default=0, init=False)  # leading tokens whose keys and values lie in the pages
+    swapped: int = field(default=0, init=False)  # leading tokens whose keys and values wait beside the pool
     pages: list[int] = field(default_factory=list, init=False)
     promised: int = field(default=0, init=False)  # pages reserved and not yet taken
     row: int = field(default=-1, init=False)  # place in the runner's tables while running

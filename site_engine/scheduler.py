@@ -9,8 +9,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from site_engine.admission import AdmissionQueue
-from site_engine.kv import PagePool
+from site_engine.admission import DEFAULT_POLICY, AdmissionQueue, Policy
+from site_engine.kv import PagePool, SwapSpace
 from site_engine.radix import PrefixTree
 from site_engine.request import Request, State
 
@@ -51,20 +51,21 @@ class Scheduler:
         pool: PagePool,
         queue: AdmissionQueue,
         prefixes: PrefixTree | None = None,
+        swap: SwapSpace | None = None,
         *,
         slots: int,
         token_budget: int,
+        policy: Policy = DEFAULT_POLICY,
     ) -> None:
         self.pool = pool
         self.queue = queue
         self.prefixes = prefixes
-        self.running: list[
-            Request
-        ] = []  # chat lane first, then by start: the last one is the first to be preempted
+        self.swap = swap
+        self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
         self.preempted: list[Request] = []
         self.promised = 0  # pages that running requests are expected to need and have not taken
-        self._slots = slots
         self._token_budget = token_budget
+        self._policy = policy
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
@@ -83,9 +84,7 @@ class Scheduler:
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
         budget = self._plan_prefills(plan, budget)
-        if (
-            not plan and self.running
-        ):  # prefills hold every page among them: the last gives its pages to the others
+        if not plan and self.running:  # prefills hold every page among them
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
         if len(self.preempted) == preempted_before:  # who was preempted now does not come back now
@@ -116,6 +115,8 @@ class Scheduler:
             self._leave(request)
         elif request in self.preempted:
             self.preempted.remove(request)
+            if request.swapped and self.swap is not None:
+                self.swap.drop(request.id)
         else:
             self.queue.remove(request.id)
         request.state = State.FINISHED
@@ -187,6 +188,8 @@ class Scheduler:
     # ---- coming and going
 
     def _admit(self, plan: Plan, budget: int, now: float) -> None:
+        if self._policy.static and self.running:
+            return
         while budget > 0 and self._rows:
             request = self._next(now)
             if request is None:
@@ -206,7 +209,7 @@ class Scheduler:
 
     def _room_for(self, request: Request) -> bool:
         """Whether what it is expected to need is free and not promised to others. Alone, it always starts."""
-        need = self.pool.pages_for(len(request.tokens) + request.p90_remaining()) - len(request.pages)
+        need = self._expected_pages(request) - len(request.pages)
         return not self.running or need <= self.pool.available - self.promised
 
     def _start(self, request: Request, now: float) -> None:
@@ -222,13 +225,29 @@ class Scheduler:
         self._order[request.id] = (request.lane, self._started)
         insort(self.running, request, key=lambda one: self._order[one.id])
         self._promise_remaining(request)
+        if request.swapped and self.swap is not None:
+            self._bring_back(request, self.swap)
 
     def _preempt(self, request: Request) -> None:
-        """Free its pages; it computes its tokens again when it comes back, before anyone new starts."""
+        """Free its pages. It comes back before anyone new starts, and computes its tokens again unless taking
+        them out and bringing them back is cheaper.
+        """
+        pages = request.pages[: self.pool.pages_for(request.computed)]
+        swapped = self.swap is not None and self.swap.take_out(request.id, pages, request.computed)
+        request.swapped = request.computed if swapped else 0
         self._leave(request)
         request.preemptions += 1
-        request.state = State.WAITING
+        request.state = State.SWAPPED if swapped else State.WAITING
         self.preempted.append(request)
+
+    def _bring_back(self, request: Request, swap: SwapSpace) -> None:
+        shared = len(request.pages)  # the beginning may still be in the prefix tree
+        if self._grow(request, request.swapped):
+            swap.bring_back(request.id, request.pages, shared)
+            request.computed = request.swapped
+        else:
+            swap.drop(request.id)
+        request.swapped = 0
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
@@ -261,8 +280,12 @@ class Scheduler:
     # ---- promises
 
     def _promise_remaining(self, request: Request) -> None:
-        need = self.pool.pages_for(len(request.tokens) + request.p90_remaining())
+        need = self._expected_pages(request)
         self._promise(request, max(0, need - len(request.pages)))
+
+    def _expected_pages(self, request: Request) -> int:
+        """What the policy sets aside for all its tokens, at least the pages of those it has."""
+        return self.pool.pages_for(len(request.tokens) + self._policy.reserved_tokens(request))
 
     def _promise(self, request: Request, pages: int) -> None:
         self.promised += pages - request.promised

@@ -50,8 +50,26 @@ class Arena:
         out = self._gathered[which][:need].view(len(pages), *page)
         return torch.index_select(room, 0, pages, out=out)
 
+    def copy_out(self, pages: list[int]) -> list[torch.Tensor]:
+        """Keys and values of these pages, layer by layer, in the computer's memory (pinned if from a GPU)."""
+        index = self._index(pages)
+        return [self._to_host(room.index_select(0, index)) for room in (*self.keys, *self.values)]
+
+    def copy_in(self, kept: list[torch.Tensor], pages: list[int]) -> None:
+        index = self._index(pages)
+        for room, one in zip((*self.keys, *self.values), kept, strict=True):
+            room.index_copy_(0, index, one.to(room.device, non_blocking=True))
+
+    def _index(self, pages: list[int]) -> torch.Tensor:
+        return torch.tensor(pages, dtype=torch.long, device=self.keys[0].device)
+
+    def _to_host(self, room: torch.Tensor) -> torch.Tensor:
+        if room.device.type == "cpu":
+            return room
+        return torch.empty(room.shape, dtype=room.dtype, pin_memory=True).copy_(room)
+
     def fill(self, pages: list[int], number: float) -> None:
-        index = torch.tensor(pages, dtype=torch.long, device=self.keys[0].device)
+        index = self._index(pages)
         for room in (*self.keys, *self.values):
             room.index_fill_(0, index, number)
 

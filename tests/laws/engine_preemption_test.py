@@ -1,0 +1,127 @@
+"""A request that had to give up its pages goes on as if nothing had been, by either way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from site_engine.admission import POLICIES
+from site_engine.engine import SiteEngine
+from site_engine.request import RemainingCurve, RemainingPoint, State
+from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
+
+torch.set_num_threads(1)
+
+TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
+PROMPTS = [[7 * at + 1, 5, at + 2] for at in range(6)]
+
+
+def tight(*, swap_tokens: int, worth: bool = True, **settings: Any) -> SiteEngine:
+    """A pool for two and a half answers, and forecasts that promise far too little."""
+    engine = engine_for(
+        family("llama").served,
+        **({"slots": 6, "kv_tokens": 96, "page_size": 4, "swap_tokens": swap_tokens} | settings),
+    )
+    swap: Any = engine._scheduler.swap
+    if swap is not None:
+        swap._worth = lambda tokens: worth
+    for at, prompt in enumerate(PROMPTS):
+        request = greedy(str(at), prompt, 40)
+        request.remaining = TOO_SHORT
+        engine.submit(request)
+    return engine
+
+
+def preemptions(collected: dict[str, Collected]) -> int:
+    return sum(one.last.timings.preemptions for one in collected.values() if one.last and one.last.timings)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(("swap_tokens", "worth"), [(0, True), (4096, True), (40, True), (4096, False)])
+def test_every_way_back_gives_the_same_tokens(swap_tokens: int, worth: bool, prefix_cache: bool) -> None:
+    engine = tight(swap_tokens=swap_tokens, worth=worth, prefix_cache=prefix_cache)
+    swap: Any = engine._scheduler.swap
+    collected: dict[str, Collected] = {}
+    swapped = 0
+    while engine.has_work:
+        gather(engine.step(), collected)
+        out = [one for one in engine._scheduler.preempted if one.state is State.SWAPPED]
+        swapped += len(out)
+        if swap is not None:
+            assert swap.used_tokens <= swap_tokens
+            assert set(swap._kept) == {one.id for one in out}
+    expected = [family("llama").generate(prompt, 40) for prompt in PROMPTS]
+    assert [collected[str(at)].token_ids for at in range(6)] == expected
+    assert preemptions(collected) > 0
+    assert (swapped > 0) == (swap_tokens > 0 and worth)
+    assert swap is None or swap.used_tokens == 0
+    assert_idle(engine)
+
+
+def test_a_swapped_request_that_is_cancelled_leaves_nothing() -> None:
+    engine = tight(swap_tokens=4096)
+    while not any(one.state is State.SWAPPED for one in engine._scheduler.preempted):
+        engine.step()
+    for at in range(6):
+        engine.cancel(str(at))
+    engine.step()
+    swap: Any = engine._scheduler.swap
+    assert swap.used_tokens == 0
+    assert engine._pool.available == engine._pool.capacity
+    assert_idle(engine)
+
+
+def test_who_is_preempted_is_not_in_the_same_plan() -> None:
+    engine = tight(swap_tokens=0)
+    scheduler: Any = engine._scheduler
+    plan_ = scheduler.plan
+
+    def watched(now: float) -> Any:
+        plan = plan_(now)
+        assert not {entry.request for entry in plan.entries} & set(scheduler.preempted)
+        assert plan.tokens <= 64
+        return plan
+
+    scheduler.plan = watched
+    assert preemptions(drain(engine)) > 0
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_policy_changes_the_order_and_no_token(name: str) -> None:
+    engine = tight(swap_tokens=0, policy=POLICIES[name])
+    collected = drain(engine)
+    expected = [family("llama").generate(prompt, 40) for prompt in PROMPTS]
+    assert [collected[str(at)].token_ids for at in range(6)] == expected
+    if name in {"worst_case", "static"}:
+        assert preemptions(collected) == 0
+
+
+def test_a_static_batch_starts_when_the_one_before_has_ended() -> None:
+    engine = engine_for(family("llama").served, slots=2, policy=POLICIES["static"])
+    for name, length in (("short", 2), ("long", 9), ("next", 2)):
+        engine.submit(greedy(name, [1, 2, 3], length))
+    ended: list[str] = []
+    while engine.has_work:
+        running = {request.id for request in engine._scheduler.running}
+        assert running <= {"short", "long"} or "long" in ended
+        ended += [output.request_id for output in engine.step() if output.finish]
+    assert ended == ["short", "long", "next"]
+
+
+def test_the_shortest_prompt_goes_first_when_asked_for() -> None:
+    engine = engine_for(family("llama").served, slots=1, policy=POLICIES["shortest_prompt"])
+    for length in (9, 3, 6):
+        engine.submit(greedy(str(length), [1] * length, 1))
+    assert list(drain(engine)) == ["3", "6", "9"]
+
+
+def test_swapping_is_chosen_when_it_is_cheaper() -> None:
+    """Computing a token is made to look dear or free; the measured copy is the same."""
+    for seconds, expected in ((10.0, True), (0.0, False)):
+        engine = engine_for(family("llama").served, swap_tokens=4096)
+        for tokens in range(1, 100):
+            engine._meter.fit.observe(1, tokens, tokens, seconds * tokens)
+        swap: Any = engine._scheduler.swap
+        assert swap._worth(50) is expected
