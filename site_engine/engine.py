@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from site_engine import intake
 from site_engine.admission import DEFAULT_POLICY, AdmissionQueue, Policy
 from site_engine.answer import Answer
 from site_engine.attention.arena import Arena, Poison, affordable_tokens
@@ -96,7 +97,11 @@ class SiteEngine:
 
     def submit(self, request: Request) -> Admission:
         """Take a request, or raise Refused with a reason a person can act on."""
-        self._check(request)
+        if request.id in self._answers:
+            raise Refused(RefusedReason.INVALID, f"a request named {request.id!r} is already here")
+        intake.check(request, limit_tokens=self._limit_tokens, vocab_size=self._model.vocab_size)
+        if len(self._scheduler.queue) >= self.settings.max_pending:
+            raise Refused(RefusedReason.FULL, f"{self.settings.max_pending} requests already wait")
         request.state = State.WAITING
         request.arrived_s = self._clock()
         room = self._limit_tokens - len(request.prompt)
@@ -168,31 +173,6 @@ class SiteEngine:
             return 2 * tokens * copy_s < again_s
 
         return HostSwap(self._arena, self.settings.swap_tokens, worth)
-
-    def _check(self, request: Request) -> None:
-        prompt, sampling, vocab = request.prompt, request.sampling, self._model.vocab_size
-        if request.id in self._answers:
-            raise Refused(RefusedReason.INVALID, f"a request named {request.id!r} is already here")
-        if not prompt:
-            raise Refused(RefusedReason.INVALID, "the prompt is empty", "prompt")
-        if len(prompt) >= self._limit_tokens:
-            raise Refused(
-                RefusedReason.CONTEXT_LENGTH,
-                f"the prompt has {len(prompt)} tokens, but prompt and response together "
-                f"may have at most {self._limit_tokens} here",
-                "prompt",
-            )
-        for name, ids in (
-            ("prompt", (*prompt, *request.resumed)),
-            ("logit_bias", sampling.logit_bias),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            if any(not 0 <= token_id < vocab for token_id in ids):
-                raise Refused(
-                    RefusedReason.INVALID, f"{name} holds a token id outside 0 to {vocab - 1}", name
-                )
-        if len(self._scheduler.queue) >= self.settings.max_pending:
-            raise Refused(RefusedReason.FULL, f"{self.settings.max_pending} requests already wait")
 
     def _apply_control(self, now: float) -> None:
         cancelled, self._cancelled = self._cancelled, []

@@ -111,6 +111,12 @@ def test_an_oversize_prompt_is_refused_with_both_numbers() -> None:
         (greedy("id", [VOCAB], 1), "prompt"),
         (greedy("bias", [1], 1, logit_bias={VOCAB: 1.0}), "logit_bias"),
         (greedy("stop", [1], 1, stop_token_ids=(-1,)), "stop_token_ids"),
+        (greedy("no string", [1], 1, stop=("x", "")), "stop"),
+        (greedy("negative", [1], -1), "max_tokens"),
+        (greedy("divides", [1], 1, repetition_penalty=0.0), "repetition_penalty"),
+        (greedy("no number", [1], 1, presence_penalty=float("nan")), "presence_penalty"),
+        (Request("cold", [1], Sampling(temperature=-0.1)), "temperature"),
+        (Request("resumed", [1], resumed=[VOCAB]), "resume"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_field(request_: Request, param: str) -> None:
