@@ -10,6 +10,9 @@ from gateway.store.errors import RecordsRefused, StoreUnavailable
 from gateway.store.rows import Record
 from predictor.forecast import Forecast
 
+RECEIVED_AT = 4_000_000_000.25
+"""In a future so far that no retention takes it away during a test."""
+
 FORECAST = Forecast(edges=(0, 10, 100), probabilities=(0.5, 0.5), source="histogram")
 
 
@@ -26,7 +29,7 @@ def outcome(query_id: str = "q-1", *, attempts: int = 1, **changes: Any) -> Outc
         "completion_tokens": 34,
         "forecast": FORECAST,
         "attempts": tuple(attempt(query_id, number) for number in range(attempts)),
-        "received_at": 1_800_000_000.25,
+        "received_at": RECEIVED_AT,
         "queue_s": 0.01,
         "first_token_s": 0.2,
         "total_s": 1.5,

@@ -21,7 +21,7 @@ from gateway.store.retention import DAY_S, Keep, Retention
 from gateway.store.rows import record_of
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
-from tests.fakes.store import outcome
+from tests.fakes.store import RECEIVED_AT, outcome
 
 
 def test_a_key_opens_until_it_is_revoked(url: str, tmp_path: Path) -> None:
@@ -190,7 +190,8 @@ def test_a_short_pepper_is_refused_and_a_made_one_lasts(tmp_path: Path) -> None:
 def test_answers_and_rows_are_as_many_and_say_the_same(url: str, tmp_path: Path) -> None:
     async def main() -> None:
         answered = [
-            outcome(f"q{n}", attempts=n % 3, model=f"m{n % 2}", received_at=float(n)) for n in range(250)
+            outcome(f"q{n}", attempts=n % 3, model=f"m{n % 2}", received_at=RECEIVED_AT + n)
+            for n in range(250)
         ]
         async with open_store(url, tmp_path) as store:
             for each in answered:
@@ -211,15 +212,15 @@ def test_totals_add_up_by_tenant_model_and_site(url: str, tmp_path: Path) -> Non
         async with open_store(url, tmp_path) as store:
             for n in range(10):
                 store.recorder.record(
-                    outcome(f"q{n}", tenant=f"t{n % 2}", received_at=float(n), attempts=n % 2)
+                    outcome(f"q{n}", tenant=f"t{n % 2}", received_at=RECEIVED_AT + n, attempts=n % 2)
                 )
-            await store.recorder.flush()
+            assert await store.recorder.flush()
             tenants = await store.read.totals(TotalBy.TENANT)
             assert [(t.name, t.queries, t.prompt_tokens, t.completion_tokens) for t in tenants] == [
                 ("t0", 5, 60, 170),
                 ("t1", 5, 60, 170),
             ]
-            late = await store.read.totals(TotalBy.SITE, since=7.0)
+            late = await store.read.totals(TotalBy.SITE, since=RECEIVED_AT + 7)
             assert {t.name: t.queries for t in late} == {"": 1, "aws/one": 2}
             assert [t.name for t in await store.read.totals(TotalBy.MODEL)] == ["demo"]
 
@@ -230,8 +231,8 @@ def test_one_request_id_used_twice_is_two_rows_newest_first(url: str, tmp_path: 
     async def main() -> None:
         async with open_store(url, tmp_path) as store:
             for n in range(2):
-                store.recorder.record(outcome(f"q{n}", request_id="mine", received_at=float(n)))
-            await store.recorder.flush()
+                store.recorder.record(outcome(f"q{n}", request_id="mine", received_at=RECEIVED_AT + n))
+            assert await store.recorder.flush()
             assert [each.usage.query_id for each in await store.read.explain("mine")] == ["q1", "q0"]
 
     asyncio.run(main())
