@@ -10,10 +10,11 @@ from gateway.errors import Forbidden, ModelNotFound, Overloaded
 RETRY_AFTER_S = 1.0
 
 
-def admit(query: Query, *, models: Collection[str], live: int, most_live: int) -> None:
+def admit(query: Query, *, models: Collection[str], live: int, most_live: int, has_room: bool) -> None:
     """Raises ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
 
-    `live` queries are being answered now, and at most `most_live` may be: memory is bounded.
+    `live` queries are being answered now, and at most `most_live` may be: memory is bounded. `has_room`:
+    whether what the query uses could be recorded; nothing is served that can't be.
     """
     if query.model not in models:
         known = ", ".join(sorted(models)[:10]) or "none yet"
@@ -22,6 +23,8 @@ def admit(query: Query, *, models: Collection[str], live: int, most_live: int) -
         )
     if not query.caller.may_use(query.model):
         raise Forbidden(f"this key may not use the model {query.model!r}", param="model")
+    if not has_room:
+        raise Overloaded("the database is away and the journal of usage is full", retry_after_s=RETRY_AFTER_S)
     if live >= most_live:
         raise Overloaded(
             f"{live} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S

@@ -25,7 +25,13 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
     """
     story = gateway.tell(query)
     try:
-        admit(query, models=gateway.directory.models, live=gateway.live, most_live=gateway.most_live)
+        admit(
+            query,
+            models=gateway.directory.models,
+            live=gateway.live,
+            most_live=gateway.most_live,
+            has_room=gateway.has_room(),
+        )
         gateway.stories[query.id] = story
         story.forecast = await gateway.forecasts.of(query)
         plan = tries(query.sampling, gateway.most_tries)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +12,7 @@ from functools import partial
 from importlib.metadata import version
 
 import uvicorn
+from litestar import Response, get
 
 from gateway.admin.sites import admin_routes
 from gateway.answer import answer
@@ -24,6 +26,7 @@ from gateway.forecasting import Forecasts
 from gateway.gateway import Gateway
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
+from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
 from predictor.runtime import Forecaster, load
@@ -44,8 +47,14 @@ def run(config: GatewayConfig) -> int:
 
 async def serve(config: GatewayConfig) -> int:
     stop = _on_signals()
-    async with open_store(config.database_url, config.folder) as store, _gateway(config, store) as gateway:
-        server = _http(config, gateway, store)
+    pepper = config.key_pepper or None
+    async with (
+        open_store(config.database_url, config.folder, pepper=pepper) as store,
+        _gateway(config, store) as (gateway, metrics),
+    ):
+        server = _http(config, gateway, store, metrics)
+        gc.collect()
+        gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
         serving = asyncio.create_task(server.serve())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -59,7 +68,7 @@ async def serve(config: GatewayConfig) -> int:
 
 
 @asynccontextmanager
-async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[Gateway]:
+async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[tuple[Gateway, Metrics]]:
     directory = Directory()
     settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
     gateway_clock = asyncio.get_running_loop().time
@@ -67,7 +76,12 @@ async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[Gateway
     histogram = HistogramForecaster()
     forecasts = Forecasts(_forecaster(config, histogram), histogram)
 
+    metrics = Metrics(directory, lambda: gateway.live)
+
     def record(outcome: Outcome) -> None:
+        metrics.observe(outcome)
+        if outcome.status is Status.REFUSED and not store.recorder.has_room:
+            return  # it used nothing, and the room that is left is for those that did
         if outcome.status is Status.ANSWERED:
             histogram.observe(outcome.model, outcome.completion_tokens)
         store.recorder.record(outcome)
@@ -77,6 +91,7 @@ async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[Gateway
         federation,
         forecasts,
         record,
+        has_room=lambda: store.recorder.has_room,
         policy_name=config.policy,
         most_live=config.most_live,
         most_tries=config.most_tries,
@@ -85,7 +100,7 @@ async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[Gateway
     server, port = await listen(federation, f"{config.grpc_host}:{config.grpc_port}")
     log.info("sites join at %s:%d", config.grpc_host, port)
     try:
-        yield gateway
+        yield gateway, metrics
     finally:
         await server.stop(grace=1.0)
         await gateway.settled()
@@ -101,10 +116,18 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
         return histogram
 
 
-def _http(config: GatewayConfig, gateway: Gateway, store: Store) -> uvicorn.Server:
+def _http(config: GatewayConfig, gateway: Gateway, store: Store, metrics: Metrics) -> uvicorn.Server:
     def ready() -> Readiness:
         up = [site.name for site in gateway.directory.sites if site.state is SiteState.READY]
-        return Readiness(bool(up), ", ".join(up) or "no site is ready to serve")
+        if not up:
+            return Readiness(False, "no site is ready to serve")
+        health = store.recorder.health
+        degraded = f"; degraded: the database is away ({health.last_error})" if health.failing_since else ""
+        return Readiness(True, ", ".join(up) + degraded)
+
+    @get("/metrics")
+    async def export() -> Response[bytes]:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     backend = Backend(
         answer=partial(answer, gateway),
@@ -120,7 +143,7 @@ def _http(config: GatewayConfig, gateway: Gateway, store: Store) -> uvicorn.Serv
     )
     return _Server(
         uvicorn.Config(
-            create_http(backend, admin_routes(backend, gateway.directory)),
+            create_http(backend, [*admin_routes(backend, gateway.directory), export]),
             host=config.host,
             port=config.http_port,
             log_config=None,

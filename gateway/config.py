@@ -30,6 +30,9 @@ class GatewayConfig:
     folder: Path = Path(".mico")
     site_tokens: tuple[str, ...] = field(default=(), repr=False)
     site_token_file: Path | None = None
+    key_pepper: str = field(
+        default="", repr=False
+    )  # replicas on one database share one; empty: a file in `folder`
     peers: tuple[str, ...] = ()
     policy: str = "mico"
     predictor: Path | None = None  # the shipped one when not set

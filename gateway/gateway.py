@@ -27,12 +27,16 @@ LAST_COUNT_WITHIN_S = 5.0
 
 @dataclass(slots=True)
 class Gateway:
-    """`record` must not block. `stories` is what is being answered now: every count of it is its size."""
+    """`record` must not block; `has_room` says whether it could take more.
+
+    `stories` is what is being answered now: every count of it is its size.
+    """
 
     directory: Directory
     federation: Federation
     forecasts: Forecasts
     record: Callable[[Outcome], None]
+    has_room: Callable[[], bool] = lambda: True
     policy_name: str = "mico"
     most_live: int = 10_000
     most_tries: int = 4

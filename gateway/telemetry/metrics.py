@@ -1,0 +1,137 @@
+"""What this replica exports to Prometheus. Sites are read when scraped; queries are counted as they end.
+
+Labels are bounded: sites by the directory, models by what sites serve, everything else by enums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from gateway.domain import Outcome, Site, SiteState, Status
+from gateway.federation.directory import Directory
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+DRAIN_TARGET_S = 10.0
+"""A site's capacity is what it would work off in this time at its measured speed."""
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+class Metrics:
+    """`live` is the number of queries that are being answered."""
+
+    def __init__(self, directory: Directory, live: Callable[[], int]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._directory = directory
+        self._live = live
+        self._requests = Counter(
+            "mico_requests", "Queries that ended", ["site", "outcome"], registry=registry
+        )
+        self._tokens = Counter(
+            "mico_tokens", "Tokens served", ["site", "cloud", "model", "type"], registry=registry
+        )
+        self._decisions = Counter("mico_decisions", "Decisions by kind", ["reason"], registry=registry)
+        self._offloads = Counter(
+            "mico_offloads", "Queries moved while pending", ["from", "to", "result"], registry=registry
+        )
+        self._ttft = _seconds("mico_ttft", "From arrival to first token", registry)
+        self._itl = _seconds("mico_itl", "Mean time between tokens of an answer", registry)
+        self._queue = _seconds("mico_queue", "From arrival to the first assignment", registry)
+        self._error = Histogram(
+            "mico_forecast_abs_error_tokens",
+            "Forecast against actual response length",
+            ["model"],
+            buckets=_TOKENS,
+            registry=registry,
+        )
+        registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def observe(self, outcome: Outcome) -> None:
+        self._requests.labels(outcome.site or "none", outcome.status.value).inc()
+        self._count_tokens(outcome)
+        self._count_decisions(outcome)
+        self._time(outcome)
+        if outcome.status is Status.ANSWERED and outcome.forecast is not None:
+            error = abs(outcome.forecast.expected() - outcome.completion_tokens)
+            self._error.labels(outcome.model).observe(error)
+
+    def collect(self) -> Iterator[Metric]:
+        """What is true now, read at the moment of the scrape."""
+        yield GaugeMetricFamily("mico_queries_live", "Queries being answered", value=self._live())
+        sites = self._directory.sites
+        for name, text, figure in _GAUGES:
+            family = GaugeMetricFamily(name, text, labels=["site", "cloud", "region"])
+            for site in sites:
+                identity = site.identity
+                family.add_metric([identity.name, identity.cloud, identity.region], figure(site))
+            yield family
+        states = GaugeMetricFamily(
+            "mico_site_state", "1 for the state a site is in", labels=["site", "state"]
+        )
+        for site in sites:
+            for state in SiteState:
+                states.add_metric([site.name, state.value], float(site.state is state))
+        yield states
+
+    def _count_tokens(self, outcome: Outcome) -> None:
+        if outcome.attempts:
+            site = outcome.site
+            cloud = next((s.identity.cloud for s in self._directory.sites if s.name == site), "unknown")
+            self._tokens.labels(site, cloud, outcome.model, "prompt").inc(outcome.prompt_tokens)
+            self._tokens.labels(site, cloud, outcome.model, "response").inc(outcome.completion_tokens)
+
+    def _count_decisions(self, outcome: Outcome) -> None:
+        before = None
+        for attempt in outcome.attempts:
+            if before is None:
+                kind = "first"
+            elif before.ended == "released":
+                kind = "offload"
+                result = "answered" if outcome.status is Status.ANSWERED else outcome.status.value
+                self._offloads.labels(before.decision.site, attempt.decision.site, result).inc()
+            else:
+                kind = "failover"
+            self._decisions.labels(kind).inc()
+            before = attempt
+
+    def _time(self, outcome: Outcome) -> None:
+        if outcome.queue_s is not None:
+            self._queue.labels(outcome.site).observe(outcome.queue_s)
+        if outcome.first_token_s is None:
+            return
+        self._ttft.labels(outcome.site).observe(outcome.first_token_s)
+        if outcome.completion_tokens > 1:
+            decode_s = outcome.total_s - outcome.first_token_s
+            self._itl.labels(outcome.site).observe(decode_s / (outcome.completion_tokens - 1))
+
+
+def capacity_tokens(site: Site) -> float:
+    return site.load.tokens_per_s * DRAIN_TARGET_S
+
+
+def outstanding_tokens(site: Site) -> float:
+    """Predicted tokens still to process, with what was assigned since the last report."""
+    return site.load.token_load + site.credit.prompt_tokens + site.credit.response_tokens
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[Site], float]], ...] = (
+    ("mico_site_outstanding_tokens", "Predicted tokens still to process", outstanding_tokens),
+    ("mico_site_capacity_tokens", "Tokens a site works off in 10 s at its measured speed", capacity_tokens),
+    ("mico_site_running", "Requests that hold KV", lambda site: site.load.running),
+    ("mico_site_pending", "Requests accepted and not started", lambda site: site.load.pending),
+    ("mico_site_kv_free_tokens", "KV tokens free or evictable", lambda site: site.load.kv_free_tokens),
+    ("mico_site_kv_capacity_tokens", "KV tokens in all", lambda site: site.identity.kv_capacity_tokens),
+    ("mico_site_tokens_per_second", "Measured speed", lambda site: site.load.tokens_per_s),
+    ("mico_site_rtt_seconds", "Round trip of the link", lambda site: site.rtt_s),
+)
+
+
+def _seconds(name: str, text: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"{name}_seconds", text, ["site"], buckets=_SECONDS, registry=registry)

@@ -1,0 +1,101 @@
+"""What is exported: names, labels, and figures that follow what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.domain import Attempt, Credit, Decision, LoadReport, Outcome, SiteIdentity, SiteState, Status
+from gateway.federation.directory import Directory
+from gateway.telemetry.metrics import Metrics
+from predictor.forecast import Forecast
+
+
+def directory() -> Directory:
+    here = Directory()
+    for name in ("a", "b"):
+        here.join(SiteIdentity(name, "boot", f"cloud-{name}", "r", {}, slots=4, kv_capacity_tokens=100), 0.0)
+        report = LoadReport(seq=1, received_s=0.0, running=2, token_load=50.0, tokens_per_s=7.0)
+        here.report(name, report, Credit(1, 10.0, 20.0))
+    return here
+
+
+def attempt(site: str, ended: str = "finished") -> Attempt:
+    return Attempt(Decision("q", f"at-{site}", site, "mico", "why", (), {}, 0.0), ended, 5, 9, 0.2)
+
+
+ANSWERED = Outcome(
+    query_id="q",
+    request_id="r",
+    tenant="t",
+    key_id="k",
+    model="m",
+    status=Status.ANSWERED,
+    error="",
+    prompt_tokens=5,
+    completion_tokens=9,
+    forecast=Forecast((0, 19), (1.0,), "test"),
+    attempts=(attempt("a"),),
+    received_at=0.0,
+    queue_s=0.01,
+    first_token_s=0.2,
+    total_s=1.0,
+)
+
+
+def exported(metrics: Metrics) -> Callable[..., float | None]:
+    """A look-up in one scrape: name and labels → value, None if there is no such sample."""
+    families = text_string_to_metric_families(metrics.text().decode())
+    samples = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    return lambda name, **labels: samples.get((name, frozenset(labels.items())))
+
+
+def test_sites_are_exported_as_they_are_at_the_scrape() -> None:
+    here = directory()
+    metrics = Metrics(here, lambda: 3)
+    value = exported(metrics)
+    a = {"site": "a", "cloud": "cloud-a", "region": "r"}
+    assert value("mico_queries_live") == 3
+    assert value("mico_site_outstanding_tokens", **a) == 80
+    assert value("mico_site_capacity_tokens", **a) == 70
+    assert value("mico_site_state", site="a", state="ready") == 1
+    here.state("a", SiteState.DRAINING)
+    assert exported(metrics)("mico_site_state", site="a", state="ready") == 0
+
+
+def test_an_answer_is_counted_once_everywhere() -> None:
+    metrics = Metrics(directory(), lambda: 0)
+    metrics.observe(ANSWERED)
+    value = exported(metrics)
+    assert value("mico_requests_total", site="a", outcome="answered") == 1
+    served = {"site": "a", "cloud": "cloud-a", "model": "m"}
+    assert value("mico_tokens_total", **served, type="response") == 9
+    assert value("mico_tokens_total", **served, type="prompt") == 5
+    assert value("mico_decisions_total", reason="first") == 1
+    assert value("mico_ttft_seconds_count", site="a") == 1
+    assert value("mico_itl_seconds_sum", site="a") == 0.1
+    assert value("mico_forecast_abs_error_tokens_sum", model="m") == 1
+
+
+def test_moves_and_failovers_are_told_apart() -> None:
+    metrics = Metrics(directory(), lambda: 0)
+    metrics.observe(
+        replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b", "lost"), attempt("a")))
+    )
+    value = exported(metrics)
+    assert value("mico_decisions_total", reason="offload") == 1
+    assert value("mico_decisions_total", reason="failover") == 1
+    assert value("mico_offloads_total", **{"from": "a", "to": "b", "result": "answered"}) == 1
+
+
+def test_a_query_that_no_site_took_costs_no_tokens() -> None:
+    metrics = Metrics(directory(), lambda: 0)
+    metrics.observe(replace(ANSWERED, status=Status.REFUSED, attempts=(), queue_s=None, first_token_s=None))
+    assert exported(metrics)("mico_requests_total", site="none", outcome="refused") == 1
+    assert b"mico_tokens_total{" not in metrics.text()
