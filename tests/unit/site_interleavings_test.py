@@ -75,6 +75,7 @@ class Interleavings(RuleBasedStateMachine):
         self.worker.listener = Listener(self.site.outputs, self.site.load, lambda reason: None)
         self.links: dict[str, Connection | None] = {}
         self.seen: dict[str, Seen] = {}
+        self.release_count = 0
         self.releases: dict[str, tuple[str, ...]] = {}
         for gateway in GATEWAYS:
             self.link(gateway, ())
@@ -131,7 +132,8 @@ class Interleavings(RuleBasedStateMachine):
         wanted = tuple(data.draw(st.lists(st.sampled_from(mine), unique=True, max_size=4)))
         for attempt_id in wanted:
             self.seen[attempt_id].asked = True
-        release_id = f"r{len(self.releases)}"
+        self.release_count += 1
+        release_id = f"r{self.release_count}"
         self.releases[release_id] = wanted
         self.site.receive(self.linked(first), m.Release(release_id, (*wanted, "unheard-of")))
 
@@ -267,8 +269,8 @@ class Interleavings(RuleBasedStateMachine):
         return connection
 
     def one_of_mine(self, data: st.DataObject) -> Seen | None:
-        known = [each for each in self.seen.values() if self.links[each.gateway] is not None]
-        return data.draw(st.sampled_from(known)) if known else None
+        known = [name for name, each in self.seen.items() if self.links[each.gateway] is not None]
+        return self.seen[data.draw(st.sampled_from(known))] if known else None
 
 
 TestInterleavings = Interleavings.TestCase
