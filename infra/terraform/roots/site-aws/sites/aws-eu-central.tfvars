@@ -1,0 +1,19 @@
+# One L4 (24 GB) a machine, spot, from none to four machines. A 7-8 billion parameter model in bfloat16 fits.
+site = {
+  name          = "aws-eu-central"
+  region        = "eu-central-1"
+  machine_types = ["g6.xlarge", "g6.2xlarge", "g5.xlarge"]
+  gpu           = { type = "nvidia-l4", count = 1 }
+  min           = 0
+  max           = 4
+  spot          = true
+  disk_gb       = 200
+}
+
+model = "Qwen/Qwen2.5-7B-Instruct"
+
+settings = {
+  MICO_SITE_SLOTS               = "64"
+  MICO_SITE_INPUT_USD_PER_MTOK  = "0.10"
+  MICO_SITE_OUTPUT_USD_PER_MTOK = "0.40"
+}
