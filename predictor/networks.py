@@ -128,6 +128,105 @@ class LengthNet(nn.Module):  # type: ignore[misc]
         return logits
 
 
+@dataclass(frozen=True, slots=True)
+class TrimmedConfig:
+    """How much of a teacher a trimmed student keeps: its first layers, their strongest heads and neurons."""
+
+    layers: int = 2
+    heads: int = 12
+    hidden: int = 768
+    queries: int = 4
+    query_attention: int = 192
+    query_heads: int = 6
+    query_hidden: int = 1024
+
+
+class TrimmedLayer(nn.Module):  # type: ignore[misc]
+    """A BERT layer: attention and a hidden layer, each added to what was there and then normalised."""
+
+    def __init__(self, width: int, attention: StudentConfig) -> None:
+        super().__init__()
+        self.attention = Attention(attention)
+        self.attention_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, attention.hidden)
+        self.down = nn.Linear(attention.hidden, width)
+        self.hidden_norm = nn.LayerNorm(width)
+
+    def forward(self, state: Tensor, real: Tensor) -> Tensor:
+        state = self.attention_norm(state + self.attention(state, state, real))
+        hidden = self.down(functional.gelu(self.up(state), approximate="tanh"))
+        added: Tensor = self.hidden_norm(state + hidden)
+        return added
+
+
+class Trimmed(nn.Module):  # type: ignore[misc]
+    """The beginning of a teacher, trimmed, and a layer where learned queries read its states."""
+
+    def __init__(self, config: TrimmedConfig, teacher: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        embeddings = teacher.embeddings
+        self.table = nn.Parameter(embeddings.word_embeddings.weight.detach().float().clone())
+        places = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
+        self.places = nn.Parameter(places[:LONGEST_PIECES].detach().float().clone())
+        self.begin_norm = _copied(nn.LayerNorm(self.table.shape[1]), embeddings.LayerNorm)
+        kept = zip(range(config.layers), teacher.encoder.layer, strict=False)
+        self.layers = nn.ModuleList(_trimmed(layer, config) for _, layer in kept)
+        reading = StudentConfig(self.table.shape[1], config.query_attention, config.query_heads)
+        self.told_norm = nn.LayerNorm(self.table.shape[1])
+        self.queries = nn.Parameter(torch.randn(config.queries, self.table.shape[1]) * 0.5)
+        self.reader = Layer(reading, config.query_hidden)
+        self.width = config.queries * self.table.shape[1]
+
+    def forward(self, pieces: Tensor) -> Tensor:
+        real = pieces != 0
+        state = functional.embedding(pieces, self.table) + self.places[: pieces.shape[1]]
+        state = self.begin_norm(state)
+        for layer in self.layers:
+            state = layer(state, real)
+        queries = self.queries.expand(len(pieces), -1, -1)
+        read: Tensor = self.reader(queries, self.told_norm(state), real)
+        return read.flatten(1)
+
+
+def _trimmed(layer: nn.Module, config: TrimmedConfig) -> TrimmedLayer:
+    """A teacher's layer with its strongest heads and neurons: those of the largest weights in and out."""
+    own, up, down = layer.attention, layer.intermediate.dense, layer.output.dense
+    head_width = own.self.query.out_features // own.self.num_attention_heads
+    strength = own.self.value.weight.norm(dim=1) * own.output.dense.weight.norm(dim=0)
+    heads = strength.unflatten(0, (-1, head_width)).sum(1).topk(config.heads).indices.sort().values
+    columns = (heads[:, None] * head_width + torch.arange(head_width)).flatten()
+    neurons = (up.weight.norm(dim=1) * down.weight.norm(dim=0)).topk(config.hidden).indices.sort().values
+    width = down.out_features
+    trimmed: TrimmedLayer = TrimmedLayer(
+        width, StudentConfig(width, len(columns), config.heads, config.hidden)
+    )
+    for name in ("query", "key", "value"):
+        _cut(getattr(trimmed.attention, name), getattr(own.self, name), rows=columns)
+    _cut(trimmed.attention.out, own.output.dense, columns=columns)
+    _cut(trimmed.up, up, rows=neurons)
+    _cut(trimmed.down, down, columns=neurons)
+    _copied(trimmed.attention_norm, own.output.LayerNorm)
+    _copied(trimmed.hidden_norm, layer.output.LayerNorm)
+    return trimmed
+
+
+def _cut(to: nn.Linear, source: nn.Linear, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
+    """Copies some outputs or some inputs of a linear layer."""
+    with torch.no_grad():
+        weight, bias = source.weight, source.bias
+        if rows is not None:
+            weight, bias = weight[rows], bias[rows]
+        to.weight.copy_(weight if columns is None else weight[:, columns])
+        to.bias.copy_(bias)
+
+
+def _copied(to: nn.LayerNorm, source: nn.LayerNorm) -> nn.LayerNorm:
+    to.load_state_dict(source.state_dict())
+    to.eps = source.eps
+    return to
+
+
 def begin_from(student: Student, teacher: Teacher) -> None:
     """Gives the student the teacher's word table and places, in as many directions as it has."""
     embeddings = teacher.encoder.embeddings

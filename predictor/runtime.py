@@ -43,7 +43,8 @@ class Features:
 class Forecaster(Protocol):
     """Anything that turns queries into forecasts, in order, one for each."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]: ...
 
