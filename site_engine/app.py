@@ -78,6 +78,7 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
             return await _until_the_end(site, links, ending, config.drain_s)
     finally:
         ticking.cancel()
+        await links.close("the site is ending")
         prompts.close()
         await asyncio.to_thread(worker.stop)
 
