@@ -223,6 +223,15 @@ class Site:
         return self.identity.name
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What operators said of a site, in sum. `state` is READY, DRAINING or PAUSED; the default is nothing."""
+
+    state: SiteState = SiteState.READY
+    weight: float = 1.0
+    pinned_off: frozenset[str] = frozenset()
+
+
 # ---- a decision ----------------------------------------------------------------------------------
 
 

@@ -50,11 +50,13 @@ class LiveAttempt:
         choices: int,
         moves: int,
         on_cancel: Callable[[LiveAttempt], None],
+        resumable: bool = True,
     ) -> None:
         self.decision = decision
         self.demand = demand
         self.site = site
         self.moves = moves
+        self.resumable = resumable
         self.started = False
         self.accepted: Accepted | None = None
         self.broken: Broken | None = None
@@ -66,6 +68,11 @@ class LiveAttempt:
     @property
     def id(self) -> str:
         return self.decision.attempt_id
+
+    @property
+    def movable(self) -> bool:
+        """Whether another site can take it over without the client noticing."""
+        return self.resumable or not self.started
 
     @property
     def completion_tokens(self) -> int:

@@ -6,23 +6,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState, Standing
 
 MAX_SITES = 10_000
 
 
 class Directory:
-    """Sites that left stay listed as down, so that an operator sees them, until `MAX_SITES` push them out."""
+    """Sites that left stay listed as down, so that an operator sees them, until `MAX_SITES` push them out.
+
+    What operators said is kept by name, so that it outlives a site's going and coming.
+    """
 
     def __init__(self) -> None:
-        self._sites: dict[str, Site] = {}
+        self._sites: dict[str, Site] = {}  # as the sites are by themselves
+        self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """An immutable picture of now, by name."""
         if self._snapshot is None:
-            self._snapshot = tuple(self._sites[name] for name in sorted(self._sites))
+            self._snapshot = tuple(self._under_orders(self._sites[name]) for name in sorted(self._sites))
         return self._snapshot
 
     @property
@@ -43,10 +47,9 @@ class Directory:
 
     def join(self, identity: SiteIdentity, now_s: float) -> None:
         """A site is here; it takes work from its first report on."""
-        known = self._sites.pop(identity.name, None)
-        weight, pinned_off = (known.weight, known.pinned_off) if known else (1.0, frozenset[str]())
+        self._sites.pop(identity.name, None)
         empty = LoadReport(seq=0, received_s=now_s, kv_free_tokens=identity.kv_capacity_tokens)
-        self._put(Site(identity, SiteState.STALE, empty, weight=weight, pinned_off=pinned_off))
+        self._put(Site(identity, SiteState.STALE, empty))
         self._forget_the_oldest()
 
     def report(self, name: str, load: LoadReport, credit: Credit) -> None:
@@ -69,11 +72,24 @@ class Directory:
     def state(self, name: str, state: SiteState) -> None:
         self._put(replace(self._sites[name], state=state))
 
+    def ordered(self, standings: Mapping[str, Standing]) -> None:
+        """All that operators want now, by site; it replaces what they wanted before."""
+        self._standings = dict(standings)
+        self._snapshot = None
+
     def leave(self, name: str) -> None:
         """It is down: what ran there is lost, and its last report is true no more, but for its age."""
         site = self._sites[name]
         nothing = LoadReport(seq=site.load.seq, received_s=site.load.received_s)
         self._put(replace(site, state=SiteState.DOWN, load=nothing, credit=Credit()))
+
+    def _under_orders(self, site: Site) -> Site:
+        """An order holds back a site that is ready; it makes none ready that is not."""
+        standing = self._standings.get(site.name)
+        if standing is None:
+            return site
+        state = standing.state if site.state is SiteState.READY else site.state
+        return replace(site, state=state, weight=standing.weight, pinned_off=standing.pinned_off)
 
     def _put(self, site: Site) -> None:
         self._sites[site.name] = site

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from gateway.domain import Broken, Cause, Credit, Decision, Query, Resume, SiteIdentity, SiteState
@@ -77,6 +77,7 @@ class Link:
             choices=query.sampling.n,
             moves=moves,
             on_cancel=self._cancel,
+            resumable=query.sampling.resumable,
         )
         if self.closing is not None:
             attempt.fail(Broken(self.name, Cause.LOST, self.closing))
@@ -96,6 +97,16 @@ class Link:
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         release = pb.Release(release_id=release_id, attempt_ids=attempt_ids)
         self.outbox.put_nowait(pb.GatewayMessage(release=release))
+
+    def move_away(self, served_elsewhere: Container[str], reason: str) -> int:
+        """Break what another site can go on with, so that it is decided anew; the rest may finish here."""
+        moving = [
+            each for each in self._live.values() if each.movable and each.demand.model in served_elsewhere
+        ]
+        for attempt in moving:
+            self._cancel(attempt)
+            self._end(attempt, Broken(self.name, Cause.DRAINING, reason))
+        return len(moving)
 
     def ping(self) -> None:
         """A new ping; those of more than a few rounds ago will not be answered any more."""

@@ -85,6 +85,17 @@ class KeyRing:
                     await self.next_refresh()
         return self.authenticate(secret)
 
+    def still_valid(self, key_id: str) -> Caller | None:
+        """Who a key lets in that was seen before, by its id; None once it is revoked or expired. No I/O."""
+        key = next((key for key in self._known.values() if key.caller.key_id == key_id), None)
+        expired = key is not None and key.expires_at is not None and self._clock() >= key.expires_at
+        return None if key is None or expired else key.caller
+
+    @property
+    def session_key(self) -> bytes:
+        """What sessions are signed with: the same on all replicas of one pepper."""
+        return self._pepper.digest("admin session")
+
     async def create_key(
         self,
         name: str,

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from gateway.store.engine import check_schema, open_engine
+from gateway.store.figures import Figures
 from gateway.store.keys import KeyRing
+from gateway.store.orders import OrderBook
 from gateway.store.pepper import Pepper
 from gateway.store.queries import Reads
 from gateway.store.recorder import Recorder
@@ -24,6 +26,8 @@ class Store:
     keys: KeyRing
     recorder: Recorder
     read: Reads
+    orders: OrderBook
+    figures: Figures
 
 
 @asynccontextmanager
@@ -45,7 +49,7 @@ async def open_store(
             await keys.start()
             await recorder.start()
             retention.start()
-        yield Store(keys, recorder, Reads(engine))
+        yield Store(keys, recorder, Reads(engine), OrderBook(engine), Figures(engine))
     finally:
         await retention.close()
         await recorder.close()

@@ -9,7 +9,7 @@ from typing import Final
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Double, ForeignKey, Integer, MetaData, String, Table
 
-SCHEMA: Final = "0001"
+SCHEMA: Final = "0002"
 """The migration that this program was written for."""
 
 metadata = MetaData(
@@ -86,4 +86,38 @@ decisions = Table(
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("first_token_s", Double),
+)
+
+site_orders = Table(
+    "site_orders",
+    metadata,
+    Column("site", String, primary_key=True),
+    Column("subject", String, primary_key=True),  # "service", "weight" or "model NAME"
+    Column("value", String, nullable=False),  # "drain" or "pause", a percentage, "off"
+    Column("who", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("given_at", Double, nullable=False),
+    Column("until_at", Double),  # ends by itself then
+    Column("move_at", Double),  # of a pause: what is left moves then
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("at", Double, nullable=False, index=True),
+    Column("who", String, nullable=False),
+    Column("site", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("before", String, nullable=False),
+    Column("after", String, nullable=False),
+    Column("until_at", Double),
+)
+
+history = Table(
+    "history",
+    metadata,
+    Column("minute", BigInteger, primary_key=True, autoincrement=False),  # unix time / 60
+    Column("sample", JSON, nullable=False),
 )

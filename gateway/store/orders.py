@@ -1,0 +1,76 @@
+"""What operators ordered, shared by all replicas, and the audit of it. An order and its entry go together."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from uuid import uuid4
+
+from sqlalchemy import ColumnElement, and_, delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from gateway.admin.orders import Entry, Order
+from gateway.store.tables import audit, site_orders
+
+EXPIRY = "expired"
+
+
+class OrderBook:
+    """May raise SQLAlchemy's errors: its callers are people and a loop that tries again."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def orders(self) -> list[Order]:
+        async with self._engine.connect() as connection:
+            return [Order(**row._mapping) for row in await connection.execute(select(site_orders))]
+
+    async def entries(self, most: int) -> list[Entry]:
+        """Newest first."""
+        newest = select(audit).order_by(audit.c.at.desc(), audit.c.id).limit(most)
+        async with self._engine.connect() as connection:
+            return [Entry(**row._mapping) for row in await connection.execute(newest)]
+
+    async def change(
+        self, site: str, subject: str, order: Order | None, *, action: str, who: str, reason: str, now: float
+    ) -> Entry:
+        """Put `order` in the place of the one on this subject, or lift that when it is None."""
+        async with self._engine.begin() as connection:
+            before = await _value(connection, site, subject)
+            await connection.execute(delete(site_orders).where(_on(site, subject)))
+            if order is not None:
+                await connection.execute(insert(site_orders), asdict(order))
+            entry = Entry(
+                id=uuid4().hex,
+                at=now,
+                who=who,
+                site=site,
+                action=action,
+                reason=reason,
+                before=f"{subject}: {before}",
+                after=f"{subject}: {order.value if order else 'default'}",
+                until_at=order.until_at if order else None,
+            )
+            await connection.execute(insert(audit), asdict(entry))
+        return entry
+
+    async def expire(self, order: Order, now: float) -> None:
+        """Remove an order whose time has passed; of several replicas one writes it down."""
+        same = and_(_on(order.site, order.subject), site_orders.c.given_at == order.given_at)
+        async with self._engine.begin() as connection:
+            removed = await connection.execute(delete(site_orders).where(same))
+            if removed.rowcount:
+                reason = f"the time that {order.who} set has passed"
+                before, after = f"{order.subject}: {order.value}", f"{order.subject}: default"
+                entry = Entry(
+                    uuid4().hex, now, order.who, order.site, EXPIRY, reason, before, after, order.until_at
+                )
+                await connection.execute(insert(audit), asdict(entry))
+
+
+async def _value(connection: AsyncConnection, site: str, subject: str) -> str:
+    found = await connection.scalar(select(site_orders.c.value).where(_on(site, subject)))
+    return str(found) if found is not None else "default"
+
+
+def _on(site: str, subject: str) -> ColumnElement[bool]:
+    return and_(site_orders.c.site == site, site_orders.c.subject == subject)

@@ -1,0 +1,89 @@
+"""What operators order: it holds a site back, outlives its going and coming, and ends by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.admin.orders import Action, Order, Verb, order_of, standings
+from gateway.domain import Credit, LoadReport, SiteIdentity, SiteState, Standing
+from gateway.federation.directory import Directory
+
+A = SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100)
+
+
+def directory() -> Directory:
+    here = Directory()
+    here.join(A, 0.0)
+    here.report("a", LoadReport(seq=1, received_s=0.0), Credit())
+    return here
+
+
+def only(here: Directory) -> tuple[SiteState, float, frozenset[str]]:
+    (site,) = here.sites
+    return site.state, site.weight, site.pinned_off
+
+
+def test_an_order_outlives_the_site_that_left_and_joined_again() -> None:
+    here = directory()
+    here.ordered({"a": Standing(SiteState.DRAINING, 0.5, frozenset({"m"}))})
+    assert only(here) == (SiteState.DRAINING, 0.5, {"m"})
+    here.leave("a")
+    assert only(here)[0] is SiteState.DOWN
+    here.join(replace(A, boot_id="next"), 5.0)
+    assert only(here)[0] is SiteState.STALE
+    here.report("a", LoadReport(seq=1, received_s=5.0), Credit())
+    assert only(here) == (SiteState.DRAINING, 0.5, {"m"})
+    here.ordered({})
+    assert only(here) == (SiteState.READY, 1.0, frozenset())
+
+
+def test_lifting_an_order_does_not_wake_a_site_that_drains_by_itself() -> None:
+    here = directory()
+    here.ordered({"a": Standing(SiteState.PAUSED)})
+    here.state("a", SiteState.DRAINING)
+    here.ordered({})
+    assert only(here)[0] is SiteState.DRAINING
+
+
+@pytest.mark.parametrize(
+    ("action", "standing"),
+    [
+        (Action(Verb.DRAIN, "a", "why"), Standing(SiteState.DRAINING)),
+        (Action(Verb.PAUSE, "a", "why"), Standing(SiteState.PAUSED)),
+        (Action(Verb.WEIGHT, "a", "why", weight=25), Standing(weight=0.25)),
+        (Action(Verb.PIN_OFF, "a", "why", model="m"), Standing(pinned_off=frozenset({"m"}))),
+    ],
+)
+def test_what_a_verb_makes_of_a_site(action: Action, standing: Standing) -> None:
+    order = order_of(action, "ann", 100.0)
+    assert order is not None
+    assert standings([order], 100.0) == {"a": standing}
+
+
+@pytest.mark.parametrize("verb", [Verb.RESUME, Verb.UNPIN])
+def test_what_only_lifts_leaves_no_order(verb: Verb) -> None:
+    assert order_of(Action(verb, "a", "why", model="m"), "ann", 0.0) is None
+    assert order_of(Action(Verb.WEIGHT, "a", "why", weight=100), "ann", 0.0) is None
+
+
+orders = st.builds(
+    Order,
+    site=st.sampled_from("ab"),
+    subject=st.sampled_from(["service", "weight", "model m", "model n"]),
+    value=st.just("50"),
+    who=st.just("ann"),
+    reason=st.just("why"),
+    given_at=st.just(0.0),
+    until_at=st.none() | st.floats(0, 100),
+)
+
+
+@given(st.lists(orders), st.floats(0, 200))
+def test_an_order_counts_exactly_while_it_stands(given_orders: list[Order], now: float) -> None:
+    standing = [order for order in given_orders if order.until_at is None or now < order.until_at]
+    assert standings(given_orders, now) == standings(standing, now)
+    assert set(standings(given_orders, now)) == {order.site for order in standing}
