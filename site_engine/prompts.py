@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,7 +35,13 @@ class Prompts:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._post = post
+        self._waiting: set[Future[object]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+
+    @property
+    def waiting(self) -> int:
+        """Prompts not tokenized yet, those that nobody wants any more included."""
+        return len(self._waiting)
 
     @property
     def chats(self) -> bool:
@@ -44,7 +50,9 @@ class Prompts:
 
     def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         """Calls `reply` on the event loop."""
-        self._thread.submit(lambda: self._post(partial(reply, self._answer(assign))))
+        future = self._thread.submit(lambda: self._post(partial(reply, self._answer(assign))))
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
 
     def _answer(self, assign: Assign) -> Prepared | NotServed:
         try:

@@ -35,6 +35,8 @@ class EngineSide(Protocol):
 
 
 class PromptSide(Protocol):
+    @property
+    def waiting(self) -> int: ...
     def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None: ...
 
 
@@ -159,7 +161,7 @@ class Site:
             return reject(Reason.MODEL_UNKNOWN, message, "model")
         if self._draining is not None or connection.draining:
             return reject(Reason.DRAINING, "this site takes no new work")
-        if self._preparing() >= self._preparing_max:
+        if self._prompts.waiting >= self._preparing_max:
             return reject(Reason.FULL, f"{self._preparing_max} prompts wait for the tokenizer already")
         return None
 

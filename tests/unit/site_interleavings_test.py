@@ -31,7 +31,11 @@ class SlowPrompts:
 
     def __init__(self) -> None:
         self._prompts = Prompts(FakeTokenizer(), VOCABULARY, lambda call: None)
-        self.waiting: deque[Callable[[], None]] = deque()
+        self.asked: deque[Callable[[], None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self.asked)
 
     def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         def answer() -> None:
@@ -40,7 +44,7 @@ class SlowPrompts:
             except NotServed as refusal:
                 reply(refusal)
 
-        self.waiting.append(answer)
+        self.asked.append(answer)
 
 
 @dataclass
@@ -140,7 +144,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def a_prompt_is_ready(self) -> None:
         if self.prompts.waiting:
-            self.prompts.waiting.popleft()()
+            self.prompts.asked.popleft()()
 
     @rule()
     def the_engine_turns(self) -> None:

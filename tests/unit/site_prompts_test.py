@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -98,8 +99,11 @@ def test_a_template_sees_only_the_fields_that_are_there() -> None:
 
 
 def test_answers_come_back_through_post_even_when_the_tokenizer_breaks() -> None:
+    gate = threading.Event()
+
     class Broken(FakeTokenizer):
         def encode(self, *_: object, **__: object) -> list[int]:
+            gate.wait(timeout=10)
             raise RuntimeError("out of order")
 
     calls: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -107,6 +111,8 @@ def test_answers_come_back_through_post_even_when_the_tokenizer_breaks() -> None
     prompts = Prompts(Broken(), VOCABULARY, calls.put)
     prompts.prepare(assign(m.TextPrompt("a")), answers.append)
     prompts.prepare(assign(m.TokenPrompt((5,))), answers.append)
+    assert prompts.waiting == 2
+    gate.set()
     for _ in range(2):
         calls.get(timeout=10)()
     prompts.close()

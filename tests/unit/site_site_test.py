@@ -31,13 +31,18 @@ class QuietEngine:
 
 
 class QuietPrompts:
-    def prepare(self, assign: m.Assign, reply: Callable[[object], None]) -> None: ...
+    def __init__(self) -> None:
+        self.waiting = 0
+
+    def prepare(self, assign: m.Assign, reply: Callable[[object], None]) -> None:
+        self.waiting += 1
 
 
 class Scene:
     def __init__(self, preparing_max: int = 1) -> None:
         self.clock, self.engine = FakeClock(), QuietEngine()
-        self.site = Site(HELLO, self.engine, QuietPrompts(), self.clock, preparing_max)
+        self.prompts = QuietPrompts()
+        self.site = Site(HELLO, self.engine, self.prompts, self.clock, preparing_max)
 
     def link(self, gateway: str = "east", grace_s: float = 1.0):
         return self.site.welcomed(m.Welcome(gateway, (), 1.0, grace_s, ()), lambda: None)
@@ -129,8 +134,11 @@ def test_the_tokenizers_queue_is_bounded() -> None:
         scene.site.receive(connection, assign(name))
     (rejected,) = connection.desk.outbox.take(0.0)
     assert (rejected.attempt_id, rejected.reason.name) == ("c", "FULL")
-    scene.site.receive(connection, m.Cancel("a"))
+    scene.site.receive(connection, m.Cancel("a"))  # its text still waits there
     scene.site.receive(connection, assign("d"))
+    assert scene.site.live == 1
+    scene.prompts.waiting -= 1
+    scene.site.receive(connection, assign("e"))
     assert scene.site.live == 2
 
 
