@@ -21,8 +21,9 @@ provider "aws" {
 }
 
 locals {
-  cidrs = { a = "10.30.0.0/20", b = "10.31.0.0/20" }
-  ports = { api = 443, sites = 8443 } # served; TLS ends on the machine and leads to the process's own 8080 and 8081
+  cidrs     = { a = "10.30.0.0/20", b = "10.31.0.0/20" }
+  addresses = [for name in ["a", "b"] : "${name}.gateway.${var.zone_name}:${local.ports.sites}"] # as module dns names them
+  ports     = { api = 443, sites = 8443 }                                                        # served; TLS ends on the machine and leads to the process's own 8080 and 8081
   # A site keeps a link to every gateway and reaches each by its name, so a region's pool is one machine, replaced when it fails.
   pool = { role = "gateway", machine_types = var.machine_types, min = 1, max = 1 }
 }
@@ -70,7 +71,9 @@ module "machine" {
     files   = { "/var/lib/mico/key-pepper" = "key-pepper" } # the gateways share one, or a key made by one is unknown to the other
     settings = merge({
       MICO_GATEWAY_NAME    = "gateway-${each.key}"
+      MICO_FOLDER          = "/var/lib/mico" # for commands given on the machine
       MICO_GATEWAY_FOLDER  = "/var/lib/mico"
+      MICO_GATEWAY_PEERS   = join(",", local.addresses)
       MICO_GATEWAY_DRAIN_S = "22" # ends by itself before the container is killed
     }, var.settings)
   }

@@ -5,7 +5,7 @@ output "url" {
 
 output "gateways" {
   description = "Addresses for the `gateways` variable of a site."
-  value       = [for name in module.dns.names : "${name}:${local.ports.sites}"]
+  value       = local.addresses
 }
 
 output "name_servers" {
