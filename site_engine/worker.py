@@ -15,13 +15,16 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from site_engine.errors import EngineBroken, NotServed, Reason
 from site_engine.load import LoadFigures
-from site_engine.request import Admission, Finish, Output, Refused, Request
+from site_engine.request import Admission, Finish, Output, Refused, Request, Sampling
 
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
 STRIKES_MAX = 3
 """So many steps that fail in a row, with the running requests dropped each time, mean a broken engine."""
+BARREN_MAX = 3
+"""After so many iterations with failures and without a token, a request of our own tells if it is the engine."""
+PROBE = "probe"
 
 
 class Engine(Protocol):
@@ -88,6 +91,7 @@ class Worker:
         self._live: dict[str, _Live] = {}
         self._calls: list[Callable[[], None]] = []
         self._strikes = 0
+        self._barren = 0
         self._ready_s = 0.0
         self._load_s = 0.0
         self._load_wanted = True
@@ -164,6 +168,7 @@ class Worker:
         except Exception as exc:  # noqa: BLE001 - an engine's failure costs its requests, not the site
             outputs = self._after_failure(exc)
         self._publish(outputs)
+        self._watch(outputs)
 
     def _publish(self, outputs: Sequence[Output]) -> None:
         known = [output for output in outputs if output.request_id in self._live]
@@ -241,6 +246,26 @@ class Worker:
                 self._publish([self._failed(request_id, refused.message)])
 
     # failures
+
+    def _watch(self, outputs: Sequence[Output]) -> None:
+        """A dead device fails every request at once, so the site looks idle and quick. Raises EngineBroken."""
+        failed = [output for output in outputs if output.finish is Finish.FAILED]
+        for output in failed:
+            if output.request_id == PROBE:
+                raise EngineBroken(f"even a request of one token fails: {output.error}")
+        if any(output.token_ids for output in outputs):
+            self._barren = 0
+        elif failed:
+            self._barren += 1
+            if self._barren >= BARREN_MAX:
+                self._probe()
+
+    def _probe(self) -> None:
+        self._barren = 0
+        try:
+            self._engine.submit(Request(PROBE, [0], Sampling(max_tokens=1, temperature=0.0)))
+        except Refused as refused:
+            log.info("the engine could not be probed: %s", refused.message)
 
     def _after_failure(self, exc: Exception) -> list[Output]:
         """Drops what was running, keeps what waits. Raises EngineBroken if that did not help before."""

@@ -41,6 +41,8 @@ class FakeEngine:
     chunk: int = 8
     width: int = 1  # how often the text of a token repeats its letter
     failures: list[Exception] = field(default_factory=list)  # what the next steps raise
+    dead: bool = False  # no request gets a token any more
+    doomed: set[str] = field(default_factory=set)  # these get none
     running: dict[str, _Running] = field(default_factory=dict)
     pending: dict[str, Request] = field(default_factory=dict)
     cancelled: list[Output] = field(default_factory=list)
@@ -80,7 +82,10 @@ class FakeEngine:
             raise self.failures.pop(0)
         for run in list(self.running.values()):
             run.prompt_left -= self.chunk
-            if run.prompt_left <= 0:
+            if self.dead or run.request.id in self.doomed:
+                del self.running[run.request.id]
+                outputs.append(Output(run.request.id, finish=Finish.FAILED, error="no such device"))
+            elif run.prompt_left <= 0:
                 outputs.append(self._token(run))
         return outputs
 

@@ -155,6 +155,24 @@ def test_an_engine_beyond_use_fails_everything_and_says_so() -> None:
         assert len(engine.failures) == 50 - STRIKES_MAX
 
 
+def test_a_dead_device_does_not_look_like_an_idle_site() -> None:
+    with at_work(FakeEngine(slots=1, max_pending=50, dead=True)) as desk:
+        desk.submit(*(request(f"r{i}") for i in range(20)))
+        desk.until(lambda: desk.broken)
+        assert desk.finishes() == dict.fromkeys((f"r{i}" for i in range(20)), Finish.FAILED)
+        assert "no such device" in desk.broken[0]
+
+
+def test_requests_that_fail_by_themselves_do_not_end_the_site() -> None:
+    doomed = {f"r{i}" for i in range(20)}
+    with at_work(FakeEngine(slots=1, max_pending=50, doomed=doomed)) as desk:
+        desk.submit(*(request(name) for name in doomed))
+        desk.submit(request("well"))
+        desk.until(lambda: len(desk.finishes()) == 21)
+        assert desk.finishes()["well"] is Finish.LENGTH
+        assert desk.broken == []
+
+
 def test_outputs_of_an_iteration_arrive_in_one_call() -> None:
     with at_work(FakeEngine(slots=4), floor_s=1.0) as desk:
         desk.submit(*(request(f"r{i}", tokens=6) for i in range(4)))
