@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
@@ -74,6 +74,7 @@ class Link:
         self._random = random
         self._sleep = sleep
         self._failures = 0
+        self._heard_s = 0.0
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self._bye: Bye | None = None
@@ -129,7 +130,7 @@ class Link:
             self._failures = 0
             self._peers(welcome.peers)
             try:
-                await self._talk(stream, connection, _silence_s(welcome))
+                await self._talk(stream, connection, welcome.heartbeat_s)
             finally:
                 self._site.lost(connection)
         finally:
@@ -150,23 +151,33 @@ class Link:
             raise WrongMessage(f"expected Welcome, got {type(welcome).__name__}")
         return welcome
 
-    async def _talk(self, stream: Any, connection: Connection, silence_s: float | None) -> None:
-        reading = asyncio.create_task(self._read(stream, connection, silence_s))
-        writing = asyncio.create_task(self._write(stream, connection))
-        await _first_of(reading, writing)
+    async def _talk(self, stream: Any, connection: Connection, heartbeat_s: float) -> None:
+        self._heard_s = self._clock()
+        doing = [self._read(stream, connection), self._write(stream, connection)]
+        if heartbeat_s > 0:
+            doing.append(self._watch(heartbeat_s))
+        await _first_of(*map(asyncio.create_task, doing))
 
-    async def _read(self, stream: Any, connection: Connection, silence_s: float | None) -> NoReturn:
+    async def _watch(self, heartbeat_s: float) -> None:
+        """Raises LinkLost after three heartbeats of silence.
+
+        Those that this process slept through late do not count: what the gateway said may wait unread.
+        """
+        missed = 0
+        while missed < HEARTBEATS_MISSED_MAX:
+            began_s = self._clock()
+            await self._sleep(heartbeat_s)
+            late = self._clock() - began_s > 1.5 * heartbeat_s
+            missed = 0 if late or self._heard_s >= began_s else missed + 1
+        raise LinkLost(f"the gateway was silent for {missed} heartbeats of {heartbeat_s:g} s")
+
+    async def _read(self, stream: Any, connection: Connection) -> None:
         while True:
-            try:
-                async with asyncio.timeout(silence_s):
-                    await self._wait_for_room(connection)
-                    message = await stream.read()
-            except TimeoutError as exc:
-                raise LinkLost(
-                    f"nothing heard from gateway {connection.gateway} for {silence_s:g} s"
-                ) from exc
+            await self._wait_for_room(connection)
+            message = await stream.read()
             if message is grpc.aio.EOF:
                 raise LinkLost(await _ended(stream))
+            self._heard_s = self._clock()
             decoded = codec.decode(message)
             if decoded is not None:
                 self._site.receive(connection, decoded)
@@ -273,10 +284,6 @@ def dial(address: str, credentials: Any = None) -> Any:
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-def _silence_s(welcome: Welcome) -> float | None:
-    return HEARTBEATS_MISSED_MAX * welcome.heartbeat_s or None
 
 
 async def _ended(stream: Any) -> str:

@@ -23,7 +23,7 @@ LOAD_INTERVAL_S = 0.05
 STRIKES_MAX = 3
 """So many steps that fail in a row, with the running requests dropped each time, mean a broken engine."""
 BARREN_MAX = 3
-"""After so many iterations with failures and without a token, a request of our own tells if it is the engine."""
+"""After so many iterations with failures and without a token, a request of our own is tried."""
 PROBE = "probe"
 
 
@@ -248,7 +248,7 @@ class Worker:
     # failures
 
     def _watch(self, outputs: Sequence[Output]) -> None:
-        """A dead device fails every request at once, so the site looks idle and quick. Raises EngineBroken."""
+        """A dead device fails all requests at once: the site looks idle and quick. Raises EngineBroken."""
         failed = [output for output in outputs if output.finish is Finish.FAILED]
         for output in failed:
             if output.request_id == PROBE:
