@@ -10,11 +10,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from importlib.metadata import version
+from typing import NamedTuple
 
 import uvicorn
 from litestar import Response, get
 
-from gateway.admin.sites import admin_routes
+from gateway.admin.desk import Desk
+from gateway.admin.routes import Office, admin_routes
 from gateway.answer import answer
 from gateway.api.app import create_http
 from gateway.api.backend import Backend, Readiness
@@ -27,11 +29,20 @@ from gateway.gateway import Gateway
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
+from gateway.telemetry.watch import Watch
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
 from predictor.runtime import Forecaster, load
 
 log = logging.getLogger(__name__)
+
+
+class Core(NamedTuple):
+    """What answers queries, and what is told of every one."""
+
+    gateway: Gateway
+    metrics: Metrics
+    watch: Watch
 
 
 def run(config: GatewayConfig) -> int:
@@ -50,25 +61,27 @@ async def serve(config: GatewayConfig) -> int:
     pepper = config.key_pepper or None
     async with (
         open_store(config.database_url, config.folder, pepper=pepper) as store,
-        _gateway(config, store) as (gateway, metrics),
+        _core(config, store) as core,
+        _office(core, store) as office,
     ):
-        server = _http(config, gateway, store, metrics)
+        server = _http(config, core, store, office)
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
         serving = asyncio.create_task(server.serve())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            log.info("draining %d queries for at most %.0f s", gateway.live, config.drain_s)
+            log.info("draining %d queries for at most %.0f s", core.gateway.live, config.drain_s)
+            core.watch.close()  # or the pages that listen would hold the server up
             server.should_exit = True
         stopping.cancel()
         await serving
-        await gateway.settled()
+        await core.gateway.settled()
         return 0 if server.started else 1
 
 
 @asynccontextmanager
-async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[tuple[Gateway, Metrics]]:
+async def _core(config: GatewayConfig, store: Store) -> AsyncIterator[Core]:
     directory = Directory()
     settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
     gateway_clock = asyncio.get_running_loop().time
@@ -77,9 +90,11 @@ async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[tuple[G
     forecasts = Forecasts(_forecaster(config, histogram), histogram)
 
     metrics = Metrics(directory, lambda: gateway.live)
+    watch = Watch(directory, config.name, clock=gateway_clock, keeper=store.figures)
 
     def record(outcome: Outcome) -> None:
         metrics.observe(outcome)
+        watch.observe(outcome)
         if outcome.status is Status.REFUSED and not store.recorder.has_room:
             return  # it used nothing, and the room that is left is for those that did
         if outcome.status is Status.ANSWERED:
@@ -100,11 +115,32 @@ async def _gateway(config: GatewayConfig, store: Store) -> AsyncIterator[tuple[G
     server, port = await listen(federation, f"{config.grpc_host}:{config.grpc_port}")
     log.info("sites join at %s:%d", config.grpc_host, port)
     try:
-        yield gateway, metrics
+        yield Core(gateway, metrics, watch)
     finally:
         await server.stop(grace=1.0)
         await gateway.settled()
         await forecasts.close()
+
+
+@asynccontextmanager
+async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
+    """What operators look at and act through."""
+    gateway, _, watch = core
+    desk = Desk(store.orders, gateway.directory, gateway.federation.links, watch)
+    await desk.start()
+    await watch.start()
+    try:
+        yield Office(
+            directory=gateway.directory,
+            watch=watch,
+            desk=desk,
+            reads=store.read,
+            still_valid=store.keys.still_valid,
+            session_key=store.keys.session_key,
+        )
+    finally:
+        watch.close()
+        await desk.close()
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:
@@ -116,7 +152,9 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
         return histogram
 
 
-def _http(config: GatewayConfig, gateway: Gateway, store: Store, metrics: Metrics) -> uvicorn.Server:
+def _http(config: GatewayConfig, core: Core, store: Store, office: Office) -> uvicorn.Server:
+    gateway, metrics, _ = core
+
     def ready() -> Readiness:
         up = [site.name for site in gateway.directory.sites if site.state is SiteState.READY]
         if not up:
@@ -143,7 +181,7 @@ def _http(config: GatewayConfig, gateway: Gateway, store: Store, metrics: Metric
     )
     return _Server(
         uvicorn.Config(
-            create_http(backend, [*admin_routes(backend, gateway.directory), export]),
+            create_http(backend, [*admin_routes(backend, office), export]),
             host=config.host,
             port=config.http_port,
             log_config=None,

@@ -1,46 +1,100 @@
-"""`GET /admin/api/sites`: every site as this replica knows it. Needs an admin key."""
+"""`/admin/api/sites`: every site as this replica knows it, and the acts of operators on one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from litestar import Request, get
-from litestar.datastructures import State
+import msgspec
+from litestar import get, post
 from litestar.handlers import HTTPRouteHandler
 
-from gateway.api.auth import caller_of
+from gateway.admin.access import Access, AnyRequest
+from gateway.admin.desk import Desk
+from gateway.admin.orders import SERVICE, Action, Order, Verb
 from gateway.api.backend import Backend
 from gateway.domain import Site
-from gateway.errors import Forbidden
+from gateway.errors import BadRequest
 from gateway.federation.directory import Directory
+from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
+from gateway.telemetry.snapshot import shown_state
+
+REASON_CHARS = 300
+LONGEST_S = 30 * 86_400.0
 
 
-def admin_routes(backend: Backend, directory: Directory) -> list[HTTPRouteHandler]:
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of an act. `dry_run` answers with the numbers and changes nothing."""
+
+    reason: str = ""
+    weight: float = 100.0
+    model: str = ""
+    for_s: float = 0.0
+    within_s: float = 60.0
+    dry_run: bool = False
+
+
+def site_routes(
+    access: Access, backend: Backend, directory: Directory, desk: Desk | None
+) -> list[HTTPRouteHandler]:
     @get("/admin/api/sites")
-    async def list_sites(request: Request[Any, Any, State]) -> dict[str, Any]:
-        if not (await caller_of(request.scope, backend)).admin:
-            raise Forbidden("This needs an admin key: mico keys create NAME --admin")
-        return {"sites": [_describe(site, backend.clock()) for site in directory.sites]}
+    async def list_sites(request: AnyRequest) -> dict[str, Any]:
+        await access.operator(request)
+        orders = desk.orders if desk else []
+        return {"sites": [describe(site, backend.clock(), orders) for site in directory.sites]}
 
-    return [list_sites]
+    @post("/admin/api/sites/{name:str}/{verb:str}", status_code=200)
+    async def act(request: AnyRequest, name: str, verb: str) -> dict[str, Any]:
+        operator = await access.acting(request)
+        asked = await asked_of(request)
+        action = action_of(name, verb, asked)
+        assert desk is not None
+        if asked.dry_run:
+            return {"done": False, "preview": msgspec.to_builtins(desk.preview(action))}
+        if not action.reason:
+            raise BadRequest("Say why: the reason is shown to everyone and kept.", param="reason")
+        return {"done": True, "preview": msgspec.to_builtins(await desk.act(action, operator.who))}
+
+    return [list_sites, act] if desk else [list_sites]
 
 
-def _describe(site: Site, now_s: float) -> dict[str, Any]:
-    """Tokens in tokens, times in seconds, prices in USD per million tokens."""
+async def asked_of(request: AnyRequest) -> Asked:
+    try:
+        return msgspec.json.decode(await request.body() or b"{}", type=Asked)
+    except msgspec.MsgspecError as exc:
+        raise BadRequest(f"the body of an act is not understood: {exc}") from exc
+
+
+def action_of(name: str, verb: str, asked: Asked) -> Action:
+    """Raises BadRequest that names the field."""
+    if verb not in tuple(Verb):
+        raise BadRequest(f"{verb!r} is no act; there are: {', '.join(Verb)}", param="verb")
+    if not 0 <= asked.weight <= 100:
+        raise BadRequest("a weight is a percentage from 0 to 100", param="weight")
+    for field in ("for_s", "within_s"):
+        if not 0 <= getattr(asked, field) <= LONGEST_S:
+            raise BadRequest(f"{field} is from 0 to {LONGEST_S:.0f} seconds", param=field)
+    reason = " ".join(asked.reason.split())[:REASON_CHARS]
+    return Action(Verb(verb), name, reason, asked.weight, asked.model, asked.for_s, asked.within_s)
+
+
+def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
+    """Tokens in tokens, times in seconds, prices in USD per million tokens, the weight as a percentage."""
     identity, load = site.identity, site.load
     return {
         "name": site.name,
         "cloud": identity.cloud,
         "region": identity.region,
-        "state": site.state.value,
+        "state": shown_state(site, now_s).value,
         "models": sorted(identity.models),
+        "pinned_off": sorted(site.pinned_off),
         "engine": identity.engine,
         "version": identity.version,
         "slots": identity.slots,
         "running": load.running,
         "pending": load.pending,
         "assigned": site.credit.requests,
-        "token_load": round(load.token_load + site.credit.prompt_tokens + site.credit.response_tokens),
+        "token_load": round(outstanding_tokens(site)),
+        "capacity_tokens": round(capacity_tokens(site)),
         "kv_free_tokens": load.kv_free_tokens,
         "kv_capacity_tokens": identity.kv_capacity_tokens,
         "kv_reserved_tokens": load.kv_reserved_tokens,
@@ -49,7 +103,21 @@ def _describe(site: Site, now_s: float) -> dict[str, Any]:
         "prompt_tokens_total": load.prompt_tokens_total,
         "rtt_s": round(site.rtt_s, 6),
         "load_age_s": round(now_s - load.received_s, 3),
-        "weight": site.weight,
+        "weight": round(site.weight * 100, 1),
         "input_usd_per_mtok": identity.input_usd_per_mtok,
         "output_usd_per_mtok": identity.output_usd_per_mtok,
+        "orders": [order_text(order) for order in orders if order.site == site.name],
+    }
+
+
+def order_text(order: Order) -> dict[str, Any]:
+    """`what` is the act as the command line has it."""
+    what = order.value if order.subject == SERVICE else f"{order.subject} {order.value}"
+    return {
+        "what": what,
+        "who": order.who,
+        "reason": order.reason,
+        "given_at": order.given_at,
+        "until_at": order.until_at,
+        "move_at": order.move_at,
     }

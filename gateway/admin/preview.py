@@ -1,0 +1,118 @@
+"""What an act would do, in numbers, before it is done. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.admin.orders import Action, Verb
+from gateway.domain import SiteState
+from gateway.telemetry.snapshot import SiteView
+
+TIGHT = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of new queries to expect at a site, by weight and measured speed."""
+
+    site: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """`capacity_left` and `load` are parts of what all sites that take work can do now, None if unmeasured.
+
+    `left` queries are at the site; at its measured speed it would be empty in `empty_in_s`.
+    """
+
+    text: str
+    warnings: list[str]
+    capacity_left: float | None
+    load: float | None
+    left: int
+    empty_in_s: float | None
+    refused_models: list[str]
+    shares: list[Share]
+
+
+def preview(action: Action, sites: Sequence[SiteView]) -> Preview:
+    site = next(each for each in sites if each.name == action.site)
+    after = [applied(action, each) if each is site else each for each in sites]
+    now_tokens = sum(each.capacity_tokens for each in sites if each.taking)
+    left = load = None
+    if now_tokens:
+        left = sum(each.capacity_tokens for each in after if each.taking) / now_tokens
+        load = sum(each.outstanding_tokens for each in sites if each.taking) / now_tokens
+    refused = sorted(served(sites) - served(after))
+    return Preview(
+        text=_text(action, left, load),
+        warnings=_warnings(left, load, refused),
+        capacity_left=_round(left),
+        load=_round(load),
+        left=site.running + site.pending,
+        empty_in_s=round(site.outstanding_tokens / site.tokens_per_s, 1) if site.tokens_per_s else None,
+        refused_models=refused,
+        shares=shares(sites, after),
+    )
+
+
+def applied(action: Action, site: SiteView) -> SiteView:
+    """The site as it would be. An order holds back a site that is ready; it makes none ready that is down."""
+    held = site.state in (SiteState.DRAINING, SiteState.PAUSED)
+    match action.verb:
+        case Verb.DRAIN | Verb.PAUSE:
+            verb_state = SiteState.PAUSED if action.verb is Verb.PAUSE else SiteState.DRAINING
+            return replace(site, state=verb_state) if held or site.state is SiteState.READY else site
+        case Verb.RESUME:
+            return replace(site, state=SiteState.READY) if held else site
+        case Verb.WEIGHT:
+            return replace(site, weight=action.weight)
+        case Verb.PIN_OFF:
+            return replace(site, pinned_off=[*site.pinned_off, action.model])
+        case Verb.UNPIN:
+            return replace(site, pinned_off=[name for name in site.pinned_off if name != action.model])
+
+
+def served(sites: Sequence[SiteView]) -> set[str]:
+    return {model for site in sites if site.taking for model in set(site.models) - set(site.pinned_off)}
+
+
+def shares(before: Sequence[SiteView], after: Sequence[SiteView]) -> list[Share]:
+    return [
+        Share(site.name, was, will)
+        for site, was, will in zip(before, _expected(before), _expected(after), strict=True)
+        if was or will
+    ]
+
+
+def _expected(sites: Sequence[SiteView]) -> list[float]:
+    pull = [site.weight * (site.tokens_per_s or 1.0) if site.taking else 0.0 for site in sites]
+    whole = sum(pull) or 1.0
+    return [round(each / whole, 4) for each in pull]
+
+
+def _text(action: Action, left: float | None, load: float | None) -> str:
+    act = f"{action.verb.value} {action.site}"
+    if left is None or load is None:
+        return f"{act}: no site has measured its speed yet, so what it costs is unknown."
+    return f"{act} leaves {left:.0%} of capacity; current load is {load:.0%}."
+
+
+def _warnings(left: float | None, load: float | None, refused: Sequence[str]) -> list[str]:
+    said = [f"No other site can serve {model}: its queries will be refused (503)." for model in refused]
+    if left is None or load is None or left >= 1:
+        return said
+    if load > left:
+        said.append(
+            f"The load of {load:.0%} does not fit into {left:.0%}: expect waiting and refusals (503)."
+        )
+    elif left - load < TIGHT:
+        said.append(f"Only {left - load:.0%} of today's capacity would be free.")
+    return said
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

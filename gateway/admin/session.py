@@ -1,0 +1,55 @@
+"""`/admin/api/session`: a page opens a session with an admin key, asks what it may, and ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import Response, delete, get, post
+from litestar.datastructures import Cookie
+from litestar.handlers import HTTPRouteHandler
+
+from gateway.admin.access import COOKIE, SESSION_S, Access, AnyRequest, check_origin
+from gateway.errors import BadRequest
+
+
+class Login(msgspec.Struct, forbid_unknown_fields=True):
+    key: str
+    view_only: bool = False
+
+
+def session_routes(access: Access) -> list[HTTPRouteHandler]:
+    @post("/admin/api/session", status_code=200)
+    async def open_session(request: AnyRequest) -> Response[dict[str, Any]]:
+        check_origin(request)
+        try:
+            login = msgspec.json.decode(await request.body(), type=Login)
+        except msgspec.MsgspecError as exc:
+            raise BadRequest("send {'key': …, 'view_only': false} as JSON") from exc
+        value = await access.open_session(login.key.strip(), view_only=login.view_only)
+        return Response({"may_act": not login.view_only}, cookies=[cookie(request, value, SESSION_S)])
+
+    @get("/admin/api/session")
+    async def session(request: AnyRequest) -> dict[str, Any]:
+        operator = await access.operator(request)
+        return {"who": operator.who, "may_act": operator.may_act}
+
+    @delete("/admin/api/session", status_code=200)
+    async def close_session(request: AnyRequest) -> Response[dict[str, Any]]:
+        return Response({}, cookies=[cookie(request, "", 0)])
+
+    return [open_session, session, close_session]
+
+
+def cookie(request: AnyRequest, value: str, age_s: int) -> Cookie:
+    """Only over TLS where the page came over TLS, also behind a proxy that says so."""
+    scheme = request.headers.get("x-forwarded-proto", request.url.scheme)
+    return Cookie(
+        key=COOKIE,
+        value=value,
+        max_age=age_s,
+        path="/admin",
+        httponly=True,
+        samesite="strict",
+        secure=scheme == "https",
+    )

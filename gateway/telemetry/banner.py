@@ -1,0 +1,89 @@
+"""How it is, in one sentence: what is wrong, where, what it costs and when it clears."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.domain import SiteState
+from gateway.telemetry.snapshot import Banner, SiteView, Totals
+
+HOT = 0.9
+FAILING = 0.05
+NOTABLE = 0.01
+DRAIN_TARGET_S = 10.0
+MOST_NAMED = 3
+
+
+def banner(sites: Sequence[SiteView], totals: Totals) -> Banner:
+    critical = _critical(sites, totals)
+    degraded = _degraded(sites, totals)
+    if critical:
+        return Banner("critical", "Critical: " + " ".join((*critical, *degraded)))
+    if degraded:
+        return Banner("degraded", "Degraded: " + " ".join(degraded))
+    room = "" if totals.headroom is None else f", {totals.headroom:.0%} of token capacity free"
+    ready = _number(sum(site.state is SiteState.READY for site in sites), "site")
+    return Banner("calm", f"All well: {ready} ready, {totals.in_flight} queries in flight{room}.")
+
+
+def _critical(sites: Sequence[SiteView], totals: Totals) -> list[str]:
+    if not sites:
+        return ["no site has joined, so every query is refused."]
+    wanted = {model for site in sites for model in site.models}
+    served = {model for site in sites if site.taking for model in set(site.models) - set(site.pinned_off)}
+    said = [f"no site can serve {model}: its queries are refused." for model in sorted(wanted - served)]
+    if totals.ended_per_min and totals.errors_per_min / totals.ended_per_min > FAILING:
+        said.append(_errors(totals))
+    return said
+
+
+def _degraded(sites: Sequence[SiteView], totals: Totals) -> list[str]:
+    said = []
+    for state, text in (
+        (SiteState.DOWN, "down"),
+        (SiteState.STALE, "stale (reports stopped)"),
+        (SiteState.DRAINING, "draining"),
+        (SiteState.PAUSED, "paused"),
+        (SiteState.EJECTED, "ejected"),
+    ):
+        if named := [site for site in sites if site.state is state]:
+            said.append(f"{_names(named)} {text}{_left(named, state)}.")
+    said += [_hot(site) for site in _hottest(sites)]
+    share = totals.errors_per_min / totals.ended_per_min if totals.ended_per_min else 0.0
+    if NOTABLE < share <= FAILING:
+        said.append(_errors(totals))
+    return said
+
+
+def _hottest(sites: Sequence[SiteView]) -> list[SiteView]:
+    hot = [site for site in sites if site.taking and (site.load or 0.0) >= HOT]
+    return sorted(hot, key=lambda site: -(site.load or 0.0))[:MOST_NAMED]
+
+
+def _hot(site: SiteView) -> str:
+    over_s = ((site.load or 0.0) - HOT) * DRAIN_TARGET_S
+    return (
+        f"{site.name} at {site.load:.0%} of token capacity, {site.pending} queued; "
+        f"clears in {max(1.0, over_s):.0f} s if nothing more comes."
+    )
+
+
+def _left(sites: Sequence[SiteView], state: SiteState) -> str:
+    if state not in (SiteState.DRAINING, SiteState.PAUSED):
+        return ""
+    left = sum(site.running + site.pending for site in sites)
+    return f", {left} left" if left else ", empty"
+
+
+def _errors(totals: Totals) -> str:
+    return f"{totals.errors_per_min:.0f} of {totals.ended_per_min:.0f} queries failed in the last minute."
+
+
+def _names(sites: Sequence[SiteView]) -> str:
+    names = [site.name for site in sites[:MOST_NAMED]]
+    more = len(sites) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,197 @@
+"""What the queries of the last five minutes say: waits, errors, why they went where they went, the forecasts.
+
+Of this replica's queries only. Does not know of sites that nobody asked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from gateway.domain import Attempt, Outcome, Status
+from predictor.forecast import Forecast
+
+WINDOW_S = 300.0
+ERRORS_WINDOW_S = 60.0
+MOST_KEPT = 5_000
+
+
+class Ended(NamedTuple):
+    """One query as it ended, reduced to what is counted here. `at` is unix time."""
+
+    at: float
+    site: str
+    failed: bool
+    broke: tuple[str, ...]
+    ttft_s: float | None
+    itl_s: float | None
+    routes: tuple[tuple[str, str], ...]
+    forecast: tuple[str, int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWaits:
+    """95% of the queries of a site waited less; None where there were none."""
+
+    ttft_p95_s: float | None
+    itl_p95_s: float | None
+    errors_per_min: float
+
+
+NO_WAITS = SiteWaits(None, None, 0.0)
+
+
+class Route(NamedTuple):
+    """So many attempts went to `site` for `reason`."""
+
+    reason: str
+    site: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Forecasts against answers. Well calibrated means a half under p50 and nine tenths under p90."""
+
+    source: str
+    answers: int
+    under_p50: float
+    under_p90: float
+    error_p50_tokens: float
+
+
+class Move(NamedTuple):
+    """A query that went on elsewhere: `kind` is "offload" or "failover"."""
+
+    kind: str
+    donor: str
+    taker: str
+    why: str
+
+
+class Recent:
+    def __init__(self) -> None:
+        self._ended: deque[Ended] = deque(maxlen=MOST_KEPT)
+        self._moves: Counter[Move] = Counter()
+
+    def observe(self, outcome: Outcome, at: float) -> None:
+        self._ended.append(reduce(outcome, at))
+        self._moves.update(moves(outcome.attempts))
+
+    def take_moves(self) -> list[tuple[Move, int]]:
+        """Moves since the last call, each with its number."""
+        taken, self._moves = self._moves, Counter()
+        return taken.most_common(20)
+
+    def forget(self, now: float) -> None:
+        while self._ended and self._ended[0].at < now - WINDOW_S:
+            self._ended.popleft()
+
+    def waits(self, now: float) -> dict[str, SiteWaits]:
+        """By site, of all that had queries or errors."""
+        ttft: dict[str, list[float]] = {}
+        itl: dict[str, list[float]] = {}
+        broke: Counter[str] = Counter()
+        for each in self._ended:
+            if each.ttft_s is not None:
+                ttft.setdefault(each.site, []).append(each.ttft_s)
+            if each.itl_s is not None:
+                itl.setdefault(each.site, []).append(each.itl_s)
+            if each.at > now - ERRORS_WINDOW_S:
+                broke.update(each.broke)
+        names = ttft.keys() | itl.keys() | broke.keys()
+        return {
+            name: SiteWaits(p95(ttft.get(name, [])), p95(itl.get(name, [])), float(broke[name]))
+            for name in names
+        }
+
+    def failed_per_min(self, now: float) -> float:
+        return float(sum(each.failed for each in self._ended if each.at > now - ERRORS_WINDOW_S))
+
+    def ended_per_min(self, now: float) -> float:
+        return float(sum(each.at > now - ERRORS_WINDOW_S for each in self._ended))
+
+    def routes(self) -> list[Route]:
+        counted = Counter(route for each in self._ended for route in each.routes)
+        return [Route(reason, site, number) for (reason, site), number in counted.most_common(12)]
+
+    def quality(self) -> Quality | None:
+        seen = [each.forecast for each in self._ended if each.forecast is not None]
+        if not seen:
+            return None
+        errors = sorted(abs(p50 - actual) for _, p50, _, actual in seen)
+        return Quality(
+            source=seen[-1][0],
+            answers=len(seen),
+            under_p50=round(sum(actual <= p50 for _, p50, _, actual in seen) / len(seen), 3),
+            under_p90=round(sum(actual <= p90 for _, _, p90, actual in seen) / len(seen), 3),
+            error_p50_tokens=errors[len(errors) // 2],
+        )
+
+
+def reduce(outcome: Outcome, at: float) -> Ended:
+    answered, first_s = outcome.status is Status.ANSWERED, outcome.first_token_s
+    itl_s = None
+    if first_s is not None and outcome.completion_tokens > 1:
+        itl_s = (outcome.total_s - first_s) / (outcome.completion_tokens - 1)
+    return Ended(
+        at=at,
+        site=outcome.site,
+        failed=is_failure(outcome),
+        broke=tuple(a.decision.site for a in outcome.attempts if a.ended in ("lost", "failed")),
+        ttft_s=first_s,
+        itl_s=itl_s,
+        routes=tuple(zip(kinds(outcome.attempts), (a.decision.site for a in outcome.attempts), strict=True)),
+        forecast=against(outcome.forecast, outcome.completion_tokens) if answered else None,
+    )
+
+
+def against(forecast: Forecast | None, actual: int) -> tuple[str, int, int, int] | None:
+    if forecast is None:
+        return None
+    return forecast.source, forecast.quantile(0.5), forecast.quantile(0.9), actual
+
+
+def is_failure(outcome: Outcome) -> bool:
+    """What a client saw as our failure: not its own mistake, and not its own leaving."""
+    if outcome.status is Status.FAILED:
+        return True
+    was_admitted = outcome.forecast is not None
+    mistake = bool(outcome.attempts) and outcome.attempts[-1].ended in ("context_length", "invalid")
+    return outcome.status is Status.REFUSED and was_admitted and not mistake
+
+
+def kinds(attempts: Sequence[Attempt]) -> list[str]:
+    """Why each attempt went where it went, in a few words of a small vocabulary."""
+    found = []
+    for number, attempt in enumerate(attempts):
+        before = attempts[number - 1].ended if number else ""
+        if not number:
+            found.append(attempt.decision.reason.partition(":")[0][:60])
+        elif before == "released":
+            found.append("offloaded to an idle site")
+        else:
+            found.append(f"moved after: {before}")
+    return found
+
+
+def moves(attempts: Sequence[Attempt]) -> list[Move]:
+    return [
+        Move(
+            "offload" if gone.ended == "released" else "failover",
+            gone.decision.site,
+            taken.decision.site,
+            gone.ended,
+        )
+        for gone, taken in pairwise(attempts)
+    ]
+
+
+def p95(values: list[float]) -> float | None:
+    if not values:
+        return None
+    values.sort()
+    return round(values[min(len(values) - 1, int(0.95 * len(values)))], 4)

@@ -1,0 +1,223 @@
+"""The federation at one moment, as a page shows it: sites, totals, and one sentence that says how it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gateway.domain import Site, SiteState
+from gateway.routing.filters import STALE_AFTER_S
+from gateway.telemetry.events import Event
+from gateway.telemetry.history import PLOTTED_SITES, Sample
+from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
+from gateway.telemetry.recent import NO_WAITS, Quality, Route, SiteWaits
+
+RATE_WINDOW_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SiteView:
+    """Tokens in tokens, times in seconds, prices in USD per million tokens; `load` = outstanding / capacity.
+
+    `weight` is a percentage, `share` the part of all output of the last seconds that this site made.
+    """
+
+    name: str
+    cloud: str
+    region: str
+    state: SiteState
+    models: list[str]
+    pinned_off: list[str]
+    slots: int
+    running: int
+    pending: int
+    outstanding_tokens: int
+    capacity_tokens: int
+    load: float | None
+    tokens_per_s: float
+    output_per_s: float
+    input_per_s: float
+    share: float
+    weight: float
+    kv_used: float | None
+    report_age_s: float
+    ttft_p95_s: float | None
+    itl_p95_s: float | None
+    errors_per_min: float
+    input_usd_per_mtok: float
+    output_usd_per_mtok: float
+
+    @property
+    def taking(self) -> bool:
+        return self.state is SiteState.READY and self.weight > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """All sites together; errors and waits are those of this replica's own queries."""
+
+    output_per_s: float
+    input_per_s: float
+    in_flight: int
+    queued: int
+    ttft_p95_s: float | None
+    ttft_site: str
+    errors_per_min: float
+    ended_per_min: float
+    headroom: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Banner:
+    """`level`: calm, degraded or critical."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    seq: int
+    at: float
+    replica: str
+    banner: Banner
+    totals: Totals
+    clouds: dict[str, float]
+    sites: list[SiteView]
+    routes: list[Route]
+    quality: Quality | None
+    events: list[Event]
+
+    def sample(self) -> Sample:
+        known = [(site.load, site.name) for site in self.sites if site.load is not None]
+        busiest = sorted(known, reverse=True)[:PLOTTED_SITES]
+        totals = self.totals
+        return Sample(
+            at=self.at,
+            output_per_s=totals.output_per_s,
+            input_per_s=totals.input_per_s,
+            in_flight=totals.in_flight,
+            queued=totals.queued,
+            ttft_p95_s=totals.ttft_p95_s,
+            errors_per_min=totals.errors_per_min,
+            headroom=totals.headroom,
+            clouds=self.clouds,
+            load={name: load for load, name in busiest},
+        )
+
+
+class Rate(NamedTuple):
+    output_per_s: float
+    input_per_s: float
+
+
+class Rates:
+    """Tokens a second of each site, from the differences of its own totals over the last seconds."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, deque[tuple[str, float, int, int]]] = {}
+
+    def observe(self, sites: Sequence[Site], now_s: float) -> dict[str, Rate]:
+        self._seen = {site.name: self._seen.get(site.name, deque(maxlen=30)) for site in sites}
+        return {site.name: self._of(site, now_s) for site in sites}
+
+    def _of(self, site: Site, now_s: float) -> Rate:
+        """A site that was restarted counts from zero again: what is older is forgotten."""
+        seen, load, boot_id = self._seen[site.name], site.load, site.identity.boot_id
+        if site.state is SiteState.DOWN or load.seq == 0:
+            seen.clear()
+            return Rate(0.0, 0.0)
+        if seen and (seen[-1][0] != boot_id or load.tokens_total < seen[-1][2]):
+            seen.clear()
+        seen.append((boot_id, now_s, load.tokens_total, load.prompt_tokens_total))
+        while len(seen) > 2 and seen[1][1] <= now_s - RATE_WINDOW_S:
+            seen.popleft()
+        _, then_s, output, prompt = seen[0]
+        passed_s = max(1e-9, now_s - then_s)
+        if len(seen) == 1:
+            return Rate(0.0, 0.0)
+        return Rate(
+            round((load.tokens_total - output) / passed_s, 2),
+            round((load.prompt_tokens_total - prompt) / passed_s, 2),
+        )
+
+
+def shown_state(site: Site, now_s: float) -> SiteState:
+    """Stale is a state of its own: a site whose figures are old is neither idle nor busy, it is unknown."""
+    silent = now_s - site.load.received_s > STALE_AFTER_S
+    return SiteState.STALE if silent and site.state is not SiteState.DOWN else site.state
+
+
+def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_s: float) -> SiteView:
+    identity, load = site.identity, site.load
+    outstanding, capacity = outstanding_tokens(site), capacity_tokens(site)
+    kv = identity.kv_capacity_tokens
+    down = site.state is SiteState.DOWN
+    return SiteView(
+        name=site.name,
+        cloud=identity.cloud,
+        region=identity.region,
+        state=shown_state(site, now_s),
+        models=sorted(identity.models),
+        pinned_off=sorted(site.pinned_off),
+        slots=identity.slots,
+        running=load.running,
+        pending=load.pending + site.credit.requests,
+        outstanding_tokens=round(outstanding),
+        capacity_tokens=round(capacity),
+        load=round(outstanding / capacity, 4) if capacity > 0 and not down else None,
+        tokens_per_s=round(load.tokens_per_s, 1),
+        output_per_s=rate.output_per_s,
+        input_per_s=rate.input_per_s,
+        share=round(rate.output_per_s / all_output_per_s, 4) if all_output_per_s else 0.0,
+        weight=round(site.weight * 100, 1),
+        kv_used=round(1 - load.kv_free_tokens / kv, 4) if kv and not down else None,
+        report_age_s=round(max(0.0, now_s - load.received_s), 2),
+        ttft_p95_s=waits.ttft_p95_s,
+        itl_p95_s=waits.itl_p95_s,
+        errors_per_min=waits.errors_per_min,
+        input_usd_per_mtok=identity.input_usd_per_mtok,
+        output_usd_per_mtok=identity.output_usd_per_mtok,
+    )
+
+
+def views(
+    sites: Sequence[Site], rates: Mapping[str, Rate], waits: Mapping[str, SiteWaits], now_s: float
+) -> list[SiteView]:
+    output_per_s = sum(rate.output_per_s for rate in rates.values())
+    return [
+        view(site, rates[site.name], waits.get(site.name, NO_WAITS), output_per_s, now_s) for site in sites
+    ]
+
+
+def totals(sites: Sequence[SiteView], failed_per_min: float, ended_per_min: float) -> Totals:
+    worst = max(sites, key=lambda site: site.ttft_p95_s or -1.0, default=None)
+    return Totals(
+        output_per_s=round(sum(site.output_per_s for site in sites), 2),
+        input_per_s=round(sum(site.input_per_s for site in sites), 2),
+        in_flight=sum(site.running + site.pending for site in sites),
+        queued=sum(site.pending for site in sites),
+        ttft_p95_s=worst.ttft_p95_s if worst else None,
+        ttft_site=worst.name if worst and worst.ttft_p95_s is not None else "",
+        errors_per_min=failed_per_min,
+        ended_per_min=ended_per_min,
+        headroom=headroom(sites),
+    )
+
+
+def headroom(sites: Sequence[SiteView]) -> float | None:
+    """The part of the capacity of the sites that take work which no query has claimed; None if unmeasured."""
+    taking = [site for site in sites if site.taking]
+    capacity = sum(site.capacity_tokens for site in taking)
+    if not capacity:
+        return None
+    return round(max(0.0, 1 - sum(site.outstanding_tokens for site in taking) / capacity), 4)
+
+
+def by_cloud(sites: Sequence[SiteView]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for site in sites:
+        found[site.cloud] = round(found.get(site.cloud, 0.0) + site.output_per_s, 2)
+    return found

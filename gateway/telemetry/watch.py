@@ -1,0 +1,157 @@
+"""One snapshot of the federation a second, for everyone who looks: built once and encoded once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from typing import Protocol
+
+import msgspec
+
+from gateway.domain import Outcome
+from gateway.federation.directory import Directory
+from gateway.telemetry.banner import banner
+from gateway.telemetry.events import Event, EventLog
+from gateway.telemetry.history import History, Sample
+from gateway.telemetry.recent import Move, Recent
+from gateway.telemetry.snapshot import Rates, Snapshot, by_cloud, shown_state, totals, views
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+EVENTS_SHOWN = 60
+
+
+class Keeper(Protocol):
+    """Where minutes outlive the process; `gateway.store.figures.Figures` is one."""
+
+    async def save(self, minute: int, sample: dict[str, object]) -> None: ...
+    async def since(self, minute: int) -> list[tuple[int, dict[str, object]]]: ...
+
+
+class Watch:
+    """`clock` is the gateway's monotonic clock, `unix_time` dates what people see.
+
+    A listener awaits `after(seq)`: it gets the newest snapshot, so one that is slow skips some, and nothing
+    is queued for anybody. After `close` it gets None.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        replica: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_time: Callable[[], float] = time.time,
+        keeper: Keeper | None = None,
+    ) -> None:
+        self.boot_id = secrets.token_hex(4)
+        self.events = EventLog()
+        self.recent = Recent()
+        self.history = History(self._minute_is_over)
+        self.replica = replica
+        self._directory = directory
+        self._clock = clock
+        self.unix_time = unix_time
+        self._keeper = keeper
+        self._rates = Rates()
+        self._news = asyncio.Event()
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.encoded = b""
+        self.snapshot: Snapshot | None = None
+
+    async def start(self) -> None:
+        """What was kept of the last day comes back first; without it the plots start empty."""
+        if self._keeper is not None:
+            try:
+                kept = await self._keeper.since(int(self.unix_time() // 60) - 24 * 60)
+                self.history.restore(msgspec.convert(sample, Sample) for _, sample in kept)
+            except Exception:
+                log.exception("yesterday's figures could not be read")
+        self.tick()
+        self._run(self._tick_for_ever())
+
+    def close(self) -> None:
+        """Every listener ends."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        self._wake()
+
+    def observe(self, outcome: Outcome) -> None:
+        self.recent.observe(outcome, self.unix_time())
+
+    async def after(self, seq: int) -> Snapshot | None:
+        """The newest snapshot that is newer than `seq`; None once the watch is closed."""
+        while not self._closed and (self.snapshot is None or self.snapshot.seq <= seq):
+            await self._news.wait()
+        return None if self._closed else self.snapshot
+
+    def tick(self) -> Snapshot:
+        """Look once. Synchronous: a picture of one moment."""
+        now_s, now = self._clock(), self.unix_time()
+        sites = self._directory.sites
+        self.recent.forget(now)
+        self.events.states(now, ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites))
+        for move, number in self.recent.take_moves():
+            self.events.add(_moved(now, move, number))
+        shown = views(sites, self._rates.observe(sites, now_s), self.recent.waits(now), now_s)
+        summed = totals(shown, self.recent.failed_per_min(now), self.recent.ended_per_min(now))
+        self.snapshot = Snapshot(
+            seq=self.snapshot.seq + 1 if self.snapshot else 1,
+            at=round(now, 3),
+            replica=self.replica,
+            banner=banner(shown, summed),
+            totals=summed,
+            clouds=by_cloud(shown),
+            sites=shown,
+            routes=self.recent.routes(),
+            quality=self.recent.quality(),
+            events=self.events.latest(EVENTS_SHOWN),
+        )
+        self.encoded = msgspec.json.encode(self.snapshot)
+        self.history.add(self.snapshot.sample())
+        self._wake()
+        return self.snapshot
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            try:
+                self.tick()
+            except Exception:
+                log.exception("a snapshot went wrong in an unforeseen way; the page shows the one before")
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _minute_is_over(self, minute: int, sample: Sample) -> None:
+        if self._keeper is not None:
+            self._run(self._save(self._keeper, minute, sample))
+
+    async def _save(self, keeper: Keeper, minute: int, sample: Sample) -> None:
+        try:
+            await keeper.save(minute, asdict(sample))
+        except Exception:
+            log.exception("a minute of figures could not be kept")
+
+    def _run(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _moved(now: float, move: Move, number: int) -> Event:
+    queries = "1 query" if number == 1 else f"{number} queries"
+    if move.kind == "offload":
+        return Event(
+            now, "offload", move.taker, f"took {queries} that waited at {move.donor}: it was idle and bid"
+        )
+    text = f"{queries} went on at {move.taker} after {move.donor}: {move.why}"
+    return Event(now, "failover", move.donor, text, bad=True)
