@@ -151,12 +151,14 @@ async def _tick(site: Site) -> None:
 def load_engine(config: SiteConfig) -> Loaded:
     """The native engine with the model of `config`. Raises ConfigError that says why it cannot be served."""
     import torch
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging as chatter
 
     from site_engine import hf_bridge
     from site_engine.engine import EngineSettings, SiteEngine
 
-    disable_progress_bar()
+    chatter.disable_progress_bar()
+    chatter.disable_default_handler()  # its lines become ours
+    chatter.enable_propagation()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.device.startswith("cuda") and not torch.cuda.is_available():

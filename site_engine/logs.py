@@ -33,4 +33,5 @@ def set_up(level: str, site: str) -> None:
     stderr = logging.StreamHandler(sys.stderr)
     stderr.setFormatter(JsonLines(site))
     logging.basicConfig(level=logging.WARNING, handlers=[stderr], force=True)
+    logging.captureWarnings(True)
     logging.getLogger("site_engine").setLevel(level.upper())
