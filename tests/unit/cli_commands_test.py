@@ -111,3 +111,20 @@ def test_explain_knows_nothing_of_an_unknown_id(capsys: pytest.CaptureFixture[st
     status, out, err = run(capsys, "explain", "no-such-id")
     assert (status, out) == (1, "")
     assert "nothing is known of no-such-id" in err
+
+
+def test_a_forecast_is_a_distribution_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "predictor", "forecast", "Write an essay about rivers", "--json")
+    told = json.loads(out)
+    assert status == 0
+    assert sum(told["probabilities"]) == pytest.approx(1.0)
+    assert 0 < told["p50_tokens"] <= told["p90_tokens"]
+    assert told["source"]
+
+
+def test_a_predictor_that_is_not_there_is_a_failure_with_its_reason(
+    capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    status, out, err = run(capsys, "predictor", "forecast", "hi", "--artifact", str(empty_folder))
+    assert (status, out) == (1, "")
+    assert "card.json is missing" in err
