@@ -17,7 +17,7 @@ import grpc
 
 from site_engine import codec
 from site_engine.errors import LinkLost, WrongMessage
-from site_engine.messages import Bye, Welcome
+from site_engine.messages import Bye, Hello, Welcome
 from site_engine.site import Connection, Site
 from wire import federation_pb2_grpc
 
@@ -75,6 +75,7 @@ class Link:
         self._sleep = sleep
         self._failures = 0
         self._heard_s = 0.0
+        self._gateway = ""
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
         self._bye: Bye | None = None
@@ -87,8 +88,9 @@ class Link:
             except Exception as exc:  # noqa: BLE001 - whatever broke this stream, the site needs the next one
                 self._report(exc)
             self._failures += 1
-            if self._bye is None:
-                await self._pause()
+            await self._pause()
+            if self._gateway in self._site.linked:
+                await self._stand_by()
 
     def close(self, reason: str) -> None:
         """Says what is still owed and Bye; `run` returns soon after."""
@@ -105,7 +107,16 @@ class Link:
             return
         log.log(logging.WARNING if self._bye is None else logging.INFO, "link to %s: %s", self.address, told)
 
+    async def _stand_by(self) -> None:
+        """This address is another name of a replica that is linked: of use only when no link is left."""
+        log.info("gateway %s is linked through another address than %s", self._gateway, self.address)
+        while self._site.linked and self._bye is None:
+            self._failures = 1
+            await self._pause()
+
     async def _pause(self) -> None:
+        if self._bye is not None:
+            return
         longest = self._patience.backoff_longest_s
         backoff_s = min(longest, self._patience.backoff_first_s * 2 ** min(self._failures - 1, 16))
         self._changed.clear()
@@ -124,10 +135,11 @@ class Link:
             stream = federation_pb2_grpc.FederationStub(channel).Join(  # type: ignore[no-untyped-call]
                 metadata=self._metadata
             )
-            welcome = await self._introduce(stream)
-            connection = self._site.welcomed(welcome, self._changed.set)
+            hello = self._site.hello()
+            welcome = await self._introduce(stream, hello)
+            connection = self._site.welcomed(hello, welcome, self._changed.set)
             log.info("linked to gateway %s at %s", welcome.gateway, self.address)
-            self._failures = 0
+            self._failures, self._gateway = 0, welcome.gateway
             self._peers(welcome.peers)
             try:
                 await self._talk(stream, connection, welcome.heartbeat_s)
@@ -136,10 +148,10 @@ class Link:
         finally:
             await channel.close()
 
-    async def _introduce(self, stream: Any) -> Welcome:
+    async def _introduce(self, stream: Any, hello: Hello) -> Welcome:
         try:
             async with asyncio.timeout(self._patience.hello_s):
-                for message in codec.encode(self._site.hello()):
+                for message in codec.encode(hello):
                     await stream.write(message)
                 answer = await stream.read()
         except TimeoutError as exc:
@@ -192,6 +204,8 @@ class Link:
         outbox = connection.desk.outbox
         while self._bye is None:
             self._changed.clear()
+            if connection.displaced:
+                raise LinkLost(f"gateway {connection.gateway} is linked through another address")
             for message in outbox.take(self._clock()):
                 for part in codec.encode(message):
                     await stream.write(part)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from site_engine import messages as m
 from site_engine.desk import Asked, Desk, address
-from site_engine.errors import LinkLost, NotServed, Reason
+from site_engine.errors import NotServed, Reason
 from site_engine.prompts import Prepared
 from site_engine.request import Admission, Output
 from site_engine.worker import Group, LoadSeen
@@ -48,6 +48,7 @@ class Connection:
     desk: Desk
     wake: Callable[[], None]
     linked: bool = True
+    displaced: bool = False  # another stream to this replica has taken its place
     lost_s: float = 0.0
     grace_s: float = 0.0
     draining: bool = False  # this gateway asked for it
@@ -87,17 +88,29 @@ class Site:
         lost = [each.desk for each in self._connections.values() if not each.linked]
         return replace(self._hello, attempts=tuple(each for desk in lost for each in desk.attempt_ids()))
 
-    def welcomed(self, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
-        """The stream is up. Attempts of an earlier one to the same replica go on unless it cancels them."""
+    @property
+    def linked(self) -> frozenset[str]:
+        """The gateways that a stream is up to."""
+        return frozenset(each.gateway for each in self._connections.values() if each.linked)
+
+    def welcomed(self, hello: m.Hello, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
+        """The stream is up. Attempts of an earlier one to the same replica go on if it was told of them.
+
+        A replica takes a second stream of a site for the successor of the first, so we do the same.
+        """
         known = self._connections.get(welcome.gateway)
         if known is not None and known.linked:
-            raise LinkLost(f"gateway {welcome.gateway} is linked through another address already")
+            known.displaced = True
+            known.wake()
+            self._abandon(known)
+            known = None
         if known is None:
             self._desks += 1
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, Desk(self._desks), wake)
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, GRACE_MAX_S)
         known.draining = known.has_bid = False
-        for attempt_id in welcome.cancel:
+        unwanted = set(known.desk.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
+        for attempt_id in unwanted:
             self._engine.cancel(known.desk.cancel(attempt_id))
         if self._draining is not None:
             known.desk.outbox.put(self._draining)
@@ -106,6 +119,8 @@ class Site:
 
     def lost(self, connection: Connection) -> None:
         """The stream is gone; its attempts are kept for the grace period."""
+        if connection.displaced:
+            return
         connection.linked = False
         connection.wake = _nobody
         connection.desk.outbox.stream_lost()
@@ -117,8 +132,7 @@ class Site:
         now = self._clock()
         for each in list(self._connections.values()):
             if not each.linked and now - each.lost_s >= each.grace_s:
-                del self._connections[each.gateway]
-                self._engine.cancel(each.desk.abandon())
+                self._abandon(each)
         if now - self._load_s >= LOAD_EVERY_S:
             self._engine.ask_load()
         self._check_idle()
@@ -255,6 +269,10 @@ class Site:
     def live(self) -> int:
         """Attempts that have not ended."""
         return sum(each.desk.live for each in self._connections.values())
+
+    def _abandon(self, connection: Connection) -> None:
+        del self._connections[connection.gateway]
+        self._engine.cancel(connection.desk.abandon())
 
     def _changed(self, connection: Connection) -> None:
         connection.wake()

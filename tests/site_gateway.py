@@ -103,6 +103,7 @@ class Session:
 @dataclass
 class Gateway(federation_pb2_grpc.FederationServicer):
     port: int = 0
+    alias_port: int = 0  # of the same server
     token: str | None = TOKEN
     reads: bool = True
     refusals: int = 0
@@ -136,6 +137,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[Gateway]:
     server = grpc.aio.server()
     federation_pb2_grpc.add_FederationServicer_to_server(gateway, server)
     gateway.port = server.add_insecure_port(gateway.address)
+    gateway.alias_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         yield gateway

@@ -334,6 +334,27 @@ def test_peers_are_dialled_too() -> None:
     run(scenario())
 
 
+def test_one_replica_under_two_addresses_has_one_link() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False) as scene:
+            first = await gateway.linked("east")
+            await first.heard("load")
+            scene.links.add([f"127.0.0.1:{gateway.alias_port}"])
+            second = await gateway.linked("east")
+            await first.over.wait()
+            for count in range(1, 20):
+                await second.send(ping=pb.Ping(nonce=count))
+                await second.heard("pong", count)
+            await second.send(**assign("a"))
+            await second.finished("a")
+            assert gateway.sessions.empty()  # nobody fights for the place
+            second.hang_up()
+            await gateway.joined()
+            await gateway.joined()  # with no link left, every address is tried
+
+    run(scenario())
+
+
 def test_a_refused_token_is_tried_again() -> None:
     async def scenario() -> None:
         async with serving(Gateway(token="another")) as gateway, site_before(gateway):

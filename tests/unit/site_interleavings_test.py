@@ -86,7 +86,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def link(self, gateway: str, cancel: tuple[str, ...]) -> None:
         welcome = m.Welcome(gateway, (), 1.0, GRACE_S, cancel)
-        self.links[gateway] = self.site.welcomed(welcome, lambda: None)
+        self.links[gateway] = self.site.welcomed(self.site.hello(), welcome, lambda: None)
 
     @rule(
         gateway=st.sampled_from(GATEWAYS),

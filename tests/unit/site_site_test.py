@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from site_engine import messages as m
-from site_engine.errors import LinkLost
-from site_engine.request import Sampling
+from site_engine.request import Finish, Sampling
 from site_engine.site import BID_INTERVAL_S, GRACE_MAX_S, LOAD_EVERY_S, Site
 from site_engine.worker import LoadSeen
 from tests.site_fakes import HELLO, FakeClock, FakeEngine
@@ -45,7 +44,8 @@ class Scene:
         self.site = Site(HELLO, self.engine, self.prompts, self.clock, preparing_max)
 
     def link(self, gateway: str = "east", grace_s: float = 1.0):
-        return self.site.welcomed(m.Welcome(gateway, (), 1.0, grace_s, ()), lambda: None)
+        hello = self.site.hello()
+        return self.site.welcomed(hello, m.Welcome(gateway, (), 1.0, grace_s, ()), lambda: None)
 
     def load(self, *, running: int = 0, pending: int = 0) -> None:
         figures = FakeEngine().load()._replace(running=running, pending=pending)
@@ -120,11 +120,29 @@ def test_reports_rise_over_all_gateways() -> None:
     assert seqs == [2, 2]
 
 
-def test_one_replica_has_one_link() -> None:
+def test_a_second_stream_to_a_replica_takes_the_place_of_the_first() -> None:
     scene = Scene()
-    scene.link("east")
-    with pytest.raises(LinkLost, match="another address"):
-        scene.link("east")
+    first = scene.link("east")
+    scene.site.receive(first, assign("a"))
+    second = scene.link("east")
+    assert first.displaced
+    assert scene.site.live == 0  # the gateway has given it up with the first stream
+    scene.site.lost(first)
+    assert scene.site.linked == {"east"}
+    scene.site.lost(second)
+    assert scene.site.linked == set()
+
+
+def test_what_a_gateway_was_not_told_of_is_not_kept_for_it() -> None:
+    scene = Scene()
+    first = scene.link("east", grace_s=50.0)
+    scene.site.receive(first, assign("a"))
+    hello = scene.site.hello()  # of a stream that is opened while the first is up
+    scene.site.lost(first)
+    second = scene.site.welcomed(hello, m.Welcome("east", (), 1.0, 50.0, ()), lambda: None)
+    assert scene.site.live == 0
+    (step,) = second.desk.outbox.take(0.0)
+    assert [each.finish for each in step.deltas] == [Finish.CANCELLED]
 
 
 def test_the_tokenizers_queue_is_bounded() -> None:
