@@ -84,6 +84,14 @@ def test_a_process_that_ends_at_once_fails_the_start_and_says_where_to_look(
     assert not (tmp_path / "one/record.json").exists()
 
 
+def test_another_program_at_the_port_is_not_taken_for_the_process(tmp_path: Path, port: int) -> None:
+    process("start", spec(tmp_path / "other", port))
+    done = process("start", spec(tmp_path / "one", port))
+    process("stop", spec(tmp_path / "other", port))
+    assert done.returncode != 0
+    assert done.stderr.startswith(f"one: something else answers at http://127.0.0.1:{port}/ already")
+
+
 def test_a_death_is_counted_once_and_a_live_process_is_left_alone(tmp_path: Path, port: int) -> None:
     folder = tmp_path / "one"
     process("start", spec(folder, port))

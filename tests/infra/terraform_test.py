@@ -134,6 +134,7 @@ VARIABLES: dict[str, dict[str, Any]] = {
             "image": f"example.com/engine{DIGEST}",
             "gateways": ["a.gateway.mico.example.com:8443"],
             "token": SECRETS[0],
+            "secrets": {"HF_TOKEN": SECRETS[1]},
             **more,
         }
         for cloud, more in {
@@ -270,6 +271,26 @@ def test_only_a_gateway_ends_tls_and_changes_its_schema_first(first_boots: dict[
     )
     assert re.search(r"^ExecStartPre=.* db upgrade$", gateway["/etc/systemd/system/mico.service"], re.M)
     assert not any("tls" in path for path in engine)
+
+
+def test_the_tls_proxy_takes_its_configuration(first_boots: dict[str, str], tmp_path: Path) -> None:
+    proxy, openssl = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin"), shutil.which("openssl")
+    if proxy is None or openssl is None:
+        pytest.skip(
+            "haproxy or openssl is missing: the configuration of a gateway's TLS proxy is not checked here"
+        )
+    for what in (["genpkey", "-algorithm", "RSA"], ["req", "-x509", "-key", "key", "-subj", "/CN=api"]):
+        name = "key" if what[0] == "genpkey" else "certificate"
+        subprocess.run([openssl, *what, "-out", name], cwd=tmp_path, capture_output=True, check=True)
+    pem = tmp_path / "tls.pem"
+    pem.write_text((tmp_path / "certificate").read_text() + (tmp_path / "key").read_text())
+    text = files(first_boots["gateway"])["/etc/mico/tls.cfg"].replace("/run/mico/tls.pem", str(pem))
+    (tmp_path / "tls.cfg").write_text(text)
+    done = subprocess.run(
+        [proxy, "-c", "-f", tmp_path / "tls.cfg"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower()
 
 
 def files(user_data: str) -> dict[str, str]:

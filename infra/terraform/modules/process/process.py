@@ -52,6 +52,8 @@ def start(spec: dict[str, Any]) -> None:
     folder = Path(spec["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     stop(spec)  # an apply that broke off may have left one
+    if not spec["ready"]["contains"] and answers(spec["ready"]):
+        fail(spec, f"something else answers at {spec['ready']['url']} already")
     with (folder / "log").open("ab") as log:  # a pipe that it inherited would keep Terraform waiting
         process = subprocess.Popen(
             spec["command"],

@@ -21,7 +21,7 @@ resource "aws_secretsmanager_secret" "site" {
 
 resource "aws_secretsmanager_secret_version" "site" {
   secret_id                = aws_secretsmanager_secret.site.id
-  secret_string_wo         = jsonencode({ MICO_SITE_TOKEN = var.token })
+  secret_string_wo         = jsonencode(merge(var.secrets, { MICO_SITE_TOKEN = var.token }))
   secret_string_wo_version = var.token_version
 }
 

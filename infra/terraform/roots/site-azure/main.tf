@@ -57,7 +57,7 @@ resource "azurerm_key_vault_secret" "site" {
   name             = "site"
   key_vault_id     = azurerm_key_vault.site.id
   content_type     = "application/json"
-  value_wo         = jsonencode({ MICO_SITE_TOKEN = var.token })
+  value_wo         = jsonencode(merge(var.secrets, { MICO_SITE_TOKEN = var.token }))
   value_wo_version = var.token_version
   depends_on       = [azurerm_role_assignment.writer]
 }

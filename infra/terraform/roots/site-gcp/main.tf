@@ -31,7 +31,7 @@ resource "google_secret_manager_secret" "site" {
 
 resource "google_secret_manager_secret_version" "site" {
   secret                 = google_secret_manager_secret.site.id
-  secret_data_wo         = jsonencode({ MICO_SITE_TOKEN = var.token })
+  secret_data_wo         = jsonencode(merge(var.secrets, { MICO_SITE_TOKEN = var.token }))
   secret_data_wo_version = var.token_version
 }
 

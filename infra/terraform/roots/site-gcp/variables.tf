@@ -40,8 +40,16 @@ variable "token" {
   sensitive   = true
 }
 
+variable "secrets" {
+  description = "Further secrets of the engine, as environment: HF_TOKEN for a model that needs a licence. Never in plan or state."
+  type        = map(string)
+  default     = {}
+  ephemeral   = true
+  sensitive   = true
+}
+
 variable "token_version" {
-  description = "Raise it when the token changes; that is what makes Terraform write it."
+  description = "Raise it when the token or another secret changes; that is what makes Terraform write them."
   type        = number
   default     = 1
 }
