@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -112,19 +112,21 @@ class PackedRunner:
         return torch.from_numpy(numbers).to(self._device)
 
 
-def _groups(kv_lens: np.ndarray, page_size: int) -> Iterator[tuple[int, int, int, np.ndarray]]:
+def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np.ndarray]]:
     """Cut rows of ascending length where padding the short ones to the longest would cost more than another
     call: (begin, end, pages of the longest, lengths).
     """
     widths = -(-kv_lens // page_size)
+    groups: list[tuple[int, int, int, np.ndarray]] = []
     end = len(widths)
     while end:
         width = int(widths[end - 1])
         begin = int(np.searchsorted(widths, width // 2, side="right"))
         if begin * (width - width // 2) * page_size < WORTH_A_GROUP_TOKENS:
             begin = 0
-        yield begin, end, width, kv_lens[begin:end]
+        groups.insert(0, (begin, end, width, kv_lens[begin:end]))
         end = begin
+    return groups
 
 
 def _split(plan: Plan, rows: torch.Tensor) -> Logits:

@@ -68,18 +68,15 @@ class Sampler:
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         rules = self._rules_for(requests)
         logits = logits.float()
-        greedy = _best(logits)
-        finite = torch.isfinite(
-            logits.gather(-1, greedy[:, None])[:, 0]
-        )  # NaN and infinity win every comparison
-        broken = [] if bool(finite.all()) else torch.nonzero(~finite).flatten().tolist()
+        token_ids, broken = _best(logits)
         raw = torch.log_softmax(logits[rules.logprobs], dim=-1) if rules.logprobs else None
         if self._edit(rules, requests, logits):
-            greedy = _best(logits)
+            token_ids, _ = _best(logits)
         if rules.random:
             random = logits if len(rules.random) == len(requests) else logits[rules.random]
-            greedy[rules.random] = _draw(random, rules, self._uniforms(rules, requests))
-        token_ids: list[int] = greedy.tolist()
+            drawn = _draw(random, rules, self._uniforms(rules, requests))
+            for row, token_id in zip(rules.random, drawn.tolist(), strict=True):
+                token_ids[row] = token_id
         return Sampled(token_ids, broken, _alternatives(requests, rules, raw, token_ids))
 
     def _rules_for(self, requests: Sequence[Request]) -> _Rules:
@@ -105,11 +102,18 @@ class Sampler:
         return torch.from_numpy(uniforms(rules.seeds, at)).to(self._device)
 
 
-def _best(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the largest, [rows]. On a CPU numpy finds it ten times faster than torch does."""
+def _best(logits: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The best token of each row, and the rows whose logits are not numbers: NaN and infinity win every
+    comparison. On a CPU numpy is ten times faster at this than torch.
+    """
     if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(dim=-1)
+        numbers = logits.numpy()
+        best = numbers.argmax(-1)
+        finite = np.isfinite(numbers[np.arange(len(best)), best])
+        return best.tolist(), np.flatnonzero(~finite).tolist()
+    top, best_ = logits.max(dim=-1)
+    found = torch.stack([best_, torch.isfinite(top).long()]).tolist()  # one copy from the device
+    return found[0], [row for row, is_finite in enumerate(found[1]) if not is_finite]
 
 
 def uniforms(

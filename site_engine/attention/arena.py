@@ -34,21 +34,22 @@ class Arena:
         self.page_size = page_size
         self.keys = [room(shape, shape.key_dim) for shape in layers]
         self.values = [room(shape, shape.value_dim) for shape in layers]
+        self.key_slots = [room.flatten(0, 1) for room in self.keys]
+        self.value_slots = [room.flatten(0, 1) for room in self.values]
         self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
 
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of these pages, `[pages, page, kv_heads, dim]`, in memory the next call reuses:
-        fresh memory would cost more than the copy.
-        """
-        return self._gather(0, self.keys[layer], pages), self._gather(1, self.values[layer], pages)
+    def buffers(self, layer: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the keys and values of so many gathered pages, `[pages, page, kv_heads, dim]`.
 
-    def _gather(self, which: int, room: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        page = room.shape[1:]
-        need = len(pages) * page.numel()
+        The next call gives the same memory: fresh memory would cost more than the copy.
+        """
+        return self._buffer(0, self.keys[layer], pages), self._buffer(1, self.values[layer], pages)
+
+    def _buffer(self, which: int, room: torch.Tensor, pages: int) -> torch.Tensor:
+        need = pages * room[0].numel()
         if self._gathered[which].numel() < need:
             self._gathered[which] = torch.empty(need + need // 4, dtype=room.dtype, device=room.device)
-        out = self._gathered[which][:need].view(len(pages), *page)
-        return torch.index_select(room, 0, pages, out=out)
+        return self._gathered[which][:need].view(pages, *room.shape[1:])
 
     def copy_out(self, pages: list[int]) -> list[torch.Tensor]:
         """Keys and values of these pages, layer by layer, in the computer's memory (pinned if from a GPU)."""

@@ -6,6 +6,7 @@ any is read, so pages may be shared within the iteration that computes them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,74 +45,90 @@ class ReferenceContext:
         self._slots = slots
         self._groups = groups
         self._chunks = chunks
-        self._row_masks: dict[tuple[int, int | None], torch.Tensor] = {}
-        self._chunk_masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[str, int, int | None], torch.Tensor] = {}
+        self._views: dict[tuple[tuple[str, int], torch.Size, torch.Size], tuple[torch.Tensor, ...]] = {}
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        keys, values = self._arena.keys[self.layer], self._arena.values[self.layer]
-        keys.flatten(0, 1).index_copy_(0, self._slots, key.transpose(0, 1))
-        values.flatten(0, 1).index_copy_(0, self._slots, value.transpose(0, 1))
-        out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-        for number, group in enumerate(self._groups):
-            out[group.begin : group.end] = self._rows(query, scoring, number)
-        for number, chunk in enumerate(self._chunks):
-            out[chunk.begin : chunk.end] = self._chunk(query, scoring, number)
+        self._arena.key_slots[self.layer].index_copy_(0, self._slots, key.transpose(0, 1))
+        self._arena.value_slots[self.layer].index_copy_(0, self._slots, value.transpose(0, 1))
+        parts = [self._rows(query, scoring, number) for number in range(len(self._groups))]
+        parts += [self._chunk(query, scoring, number) for number in range(len(self._chunks))]
         self.layer += 1
-        return out
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rows(self, query: torch.Tensor, scoring: Scoring, number: int) -> torch.Tensor:
         """The heads that share a KV head become that head's query tokens: no key is copied per head."""
         group = self._groups[number]
         rows = group.end - group.begin
-        k, v = (
-            pages.view(rows, -1, *pages.shape[2:]).transpose(1, 2)
-            for pages in self._arena.gather(self.layer, group.pages.view(-1))
+        k, v = self._gather(
+            ("rows", number),
+            group.pages.view(-1),
+            lambda pages: pages.view(rows, -1, *pages.shape[2:]).transpose(1, 2),
         )
         q = query[:, group.begin : group.end].transpose(0, 1).reshape(rows, k.shape[1], -1, query.shape[2])
         sinks = None if scoring.sinks is None else scoring.sinks.view(1, k.shape[1], -1, 1)
-        out = _attend(q, k, v, self._row_mask(number, scoring.window), scoring._replace(sinks=sinks))
+        mask = self._row_mask(number, scoring.window, query.dtype)
+        out = _attend(q, k, v, mask, scoring._replace(sinks=sinks))
         return out.reshape(rows, query.shape[0], v.shape[3])
 
     def _chunk(self, query: torch.Tensor, scoring: Scoring, number: int) -> torch.Tensor:
         chunk = self._chunks[number]
         q = query[None, :, chunk.begin : chunk.end]
-        k, v = (
-            pages.flatten(0, 1)[: chunk.kv_len].transpose(0, 1)[None]
-            for pages in self._arena.gather(self.layer, chunk.pages)
+        k, v = self._gather(
+            ("chunk", number),
+            chunk.pages,
+            lambda pages: pages.flatten(0, 1)[: chunk.kv_len].transpose(0, 1)[None],
         )
         group = q.shape[1] // k.shape[1]
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
-        mask = self._chunk_mask(number, scoring.window)
+        mask = self._chunk_mask(number, scoring.window, query.dtype)
         return _attend(q, k, v, mask, scoring._replace(sinks=sinks))[0].transpose(0, 1)
 
-    def _row_mask(self, number: int, window: int | None) -> torch.Tensor:
-        """[rows, 1, 1, slots]: which slots of its gathered pages a row may read."""
-        mask = self._row_masks.get((number, window))
+    def _gather(
+        self, which: tuple[str, int], pages: torch.Tensor, arrange: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of pages, arranged for attention; layers of one shape share buffers and views."""
+        keys, values = self._arena.keys[self.layer], self._arena.values[self.layer]
+        views = self._views.get((which, keys.shape, values.shape))
+        if views is None:
+            k, v = self._arena.buffers(self.layer, pages.shape[0])
+            views = self._views[which, keys.shape, values.shape] = (k, v, arrange(k), arrange(v))
+        torch.index_select(keys, 0, pages, out=views[0])
+        torch.index_select(values, 0, pages, out=views[1])
+        return views[2], views[3]
+
+    def _row_mask(self, number: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, 1, 1, slots]: 0 for those slots of its gathered pages that a row may read, else -inf."""
+        mask = self._masks.get(("rows", number, window))
         if mask is None:
-            lens = self._groups[number].kv_lens[:, None]
-            at = torch.arange(self._groups[number].pages.shape[1] * self._arena.page_size, device=lens.device)
-            mask = at < lens
+            group = self._groups[number]
+            at = torch.arange(group.pages.shape[1] * self._arena.page_size, device=group.pages.device)
+            seen = at < group.kv_lens[:, None]
             if window is not None:
-                mask &= at >= lens - window
-            mask = self._row_masks[number, window] = mask[:, None, None]
+                seen &= at >= group.kv_lens[:, None] - window
+            mask = self._masks["rows", number, window] = _additive(seen, dtype)[:, None, None]
         return mask
 
-    def _chunk_mask(self, number: int, window: int | None) -> torch.Tensor:
+    def _chunk_mask(self, number: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[tokens, kv_len]: causal from the chunk's place in its request."""
-        chunk = self._chunks[number]
-        mask = self._chunk_masks.get((number, window))
+        mask = self._masks.get(("chunk", number, window))
         if mask is None:
+            chunk = self._chunks[number]
             at = torch.arange(chunk.kv_len, device=chunk.pages.device)
             own = at[chunk.kv_len - (chunk.end - chunk.begin) :, None]
-            mask = at <= own
+            seen = at <= own
             if window is not None:
-                mask &= at > own - window
-            self._chunk_masks[number, window] = mask
+                seen &= at > own - window
+            mask = self._masks["chunk", number, window] = _additive(seen, dtype)
         return mask
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 def _attend(
@@ -125,7 +142,7 @@ def _attend(
     scores = q @ k.transpose(2, 3) * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = scores + mask
     if scoring.sinks is None:
         return F.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
     sinks = scoring.sinks.expand(*scores.shape[:3], 1).to(scores.dtype)
