@@ -64,7 +64,14 @@ def check_limit(asked: Asked, models: Sequence[Model]) -> None:
 
 
 def queries(
-    asked: Asked, caller: Caller, *, query_id: str, received_s: float, timeout_s: float, traceparent: str
+    asked: Asked,
+    caller: Caller,
+    *,
+    query_id: str,
+    request_id: str,
+    received_s: float,
+    timeout_s: float,
+    traceparent: str,
 ) -> list[Query]:
     """One query for each prompt; several carry the prompt's number in their id."""
     several = len(asked.prompts) > 1
@@ -78,6 +85,7 @@ def queries(
             received_s=received_s,
             deadline_s=received_s + timeout_s,
             priority=asked.priority,
+            request_id=request_id,
             traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
         )
         for number, prompt in enumerate(asked.prompts)

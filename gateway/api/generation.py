@@ -68,6 +68,7 @@ class Generation:
             asked,
             caller,
             query_id=exchange.query_id,
+            request_id=exchange.request_id,
             received_s=exchange.started_s,
             timeout_s=self.backend.timeout_s,
             traceparent=header(scope, b"traceparent"),

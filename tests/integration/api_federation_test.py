@@ -43,7 +43,9 @@ def play(scenario: Callable[[Scene, Edge, int], Awaitable[None]]) -> None:
 def test_a_whole_answer_from_a_site() -> None:
     async def scenario(here: Scene, edge: Edge, _: int) -> None:
         site = await here.site("alpha")
-        asking = asyncio.create_task(edge.sdk.chat.completions.with_raw_response.create(**ASK, max_tokens=9))
+        named = {"x-request-id": "mine"}
+        create = edge.sdk.chat.completions.with_raw_response.create
+        asking = asyncio.create_task(create(**ASK, max_tokens=9, extra_headers=named))
         assign = await site.assigned()
         assert assign.sampling.max_tokens == 9
         assert [turn.content for turn in assign.chat.messages] == ["Hi"]
@@ -56,6 +58,7 @@ def test_a_whole_answer_from_a_site() -> None:
         assert completion.usage.total_tokens == 9
         assert completion.system_fingerprint == "rev-alpha"
         assert here.outcomes[0].query_id == completion.id.removeprefix("chatcmpl-")
+        assert here.outcomes[0].request_id == raw.headers["x-request-id"] == "mine"
 
     play(scenario)
 
