@@ -134,12 +134,11 @@ VARIABLES: dict[str, dict[str, Any]] = {
             "image": f"example.com/engine{DIGEST}",
             "gateways": ["a.gateway.mico.example.com:8443"],
             "token": SECRETS[0],
-            "secrets": {"HF_TOKEN": SECRETS[1]},
             **more,
         }
         for cloud, more in {
             "aws": {},
-            "gcp": {"project": "p"},
+            "gcp": {"project": "p", "secrets": {"HF_TOKEN": SECRETS[1]}},
             "azure": {"subscription_id": "s", "ssh_public_key": "ssh-ed25519 AAAA nobody"},
         }.items()
     },

@@ -9,6 +9,7 @@ variables {
   model           = "some/model"
   gateways        = ["a.gateway.mico.example.com:8443", "b.gateway.mico.example.com:8443"]
   token           = "a-token-for-a-test"
+  secrets         = { HF_TOKEN = "a-token-for-a-hub" }
   subscription_id = "00000000-0000-0000-0000-000000000000"
   ssh_public_key  = "ssh-ed25519 AAAA nobody"
 }

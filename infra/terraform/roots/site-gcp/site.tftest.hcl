@@ -8,6 +8,7 @@ variables {
   model    = "some/model"
   gateways = ["a.gateway.mico.example.com:8443", "b.gateway.mico.example.com:8443"]
   token    = "a-token-for-a-test"
+  secrets  = { HF_TOKEN = "a-token-for-a-hub" }
   project  = "p"
 }
 
