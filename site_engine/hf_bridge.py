@@ -18,6 +18,7 @@ import transformers
 from transformers import AttentionInterface
 
 from site_engine import certify, context
+from site_engine.attention import op
 from site_engine.attention.arena import LayerShape
 from site_engine.detokenize import Vocabulary
 from site_engine.vocabulary import vocabulary_of
@@ -141,10 +142,12 @@ def _attention(  # noqa: PLR0917 - transformers' own signature
     **other: Any,
 ) -> tuple[torch.Tensor, None]:
     """query, key, value [1, heads, tokens, dim] -> [1, tokens, heads, value dim]."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        return op.attend(query, key, value, scale, sliding_window, softcap, s_aux), None
     running = context.current()
     if isinstance(running, _Probe):
         running.inspect(module, attention_mask, other)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = context.Scoring(scale, sliding_window, softcap, s_aux)
     out = running.attend(query[0], key[0], value[0], scoring)
     return out[None], None

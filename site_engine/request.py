@@ -30,6 +30,7 @@ class State(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    LAST = "last"  # its last token is being computed: nothing of it is planned again
     SWAPPED = "swapped"  # preempted, its keys and values kept beside the pool
     FINISHED = "finished"
 

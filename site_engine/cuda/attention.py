@@ -1,0 +1,88 @@
+"""Answers a model's attention calls on the device: one step's numbers, already in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from inspect import signature
+from typing import NamedTuple
+
+import torch
+
+from site_engine.attention import triton_launch
+from site_engine.attention.arena import Arena
+from site_engine.attention.triton_launch import DecodeWork, PrefillWork
+from site_engine.context import Scoring
+
+
+class Fresh(NamedTuple):
+    """Chunks that all begin at their prompt's first token: nothing is read from pages."""
+
+    begin: int  # the first of their packed tokens
+    ends: torch.Tensor  # [chunks + 1], int32: cumulative lengths
+    longest: int
+
+
+class DeviceContext:
+    """One forward pass. Layers are counted as they call."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        table: torch.Tensor,
+        decode: DecodeWork | None,
+        prefill: PrefillWork | None,
+        fresh: Fresh | None = None,
+    ) -> None:
+        self.layer = 0
+        self._arena = arena
+        self._table = table
+        self._decode = decode
+        self._prefill = prefill
+        self._fresh = fresh
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> [tokens, heads, value dim]."""
+        query, key, value = (_rowwise(one) for one in (query, key, value))
+        keys, values = self._arena.keys[self.layer], self._arena.values[self.layer]
+        self.layer += 1
+        out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+        if self._prefill is not None:
+            triton_launch.write(key, value, keys, values, self._prefill.slots)
+        if self._decode is not None:
+            triton_launch.decode(query, key, value, keys, values, self._table, self._decode, out, scoring)
+        if self._fresh is not None and _plain(scoring):
+            out[self._fresh.begin :] = _packed(self._fresh, query, key, value, scoring.scale)
+        elif self._prefill is not None:
+            triton_launch.prefill(query, keys, values, self._table, self._prefill.blocks, out, scoring)
+        return out
+
+
+def _rowwise(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _plain(scoring: Scoring) -> bool:
+    return scoring.window is None and scoring.softcap is None and scoring.sinks is None
+
+
+def _packed(
+    fresh: Fresh, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    q, k, v = (one[:, fresh.begin :].transpose(0, 1) for one in (query, key, value))
+    ends, longest = fresh.ends, fresh.longest
+    answer: torch.Tensor = _varlen()(
+        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0)
+    )
+    return answer
+
+
+@cache
+def _varlen() -> Callable[..., torch.Tensor]:
+    """torch's own attention over packed sequences; newer ones ask to be told that heads share keys."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    shared = "enable_gqa" in signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if shared else varlen_attn

@@ -1,0 +1,153 @@
+"""The engine on a GPU: the next iteration is launched before the one that runs is read.
+
+Tokens stay on the device as the next inputs, so the host may plan and publish while the device computes. Whose
+answer ends in an iteration is known one iteration late: that row computes once more, and nobody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from site_engine.cuda.model import GATE_UP, QUERY_KEY_VALUE, compile_ends, compile_layers, join, joining_pays
+from site_engine.cuda.runner import DeviceRunner, Flight
+from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.hf_bridge import LoadedModel
+from site_engine.request import Admission, Output, Request, State
+from site_engine.scheduler import Plan
+
+
+class AheadEngine(SiteEngine):
+    """One iteration ahead while every request is greedy and plain; else as the engine it extends."""
+
+    def __init__(
+        self, model: LoadedModel, settings: EngineSettings, clock: Callable[[], float], *, graphs: bool = True
+    ) -> None:
+        super().__init__(model, settings, clock)
+        self._flight: Flight | None = None
+        self._launched_s = 0.0  # when the flight began
+        self._published_s = 0.0  # when the one before it was read
+        self._careful: set[str] = set()  # requests whose rules need tokens or logits on the host
+        self._device_runner = DeviceRunner(
+            model.forward,
+            self._arena,
+            self._runner,
+            slots=settings.slots,
+            pages_per_row=self._pool.pages_for(self._limit_tokens),
+            heads_per_kv_head=_heads_per_kv_head(model),
+            graphs=graphs,
+        )
+        self._runner = self._device_runner  # type: ignore[assignment]
+
+    def warm(self) -> None:
+        self._device_runner.warm()
+
+    def step(self) -> list[Output]:
+        """One iteration: apply control, schedule, launch; publish the iteration before it."""
+        if self._careful:
+            self._land()
+            return super().step()
+        began = self._clock()
+        self._apply_control(began)
+        plan = self._scheduler.plan(began)
+        before, self._flight = self._flight, None
+        before_s, self._launched_s = self._launched_s, began
+        if plan:
+            try:
+                self._flight = self._device_runner.launch(plan)
+                self._advance(plan)
+            except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
+                self._publish_flight(before, before_s)
+                before = None
+                self._isolate(self._alive(plan), error)
+        self._publish_flight(before, before_s)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def submit(self, request: Request) -> Admission:
+        admission = super().submit(request)
+        if not _plain(request) and request.id in self._answers:
+            self._careful.add(request.id)
+        return admission
+
+    @property
+    def has_work(self) -> bool:
+        return self._flight is not None or super().has_work
+
+    def _land(self) -> None:
+        flight, self._flight = self._flight, None
+        self._publish_flight(flight, self._launched_s)
+
+    def _advance(self, plan: Plan) -> None:
+        """What was launched counts as computed. A request whose last token is on its way is not planned again."""
+        self._scheduler.advance(plan)
+        for request, start, length, samples in plan.entries:
+            if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
+                request.state = State.LAST
+
+    def _publish_flight(self, flight: Flight | None, launched_s: float) -> None:
+        if flight is None:
+            return
+        token_ids, broken = flight.land()
+        now = self._clock()
+        answers, outputs = self._answers, self._outputs
+        for row, (request, token_id) in enumerate(zip(flight.requests, token_ids, strict=True)):
+            answer = answers.get(request.id)
+            if answer is None or answer.request is not request:
+                continue  # it ended while its row ran once more
+            if row in broken:
+                self._fail(answer, "the model's output was not finite")
+                continue
+            if request.first_token_s is None:
+                self._meter.prompt_tokens_total += request.prompt_len
+            output = answer.take(token_id, now, None)
+            outputs.append(output)
+            if output.finish is not None:
+                self._forget(request)
+        self._measure(flight.plan, max(launched_s, self._published_s))
+        self._published_s = now
+
+    def _alive(self, plan: Plan) -> Plan:
+        """Of a plan that failed, the entries whose requests still run: some ended by the tokens before."""
+
+        def runs(request: Request) -> bool:
+            answer = self._answers.get(request.id)
+            return answer is not None and answer.request is request and request.row >= 0
+
+        return Plan(
+            [entry for entry in plan.decodes if runs(entry.request)],
+            [entry for entry in plan.prefills if runs(entry.request)],
+        )
+
+    def _forget(self, request: Request) -> None:
+        self._careful.discard(request.id)
+        super()._forget(request)
+
+
+def optimise(model: LoadedModel) -> None:
+    """Join projections where it pays and compile the layers. For a model on a GPU, before the engine is made."""
+    if model.device.type == "cuda":
+        join(model.model, QUERY_KEY_VALUE)
+        if joining_pays(model.model, GATE_UP):
+            join(model.model, GATE_UP)
+    compile_layers(model.model)
+    compile_ends(model.model)
+
+
+def _plain(request: Request) -> bool:
+    """Greedy, and nothing that needs the logits or the tokens before the next step starts."""
+    sampling = request.sampling
+    return (
+        sampling.greedy
+        and not sampling.logit_bias
+        and sampling.min_tokens == 0
+        and sampling.logprobs is None
+        and not sampling.prompt_logprobs
+        and not sampling.presence_penalty
+        and not sampling.frequency_penalty
+        and sampling.repetition_penalty == 1.0
+    )
+
+
+def _heads_per_kv_head(model: LoadedModel) -> int:
+    config = model.model.config.get_text_config()
+    return max(1, int(config.num_attention_heads) // min(shape.kv_heads for shape in model.layers))

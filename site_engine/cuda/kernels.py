@@ -1,0 +1,82 @@
+"""Triton kernels around the model: inputs from the step's numbers, and the best token of every row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prepare_inputs(
+    source,  # [tokens]: a token id; or -1 - slot, whose newest token it is
+    position,  # [tokens]
+    wanted,  # [samples]: whose logits are needed, by place among the tokens
+    patch_at,  # [patches]: where in the flat table a page is new; -1: nowhere
+    patch_page,
+    newest,  # [slots]: the last token of each
+    table,
+    ids,  # [tokens], int64, as `positions` and `wanted_out`: what the model takes
+    positions,
+    wanted_out,
+    tokens,
+    samples,
+    patches,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = at < tokens
+    given = tl.load(source + at, mask=here, other=0)
+    pending = here & (given < 0)
+    made = tl.load(newest + (-1 - given), mask=pending, other=0)
+    tl.store(ids + at, tl.where(pending, made, given).to(tl.int64), mask=here)
+    tl.store(positions + at, tl.load(position + at, mask=here, other=0).to(tl.int64), mask=here)
+    here = at < samples
+    tl.store(wanted_out + at, tl.load(wanted + at, mask=here, other=0).to(tl.int64), mask=here)
+    where = tl.load(patch_at + at, mask=at < patches, other=-1)
+    page = tl.load(patch_page + at, mask=at < patches, other=0)
+    tl.store(table + where, page, mask=where >= 0)
+
+
+@triton.jit
+def best_of_span(
+    logits,  # [rows, vocabulary]
+    tops,  # [rows, spans]
+    places,
+    vocabulary,
+    row_stride,
+    SPAN: tl.constexpr,
+):
+    """The first of the largest logits of a span; what is not a number counts as infinite."""
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1)
+    at = span * SPAN + tl.arange(0, SPAN)
+    here = at < vocabulary
+    values = tl.load(logits + row * row_stride + at, mask=here, other=float("-inf")).to(tl.float32)
+    values = tl.where(values != values, float("inf"), values)
+    top = tl.max(values, 0)
+    place = tl.min(tl.where((values == top) & here, at, vocabulary), 0)
+    out = row * tl.num_programs(1) + span
+    tl.store(tops + out, top)
+    tl.store(places + out, place)
+
+
+@triton.jit
+def best_of_row(
+    tops,  # [rows, spans]
+    places,
+    owner,  # [rows]: the slot that a row's token belongs to
+    newest,  # [slots]
+    chosen,  # [rows]: the token; -1 - token where the logits were not finite
+    spans,
+    SPANS_PAD: tl.constexpr,
+):
+    row = tl.program_id(0)
+    at = tl.arange(0, SPANS_PAD)
+    here = at < spans
+    top = tl.load(tops + row * spans + at, mask=here, other=float("-inf"))
+    place = tl.load(places + row * spans + at, mask=here, other=2147483647)
+    best = tl.max(top, 0)
+    token = tl.min(tl.where((top == best) & here, place, 2147483647), 0)
+    tl.store(newest + tl.load(owner + row), token)
+    finite = (best < float("inf")) & (best > float("-inf"))
+    tl.store(chosen + row, tl.where(finite, token, -1 - token))

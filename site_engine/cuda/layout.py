@@ -1,0 +1,225 @@
+"""What one step needs to know, as one block of int32 numbers: one copy to the device, the same places each time.
+
+Does not touch the device: shapes, buckets and the filling of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from site_engine.request import Request
+from site_engine.scheduler import Entry, Plan
+
+Numbers = np.ndarray[Any, np.dtype[np.int32]]
+
+ROWS_STEP = 8
+MIXED_STEP_TOKENS = 64
+MIXED_MOST_TOKENS = 1024  # more run outside a graph: there the host is faster than the device
+MIXED_MOST_CHUNKS = 32
+ITEM_STEPS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # work items per row that graphs are made for
+
+
+class Shape(NamedTuple):
+    """The sizes a step is padded to; steps of one shape share a graph."""
+
+    tokens: int
+    samples: int  # rows whose next token is chosen; the first of them decode
+    items: int  # programs of the decode kernel per KV head
+    split: bool  # some row has more than one chunk
+    blocks: int  # programs of the prefill kernel per KV head
+    patches: int  # new entries of the page table
+    graph: bool
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        t, s, p = self.tokens, self.samples, self.patches
+        return (t, t, t, s, s, s, s, p, p, self.items, 4 * self.blocks)
+
+
+class Sections(NamedTuple):
+    """Views of a step's block; numpy arrays on the host, tensors on the device."""
+
+    source: Any  # [tokens]: an id, or -1 - slot for that slot's newest token
+    position: Any  # [tokens]
+    slot: Any  # [tokens]: where key and value go; 0, in the trash page, where the decode kernel writes them
+    table_row: Any  # [samples]
+    length: Any  # [samples]: context of a decode row, the new token included; 0: padding
+    wanted: Any  # [samples]
+    owner: Any  # [samples]
+    patch_at: Any  # [patches]
+    patch_page: Any  # [patches]
+    items: Any  # [items]
+    blocks: Any  # [4 x blocks]
+
+
+def views(block: Any, shape: Shape) -> Sections:
+    at, made = 0, []
+    for size in shape.sections:
+        made.append(block[at : at + size])
+        at += size
+    return Sections(*made)
+
+
+class PageTables:
+    """Which pages the device's table shows for every slot, and what must be patched before a step."""
+
+    def __init__(self, slots: int, pages_per_row: int, page_size: int) -> None:
+        self.pages_per_row = pages_per_row
+        self._page_size = page_size
+        self._lists: list[list[int]] = [[] for _ in range(slots)]
+        self._shown = [0] * slots
+
+    def patches(self, plan: Plan) -> tuple[list[int], list[int]]:
+        """Places in the flat table and the pages that belong there. A decode row is new to a page where its
+        token is the first of it; whatever else happened to its pages, it was a prefill since."""
+        at: list[int] = []
+        pages: list[int] = []
+        size = self._page_size
+        for request, start, _, _ in [entry for entry in plan.decodes if entry.start % size == 0]:
+            at.append(request.row * self.pages_per_row + start // size)
+            pages.append(request.pages[start // size])
+            self._shown[request.row] = len(request.pages)
+        for entry in plan.prefills:
+            self._show(entry.request, at, pages)
+        return at, pages
+
+    def _show(self, request: Request, at: list[int], pages: list[int]) -> None:
+        row = request.row
+        if self._lists[row] is not request.pages:
+            self._lists[row], self._shown[row] = request.pages, 0
+        shown = self._shown[row]
+        first = row * self.pages_per_row
+        at += range(first + shown, first + len(request.pages))
+        pages += request.pages[shown:]
+        self._shown[row] = len(request.pages)
+
+
+class Packer:
+    """From a plan to a shape and its filled block. `trash` is a slot that belongs to nobody."""
+
+    def __init__(self, *, slots: int, page_size: int, block_tokens: int, chunk_tokens: Any) -> None:
+        self._slots = slots
+        self._page_size = page_size
+        self._block_tokens = block_tokens
+        self._chunk_tokens = chunk_tokens
+
+    def shape(self, plan: Plan, patches: int) -> Shape:
+        """Decode alone and small mixed steps are padded to a shape that has a graph, others are as they are."""
+        rows, tokens = len(plan.decodes), plan.tokens
+        if not plan.prefills:
+            bucket = row_bucket(rows, self._slots)
+            items = self._items_of(plan, bucket) + bucket - rows
+            return Shape(bucket, bucket, *_item_bucket(items, bucket), 0, bucket, True)
+        samples = rows + sum(entry.samples for entry in plan.prefills)
+        if tokens > MIXED_MOST_TOKENS or len(plan.prefills) > MIXED_MOST_CHUNKS:
+            items = self._items_of(plan, max(samples, 1))
+            blocks = sum(-(-entry.length // self._block_tokens) for entry in plan.prefills)
+            return Shape(tokens, max(samples, 1), items, items > rows, blocks, patches, False)
+        bucket = -(-tokens // MIXED_STEP_TOKENS) * MIXED_STEP_TOKENS
+        samples = min(bucket, row_bucket(self._slots, self._slots))
+        items = self._items_of(plan, samples)
+        blocks = bucket // self._block_tokens + MIXED_MOST_CHUNKS + 1
+        size, _ = _item_bucket(max(items, samples + 1), samples)
+        return Shape(bucket, samples, size, True, blocks, samples + bucket, True)
+
+    def _items_of(self, plan: Plan, samples: int) -> int:
+        chunk = self._chunk_tokens(samples)
+        return sum([max(1, -(-entry.start // chunk)) for entry in plan.decodes])
+
+    def fill(self, to: Sections, shape: Shape, plan: Plan) -> list[Request]:
+        """Everything but the patches; whose next tokens the rows are, in order."""
+        rows = len(plan.decodes)
+        to.source[:rows] = [
+            request.tokens[start] if start < len(request.tokens) else -1 - request.row
+            for request, start, _, _ in plan.decodes
+        ]
+        starts = np.array([entry.start for entry in plan.decodes], dtype=np.int32)
+        to.position[:rows] = starts
+        to.slot[:rows] = 0
+        to.table_row[:rows] = slots = [entry.request.row for entry in plan.decodes]
+        to.table_row[rows:] = self._slots
+        to.length[:rows] = starts + 1
+        to.length[rows:] = 0
+        to.wanted[:rows] = np.arange(rows)
+        to.owner[:rows] = slots
+        self._fill_items(to, shape, starts)
+        sampled = [entry.request for entry in plan.decodes]
+        self._fill_prefills(to, plan, sampled)
+        to.wanted[len(sampled) :] = 0
+        to.owner[len(sampled) :] = self._slots
+        return sampled
+
+    def _fill_items(self, to: Sections, shape: Shape, starts: Numbers) -> None:
+        """One item per chunk of a row; where no prefill follows, padding rows have one too and become zeros."""
+        if shape.blocks == 0:
+            starts = np.concatenate([starts, np.zeros(shape.samples - len(starts), dtype=np.int32)])
+        chunk = self._chunk_tokens(shape.samples)
+        chunks = np.maximum(1, -(-starts // chunk))
+        total = int(chunks.sum())
+        rows = np.repeat(np.arange(len(starts)), chunks)
+        first = np.repeat(np.cumsum(chunks) - chunks, chunks)
+        to.items[:total] = rows | (np.arange(total) - first) << 16
+        to.items[total:] = -1
+
+    def _fill_prefills(self, to: Sections, plan: Plan, sampled: list[Request]) -> None:
+        at = len(plan.decodes)
+        blocks: list[tuple[int, int, int, int]] = []
+        for entry in plan.prefills:
+            self._fill_chunk(to, entry, at)
+            blocks += self._blocks(at, entry.request.row, entry.start, entry.length)
+            if entry.samples:
+                to.wanted[len(sampled)] = at + entry.length - 1
+                to.owner[len(sampled)] = entry.request.row
+                sampled.append(entry.request)
+            at += entry.length
+        padding = len(to.source) - at
+        to.source[at:], to.position[at:], to.slot[at:] = 0, 0, 0
+        if len(to.blocks):
+            blocks += self._blocks(at, self._slots, -padding, padding) if padding else []
+            to.blocks[: 4 * len(blocks)] = np.array(blocks, dtype=np.int32).reshape(-1)
+            to.blocks[4 * len(blocks) :] = 0
+
+    def _fill_chunk(self, to: Sections, entry: Entry, at: int) -> None:
+        request, start, length, _ = entry
+        end = at + length
+        places = np.arange(start, start + length)
+        to.source[at:end] = request.tokens[start : start + length]
+        to.position[at:end] = places
+        pages = np.array(request.pages[: -(-(start + length) // self._page_size)], dtype=np.int32)
+        to.slot[at:end] = pages[places // self._page_size] * self._page_size + places % self._page_size
+
+    def _blocks(self, at: int, row: int, place: int, length: int) -> list[tuple[int, int, int, int]]:
+        """Padding has places before 0: its blocks end before they begin, and see nothing."""
+        step = self._block_tokens
+        if place < 0:
+            return [(at + i, row, -min(step, length - i), min(step, length - i)) for i in range(0, length, step)]
+        return [(at + i, row, place + i, min(step, length - i)) for i in range(0, length, step)]
+
+
+def row_bucket(rows: int, slots: int) -> int:
+    """2, 4, 8, then steps of 8. One row runs as two: compiled code treats 1 as a special case."""
+    for small in (2, 4):
+        if rows <= small:
+            return small
+    return min(-(-rows // ROWS_STEP) * ROWS_STEP, max(8, -(-slots // ROWS_STEP) * ROWS_STEP))
+
+
+def row_buckets(slots: int) -> list[int]:
+    return sorted({row_bucket(rows, slots) for rows in range(1, slots + 1)})
+
+
+def _item_bucket(items: int, rows: int) -> tuple[int, bool]:
+    """(size, split)."""
+    if items <= rows:
+        return rows, False
+    for step in ITEM_STEPS:
+        if items <= rows * step:
+            return int(rows * step), True
+    return rows * 2 ** int(np.ceil(np.log2(items / rows))), True
+
+
+def samples_of(plan: Plan) -> Sequence[Request]:
+    return [entry.request for entry in plan.entries if entry.samples]

@@ -1,0 +1,151 @@
+"""Runs plans on the device: one CUDA graph per shape, everything a step needs in one copy, only ids back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from site_engine.attention.arena import Arena
+from site_engine.attention.triton_launch import block_tokens, chunk_tokens
+from site_engine.cuda.attention import Fresh
+from site_engine.cuda.layout import PageTables, Packer, Shape, row_buckets, views
+from site_engine.cuda.step import Device, Step
+from site_engine.request import Request
+from site_engine.runner import Forward, Logits, PackedRunner
+from site_engine.scheduler import Plan
+
+
+class Landed(NamedTuple):
+    """The tokens of a step, and the rows whose logits were not finite."""
+
+    token_ids: list[int]
+    broken: set[int]
+
+
+class Flight:
+    """A step that was launched. `requests[i]` gets the i-th token."""
+
+    def __init__(self, plan: Plan, requests: list[Request], chosen: torch.Tensor) -> None:
+        self.plan = plan
+        self.requests = requests
+        on_gpu = chosen.device.type == "cuda"
+        self._ids = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=on_gpu)
+        self._ids.copy_(chosen, non_blocking=True)
+        self._done = torch.cuda.Event() if on_gpu else None
+        if self._done is not None:
+            self._done.record()
+
+    def land(self) -> Landed:
+        """Wait for the step and read its tokens."""
+        if self._done is not None:
+            self._done.synchronize()
+        numbers: list[int] = self._ids[: len(self.requests)].tolist()
+        if min(numbers, default=0) >= 0:
+            return Landed(numbers, set())
+        broken = {row for row, number in enumerate(numbers) if number < 0}
+        return Landed([number if number >= 0 else -1 - number for number in numbers], broken)
+
+
+class DeviceRunner:
+    """`reference` computes what graphs do not give: the logits of every place of a prompt."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        arena: Arena,
+        reference: PackedRunner,
+        *,
+        slots: int,
+        pages_per_row: int,
+        heads_per_kv_head: int,
+        graphs: bool = True,
+    ) -> None:
+        self._forward = forward
+        self._reference = reference
+        self._slots = slots
+        self._device = Device(arena, slots, pages_per_row)
+        self._tables = PageTables(slots, pages_per_row, arena.page_size)
+        self._packer = Packer(
+            slots=slots,
+            page_size=arena.page_size,
+            block_tokens=block_tokens(heads_per_kv_head, 1),
+            chunk_tokens=chunk_tokens,
+        )
+        self._cuda = self._device.where.type == "cuda"
+        self._graphs = graphs and self._cuda
+        self._steps: dict[tuple[Shape, bool], Step] = {}
+        if self._cuda:
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def launch(self, plan: Plan) -> Flight:
+        """Queue a plan on the device and return at once; tokens not known yet are taken from the step before."""
+        step, requests = self._start(plan, keep_logits=False)
+        return Flight(plan, requests, step.chosen)
+
+    def run(self, plan: Plan) -> Logits:
+        """Compute a plan whose tokens are all known; logits for the sampler."""
+        if any(entry.request.sampling.prompt_logprobs for entry in plan.prefills):
+            self._patch(*self._tables.patches(plan))
+            return self._reference.run(plan)
+        step, requests = self._start(plan, keep_logits=True)
+        assert step.logits is not None
+        return Logits(requests, step.logits[: len(requests)], [])
+
+    def warm(self, report: Callable[[str], None] = lambda line: None) -> None:
+        """Make the graphs that every load needs: decode steps of one and of two chunks per row."""
+        for rows in reversed(row_buckets(self._slots)):
+            for items, split in ((rows, False), (int(rows * 1.5), True), (rows * 2, True)):
+                shape = Shape(rows, rows, items, split, 0, rows, True)
+                self._step(shape, keep_logits=False)
+        report(f"{len(self._steps)} graphs")
+
+    def _start(self, plan: Plan, *, keep_logits: bool) -> tuple[Step, list[Request]]:
+        at, pages = self._tables.patches(plan)
+        shape = self._packer.shape(plan, len(at))
+        if len(at) > shape.patches:
+            self._patch(at, pages)
+            at, pages = [], []
+        block = torch.empty(sum(shape.sections), dtype=torch.int32, pin_memory=self._cuda)
+        to = views(block.numpy(), shape)
+        requests = self._packer.fill(to, shape, plan)
+        to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
+        to.patch_page[: len(at)] = pages
+        step = self._step(shape, keep_logits=keep_logits, fresh=self._fresh(plan, shape))
+        step.load(block)
+        step.run()
+        return step, requests
+
+    def _step(self, shape: Shape, *, keep_logits: bool, fresh: Fresh | None = None) -> Step:
+        if not shape.graph:
+            return Step(self._device, self._forward, shape, fresh)
+        step = self._steps.get((shape, keep_logits))
+        if step is None:
+            step = self._steps[shape, keep_logits] = Step(self._device, self._forward, shape)
+            if self._graphs:
+                step.load(self._padding(shape))
+                step.capture(self._stream, self._pool, keep_logits=keep_logits)
+        return step
+
+    def _padding(self, shape: Shape) -> torch.Tensor:
+        block = torch.zeros(sum(shape.sections), dtype=torch.int32)
+        to = views(block.numpy(), shape)
+        to.table_row[:], to.owner[:], to.patch_at[:], to.items[:] = self._slots, self._slots, -1, -1
+        if not shape.blocks:
+            to.items[: shape.samples] = range(shape.samples)
+        return block
+
+    def _fresh(self, plan: Plan, shape: Shape) -> Fresh | None:
+        """Large prefills of whole prompts go to torch's own attention."""
+        if shape.graph or not self._cuda or any(entry.start for entry in plan.prefills):
+            return None
+        lengths = [entry.length for entry in plan.prefills]
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return Fresh(len(plan.decodes), ends.pin_memory().to(self._device.where, non_blocking=True), max(lengths))
+
+    def _patch(self, at: list[int], pages: list[int]) -> None:
+        where = self._device.where
+        index = torch.tensor(at, dtype=torch.long).to(where)
+        self._device.table.view(-1)[index] = torch.tensor(pages, dtype=torch.int32).to(where)
