@@ -10,7 +10,18 @@ from typing import Annotated
 
 import typer
 
-from mico.commands import chat, config, database, doctor, federation, keys, predictor, processes, simulate, sites
+from mico.commands import (
+    chat,
+    config,
+    database,
+    doctor,
+    federation,
+    keys,
+    predictor,
+    processes,
+    simulate,
+    sites,
+)
 from mico.errors import CommandFailed
 from mico.session import Session
 

@@ -1,1 +1,1 @@
-"""The contract between gateway and site: `federation.proto` and the code generated from it. Nothing else lives here."""
+"""The contract between gateway and site: `federation.proto` and the code generated from it, nothing else."""
