@@ -183,7 +183,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def grace_runs_out(self) -> None:
-        self.clock.now += GRACE_S
+        self.clock.now += GRACE_S + 1.0
         self.site.tick()
         for seen in self.seen.values():
             seen.abandoned = seen.abandoned or self.links[seen.gateway] is None
