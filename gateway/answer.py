@@ -63,7 +63,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     )
     placed = decide(
         demand,
-        gateway.directory.sites,
+        gateway.directory.fleet,
         gateway.policy,
         now_s=gateway.clock(),
         turn=next(gateway.turns),

@@ -15,7 +15,7 @@ from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.forecasting import Forecasts
-from gateway.routing.demand import Policy
+from gateway.routing.candidates import Policy
 from gateway.routing.policies import POLICIES
 from gateway.story import Story
 

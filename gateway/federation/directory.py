@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState, Standing
+from gateway.routing.fleet import Fleet
 
 MAX_SITES = 10_000
 
@@ -21,6 +22,7 @@ class Directory:
         self._sites: dict[str, Site] = {}  # as the sites are by themselves
         self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
+        self.fleet = Fleet()  # the same sites as deciding reads them
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -76,6 +78,8 @@ class Directory:
         """All that operators want now, by site; it replaces what they wanted before."""
         self._standings = dict(standings)
         self._snapshot = None
+        for site in self._sites.values():
+            self.fleet.put(self._under_orders(site))
 
     def leave(self, name: str) -> None:
         """It is down: what ran there is lost, and its last report is true no more, but for its age."""
@@ -94,8 +98,10 @@ class Directory:
     def _put(self, site: Site) -> None:
         self._sites[site.name] = site
         self._snapshot = None
+        self.fleet.put(self._under_orders(site))
 
     def _forget_the_oldest(self) -> None:
         down = [name for name, site in self._sites.items() if site.state is SiteState.DOWN]
         for name in down[: max(0, len(self._sites) - MAX_SITES)]:
             del self._sites[name]
+            self.fleet.remove(name)

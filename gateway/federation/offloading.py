@@ -50,11 +50,9 @@ class Offloading:
         if any(asked.bidder == bidder for asked in self._asked.values()):
             return
         pending = self._pending()
-        sites = {site.name: site for site in self._directory.sites} if pending else {}
-        if bidder in sites:
-            won = wins(sites[bidder], pending, sites, now_s)
-            for donor, attempts in groupby(sorted(won, key=_site_of), key=_site_of):
-                self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
+        won = wins(bidder, pending, self._directory.fleet, now_s)
+        for donor, attempts in groupby(sorted(won, key=_site_of), key=_site_of):
+            self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
 
     def answered(self, release_id: str) -> str | None:
         """Who the released attempts of this answer go to; None if nobody asked (any more)."""

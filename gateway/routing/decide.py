@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
+
 from gateway.domain import Estimate, Site
-from gateway.routing.demand import Candidate, Demand, Policy
-from gateway.routing.estimate import estimate
-from gateway.routing.filters import why_not
+from gateway.routing.candidates import Candidates, Policy
+from gateway.routing.demand import Demand
+from gateway.routing.estimate import estimates, sizes, told
+from gateway.routing.filters import may, why_not
+from gateway.routing.fleet import Fleet
+
+MOST_TOLD = 16
+"""Estimates kept with a decision: of so many sites at most, those that would finish first."""
+MOST_EXCLUDED_TOLD = 64
 
 
 class Placement(NamedTuple):
@@ -22,7 +30,7 @@ class Placement(NamedTuple):
 
 def decide(
     demand: Demand,
-    sites: Iterable[Site],
+    fleet: Fleet,
     policy: Policy,
     *,
     now_s: float,
@@ -30,22 +38,40 @@ def decide(
     avoid: Collection[str] = (),
     toward: str | None = None,
 ) -> Placement:
-    candidates: list[Candidate] = []
-    excluded: dict[str, str] = {}
-    for site in sites:
-        reason = why_not(demand, site, now_s, avoid)
-        if reason is None:
-            candidates.append(Candidate(site, estimate(demand, site, now_s)))
-        else:
-            excluded[site.name] = reason
-    estimates = tuple(c.estimate for c in candidates)
-    if not candidates:
-        return Placement(None, "no site can serve it: " + _list(excluded), estimates, excluded)
-    for site, _ in candidates:
-        if site.name == toward:
-            return Placement(site, f"offloaded: {toward} was idle and bid for it", estimates, excluded)
-    chosen, reason = policy(demand, candidates, turn)
-    return Placement(chosen.site, reason, estimates, excluded)
+    at = fleet.figures
+    candidates = Candidates(
+        sites=fleet.sites,
+        may=may(demand, fleet, at, now_s, avoid),
+        at=at,
+        estimates=estimates(sizes(demand), at, fleet.remaining),
+        now_s=now_s,
+    )
+    excluded = _excluded(demand, candidates, now_s, avoid)
+    if not candidates.may.any():
+        return Placement(None, "no site can serve it: " + _list(excluded), (), excluded)
+    bidder = fleet.place(toward) if toward is not None else None
+    if bidder is not None and candidates.may[bidder]:
+        place, reason = bidder, f"offloaded: {toward} was idle and bid for it"
+    else:
+        place, reason = policy(demand, candidates, turn)
+    return Placement(fleet.sites[place], reason, _told(demand, candidates, place, now_s), excluded)
+
+
+def _told(demand: Demand, candidates: Candidates, chosen: int, now_s: float) -> tuple[Estimate, ...]:
+    places = candidates.places
+    if len(places) > MOST_TOLD:
+        finish_s = candidates.estimates.finish_s[places]
+        best = places[np.argpartition(finish_s, MOST_TOLD - 1)[: MOST_TOLD - 1]]
+        places = np.union1d(best, [chosen])
+    found = candidates.estimates
+    return tuple(told(candidates.sites[place], found, place, demand, now_s) for place in places.tolist())
+
+
+def _excluded(demand: Demand, candidates: Candidates, now_s: float, avoid: Collection[str]) -> dict[str, str]:
+    if candidates.may.all():
+        return {}
+    out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MOST_EXCLUDED_TOLD]]
+    return {site.name: why_not(demand, site, now_s, avoid) or "excluded" for site in out}
 
 
 def _list(excluded: dict[str, str]) -> str:

@@ -1,12 +1,10 @@
-"""What deciding knows of a query, and what a policy answers."""
+"""What deciding knows of a query."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from gateway.domain import Estimate, Lane, Sampling, Site
+from gateway.domain import Lane, Sampling
 from predictor.forecast import Forecast
 
 
@@ -46,19 +44,3 @@ class Demand:
             lane=lane,
             needs=frozenset({"logprobs"} if sampling.logprobs is not None else ()),
         )
-
-
-class Candidate(NamedTuple):
-    site: Site
-    estimate: Estimate
-
-
-class Choice(NamedTuple):
-    """Which of the candidates, and why, in words an operator reads."""
-
-    candidate: Candidate
-    reason: str
-
-
-Policy = Callable[[Demand, Sequence[Candidate], int], Choice]
-"""(demand, candidates, turn) → choice. Never without candidates; `turn` counts decisions and seeds draws."""

@@ -1,90 +1,95 @@
-"""A forecast on one site: when would this demand start there, when would it finish, what would it cost.
+"""A forecast on sites: when would this demand start there, when would it finish, what would it cost.
 
 A site waits for slots and for KV, not for sums of tokens, so the wait follows the predicted remaining lengths
-of what runs there. Figures are the site's own last report plus this gateway's assignments since then. A
+of what runs there. Figures are the sites' own last reports plus this gateway's assignments since then. A
 report's age never shortens a wait: what may have finished meanwhile is not counted as finished.
+
+Every function takes one demand and many sites, or as many demands as sites, in vectors of the same length.
 """
 
 from __future__ import annotations
 
-from math import ceil
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gateway.domain import Estimate, Site
 from gateway.routing.demand import Demand
-
-UNKNOWN_SECONDS_PER_TOKEN = 0.05
-"""Assumed of a site that has measured nothing yet; it warms up before it joins, so this is a last resort."""
+from gateway.routing.fleet import REMAINING_VALUES, Figures, Fleet, Numbers
 
 
-class Ahead(NamedTuple):
-    """What waits at a site and starts before a demand."""
+class Sizes(NamedTuple):
+    """Tokens of one demand, or of one for each site."""
 
-    requests: int
-    prompt_tokens: float
-    response_tokens: float
-
-    @staticmethod
-    def at(site: Site, share: float) -> Ahead:
-        """`share` of what the site reported as pending and of what was assigned since."""
-        load, credit = site.load, site.credit
-        return Ahead(
-            round((load.pending + credit.requests) * share),
-            (load.pending_prompt_tokens + credit.prompt_tokens) * share,
-            (load.pending_response_tokens + credit.response_tokens) * share,
-        )
+    prompt_tokens: Numbers | float
+    response_tokens: Numbers | float
+    kv_tokens: Numbers | float
 
 
-def estimate(demand: Demand, site: Site, now_s: float, *, share_ahead: float = 1.0) -> Estimate:
-    """Expected seconds from now as the client sees them. Constant time: at most 64 values of the report.
+class Estimates(NamedTuple):
+    """Expected seconds from now as the client sees them. `[sites]` each."""
 
-    `share_ahead`: the part of what waits at the site that starts before the demand; all of it for a new one.
+    wait_s: Numbers
+    first_token_s: Numbers
+    iteration_s: Numbers
+    finish_s: Numbers
+    price_usd: Numbers
+
+
+def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
+    """One for each site."""
+    prompt, response = size.prompt_tokens, size.response_tokens
+    more_s = at.per_kv_token_s * prompt
+    iteration_s = at.iteration_s + more_s
+    wait_s = _iterations_until_free(size, at, remaining) * iteration_s
+    first_token_s = at.prefill_s + more_s + wait_s + at.per_token_s * prompt
+    price_usd = prompt * at.input_usd_per_token + response * at.output_usd_per_token
+    return Estimates(wait_s, first_token_s, iteration_s, first_token_s + response * iteration_s, price_usd)
+
+
+def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numbers:
+    """Until a slot and the KV reservation are free: a running request frees both when it ends.
+
+    As many must end as there are too many; those beyond the running ones pass through the slots evenly.
     """
-    load, identity = site.load, site.identity
-    ahead = Ahead.at(site, share_ahead)
-    rows = min(identity.slots, load.running + ahead.requests + 1)
-    iteration_s = seconds_per_iteration(site, rows, identity.kv_capacity_tokens - load.kv_free_tokens)
-    wait_s = _iterations_until_free(demand, site, ahead) * iteration_s
-    prefill_s = iteration_s + load.iteration.per_token_s * (demand.prompt_tokens + ahead.prompt_tokens)
-    first_token_s = site.rtt_s + wait_s + prefill_s
-    price = demand.prompt_tokens * identity.input_usd_per_mtok
-    price += demand.response_tokens * identity.output_usd_per_mtok
+    for_kv = np.minimum((size.kv_tokens - at.kv_room_tokens) / at.kv_each_tokens, at.held)
+    must_end = np.maximum(at.too_many, for_kv)
+    waits = must_end > 0.0
+    if not waits.any():
+        return np.zeros(len(waits))
+    place = np.minimum(np.ceil(must_end / at.per_remaining), REMAINING_VALUES).astype(np.intp) - 1
+    of_running = remaining[np.arange(len(place)), np.maximum(place, 0)]
+    iterations = np.where(must_end <= at.running, np.minimum(at.evenly, of_running), at.evenly)
+    return np.where(waits, iterations, 0.0)
+
+
+def estimate(demand: Demand, site: Site, now_s: float) -> Estimate:
+    """For one site."""
+    fleet = Fleet.of([site])
+    return told(site, estimates(sizes(demand), fleet.figures, fleet.remaining), 0, demand, now_s)
+
+
+def sizes(demand: Demand) -> Sizes:
+    return Sizes(demand.prompt_tokens, demand.response_tokens, demand.kv_tokens)
+
+
+def told(site: Site, found: Estimates, place: int, demand: Demand, now_s: float) -> Estimate:
+    """One of the estimates, as it is kept with a decision."""
     return Estimate(
         site=site.name,
-        wait_s=wait_s,
-        first_token_s=first_token_s,
-        finish_s=first_token_s + demand.response_tokens * iteration_s,
-        price_usd=price / 1e6,
+        wait_s=float(found.wait_s[place]),
+        first_token_s=float(found.first_token_s[place]),
+        finish_s=float(found.finish_s[place]),
+        price_usd=float(found.price_usd[place]),
         kv_tokens=demand.kv_tokens,
-        load_age_s=max(0.0, now_s - load.received_s),
+        load_age_s=max(0.0, now_s - site.load.received_s),
     )
 
 
-def seconds_per_iteration(site: Site, rows: int, kv_tokens: int) -> float:
-    """What one token more costs each of `rows`: by the site's fitted cost, else by what it measured last."""
-    fitted = site.load.iteration.seconds(rows, rows, kv_tokens)
-    return fitted or site.load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
-
-
-def _iterations_until_free(demand: Demand, site: Site, ahead: Ahead) -> float:
-    """Until a slot and the KV reservation are free: a running request frees both when it ends."""
-    load, slots = site.load, site.identity.slots
-    for_slot = load.running + ahead.requests + 1 - slots
-    must_finish = max(for_slot, _must_finish_for_kv(demand, site, ahead))
-    if must_finish <= 0:
-        return 0.0
-    remaining = load.running_remaining
-    if must_finish <= load.running and remaining:
-        return float(remaining[min(len(remaining), ceil(must_finish / load.running_weight)) - 1])
-    return (sum(remaining) * load.running_weight + ahead.response_tokens) / max(1, slots)
-
-
-def _must_finish_for_kv(demand: Demand, site: Site, ahead: Ahead) -> int:
-    """How many of the running requests must end before the demand's reservation fits."""
-    load, capacity = site.load, site.identity.kv_capacity_tokens
-    wanted = demand.kv_tokens + ahead.prompt_tokens + ahead.response_tokens
-    missing = wanted + load.kv_reserved_tokens - load.kv_free_tokens
-    if missing <= 0 or capacity <= 0:
-        return 0
-    per_request = (capacity - load.kv_free_tokens + load.kv_reserved_tokens) / max(1, load.running)
-    return min(load.running + ahead.requests, ceil(missing / max(1.0, per_request)))
+def of_demands(demands: list[Demand]) -> Sizes:
+    """One for each site of a vector."""
+    rows: NDArray[np.float64] = np.array(
+        [(each.prompt_tokens, each.response_tokens, each.kv_tokens) for each in demands], dtype=float
+    ).reshape(len(demands), 3)
+    return Sizes(rows[:, 0], rows[:, 1], rows[:, 2])

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gateway.domain import Site, SiteState
 from gateway.routing.demand import Demand
+from gateway.routing.fleet import Figures, Fleet
 
 STALE_AFTER_S = 3.0
 """Three missed reports: sites report at least once a second."""
+
+
+def may(
+    demand: Demand, fleet: Fleet, at: Figures, now_s: float, avoid: Collection[str] = ()
+) -> NDArray[np.bool_]:
+    """Which sites can take the demand: those that `why_not` has nothing against."""
+    fresh: NDArray[np.bool_] = at.heard_s >= now_s - STALE_AFTER_S
+    found = fresh & fleet.serving(demand.model, demand.needs)
+    for name in avoid:
+        place = fleet.place(name)
+        if place is not None:
+            found[place] = False
+    return found
 
 
 def why_not(demand: Demand, site: Site, now_s: float, avoid: Collection[str] = ()) -> str | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from gateway.domain import Credit, Site
 from gateway.routing.demand import Demand
-from gateway.routing.estimate import estimate
+from gateway.routing.estimate import estimates, of_demands
 from gateway.routing.filters import why_not
+from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_row
 
 MOST_MOVES = 3
 """A query changes its site at most so often: no ping-pong, whatever the estimates say."""
@@ -27,51 +30,72 @@ class Pending(NamedTuple):
     moves: int
 
 
-def wins(bidder: Site, pending: Sequence[Pending], sites: Mapping[str, Site], now_s: float) -> list[Pending]:
-    """The attempts that would finish sooner at the bidder, as many as it has room for, greatest gain first.
-
-    A site starts short queries first, so a pending attempt waits behind those of its site that are shorter.
-    """
-    room = bidder.identity.slots - bidder.load.running - bidder.load.pending - bidder.credit.requests
-    if room <= 0:
+def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:
+    """The attempts that would finish sooner at the bidder, as far as it has room, greatest gain first."""
+    place = fleet.place(bidder)
+    if place is None or not pending:
         return []
-    gains = []
-    for site, waiting in _queues(bidder, pending, sites, now_s).items():
-        for rank, each in enumerate(waiting):
-            here = estimate(each.demand, sites[site], now_s, share_ahead=rank / len(waiting))
-            there = estimate(each.demand, bidder, now_s)
-            gain_s = here.finish_s - there.finish_s - bidder.rtt_s
-            if gain_s > max(LEAST_GAIN_S, LEAST_GAIN_SHARE * here.wait_s):
-                gains.append((gain_s, each))
-    gains.sort(key=lambda pair: -pair[0])
-    return _that_start_at_once(bidder, [each for _, each in gains[:room]], now_s)
+    at, site = fleet.figures, fleet.sites[place]
+    room = int(at.slots[place] - at.held[place])
+    movable = [each for each in pending if _may_move(each, site, fleet, now_s)] if room > 0 else []
+    if not movable:
+        return []
+    gains_s = _gains_s(site, movable, fleet)
+    order = np.argsort(-gains_s, kind="stable")[: min(room, int((gains_s > 0).sum()))]
+    return _that_start_at_once(site, [movable[index] for index in order.tolist()])
 
 
-def _queues(
-    bidder: Site, pending: Sequence[Pending], sites: Mapping[str, Site], now_s: float
-) -> dict[str, list[Pending]]:
-    """What may move, by the site it waits at, in the order it is expected to start there."""
-    queues: dict[str, list[Pending]] = {}
-    for each in sorted(pending, key=lambda each: each.demand.response_tokens):
-        stays = each.site == bidder.name or each.site not in sites or each.moves >= MOST_MOVES
-        if not stays and why_not(each.demand, bidder, now_s) is None:
-            queues.setdefault(each.site, []).append(each)
-    return queues
+def _may_move(each: Pending, bidder: Site, fleet: Fleet, now_s: float) -> bool:
+    if each.site == bidder.name or each.moves >= MOST_MOVES or fleet.place(each.site) is None:
+        return False
+    return why_not(each.demand, bidder, now_s) is None
 
 
-def _that_start_at_once(bidder: Site, chosen: Sequence[Pending], now_s: float) -> list[Pending]:
-    """Each is counted against the bidder before the next is looked at."""
-    taken = []
+def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
+    """Seconds saved by each move, way included; 0 where it is not worth it."""
+    size = of_demands([each.demand for each in movable])
+    donors = {
+        each.site: fleet.sites[place] for each in movable if (place := fleet.place(each.site)) is not None
+    }
+    here = estimates(size, *_columns([(donors[site], share) for site, share in _shares_ahead(movable)]))
+    there = estimates(size, *_columns([(bidder, 1.0)] * len(movable)))
+    gains_s = here.finish_s - there.finish_s - bidder.rtt_s
+    least_s = np.maximum(LEAST_GAIN_S, LEAST_GAIN_SHARE * here.wait_s)
+    return np.where(gains_s > least_s, gains_s, 0.0)
+
+
+def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
+    """Of what waits at each attempt's site the part that starts before it: a site starts short ones first."""
+    shares = [("", 0.0)] * len(movable)
+    by_length = sorted(range(len(movable)), key=lambda i: movable[i].demand.response_tokens)
+    counts = Counter(each.site for each in movable)
+    ranks: Counter[str] = Counter()
+    for index in by_length:
+        site = movable[index].site
+        shares[index] = (site, ranks[site] / counts[site])
+        ranks[site] += 1
+    return shares
+
+
+def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
+    """Each is counted against the bidder before the next is looked at; the first that would wait ends it."""
+    if not chosen:
+        return []
+    credit, rows = bidder.credit, []
     for each in chosen:
-        if estimate(each.demand, bidder, now_s).wait_s == 0:
-            bidder = replace(bidder, credit=_and_one(bidder.credit, each.demand))
-            taken.append(each)
-    return taken
+        rows.append(figures(bidder, credit))
+        credit = Credit(
+            credit.requests + 1,
+            credit.prompt_tokens + each.demand.prompt_tokens,
+            credit.response_tokens + each.demand.response_tokens,
+        )
+    size = of_demands([each.demand for each in chosen])
+    remaining = np.tile(remaining_row(bidder), (len(chosen), 1))
+    waits = estimates(size, Figures(*np.array(rows).T), remaining).wait_s > 0
+    return chosen[: int(waits.argmax())] if waits.any() else chosen
 
 
-def _and_one(credit: Credit, demand: Demand) -> Credit:
-    return Credit(
-        credit.requests + 1,
-        credit.prompt_tokens + demand.prompt_tokens,
-        credit.response_tokens + demand.response_tokens,
-    )
+def _columns(sites: Sequence[tuple[Site, float]]) -> tuple[Figures, Numbers]:
+    """The figures of sites with a share of what waits there ahead, one for each demand of a vector."""
+    values = np.array([figures(site, site.credit, share) for site, share in sites])
+    return Figures(*values.T), np.array([remaining_row(site) for site, _ in sites])

@@ -2,61 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
-from gateway.routing.demand import Candidate, Choice, Demand, Policy
+import numpy as np
 
+from gateway.routing.candidates import Candidates, Choice, Policy
+from gateway.routing.demand import Demand
+from gateway.routing.fleet import Numbers
+
+CROWDING = 16.0
+"""What a query costs the others of a site that has one request per slot, in its own decode times.
+
+Counted at the speed of the fastest candidate, so that crowding weighs alike on fast and slow sites: were it
+weighed by each site's own speed, fast sites would build up queues while slow ones have slots free. Measured:
+bench/results/simulation.md.
+"""
+REPORTS_EVERY_S = 1.5
+"""An older report than this is one that was missed: a site reports every change, and every second anyway."""
 STALE_PENALTY = 1.0
-"""Seconds added per second of a report's age: of two equal sites the one that spoke last is the surer."""
+"""Seconds added per second of a report's age beyond that."""
 USD_PER_SECOND = 0.001
 """One second of waiting is worth this much: turns a difference in price into seconds."""
 
 
-def mico(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Choice:
-    """Least expected completion, with price and the age of the figures as terms in seconds."""
-
-    def seconds(candidate: Candidate) -> float:
-        e = candidate.estimate
-        return (
-            e.finish_s + STALE_PENALTY * e.load_age_s + e.price_usd / USD_PER_SECOND
-        ) / candidate.site.weight
-
-    chosen = _least(candidates, turn, seconds)
-    best = chosen.estimate
-    waits = f"waits {best.wait_s:.2f} s, " if best.wait_s > 0 else ""
-    promise = f"first token in {best.first_token_s:.2f} s, done in {best.finish_s:.2f} s"
-    return Choice(chosen, f"earliest finish: {waits}{promise}")
+def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
+    """Least expected completion, with crowding, price and missed reports as terms in seconds."""
+    found, at = candidates.estimates, candidates.at
+    fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
+    crowding_s = (CROWDING * demand.response_tokens * fastest_s) * requests_per_slot(candidates)
+    missed_s = np.maximum(0.0, candidates.now_s - REPORTS_EVERY_S - at.heard_s)
+    cost_s = found.finish_s + crowding_s + STALE_PENALTY * missed_s + found.price_usd / USD_PER_SECOND
+    place = candidates.least(cost_s / at.weight, turn)
+    waits = f"waits {found.wait_s[place]:.2f} s, " if found.wait_s[place] > 0 else ""
+    promise = f"first token in {found.first_token_s[place]:.2f} s, done in {found.finish_s[place]:.2f} s"
+    crowded = f"{at.held[place]:.0f} requests on {at.slots[place]:.0f} slots"
+    return Choice(place, f"earliest finish, crowding counted: {waits}{promise}, {crowded}")
 
 
-def round_robin(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Choice:
-    return Choice(candidates[turn % len(candidates)], "next in turn")
+def round_robin(demand: Demand, candidates: Candidates, turn: int) -> Choice:
+    places = candidates.places
+    return Choice(int(places[turn % len(places)]), "next in turn")
 
 
-def least_requests(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Choice:
-    chosen = _least(candidates, turn, _requests_per_slot)
-    return Choice(chosen, f"fewest requests per slot: {_requests_per_slot(chosen):.2f}")
+def least_requests(demand: Demand, candidates: Candidates, turn: int) -> Choice:
+    held = requests_per_slot(candidates)
+    place = candidates.least(held / candidates.at.weight, turn)
+    return Choice(place, f"fewest requests per slot: {held[place]:.2f}")
 
 
-def power_of_two(demand: Demand, candidates: Sequence[Candidate], turn: int) -> Choice:
+def power_of_two(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     """The less loaded of two sites drawn by `turn` (Mitzenmacher 2001)."""
-    first = _scramble(turn) % len(candidates)
-    second = (first + 1 + _scramble(turn + 1) % max(1, len(candidates) - 1)) % len(candidates)
-    drawn = (candidates[first], candidates[second])
-    chosen = min(drawn, key=_requests_per_slot)
-    return Choice(chosen, f"the less loaded of {drawn[0].site.name} and {drawn[1].site.name}")
+    places, held = candidates.places, requests_per_slot(candidates)
+    first = _scramble(turn) % len(places)
+    second = (first + 1 + _scramble(turn + 1) % max(1, len(places) - 1)) % len(places)
+    drawn = int(places[first]), int(places[second])
+    names = " and ".join(candidates.sites[place].name for place in drawn)
+    return Choice(min(drawn, key=lambda place: float(held[place])), f"the less loaded of {names}")
 
 
-def _least(candidates: Sequence[Candidate], turn: int, cost: Callable[[Candidate], float]) -> Candidate:
-    """The cheapest; ties go round, so that equal sites share equally."""
-    size = len(candidates)
-    return candidates[min(range(size), key=lambda i: (cost(candidates[i]), (i - turn) % size))]
+def least_tokens(demand: Demand, candidates: Candidates, turn: int) -> Choice:
+    """The least sum of predicted tokens (M_k of the MICO paper, section 3.3) whatever a site's size."""
+    place = candidates.least(candidates.at.token_load, turn)
+    return Choice(place, f"fewest predicted tokens: {candidates.at.token_load[place]:.0f}")
 
 
-def _requests_per_slot(candidate: Candidate) -> float:
-    site = candidate.site
-    held = site.load.running + site.load.pending + site.credit.requests
-    return held / (max(1, site.identity.slots) * site.weight)
+def token_balanced(demand: Demand, candidates: Candidates, turn: int) -> Choice:
+    """A window of one (see window.py): the least predicted tokens in proportion to speed."""
+    per_speed = candidates.at.token_load * candidates.estimates.iteration_s / candidates.at.slots
+    place = candidates.least(per_speed, turn)
+    return Choice(place, f"fewest predicted tokens for its speed: {per_speed[place]:.2f} s of work")
+
+
+def shortest_wait(demand: Demand, candidates: Candidates, turn: int) -> Choice:
+    first_token_s = candidates.estimates.first_token_s
+    place = candidates.least(first_token_s, turn)
+    return Choice(place, f"soonest first token: {first_token_s[place]:.2f} s")
+
+
+def requests_per_slot(candidates: Candidates) -> Numbers:
+    return candidates.at.held / candidates.at.slots
 
 
 def _scramble(turn: int) -> int:
@@ -65,5 +90,13 @@ def _scramble(turn: int) -> int:
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"mico": mico, "round_robin": round_robin, "least_requests": least_requests, "power_of_two": power_of_two}
+    {
+        "mico": mico,
+        "token_balanced": token_balanced,
+        "round_robin": round_robin,
+        "least_requests": least_requests,
+        "power_of_two": power_of_two,
+        "least_tokens": least_tokens,
+        "shortest_wait": shortest_wait,
+    }
 )

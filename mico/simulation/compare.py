@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from gateway.routing.demand import Policy
+from gateway.routing.candidates import Policy
 from gateway.routing.policies import POLICIES
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation import workloads

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.domain import LoadReport
-from gateway.routing.demand import Policy
+from gateway.routing.candidates import Policy
 from mico.simulation.events import Clock
 from mico.simulation.gateway import Attempt, Gateway
 from mico.simulation.queries import Expected, Query, Record

@@ -14,8 +14,9 @@ from gateway.domain import Broken, Cause, Credit, LoadReport, Model, Resume, Sam
 from gateway.errors import MicoError
 from gateway.federation.directory import Directory
 from gateway.federation.offloading import Offloading
+from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide
-from gateway.routing.demand import Demand, Policy
+from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, tries
 from mico.simulation.events import Clock
 from mico.simulation.queries import Expected, Query, Record
@@ -107,7 +108,7 @@ class Gateway:
             demand = Demand.of(MODEL, query.prompt_tokens, expected.forecast, Sampling(), delivered=delivered)
         placed = decide(
             demand,
-            self.directory.sites,
+            self.directory.fleet,
             self._policy,
             now_s=self._clock.now_s,
             turn=next(self._turns),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.routing.demand import Demand
+from gateway.routing.fleet import Fleet
 from gateway.routing.offload import MOST_MOVES, Pending, wins
 
 NOW = 50.0
@@ -46,7 +47,7 @@ def test_a_bidder_wins_no_more_than_it_can_start_at_once(
     bidder = site("idle", slots=room, running=min(running, room), seconds=seconds)
     bidder = replace(bidder, credit=Credit(credit, 20.0 * credit, 100.0 * credit))
     busy = site("busy", running=4, pending=waiting)
-    won = wins(bidder, [pending(n) for n in range(waiting)], {"idle": bidder, "busy": busy}, NOW)
+    won = wins("idle", [pending(n) for n in range(waiting)], Fleet.of([bidder, busy]), NOW)
     assert len(won) <= max(0, room - min(running, room) - credit)
     assert len({each.attempt_id for each in won}) == len(won)
 
@@ -54,28 +55,28 @@ def test_a_bidder_wins_no_more_than_it_can_start_at_once(
 @given(st.integers(1, 40))
 def test_an_idle_equal_site_takes_work_from_a_queue(waiting: int) -> None:
     bidder, busy = site("idle"), site("busy", running=4, pending=waiting)
-    won = wins(bidder, [pending(n) for n in range(waiting)], {"idle": bidder, "busy": busy}, NOW)
+    won = wins("idle", [pending(n) for n in range(waiting)], Fleet.of([bidder, busy]), NOW)
     assert len(won) == min(waiting, 4)
 
 
 def test_a_much_slower_site_wins_nothing_that_would_finish_sooner_where_it_is() -> None:
     bidder, busy = site("idle", seconds=1.0), site("busy", running=4, pending=1, seconds=0.01)
-    assert wins(bidder, [pending(0)], {"idle": bidder, "busy": busy}, NOW) == []
+    assert wins("idle", [pending(0)], Fleet.of([bidder, busy]), NOW) == []
 
 
 def test_a_far_site_wins_nothing_that_gains_less_than_the_way() -> None:
     bidder, busy = replace(site("idle"), rtt_s=30.0), site("busy", running=4, pending=2)
-    assert wins(bidder, [pending(0)], {"idle": bidder, "busy": busy}, NOW) == []
+    assert wins("idle", [pending(0)], Fleet.of([bidder, busy]), NOW) == []
 
 
 def test_a_query_that_moved_often_enough_stays() -> None:
     bidder, busy = site("idle"), site("busy", running=4, pending=5)
-    sites = {"idle": bidder, "busy": busy}
-    assert wins(bidder, [pending(0, moves=MOST_MOVES)], sites, NOW) == []
-    assert wins(bidder, [pending(0, moves=MOST_MOVES - 1)], sites, NOW) != []
+    sites = Fleet.of([bidder, busy])
+    assert wins("idle", [pending(0, moves=MOST_MOVES)], sites, NOW) == []
+    assert wins("idle", [pending(0, moves=MOST_MOVES - 1)], sites, NOW) != []
 
 
 def test_nobody_wins_its_own_queue_or_one_of_a_site_that_left() -> None:
     bidder, busy = site("idle", pending=0), site("busy", running=4, pending=5)
-    sites = {"idle": bidder, "busy": busy}
-    assert wins(bidder, [pending(0, "idle"), pending(1, "gone")], sites, NOW) == []
+    sites = Fleet.of([bidder, busy])
+    assert wins("idle", [pending(0, "idle"), pending(1, "gone")], sites, NOW) == []

@@ -27,6 +27,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimate
 from gateway.routing.failover import Setback, tries
 from gateway.routing.filters import STALE_AFTER_S
+from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES, mico
 from predictor.forecast import Forecast
 
@@ -96,22 +97,28 @@ def federation(least: int = 1) -> st.SearchStrategy[list[Site]]:
 def test_a_decision_names_one_site_and_estimates_every_candidate(
     sites: list[Site], name: str, turn: int
 ) -> None:
-    placed = decide(DEMAND, sites, POLICIES[name], now_s=NOW, turn=turn)
+    placed = decide(DEMAND, Fleet.of(sites), POLICIES[name], now_s=NOW, turn=turn)
     assert placed.site in sites
     assert [e.site for e in placed.estimates] == [s.name for s in sites]
     assert placed.reason
-    assert placed == decide(DEMAND, sites, POLICIES[name], now_s=NOW, turn=turn)
+    assert placed == decide(DEMAND, Fleet.of(sites), POLICIES[name], now_s=NOW, turn=turn)
 
 
 @given(federation(), loads, st.integers(0, 100))
 def test_a_worse_site_changes_nothing(sites: list[Site], worse: Site, turn: int) -> None:
-    best = decide(DEMAND, sites, mico, now_s=NOW, turn=turn)
+    best = decide(DEMAND, Fleet.of(sites), mico, now_s=NOW, turn=turn)
     assert best.site is not None
     slowest = max(e.finish_s for e in best.estimates)
     dear = max(s.identity.output_usd_per_mtok for s in sites)
     identity = replace(worse.identity, name="worse", output_usd_per_mtok=dear + 1)
-    worse = replace(worse, identity=identity, rtt_s=slowest + 1 + STALE_AFTER_S)
-    joined = decide(DEMAND, [*sites, worse], mico, now_s=NOW, turn=turn)
+    crowded = 1 + max((s.load.running + s.load.pending + s.credit.requests) / s.identity.slots for s in sites)
+    load = replace(
+        worse.load,
+        iteration=IterationCost(base_s=1.0),  # slower than any other
+        pending=worse.load.pending + int(crowded * identity.slots),
+    )
+    worse = replace(worse, identity=identity, load=load, rtt_s=slowest + 1 + STALE_AFTER_S)
+    joined = decide(DEMAND, Fleet.of([*sites, worse]), mico, now_s=NOW, turn=turn)
     assert joined.site is not None
     assert joined.site.name != "worse"
 
@@ -158,7 +165,7 @@ def test_a_site_waits_for_kv_even_with_slots_to_spare() -> None:
     ],
 )
 def test_who_may_not_serve_is_told_why(change: dict[str, object], reason: str) -> None:
-    placed = decide(DEMAND, [replace(site(), **change)], mico, now_s=NOW, turn=0)  # type: ignore[arg-type]
+    placed = decide(DEMAND, Fleet.of([replace(site(), **change)]), mico, now_s=NOW, turn=0)  # type: ignore[arg-type]
     assert placed.site is None
     assert placed.excluded == {"a": reason}
 
@@ -166,15 +173,15 @@ def test_who_may_not_serve_is_told_why(change: dict[str, object], reason: str) -
 def test_a_stale_idle_site_is_never_chosen_over_a_fresh_busy_one() -> None:
     stale = site("stale", age_s=STALE_AFTER_S + 0.1)
     busy = site("busy", running=(500,) * 8, pending=20)
-    placed = decide(DEMAND, [stale, busy], mico, now_s=NOW, turn=0)
+    placed = decide(DEMAND, Fleet.of([stale, busy]), mico, now_s=NOW, turn=0)
     assert placed.site is busy
     assert "load report" in placed.excluded["stale"]
 
 
 def test_what_a_site_lacks_excludes_it() -> None:
     demand = replace(DEMAND, needs=frozenset({"logprobs"}))
-    assert decide(demand, [site()], mico, now_s=NOW, turn=0).excluded == {"a": "lacks logprobs"}
-    assert decide(replace(DEMAND, model="x"), [site()], mico, now_s=NOW, turn=0).excluded == {
+    assert decide(demand, Fleet.of([site()]), mico, now_s=NOW, turn=0).excluded == {"a": "lacks logprobs"}
+    assert decide(replace(DEMAND, model="x"), Fleet.of([site()]), mico, now_s=NOW, turn=0).excluded == {
         "a": "does not serve the model"
     }
 
@@ -184,7 +191,7 @@ def test_equal_sites_share_a_burst_equally(count: int, burst: int) -> None:
     sites = {f"s{i}": site(f"s{i}") for i in range(count)}
     taken = dict.fromkeys(sites, 0)
     for turn in range(burst):
-        chosen = decide(DEMAND, sites.values(), mico, now_s=NOW, turn=turn).site
+        chosen = decide(DEMAND, Fleet.of(sites.values()), mico, now_s=NOW, turn=turn).site
         assert chosen is not None
         taken[chosen.name] += 1
         n = taken[chosen.name]

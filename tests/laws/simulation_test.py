@@ -62,7 +62,7 @@ def simulate(
     st.booleans(),
     st.integers(1, 3),
 )
-def test_every_query_ends_once_and_nothing_is_left_at_a_site(
+def test_every_query_ends_once_and_nothing_is_left_at_a_site(  # noqa: PLR0917  # hypothesis passes by place
     queries: list[Query],
     sites: tuple[SiteSpec, ...],
     policy: str,

@@ -1,0 +1,158 @@
+"""The sites as columns of numbers, brought up to date one site at a time: a decision over a thousand sites is
+then a few dozen vector operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.domain import Credit, Site, SiteState
+
+Numbers = NDArray[np.float64]
+
+UNKNOWN_SECONDS_PER_TOKEN = 0.05
+"""Assumed of a site that has measured nothing yet; it warms up before it joins, so this is a last resort."""
+REMAINING_VALUES = 64
+"""At most so many in a report."""
+
+
+class Figures(NamedTuple):
+    """What deciding reads of sites, one number each. What was assigned since the report counts as pending."""
+
+    heard_s: Numbers  # when the last report came; never, of a site that takes nothing
+    slots: Numbers
+    running: Numbers
+    held: Numbers  # running and pending
+    iteration_s: Numbers  # with one row more
+    prefill_s: Numbers  # of what is pending, with the way there and back and one iteration
+    evenly: Numbers  # iterations until all that is held has passed through the slots
+    too_many: Numbers  # how many of those must end before one more has a slot
+    per_remaining: Numbers  # requests that one value of `remaining` stands for
+    kv_room_tokens: Numbers  # not held, promised or expected by what is pending; may be negative
+    kv_each_tokens: Numbers  # what a request that ends gives back
+    per_token_s: Numbers
+    per_kv_token_s: Numbers
+    token_load: Numbers
+    weight: Numbers
+    input_usd_per_token: Numbers
+    output_usd_per_token: Numbers
+
+
+def figures(site: Site, credit: Credit, share_ahead: float = 1.0) -> tuple[float, ...]:
+    """One site's, in the order of `Figures`. `credit`: what to count as pending beyond the report.
+
+    `share_ahead`: the part of what is pending that starts before the demand; all of it for a new one.
+    """
+    load, identity, cost = site.load, site.identity, site.load.iteration
+    pending = (load.pending + credit.requests) * share_ahead
+    prompt_tokens = (load.pending_prompt_tokens + credit.prompt_tokens) * share_ahead
+    response_tokens = (load.pending_response_tokens + credit.response_tokens) * share_ahead
+    slots, held = max(1, identity.slots), load.running + pending
+    rows, used = min(slots, held + 1), identity.kv_capacity_tokens - load.kv_free_tokens
+    fitted_s = cost.seconds(rows, rows, used)
+    iteration_s = fitted_s or load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
+    kept = used + load.kv_reserved_tokens
+    room = identity.kv_capacity_tokens - kept - prompt_tokens - response_tokens
+    return (
+        load.received_s if site.state is SiteState.READY and site.weight > 0 else -inf,
+        slots,
+        load.running,
+        held,
+        iteration_s,
+        site.rtt_s + iteration_s + cost.per_token_s * prompt_tokens,
+        (sum(load.running_remaining) * load.running_weight + response_tokens) / slots,
+        held + 1 - slots,
+        load.running_weight,
+        room if identity.kv_capacity_tokens > 0 else inf,
+        max(1.0, kept / max(1, load.running)),
+        cost.per_token_s,
+        cost.per_kv_token_s,
+        load.token_load + credit.prompt_tokens + credit.response_tokens,
+        max(site.weight, 1e-9),
+        identity.input_usd_per_mtok / 1e6,
+        identity.output_usd_per_mtok / 1e6,
+    )
+
+
+def remaining_row(site: Site) -> Numbers:
+    """The predicted remaining lengths of what runs, ascending, padded with the last one."""
+    values = site.load.running_remaining[:REMAINING_VALUES]
+    row = np.full(REMAINING_VALUES, values[-1] if values else 0.0)
+    row[: len(values)] = values
+    return row
+
+
+class Fleet:
+    """`sites[i]` is column `i` of `figures` and row `i` of `remaining`."""
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self._places: dict[str, int] = {}
+        self._values = np.zeros((len(Figures._fields), 8))
+        self._remaining = np.zeros((8, REMAINING_VALUES))
+        self._serving: dict[tuple[str, frozenset[str]], NDArray[np.bool_]] = {}
+
+    @staticmethod
+    def of(sites: Iterable[Site]) -> Fleet:
+        fleet = Fleet()
+        for site in sites:
+            fleet.put(site)
+        return fleet
+
+    @property
+    def figures(self) -> Figures:
+        return Figures(*self._values[:, : len(self.sites)])
+
+    @property
+    def remaining(self) -> Numbers:
+        return self._remaining[: len(self.sites)]
+
+    def place(self, name: str) -> int | None:
+        return self._places.get(name)
+
+    def put(self, site: Site) -> None:
+        """A new site, or news of one."""
+        place = self._places.get(site.name)
+        if place is None:
+            place = self._places[site.name] = len(self.sites)
+            self.sites.append(site)
+            self._serving.clear()
+            if place == self._values.shape[1]:
+                self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+                self._remaining = np.concatenate([self._remaining, np.zeros_like(self._remaining)])
+            self._remaining[place] = remaining_row(site)
+        else:
+            before, self.sites[place] = self.sites[place], site
+            if site.load is not before.load:
+                self._remaining[place] = remaining_row(site)
+            if site.identity is not before.identity or site.pinned_off != before.pinned_off:
+                self._serving.clear()
+        self._values[:, place] = figures(site, site.credit)
+
+    def remove(self, name: str) -> None:
+        """The last site takes the place of the one that is gone."""
+        place, last = self._places.pop(name), self.sites.pop()
+        if last.name != name:
+            self.sites[place] = last
+            self._places[last.name] = place
+            self._values[:, place] = figures(last, last.credit)
+            self._remaining[place] = remaining_row(last)
+        self._serving.clear()
+
+    def serving(self, model: str, needs: frozenset[str]) -> NDArray[np.bool_]:
+        """Which sites serve the model with these features."""
+        known = self._serving.get((model, needs))
+        if known is None:
+            known = np.array([_serves(site, model, needs) for site in self.sites], dtype=bool)
+            self._serving[model, needs] = known
+        return known
+
+
+def _serves(site: Site, model: str, needs: frozenset[str]) -> bool:
+    served = site.identity.models.get(model)
+    return served is not None and model not in site.pinned_off and needs <= served.features
