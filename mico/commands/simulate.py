@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mico.errors import CommandFailed, ExitCode
-from mico.session import Json, session
+from mico.session import Json, Session, session
 
 COLUMNS = {
     "trace": "trace",
@@ -91,19 +92,24 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
         report_delay_s=report_delay_s,
         outages=tuple(compare.outage(each) for each in outage or ()),
     )
-    runs = []
-    for row in compare.rows(wanted):
-        runs.append(row)
-        here.terminal.say(
-            f"{len(runs)}: {row['policy']} at {row['load']:.0%} on {row['sites']} sites is done"
-        )
+    runs = list(_announced(here, compare.rows(wanted)))
     if plot is not None:
         _plot(runs, plot)
     if as_json:
         here.terminal.json({"runs": runs})
     else:
-        cells = [[_plain(row[field]) for field in COLUMNS] for row in runs]
-        here.terminal.table(list(COLUMNS.values()), cells)
+        _table(here, runs)
+
+
+def _announced(here: Session, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows, 1):
+        yield row
+        here.terminal.say(f"{number}: {row['policy']} at {row['load']:.0%} on {row['sites']} sites is done")
+
+
+def _table(here: Session, runs: list[dict[str, Any]]) -> None:
+    cells = [[_plain(row[field]) for field in COLUMNS] for row in runs]
+    here.terminal.table(list(COLUMNS.values()), cells)
 
 
 def _list(text: str) -> list[str]:
