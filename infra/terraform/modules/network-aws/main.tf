@@ -51,6 +51,11 @@ resource "aws_vpc" "this" {
   tags                 = merge(var.tags, { Name = var.name })
 }
 
+resource "aws_default_security_group" "this" { # nothing belongs to it, and it lets nothing through
+  vpc_id = aws_vpc.this.id
+  tags   = merge(var.tags, { Name = "${var.name}-unused" })
+}
+
 resource "aws_internet_gateway" "this" {
   vpc_id = aws_vpc.this.id
   tags   = merge(var.tags, { Name = var.name })

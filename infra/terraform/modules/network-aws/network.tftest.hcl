@@ -46,6 +46,12 @@ run "private" {
     error_message = "private subnets lead out by the NAT gateway, which leads out by the internet gateway"
   }
   assert {
+    condition = alltrue([
+      aws_default_security_group.this.vpc_id == aws_vpc.this.id, aws_default_security_group.this.tags["Name"] == "aws-eu-unused",
+    ])
+    error_message = "a machine that is given no group can neither be reached nor reach out"
+  }
+  assert {
     condition = { for key, link in aws_route_table_association.this : key => [link.subnet_id, link.route_table_id] } == {
       private-a = [aws_subnet.this["private-a"].id, aws_route_table.this["private"].id]
       private-b = [aws_subnet.this["private-b"].id, aws_route_table.this["private"].id]

@@ -34,6 +34,7 @@ resource "aws_security_group" "this" {
 
 resource "aws_vpc_security_group_egress_rule" "all" {
   security_group_id = aws_security_group.this.id
+  description       = "Registry, secrets, model weights, gateways"
   cidr_ipv4         = "0.0.0.0/0"
   ip_protocol       = "-1"
 }
@@ -65,7 +66,6 @@ resource "aws_iam_role_policy_attachment" "session" { # a shell by way of AWS's 
 resource "aws_iam_instance_profile" "this" {
   name_prefix = "${var.pool.name}-"
   role        = aws_iam_role.this.name
-  tags        = local.tags
 }
 
 resource "aws_launch_template" "this" {

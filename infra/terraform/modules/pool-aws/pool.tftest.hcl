@@ -104,7 +104,7 @@ run "engine" {
   assert {
     condition = alltrue([
       aws_iam_role.this.name_prefix == "aws-eu-", aws_iam_role.this.tags["Name"] == "aws-eu",
-      aws_iam_instance_profile.this.name_prefix == "aws-eu-", aws_iam_instance_profile.this.tags["role"] == "engine",
+      aws_iam_instance_profile.this.name_prefix == "aws-eu-",
       aws_security_group.this.name_prefix == "aws-eu-", aws_security_group.this.tags["Name"] == "aws-eu",
       aws_launch_template.this.name_prefix == "aws-eu-", aws_launch_template.this.tags["Name"] == "aws-eu",
       aws_autoscaling_group.this.name_prefix == "aws-eu-",

@@ -48,19 +48,20 @@ resource "azurerm_role_assignment" "secrets" {
 }
 
 resource "azurerm_linux_virtual_machine_scale_set" "this" {
-  name                = var.pool.name
-  resource_group_name = module.network.group.name
-  location            = module.network.group.location
-  sku                 = var.pool.machine_types[0]
-  instances           = var.pool.min
-  priority            = var.pool.spot ? "Spot" : "Regular"
-  eviction_policy     = var.pool.spot ? "Delete" : null
-  max_bid_price       = var.pool.spot ? -1 : null # never more than the price on demand
-  admin_username      = "mico"
-  custom_data         = base64encode(var.user_data)
-  upgrade_mode        = local.gateway ? "Rolling" : "Manual" # an engine has no probe to roll by
-  health_probe_id     = one(azurerm_lb_probe.this[*].id)
-  overprovision       = false
+  name                            = var.pool.name
+  resource_group_name             = module.network.group.name
+  location                        = module.network.group.location
+  sku                             = var.pool.machine_types[0]
+  instances                       = var.pool.min
+  priority                        = var.pool.spot ? "Spot" : "Regular"
+  eviction_policy                 = var.pool.spot ? "Delete" : null
+  max_bid_price                   = var.pool.spot ? -1 : null # never more than the price on demand
+  admin_username                  = "mico"
+  disable_password_authentication = true
+  custom_data                     = base64encode(var.user_data)
+  upgrade_mode                    = local.gateway ? "Rolling" : "Manual" # an engine has no probe to roll by
+  health_probe_id                 = one(azurerm_lb_probe.this[*].id)
+  overprovision                   = false
   admin_ssh_key {
     username   = "mico"
     public_key = var.ssh_public_key

@@ -73,6 +73,7 @@ run "engine" {
   assert {
     condition = alltrue([
       azurerm_linux_virtual_machine_scale_set.this.admin_username == "mico",
+      azurerm_linux_virtual_machine_scale_set.this.disable_password_authentication == true,
       one(azurerm_linux_virtual_machine_scale_set.this.admin_ssh_key).username == "mico",
       one(azurerm_linux_virtual_machine_scale_set.this.admin_ssh_key).public_key == var.ssh_public_key,
       azurerm_linux_virtual_machine_scale_set.this.source_image_reference[0].publisher == "microsoft-dsvm",

@@ -83,6 +83,7 @@ resource "aws_security_group" "standby" {
 resource "aws_vpc_security_group_ingress_rule" "primary" {
   for_each          = toset(var.client_cidrs)
   security_group_id = aws_security_group.primary.id
+  description       = "Gateways"
   cidr_ipv4         = each.value
   from_port         = 5432
   to_port           = 5432
@@ -93,6 +94,7 @@ resource "aws_vpc_security_group_ingress_rule" "standby" {
   provider          = aws.standby
   for_each          = toset(var.client_cidrs)
   security_group_id = aws_security_group.standby.id
+  description       = "Gateways"
   cidr_ipv4         = each.value
   from_port         = 5432
   to_port           = 5432
@@ -116,43 +118,48 @@ resource "aws_db_parameter_group" "this" {
 }
 
 resource "aws_db_instance" "primary" {
-  identifier                   = var.name
-  engine                       = "postgres"
-  engine_version               = "17"
-  instance_class               = var.instance_class
-  allocated_storage            = 50
-  max_allocated_storage        = 500
-  storage_type                 = "gp3"
-  storage_encrypted            = true
-  multi_az                     = true
-  db_name                      = "mico"
-  username                     = "mico"
-  password_wo                  = var.password
-  password_wo_version          = var.password_version
-  db_subnet_group_name         = aws_db_subnet_group.primary.name
-  vpc_security_group_ids       = [aws_security_group.primary.id]
-  parameter_group_name         = aws_db_parameter_group.this.name
-  backup_retention_period      = 14
-  copy_tags_to_snapshot        = true
-  performance_insights_enabled = true
-  deletion_protection          = var.protect
-  skip_final_snapshot          = !var.protect
-  final_snapshot_identifier    = "${var.name}-final"
+  identifier                      = var.name
+  engine                          = "postgres"
+  engine_version                  = "17"
+  instance_class                  = var.instance_class
+  allocated_storage               = 50
+  max_allocated_storage           = 500
+  storage_type                    = "gp3"
+  storage_encrypted               = true
+  multi_az                        = true
+  db_name                         = "mico"
+  username                        = "mico"
+  password_wo                     = var.password
+  password_wo_version             = var.password_version
+  db_subnet_group_name            = aws_db_subnet_group.primary.name
+  vpc_security_group_ids          = [aws_security_group.primary.id]
+  parameter_group_name            = aws_db_parameter_group.this.name
+  backup_retention_period         = 14
+  performance_insights_enabled    = true
+  copy_tags_to_snapshot           = true
+  auto_minor_version_upgrade      = true
+  enabled_cloudwatch_logs_exports = ["postgresql", "upgrade"]
+  deletion_protection             = var.protect
+  skip_final_snapshot             = !var.protect
+  final_snapshot_identifier       = "${var.name}-final"
 }
 
 resource "aws_db_instance" "standby" {
-  provider                     = aws.standby
-  identifier                   = "${var.name}-standby"
-  replicate_source_db          = aws_db_instance.primary.arn
-  instance_class               = var.instance_class
-  storage_encrypted            = true
-  kms_key_id                   = aws_kms_key.standby.arn
-  db_subnet_group_name         = aws_db_subnet_group.standby.name
-  vpc_security_group_ids       = [aws_security_group.standby.id]
-  backup_retention_period      = 7 # without it, a promoted replica would have no way back
-  performance_insights_enabled = true
-  deletion_protection          = var.protect
-  skip_final_snapshot          = true
+  provider                        = aws.standby
+  identifier                      = "${var.name}-standby"
+  replicate_source_db             = aws_db_instance.primary.arn
+  instance_class                  = var.instance_class
+  storage_encrypted               = true
+  kms_key_id                      = aws_kms_key.standby.arn
+  db_subnet_group_name            = aws_db_subnet_group.standby.name
+  vpc_security_group_ids          = [aws_security_group.standby.id]
+  backup_retention_period         = 7 # without it, a promoted replica would have no way back
+  performance_insights_enabled    = true
+  copy_tags_to_snapshot           = true
+  auto_minor_version_upgrade      = true
+  enabled_cloudwatch_logs_exports = ["postgresql", "upgrade"]
+  deletion_protection             = var.protect
+  skip_final_snapshot             = true
 }
 
 output "addresses" {

@@ -31,7 +31,7 @@ variable "ready" {
 variable "start_s" {
   description = "Seconds the process has to become ready."
   type        = number
-  default     = 60
+  default     = 180
 }
 
 variable "stop_s" {
