@@ -18,6 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 from predictor.features import DENSE
 
 OPSET = 17
+BERT_EPSILON = 1e-12
+ANSWER = "probabilities"
+INPUTS = "inputs"
+"""What the head sees of a prompt: everything but the served model."""
 CONTRIBUTED = "com.microsoft"
 Array = NDArray[np.float32]
 State = Mapping[str, Array]
@@ -29,6 +33,7 @@ class Drawing:
 
     constants: dict[str, NDArray[np.generic]] = field(default_factory=dict)
     nodes: list[onnx.NodeProto] = field(default_factory=list)
+    prefix: str = ""
 
     def constant(self, name: str, value: object) -> str:
         self.constants[name] = np.asarray(value)
@@ -37,7 +42,7 @@ class Drawing:
     def call(
         self, kind: str, *sources: str, domain: str = "", name: str = "", **options: int | float | list[int]
     ) -> str:
-        name = name or f"{kind}_{len(self.nodes)}"
+        name = name or f"{self.prefix}{kind}_{len(self.nodes)}"
         self.nodes.append(helper.make_node(kind, list(sources), [name], domain=domain, **options))
         return name
 
@@ -48,27 +53,33 @@ class Drawing:
             "Add", self.call("MatMul", source, weight), self.constant(f"{name}.bias", state[f"{name}.bias"])
         )
 
-    def normalised(self, source: str, state: State, name: str) -> str:
+    def plus(self, first: str, second: str) -> str:
+        """A sum. Not `Add`: that and a normalisation would be fused into an operator five times slower."""
+        return self.call("Sum", first, second)
+
+    def normalised(self, source: str, state: State, name: str, epsilon: float = 1e-5) -> str:
         """A `torch.nn.LayerNorm` on the last axis."""
         scale = self.constant(f"{name}.weight", state[f"{name}.weight"])
         shift = self.constant(f"{name}.bias", state[f"{name}.bias"])
-        return self.call("LayerNormalization", source, scale, shift, axis=-1, epsilon=1e-5)
+        return self.call("LayerNormalization", source, scale, shift, axis=-1, epsilon=epsilon)
 
-    def finished(self, name: str, ranges: int) -> bytes:
+    def finished(self, name: str, output: str, width: int) -> bytes:
         """The checked graph, with those inputs that some node reads."""
         inputs = {
             "pieces": (TensorProto.INT64, ["queries", "pieces_width"]),
             "slots": (TensorProto.INT64, ["queries", "width"]),
             "weights": (TensorProto.FLOAT, ["queries", "width"]),
             "dense": (TensorProto.FLOAT, ["queries", DENSE]),
+            INPUTS: (TensorProto.FLOAT, ["queries", width]),
             "model": (TensorProto.INT64, ["queries"]),
         }
+        made = {target for node in self.nodes for target in node.output}
         read = {source for node in self.nodes for source in node.input}
         graph = helper.make_graph(
             self.nodes,
             name,
-            [helper.make_tensor_value_info(key, *kind) for key, kind in inputs.items() if key in read],
-            [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["queries", ranges])],
+            [helper.make_tensor_value_info(key, *kind) for key, kind in inputs.items() if key in read - made],
+            [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["queries", width])],
             [numpy_helper.from_array(value, key) for key, value in self.constants.items()],
         )
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIBUTED, 1)]
@@ -82,18 +93,32 @@ def lexical_graph(table: Array, head: State, sharpness: Array) -> bytes:
     """The lexical model. `table` `[slots, views]` is kept in bytes with a scale per view; `head` holds the
     weights of `lexical.Head` by name; `sharpness` is a factor for each served model."""
     draw = Drawing()
-    inputs = draw.call("Concat", _scores(draw, table), "dense", axis=1)
-    _answer(draw, inputs, head, sharpness)
-    return draw.finished("lexical", ranges=len(head["last.bias"]))
+    draw.call("Concat", _scores(draw, table), "dense", name=INPUTS, axis=1)
+    _answer(draw, head, sharpness)
+    return draw.finished("lexical", ANSWER, len(head["last.bias"]))
 
 
-def student_graph(table: Array, body: State, head: State, heads: int, sharpness: Array) -> bytes:
-    """The small encoder beside the lexical scores; `body` holds the weights of `networks.Student` by name.
-    The matrices are kept in bytes."""
+def student_graph(
+    table: Array, body: State, head: State, sharpness: Array, *, heads: int, query_heads: int
+) -> bytes:
+    """The small encoder beside the lexical scores; `body` holds the weights of `networks.Student` or
+    `networks.Trimmed` by name. The matrices are kept in bytes."""
     draw = Drawing()
-    inputs = draw.call("Concat", _read(draw, body, heads), _scores(draw, table), "dense", axis=1)
-    _answer(draw, inputs, head, sharpness)
-    return in_bytes(draw.finished("student", ranges=len(head["last.bias"])))
+    draw.call(
+        "Concat", _read(draw, body, heads, query_heads), _scores(draw, table), "dense", name=INPUTS, axis=1
+    )
+    reading = onnx.load_from_string(in_bytes(draw.finished("student", INPUTS, len(head["mean"]))))
+    answering = Drawing(prefix="head_")
+    _answer(answering, head, sharpness)
+    rest = onnx.load_from_string(answering.finished("head", ANSWER, len(head["last.bias"])))
+    del reading.graph.output[:]
+    reading.graph.node.extend(rest.graph.node)
+    reading.graph.initializer.extend(rest.graph.initializer)
+    reading.graph.output.extend(rest.graph.output)
+    reading.graph.input.extend(each for each in rest.graph.input if each.name == "model")
+    onnx.checker.check_model(reading)
+    serialised: bytes = reading.SerializeToString()
+    return serialised
 
 
 def in_bytes(graph: bytes) -> bytes:
@@ -127,10 +152,10 @@ def _scores(draw: Drawing, table: Array) -> str:
     )
 
 
-def _answer(draw: Drawing, inputs: str, head: State, sharpness: Array) -> None:
+def _answer(draw: Drawing, head: State, sharpness: Array) -> None:
     """`lexical.Head`, sharpened for the served model, as `probabilities`."""
     served = draw.call("Gather", draw.constant("models", head["models.weight"]), "model")
-    centred = draw.call("Sub", inputs, draw.constant("mean", head["mean"]))
+    centred = draw.call("Sub", INPUTS, draw.constant("mean", head["mean"]))
     scaled = draw.call("Mul", centred, draw.constant("scale", head["scale"]))
     low, high = draw.constant("low", np.float32(-5.0)), draw.constant("high", np.float32(5.0))
     state = draw.call("Clip", scaled, low, high)
@@ -141,17 +166,23 @@ def _answer(draw: Drawing, inputs: str, head: State, sharpness: Array) -> None:
         if name != "last":
             state = draw.call("Relu", state)
     factor = draw.call("Gather", draw.constant("sharpness", sharpness.reshape(-1, 1)), "model")
-    draw.call("Softmax", draw.call("Mul", state, factor), name="probabilities", axis=1)
+    draw.call("Softmax", draw.call("Mul", state, factor), name=ANSWER, axis=1)
 
 
-def _read(draw: Drawing, body: State, heads: int) -> str:
-    """`networks.Student`: what its queries read from the pieces `[queries, queries * width]`."""
+def _read(draw: Drawing, body: State, heads: int, query_heads: int) -> str:
+    """`networks.Student` or `networks.Trimmed`: what its queries read `[queries, queries * width]`."""
     nothing = draw.constant("nothing", np.int64(0))
     real = draw.call("Cast", draw.call("Not", draw.call("Equal", "pieces", nothing)), to=TensorProto.INT32)
-    state = draw.call("Add", _words(draw, body["table"]), _places(draw, body["places"]))
+    state = draw.plus(_words(draw, body["table"]), _places(draw, body["places"]))
+    trimmed = "begin_norm.weight" in body
+    if trimmed:
+        state = draw.normalised(state, body, "begin_norm", BERT_EPSILON)
     layers = sorted({name.split(".")[1] for name in body if name.startswith("layers.")}, key=int)
     for layer in layers:
         prefix = f"layers.{layer}"
+        if trimmed:
+            state = _trimmed_layer(draw, body, prefix, state=state, real=real, heads=heads)
+            continue
         asking = draw.normalised(state, body, f"{prefix}.attention_norm")
         query = draw.linear(asking, body, f"{prefix}.attention.query")
         state = _layer(draw, body, prefix, state=state, query=query, told=asking, real=real, heads=heads)
@@ -163,21 +194,37 @@ def _read(draw: Drawing, body: State, heads: int) -> str:
     shape = draw.call("Shape", "pieces", start=0, end=1)
     times = draw.call("Concat", shape, draw.constant("once", np.array([1, 1])), axis=0)
     query = draw.call("Tile", query, times)
-    read = _layer(draw, body, "reader", state=queries, query=query, told=told, real=real, heads=heads)
+    read = _layer(draw, body, "reader", state=queries, query=query, told=told, real=real, heads=query_heads)
     return draw.call("Reshape", read, draw.constant("flat", np.array([0, -1])))
+
+
+def _trimmed_layer(draw: Drawing, body: State, name: str, *, state: str, real: str, heads: int) -> str:
+    """`networks.TrimmedLayer`."""
+    query = draw.linear(state, body, f"{name}.attention.query")
+    found = _attention(draw, body, name, query=query, told=state, real=real, heads=heads)
+    state = draw.normalised(draw.plus(state, found), body, f"{name}.attention_norm", BERT_EPSILON)
+    hidden = draw.call("FastGelu", draw.linear(state, body, f"{name}.up"), domain=CONTRIBUTED)
+    added = draw.plus(state, draw.linear(hidden, body, f"{name}.down"))
+    return draw.normalised(added, body, f"{name}.hidden_norm", BERT_EPSILON)
 
 
 def _layer(
     draw: Drawing, body: State, name: str, *, state: str, query: str, told: str, real: str, heads: int
 ) -> str:
     """`networks.Layer`, given its projected queries."""
+    found = _attention(draw, body, name, query=query, told=told, real=real, heads=heads)
+    state = draw.plus(state, found)
+    hidden = draw.normalised(state, body, f"{name}.hidden_norm")
+    hidden = draw.call("Relu", draw.linear(hidden, body, f"{name}.up"))
+    return draw.plus(state, draw.linear(hidden, body, f"{name}.down"))
+
+
+def _attention(draw: Drawing, body: State, name: str, *, query: str, told: str, real: str, heads: int) -> str:
+    """`networks.Attention`, given its projected queries."""
     key = draw.linear(told, body, f"{name}.attention.key")
     value = draw.linear(told, body, f"{name}.attention.value")
     found = draw.call("MultiHeadAttention", query, key, value, "", real, domain=CONTRIBUTED, num_heads=heads)
-    state = draw.call("Add", state, draw.linear(found, body, f"{name}.attention.out"))
-    hidden = draw.normalised(state, body, f"{name}.hidden_norm")
-    hidden = draw.call("Relu", draw.linear(hidden, body, f"{name}.up"))
-    return draw.call("Add", state, draw.linear(hidden, body, f"{name}.down"))
+    return draw.linear(found, body, f"{name}.attention.out")
 
 
 def _words(draw: Drawing, table: Array) -> str:

@@ -76,16 +76,48 @@ def fit(
     config: HeadConfig,
     progress: Progress = lambda _: None,
 ) -> Head:
-    """Trains by cross-entropy on soft targets; the same seed gives the same head."""
+    """Trains a head from nothing; the same seed gives the same head."""
     torch.manual_seed(config.seed)
     net: Head = Head(config, inputs.shape[1], models, rows.target.shape[1])
-    known = torch.tensor(inputs)
-    own = known[torch.tensor(np.unique(rows.prompt))]
+    own = torch.tensor(inputs[np.unique(rows.prompt)])
     net.mean.copy_(own.mean(0))
     net.scale.copy_(1.0 / own.std(0).clamp_min(0.02))
+    return tune(net, inputs, rows, config, progress)
+
+
+def head_from(state: dict[str, NDArray[np.float32]]) -> Head:
+    """A head with weights that were trained before, as they are kept in an artifact."""
+    models, model_width = state["models.weight"].shape
+    ranges, last = state["last.weight"].shape
+    config = HeadConfig(model_width=model_width, hidden=last - model_width)
+    net: Head = Head(config, len(state["mean"]), models, ranges)
+    net.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
+    net.eval()
+    return net
+
+
+def state_of(net: Head) -> dict[str, NDArray[np.float32]]:
+    """A head's weights by name."""
+    return {name: value.detach().numpy().copy() for name, value in net.state_dict().items()}
+
+
+def tune(
+    net: Head,
+    inputs: NDArray[np.float32],
+    rows: Rows,
+    config: HeadConfig,
+    progress: Progress = lambda _: None,
+    *,
+    only_models: bool = False,
+) -> Head:
+    """Trains a head further, by cross-entropy on soft targets; or only its model table."""
+    torch.manual_seed(config.seed)
+    net.train()
+    known = torch.tensor(inputs)
     noise = config.input_noise / net.scale
     steps = config.epochs * (len(rows.prompt) // config.batch_rows + 1) + 1
-    optimizer = torch.optim.AdamW(net.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    learning = [net.models.weight] if only_models else list(net.parameters())
+    optimizer = torch.optim.AdamW(learning, lr=config.learning_rate, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, total_steps=steps)
     prompt, model, target, weight = map(torch.tensor, (rows.prompt, rows.model, rows.target, rows.weight))
     for epoch in range(config.epochs):
@@ -94,9 +126,8 @@ def fit(
             served = model[chosen].masked_fill(torch.rand(len(chosen)) < config.unknown_share, UNKNOWN_MODEL)
             shown = known[prompt[chosen]]
             logits = net(shown + noise * torch.randn_like(shown), served)
-            loss = (
-                functional.cross_entropy(logits, target[chosen], reduction="none") * weight[chosen]
-            ).mean()
+            losses = functional.cross_entropy(logits, target[chosen], reduction="none")
+            loss = (losses * weight[chosen]).mean()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()

@@ -1,0 +1,303 @@
+"""Learning from outcomes: an artifact's head is trained further, and takes its place only if it earned it.
+
+What reads the text is not changed, so this takes a processor minutes, not a GPU. Needs the `train` extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.special import softmax
+
+from predictor import artifact as artifacts
+from predictor import calibrate, dataset, graft, labels, lexical, metrics
+from predictor.errors import DataError, RefusedUpdate
+
+Progress = Callable[[str], None]
+HELD_OUT_PERCENT, CALIBRATION_PERCENT = 20, 15
+LEAST_LEARN_ROWS, LEAST_HELD_OUT_ROWS = 50, 20
+MOST_ROWS = 20_000
+REPLAY_ROWS_PER_ROW, LEAST_REPLAY_ROWS, MOST_REPLAY_ROWS = 4, 2_000, 20_000
+ELSEWHERE_ROWS = 4_000
+JUDGED_LENGTH = 1024
+OWN_SHARPNESS_ROWS = 25
+NEAREST_ROWS = 200
+BATCH_ROWS = 64
+HEAD_RATE, MODELS_RATE = 1e-3, 2e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How good a head is on some rows."""
+
+    rows: int
+    log_loss: float
+    mae_tokens: float
+    accuracy: float
+    p90_coverage: float
+
+    def told(self) -> dict[str, Any]:
+        names = ("rows", "log_loss", "mae_tokens", "accuracy", "p90_coverage")
+        return {name: round(getattr(self, name), 4) for name in names}
+
+
+class Weights(NamedTuple):
+    """What of an artifact may change: its head, and a factor for each model."""
+
+    head: dict[str, graft.Array]
+    sharpness: graft.Array
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The artifact that serves now, and the models it will know."""
+
+    card: artifacts.Card
+    graph: bytes
+    vocabulary: tuple[str, ...]
+    models: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Rows ready for a head: inputs of each prompt, and per row its prompt, model and length."""
+
+    inputs: NDArray[np.float32]
+    prompt: NDArray[np.int64]
+    model: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+    def taken(self, rows: NDArray[np.bool_]) -> Outcomes:
+        return replace(self, prompt=self.prompt[rows], model=self.model[rows], length=self.length[rows])
+
+
+def update(
+    artifact: Path,
+    outcomes: Path,
+    *,
+    out: Path | None = None,
+    elsewhere: Path | None = None,
+    margin: float = 0.009,
+    steps: int = 400,
+    seed: int = 7,
+    progress: Progress = lambda _: None,
+) -> dict[str, Any]:
+    """Trains on `outcomes` (the columns of a corpus) and writes the new artifact to `out`, else in place.
+
+    `elsewhere` is a corpus of what else is served: it is rehearsed, and its accuracy may fall by at most
+    `margin`. Without it only what the head knows of the outcomes' own models is changed. Returns the figures
+    before and after; raises RefusedUpdate if the new artifact is not better, DataError if there is too little
+    to learn from.
+    """
+    fresh = dataset.read(outcomes).tail(MOST_ROWS).reset_index(drop=True)
+    served = _served(artifact, fresh)
+    learn, calibration, held_out = _parts(fresh, outcomes)
+    own = _read(served, fresh, progress)
+
+    begin = _with_new_models(served, own.taken(learn))
+    rehearsed, judged = _elsewhere(elsewhere, served, int(learn.sum()), seed, progress)
+    tuned = _tuned(
+        begin.head,
+        own.taken(learn),
+        rehearsed,
+        edges=served.card.edges,
+        steps=steps,
+        seed=seed,
+        progress=progress,
+    )
+    end = _sharpened(Weights(tuned, begin.sharpness), own.taken(calibration), served.card.edges)
+
+    before, after = (figures(each, own.taken(held_out), served.card.edges) for each in (begin, end))
+    report: dict[str, Any] = {"outcomes": {"before": before.told(), "after": after.told()}}
+    _demand_better(before, after)
+    if judged is not None:
+        there = [figures(each, judged, served.card.edges) for each in (begin, end)]
+        report["elsewhere"] = {"before": there[0].told(), "after": there[1].told()}
+        _demand_no_loss(there[0], there[1], margin)
+    learned = {"file": outcomes.name, "sha256": dataset.file_digest(outcomes), "figures": report}
+    _write(out or artifact, served, end, learned)
+    return report
+
+
+def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures:
+    """What a head with its sharpness scores on some rows."""
+    net = lexical.head_from(weights.head)
+    logits = lexical.logits_of(net, rows.inputs, rows.prompt, rows.model).astype(np.float64)
+    logits *= weights.sharpness[rows.model][:, None]
+    probabilities = softmax(logits, axis=1)
+    bucket = metrics.likeliest_bucket(probabilities, edges, JUDGED_LENGTH)
+    return Figures(
+        rows=len(rows.length),
+        log_loss=calibrate.log_loss(logits, labels.range_of(rows.length, edges)),
+        mae_tokens=metrics.mean_absolute_error(rows.length, metrics.quantile(probabilities, edges, 0.5)),
+        accuracy=float((bucket == metrics.true_bucket(rows.length, JUDGED_LENGTH)).mean()),
+        p90_coverage=metrics.coverage(rows.length, metrics.quantile(probabilities, edges, 0.9)),
+    )
+
+
+def _served(folder: Path, fresh: pd.DataFrame) -> Served:
+    card = artifacts.read_card(folder)
+    new = sorted(set(fresh.model) - set(card.models) - set(card.aliases))
+    graph = (folder / artifacts.GRAPH_FILE).read_bytes()
+    return Served(card, graph, artifacts.read_vocabulary(folder, card), (*card.models, *new))
+
+
+def _parts(fresh: pd.DataFrame, path: Path) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which rows to learn from, to calibrate on and to judge by; all rows of a prompt are in one part."""
+    percent = fresh.prompt_id.map(dataset.prompt_percent).to_numpy()
+    held_out = percent < HELD_OUT_PERCENT
+    calibration = ~held_out & (percent < HELD_OUT_PERCENT + CALIBRATION_PERCENT)
+    learn = ~held_out & ~calibration
+    if learn.sum() < LEAST_LEARN_ROWS or held_out.sum() < LEAST_HELD_OUT_ROWS:
+        raise DataError(
+            f"{path} has {learn.sum()} rows to learn from and {held_out.sum()} to judge by; "
+            f"at least {LEAST_LEARN_ROWS} and {LEAST_HELD_OUT_ROWS} are needed"
+        )
+    return learn, calibration, held_out
+
+
+def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
+    prompts = frame.drop_duplicates("prompt_id")
+    place = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
+    row = {name: index for index, name in enumerate(served.models)}
+    row |= {alias: row[name] for alias, name in served.card.aliases.items()}
+    return Outcomes(
+        graft.inputs_of(served.graph, served.vocabulary, list(prompts.prompt), progress),
+        frame.prompt_id.map(place).to_numpy(dtype=np.int64),
+        frame.model.map(row).fillna(lexical.UNKNOWN_MODEL).to_numpy(dtype=np.int64),
+        frame.response_tokens.to_numpy(dtype=np.int64),
+    )
+
+
+def _with_new_models(served: Served, rows: Outcomes) -> Weights:
+    """What serves now, with a row for each new model: that of the known model whose forecasts fit it best."""
+    head, sharpness = graft.head_of(served.graph), graft.sharpness_of(served.graph)
+    known = len(served.card.models)
+    nearest = [
+        _nearest(head, sharpness, rows.taken(rows.model == new), served.card.edges)
+        for new in range(known, len(served.models))
+    ]
+    picked = np.array([*range(known), *nearest])
+    return Weights({**head, "models.weight": head["models.weight"][picked]}, sharpness[picked])
+
+
+def _nearest(
+    head: dict[str, graft.Array], sharpness: graft.Array, rows: Outcomes, edges: tuple[int, ...]
+) -> int:
+    """The known model with the least log loss on some rows of another."""
+    chosen = slice(0, NEAREST_ROWS)
+    if len(rows.length) == 0:
+        return lexical.UNKNOWN_MODEL
+    net, label = lexical.head_from(head), labels.range_of(rows.length[chosen], edges)
+    losses = []
+    for candidate, factor in enumerate(sharpness):
+        served = np.full(len(label), candidate)
+        logits = lexical.logits_of(net, rows.inputs, rows.prompt[chosen], served).astype(np.float64)
+        losses.append(calibrate.log_loss(logits * factor, label))
+    return int(np.argmin(losses))
+
+
+def _elsewhere(
+    path: Path | None, served: Served, learn_rows: int, seed: int, progress: Progress
+) -> tuple[Outcomes | None, Outcomes | None]:
+    """Rows to rehearse, and rows to judge by, of what else is served."""
+    if path is None:
+        return None, None
+    parts = dataset.split(dataset.read(path))
+    wanted = min(MOST_REPLAY_ROWS, max(LEAST_REPLAY_ROWS, REPLAY_ROWS_PER_ROW * learn_rows))
+    both = [
+        part.sample(min(rows, len(part)), random_state=seed).reset_index(drop=True)
+        for part, rows in ((parts.train, wanted), (parts.held_out, ELSEWHERE_ROWS))
+    ]
+    rehearsed, judged = (_read(served, part, progress) for part in both)
+    return rehearsed, judged
+
+
+def _tuned(
+    head: dict[str, graft.Array],
+    own: Outcomes,
+    rehearsed: Outcomes | None,
+    *,
+    edges: tuple[int, ...],
+    steps: int,
+    seed: int,
+    progress: Progress,
+) -> dict[str, graft.Array]:
+    """The head after learning; without a rehearsal only the rows of the outcomes' models may change."""
+    both = own if rehearsed is None else _joined(own, rehearsed)
+    config = lexical.HeadConfig(
+        epochs=max(1, steps * BATCH_ROWS // len(both.prompt)),
+        batch_rows=BATCH_ROWS,
+        learning_rate=MODELS_RATE if rehearsed is None else HEAD_RATE,
+        unknown_share=0.0,
+        seed=seed,
+    )
+    rows = lexical.Rows(
+        both.prompt,
+        both.model,
+        labels.soft_targets(both.length, edges, config.spread_octaves),
+        np.ones(len(both.prompt), dtype=np.float32),
+    )
+    net = lexical.head_from(head)
+    tuned = lexical.state_of(
+        lexical.tune(net, both.inputs, rows, config, progress, only_models=rehearsed is None)
+    )
+    if rehearsed is None:
+        changed = np.isin(np.arange(len(head["models.weight"])), own.model)[:, None]
+        tuned["models.weight"] = np.where(changed, tuned["models.weight"], head["models.weight"])
+    return tuned
+
+
+def _joined(first: Outcomes, second: Outcomes) -> Outcomes:
+    return Outcomes(
+        np.concatenate([first.inputs, second.inputs]),
+        np.concatenate([first.prompt, second.prompt + len(first.inputs)]),
+        np.concatenate([first.model, second.model]),
+        np.concatenate([first.length, second.length]),
+    )
+
+
+def _sharpened(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Weights:
+    """The factors of the outcomes' models, fitted anew where there are enough rows."""
+    factors = weights.sharpness.copy()
+    net = lexical.head_from(weights.head)
+    for model in np.unique(rows.model):
+        own = np.flatnonzero(rows.model == model)
+        if len(own) >= OWN_SHARPNESS_ROWS:
+            logits = lexical.logits_of(net, rows.inputs, rows.prompt[own], rows.model[own]).astype(np.float64)
+            factors[model] = calibrate.sharpness(logits, labels.range_of(rows.length[own], edges))
+    return Weights(weights.head, factors)
+
+
+def _demand_better(before: Figures, after: Figures) -> None:
+    if after.log_loss >= before.log_loss:
+        raise RefusedUpdate(
+            f"the artifact stays: on {after.rows} outcomes that were kept aside its log loss is "
+            f"{before.log_loss:.4f}, the new one's {after.log_loss:.4f}"
+        )
+
+
+def _demand_no_loss(before: Figures, after: Figures, margin: float) -> None:
+    if after.accuracy < before.accuracy - margin:
+        raise RefusedUpdate(
+            f"the artifact stays: elsewhere the accuracy at {JUDGED_LENGTH} would fall from "
+            f"{before.accuracy:.4f} to {after.accuracy:.4f}, more than the margin of {margin}"
+        )
+
+
+def _write(out: Path, served: Served, weights: Weights, learned: dict[str, Any]) -> None:
+    graph = graft.with_head(served.graph, weights.head, weights.sharpness)
+    before = served.card.trained_on
+    card = replace(
+        served.card,
+        models=served.models,
+        digest=artifacts.digest_of(graph),
+        trained_on={**before, "updates": [*before.get("updates", []), learned]},
+    )
+    artifacts.write(out, graph, card, served.vocabulary)

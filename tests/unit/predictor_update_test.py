@@ -1,0 +1,92 @@
+"""An artifact learns from outcomes, knows new models by them, and gives way only to a better one."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from predictor.artifact import LEXICAL_NAME, SHIPPED
+from predictor.current import CurrentForecaster
+from predictor.dataset import prompt_percent
+from predictor.errors import DataError, RefusedUpdate
+from predictor.runtime import Features, OnnxForecaster
+from predictor.update import HELD_OUT_PERCENT, update
+
+LEXICAL = SHIPPED / LEXICAL_NAME
+STORY = "Write a story about a fox and a lighthouse."
+
+
+def outcomes(path: Path, count: int, model: str = "terse/model", tokens: int = 4) -> Path:
+    """Answers of a model that always says about as much."""
+    kinds = ("Write a story about {}.", "What is {}?", "List ten facts about {}.")
+    rows = [
+        {
+            "source": "test",
+            "prompt_id": f"p{index}",
+            "prompt": kinds[index % 3].format(f"thing number {index}"),
+            "model": model,
+            "response_tokens": tokens + index % 3,
+        }
+        for index in range(count)
+    ]
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+def expected(folder: Path, model: str) -> float:
+    (found,) = OnnxForecaster(folder).forecast([Features(STORY, model)])
+    return found.expected()
+
+
+def test_a_new_model_is_learned_from_its_outcomes(tmp_path: Path) -> None:
+    data, folder = outcomes(tmp_path / "outcomes.parquet", 300), tmp_path / "new"
+    report = update(LEXICAL, data, out=folder)
+    fresh = OnnxForecaster(folder)
+    assert fresh.knows("terse/model")
+    assert not OnnxForecaster(LEXICAL).knows("terse/model")
+    assert expected(folder, "terse/model") < expected(LEXICAL, "terse/model") / 3
+    assert report["outcomes"]["after"]["log_loss"] < report["outcomes"]["before"]["log_loss"]
+    assert fresh.card.trained_on["updates"][0]["figures"] == report
+
+
+def test_without_a_rehearsal_other_models_are_forecast_as_before(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    update(LEXICAL, outcomes(tmp_path / "outcomes.parquet", 300), out=folder, steps=20)
+    assert expected(folder, "text-davinci-003") == pytest.approx(expected(LEXICAL, "text-davinci-003"))
+
+
+def test_an_update_that_is_no_better_is_refused(tmp_path: Path) -> None:
+    data, folder = outcomes(tmp_path / "outcomes.parquet", 300, "gpt4"), tmp_path / "new"
+    rows = pd.read_parquet(data)
+    kept_aside = rows.prompt_id.map(prompt_percent) < HELD_OUT_PERCENT
+    rows.loc[kept_aside, "response_tokens"] = 500
+    rows.to_parquet(data)
+    with pytest.raises(RefusedUpdate, match="the artifact stays"):
+        update(LEXICAL, data, out=folder)
+    assert not folder.exists()
+
+
+def test_a_loss_elsewhere_is_refused(tmp_path: Path) -> None:
+    elsewhere = outcomes(tmp_path / "elsewhere.parquet", 300, "gpt4", tokens=4)
+    data = outcomes(tmp_path / "outcomes.parquet", 300)
+    with pytest.raises(RefusedUpdate, match="elsewhere"):
+        update(LEXICAL, data, out=tmp_path / "new", elsewhere=elsewhere, margin=-1.0, steps=20)
+
+
+def test_too_few_outcomes_are_said_to_be_too_few(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rows to learn from"):
+        update(LEXICAL, outcomes(tmp_path / "outcomes.parquet", 20), out=tmp_path / "new")
+
+
+def test_a_server_takes_up_the_new_artifact_and_keeps_the_old_beside_a_damaged_one(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    data = outcomes(tmp_path / "outcomes.parquet", 300)
+    update(LEXICAL, data, out=folder, steps=5)
+    serving = CurrentForecaster(folder)
+    query = [Features(STORY, "terse/model")]
+    before = serving.forecast(query)[0].expected()
+    assert not serving.refresh()
+    update(folder, data)
+    assert serving.forecast(query)[0].expected() == before
+    assert serving.refresh()
+    assert serving.forecast(query)[0].expected() < before
