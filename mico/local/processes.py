@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -95,4 +96,17 @@ def wait_for_end(processes: Sequence[Process], within_s: float) -> list[Process]
 def last_lines(log: str, count: int = 15) -> str:
     """The end of a log, for the person who has to find out why a process ended."""
     path = Path(log)
-    return "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else ""
+    if not path.exists():
+        return ""
+    return "\n".join(plain(line) for line in path.read_text(errors="replace").splitlines()[-count:])
+
+
+def plain(line: str) -> str:
+    """A structured line as `level: message` and the last line of its traceback; another as it is."""
+    try:
+        entry = json.loads(line)
+        traceback = str(entry.get("exception") or entry.get("fault") or "")
+        parts = (entry["level"], entry["message"], traceback.strip().rpartition("\n")[2])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return line
+    return ": ".join(part for part in parts if part)

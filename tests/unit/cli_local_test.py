@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from gateway.config import load as load_gateway
 from mico.errors import CommandFailed
 from mico.local.folder import Folder, Running, write_private
 from mico.local.plan import Plan, choose_ports, toml
-from mico.local.processes import Process, end, start_stamp
+from mico.local.processes import Process, end, last_lines, start_stamp
 from mico.local.profiles import profiles
 from site_engine.config import load as load_site
 
@@ -133,3 +134,16 @@ def test_what_does_not_listen_is_killed() -> None:
 def test_nobody_has_the_pid_of_nobody() -> None:
     assert start_stamp(2**22 + 1) is None
     assert start_stamp(os.getpid()) == start_stamp(os.getpid()) is not None
+
+
+def test_the_end_of_a_log_reads_as_words(tmp_path: Path) -> None:
+    log = tmp_path / "site.log"
+    trace = "Traceback …\nValueError: no such model"
+    entries = [
+        {"level": "info", "message": "loading"},
+        {"level": "error", "message": "failed", "fault": trace},
+    ]
+    log.write_text("\n".join(["not JSON", *map(json.dumps, entries)]))
+    assert last_lines(str(log)) == "not JSON\ninfo: loading\nerror: failed: ValueError: no such model"
+    assert last_lines(str(log), 1) == "error: failed: ValueError: no such model"
+    assert last_lines(str(tmp_path / "absent.log")) == ""
