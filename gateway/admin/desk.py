@@ -151,5 +151,6 @@ def _verb_text(action: Action) -> str:
 def _event(entry: Entry) -> Event:
     until = ""
     if entry.until_at is not None and entry.until_at > entry.at:
-        until = f" (for {(entry.until_at - entry.at) / 60:.0f} min)"
+        for_s = entry.until_at - entry.at
+        until = f" (for {for_s / 60:.0f} min)" if for_s >= 60 else f" (for {for_s:.0f} s)"
     return Event(entry.at, "operator", entry.site, f"{entry.action}{until}: {entry.reason}", entry.who)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from uuid import uuid4
 
 from sqlalchemy import ColumnElement, and_, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.admin.orders import Entry, Order
-from gateway.store.tables import audit, site_orders
+from gateway.store.tables import audit, keys, site_orders
 
 EXPIRY = "expired"
 
@@ -33,8 +33,13 @@ class OrderBook:
     async def change(
         self, site: str, subject: str, order: Order | None, *, action: str, who: str, reason: str, now: float
     ) -> Entry:
-        """Put `order` in the place of the one on this subject, or lift that when it is None."""
+        """Put `order` in the place of the one on this subject, or lift that when it is None.
+
+        `who` is the id of a key; the key's name is written beside it, for people.
+        """
         async with self._engine.begin() as connection:
+            who = await _signature(connection, who)
+            order = replace(order, who=who) if order is not None else None
             before = await _value(connection, site, subject)
             await connection.execute(delete(site_orders).where(_on(site, subject)))
             if order is not None:
@@ -70,6 +75,11 @@ class OrderBook:
 async def _value(connection: AsyncConnection, site: str, subject: str) -> str:
     found = await connection.scalar(select(site_orders.c.value).where(_on(site, subject)))
     return str(found) if found is not None else "default"
+
+
+async def _signature(connection: AsyncConnection, key_id: str) -> str:
+    name = await connection.scalar(select(keys.c.name).where(keys.c.id == key_id))
+    return f"{name} ({key_id})" if name else key_id
 
 
 def _on(site: str, subject: str) -> ColumnElement[bool]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.domain import SiteState
+from gateway.telemetry.metrics import DRAIN_TARGET_S
 from gateway.telemetry.snapshot import Banner, SiteView, Totals
 
 HOT = 0.9
 FAILING = 0.05
 NOTABLE = 0.01
-DRAIN_TARGET_S = 10.0
 MOST_NAMED = 3
 
 
@@ -61,10 +61,10 @@ def _hottest(sites: Sequence[SiteView]) -> list[SiteView]:
 
 
 def _hot(site: SiteView) -> str:
-    over_s = ((site.load or 0.0) - HOT) * DRAIN_TARGET_S
+    work_s = (site.load or 0.0) * DRAIN_TARGET_S
     return (
         f"{site.name} at {site.load:.0%} of token capacity, {site.pending} queued; "
-        f"clears in {max(1.0, over_s):.0f} s if nothing more comes."
+        f"worked off in {work_s:.0f} s if nothing more comes."
     )
 
 

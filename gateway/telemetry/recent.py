@@ -44,7 +44,8 @@ class SiteWaits:
 NO_WAITS = SiteWaits(None, None, 0.0)
 
 
-class Route(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Route:
     """So many attempts went to `site` for `reason`."""
 
     reason: str

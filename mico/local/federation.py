@@ -18,6 +18,9 @@ POLL_S = 0.2
 GATEWAY_DRAIN_S = 30.0
 SITE_END_S = 10.0
 
+STARTED = ("ready", "draining", "paused")
+"""An operator's order outlives the processes: a site that was told to drain is up, and drains."""
+
 States = Mapping[str, str]
 """The state of each process by name: `starting`, `ready`, `ended`, or what the gateway says of a site."""
 
@@ -83,10 +86,10 @@ def wait_until_ready(running: Running, key: str | None, tell: Callable[[States],
                     cause=last_lines(process.log) or "its log is empty",
                     tip=f"the whole log: {process.log}",
                 )
-        if all(state == "ready" for state in now.values()):
+        if all(state in STARTED for state in now.values()):
             return
         time.sleep(POLL_S)
-    late = [name for name, state in states(running, key).items() if state != "ready"]
+    late = [name for name, state in states(running, key).items() if state not in STARTED]
     raise CommandFailed(
         f"not ready within {READY_WITHIN_S:.0f} s: {', '.join(late)}",
         tip=f"the logs say why: {', '.join(p.log for p in running.processes if p.name in late)}",

@@ -1,0 +1,248 @@
+// The page: a feed of one snapshot a second, drawn as it comes unless it is paused or nobody looks.
+import { ActDialog } from "./act.js";
+import { Plot, spark } from "./plot.js";
+import { SiteTable } from "./sites.js";
+import { explain } from "./story.js";
+import { ask, clock, el, mark, number, percent, put, rate, seconds, svg } from "./words.js";
+
+const KEPT = 900, LATE_S = 3.5, SLOW_REFRESH_MS = 30000;
+const $ = (id) => document.getElementById(id);
+
+const TILES = [
+  { what: "Output tokens/s", name: "output_per_s", text: (t) => rate(t.output_per_s) },
+  { what: "Input tokens/s", name: "input_per_s", text: (t) => rate(t.input_per_s) },
+  { what: "In flight", name: "in_flight", text: (t) => number(t.in_flight) },
+  { what: "Queued", name: "queued", text: (t) => number(t.queued) },
+  { what: "First token p95, worst site", name: "ttft_p95_s", text: (t) => seconds(t.ttft_p95_s), extra: (t) => t.ttft_site, level: (t) => over(t.ttft_p95_s, 10, 30) },
+  { what: "Errors/min", name: "errors_per_min", text: (t) => number(t.errors_per_min), extra: (t) => `of ${number(t.ended_per_min)}`, level: (t) => over(t.errors_per_min / (t.ended_per_min || 1), 0.01, 0.05) },
+  { what: "Token headroom", name: "headroom", text: (t) => percent(t.headroom), level: (t) => (t.headroom == null ? "" : over(1 - t.headroom, 0.8, 0.95)) },
+];
+
+const page = { columns: null, slow: null, minutes: 15, snapshot: null, heard: 0, paused: false, feed: null };
+const act = new ActDialog(() => {});
+const table = new SiteTable($("site-table"), $("filter"), (site, verb) => act.open(site, verb));
+const plots = [new Plot($("served"), "areas", "Output tokens served per second by cloud"), new Plot($("load"), "lines", "Outstanding token load by site, as a part of its capacity")];
+
+function over(value, warn, bad) {
+  if (value == null) return "";
+  return value >= bad ? "bad" : value >= warn ? "warn" : "";
+}
+
+// ---- figures
+
+function append(columns, snapshot) {
+  const length = columns.at.length;
+  columns.at.push(snapshot.at);
+  for (const { name } of TILES) columns[name].push(snapshot.totals[name]);
+  const loads = Object.fromEntries(snapshot.sites.filter((s) => s.load != null).map((s) => [s.name, s.load]));
+  for (const [group, values] of [[columns.clouds, snapshot.clouds], [columns.load, loads]]) {
+    for (const name of Object.keys(values)) group[name] ??= Array(length).fill(null);
+    for (const name of Object.keys(group)) group[name].push(values[name] ?? null);
+  }
+  if (columns.at.length > KEPT) trim(columns);
+}
+
+function trim(columns) {
+  const by = columns.at.length - KEPT;
+  columns.at.splice(0, by);
+  for (const { name } of TILES) columns[name].splice(0, by);
+  for (const group of [columns.clouds, columns.load]) {
+    for (const name of Object.keys(group)) {
+      group[name].splice(0, by);
+      if (group[name].every((value) => value == null)) delete group[name];
+    }
+  }
+}
+
+// What came while the feed was cut off goes behind what is there.
+function join(columns, later) {
+  const before = columns.at.length;
+  columns.at.push(...later.at);
+  for (const { name } of TILES) columns[name].push(...later[name]);
+  for (const group of ["clouds", "load"]) {
+    for (const name of Object.keys(later[group])) columns[group][name] ??= Array(before).fill(null);
+    for (const name of Object.keys(columns[group])) columns[group][name].push(...(later[group][name] ?? Array(later.at.length).fill(null)));
+  }
+  trim(columns);
+}
+
+// ---- drawing
+
+function draw() {
+  if (page.paused || document.hidden || !page.snapshot) return;
+  const { snapshot, columns } = page;
+  drawBanner();
+  document.title = { calm: "Mico", degraded: "▲ Mico: degraded", critical: "▲▲ Mico: critical" }[snapshot.banner.level];
+  put($("replica"), `Served by ${snapshot.replica}.`);
+  drawTiles(snapshot.totals, columns);
+  drawPlots();
+  table.show(snapshot.sites);
+  drawEvents(snapshot.events);
+  drawRoutes(snapshot);
+}
+
+function drawBanner() {
+  const late = lateness();
+  document.body.classList.toggle("late-page", late > LATE_S);
+  const feed = $("feed");
+  mark(feed, late > LATE_S ? "feed late" : "feed");
+  put(feed, late > LATE_S ? `no update for ${Math.round(late)} s` : page.paused ? "paused" : page.snapshot ? `live, ${clock(page.snapshot.at)}` : "connecting");
+  if (!page.snapshot) return;
+  const { level, text } = page.snapshot.banner;
+  put($("banner"), late > LATE_S ? `STALE: no update for ${Math.round(late)} s. What follows is as of ${clock(page.snapshot.at)}.` : text);
+  mark($("banner"), `banner ${late > LATE_S ? "late" : level}`);
+}
+
+function lateness() {
+  return page.heard ? (performance.now() - page.heard) / 1000 : 0;
+}
+
+function drawTiles(totals, columns) {
+  const list = $("tiles");
+  if (!list.firstChild) {
+    list.append(...TILES.map(({ what }) => el("li", {}, el("div", { className: "what", title: what }, what), el("div", { className: "value" }, el("span"), el("small")), svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" }))));
+  }
+  TILES.forEach((tile, i) => {
+    const item = list.children[i];
+    mark(item, tile.level?.(totals) ?? "");
+    put(item.children[1].firstChild, tile.text(totals));
+    put(item.children[1].lastChild, tile.extra?.(totals) ?? "");
+    spark(item.children[2], columns[tile.name]);
+  });
+}
+
+function drawPlots() {
+  const columns = page.minutes === 15 ? page.columns : page.slow;
+  if (!columns) return;
+  plots[0].show(columns.at, columns.clouds, page.minutes);
+  plots[1].show(columns.at, columns.load, page.minutes);
+}
+
+function drawEvents(events) {
+  const key = events.map((event) => event.at).join();
+  if (drawEvents.key === key) return;
+  drawEvents.key = key;
+  $("events").replaceChildren(...events.map((event) =>
+    el("li", { className: `${event.kind}${event.bad ? " badly" : ""}` },
+      el("time", { dateTime: new Date(event.at * 1000).toISOString() }, clock(event.at)),
+      el("span", { className: "kind" }, event.bad ? `▲ ${event.kind}` : event.kind),
+      el("span", {}, el("b", {}, event.site), ` ${event.text}`, event.who ? el("small", { className: "dim" }, ` by ${event.who}`) : null))));
+  if (!events.length) $("events").append(el("li", { className: "empty" }, "Nothing has happened yet."));
+}
+
+function drawRoutes({ routes, quality }) {
+  const rows = routes.map(({ reason, site, attempts }) => el("tr", {}, el("td", {}, reason), el("td", {}, site), el("td", { className: "n" }, number(attempts))));
+  if (!rows.length) rows.push(el("tr", {}, el("td", { colSpan: 3, className: "empty" }, "No query ended in the last 5 minutes.")));
+  const body = $("routes").tBodies[0];
+  const key = JSON.stringify(routes);
+  if (body.dataset.key !== key) {
+    body.dataset.key = key;
+    body.replaceChildren(...rows);
+  }
+  put($("quality"), quality
+    ? `${number(quality.answers)} answers, by ${quality.source}: ${percent(quality.under_p50)} were under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s were off by less than ${number(quality.error_p50_tokens)} tokens.`
+    : "No answer to compare with.");
+}
+
+// ---- the feed
+
+function listen() {
+  page.feed?.close();
+  const feed = (page.feed = new EventSource("/admin/stream"));
+  feed.addEventListener("history", (event) => {
+    const { resumed, columns } = JSON.parse(event.data);
+    if (resumed && page.columns) join(page.columns, columns);
+    else page.columns = columns;
+  });
+  feed.addEventListener("snapshot", (event) => {
+    const snapshot = JSON.parse(event.data);
+    page.heard = performance.now();
+    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, snapshot);
+    page.snapshot = snapshot;
+    draw();
+  });
+  feed.addEventListener("error", () => {
+    if (feed.readyState === EventSource.CLOSED) setTimeout(enter, 2000);
+  });
+}
+
+async function loadSlow() {
+  if (page.minutes === 15) return drawPlots();
+  try {
+    page.slow = await ask(`history?minutes=${page.minutes}`);
+    if (!page.paused) drawPlots();
+  } catch {
+    // The feed says whether the gateway is there; the plot keeps what it has.
+  }
+}
+
+// ---- sessions
+
+async function enter() {
+  try {
+    const { who, may_act } = await ask("session");
+    document.body.classList.toggle("view-only", !may_act);
+    if (who) listen();
+    else askForKey();
+  } catch {
+    setTimeout(enter, 2000);
+  }
+}
+
+function askForKey() {
+  const dialog = $("sign-in");
+  if (!dialog.open) dialog.showModal();
+}
+
+$("sign-in").addEventListener("cancel", (event) => event.preventDefault());
+$("sign-in").querySelector("form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const said = $("sign-in").querySelector(".error");
+  said.textContent = "";
+  try {
+    await ask("session", { method: "POST", body: { key: $("key").value, view_only: $("view-only").checked } });
+    $("key").value = "";
+    $("sign-in").close();
+    await enter();
+    followHash();
+  } catch (error) {
+    said.textContent = error.message;
+  }
+});
+$("leave").addEventListener("click", async () => {
+  page.feed?.close();
+  await ask("session", { method: "DELETE" });
+  location.reload();
+});
+
+// ---- what a person does
+
+for (const button of $("windows").children) {
+  button.addEventListener("click", () => {
+    page.minutes = Number(button.dataset.minutes);
+    for (const each of $("windows").children) each.setAttribute("aria-pressed", each === button);
+    loadSlow();
+  });
+}
+$("pause").addEventListener("click", () => {
+  page.paused = !page.paused;
+  $("pause").setAttribute("aria-pressed", page.paused);
+  put($("pause"), page.paused ? "Go on" : "Pause");
+  drawBanner();
+  draw();
+});
+$("lookup").addEventListener("submit", (event) => {
+  event.preventDefault();
+  location.hash = `request=${encodeURIComponent($("request-id").value.trim())}`;
+});
+function followHash() {
+  const id = new URLSearchParams(location.hash.slice(1)).get("request");
+  if (!id) return;
+  $("request-id").value = id;
+  explain(id, $("story"));
+}
+addEventListener("hashchange", followHash);
+document.addEventListener("visibilitychange", draw);
+setInterval(drawBanner, 1000);
+setInterval(loadSlow, SLOW_REFRESH_MS);
+enter().then(() => page.feed && followHash());

@@ -1,0 +1,128 @@
+// The table of sites: one row each, kept and updated in place, sorted by any column.
+import { el, mark, number, percent, put, rate, seconds } from "./words.js";
+
+const COLUMNS = [
+  { title: "Site", key: (s) => s.name, type: "name" },
+  { title: "State", key: (s) => s.state, type: "state" },
+  { title: "Token load", key: (s) => s.load ?? -1, type: "bar" },
+  { title: "Weight → share", key: (s) => s.share, text: (s) => `${number(s.weight)} → ${percent(s.share)}` },
+  { title: "Out tok/s", key: (s) => s.output_per_s, text: (s) => rate(s.output_per_s) },
+  { title: "In tok/s", key: (s) => s.input_per_s, text: (s) => rate(s.input_per_s) },
+  { title: "Running", key: (s) => s.running, text: (s) => `${s.running}/${s.slots}` },
+  { title: "Queued", key: (s) => s.pending, text: (s) => number(s.pending) },
+  { title: "TTFT p95", key: (s) => s.ttft_p95_s ?? -1, text: (s) => seconds(s.ttft_p95_s) },
+  { title: "Token p95", key: (s) => s.itl_p95_s ?? -1, text: (s) => seconds(s.itl_p95_s) },
+  { title: "KV used", key: (s) => s.kv_used ?? -1, text: (s) => percent(s.kv_used) },
+  { title: "Err/min", key: (s) => s.errors_per_min, text: (s) => number(s.errors_per_min) },
+  { title: "Report", key: (s) => s.report_age_s, text: (s) => seconds(s.report_age_s), keep: true },
+  { title: "$/M in · out", key: (s) => s.output_usd_per_mtok, text: (s) => `${s.input_usd_per_mtok} · ${s.output_usd_per_mtok}`, keep: true },
+];
+
+export class SiteTable {
+  constructor(table, filter, act) {
+    this.body = table.tBodies[0];
+    this.head = table.tHead;
+    this.filter = filter;
+    this.act = act;
+    this.rows = new Map();
+    this.order = { column: 0, down: false };
+    this.sites = [];
+    this.buildHead();
+    filter.addEventListener("input", () => this.show(this.sites));
+  }
+
+  buildHead() {
+    const cells = COLUMNS.map((column, i) => {
+      const button = el("button", { type: "button" }, column.title);
+      button.addEventListener("click", () => this.sortBy(i));
+      return el("th", { scope: "col", className: i > 2 ? "n" : "" }, button);
+    });
+    this.head.replaceChildren(el("tr", {}, ...cells, el("th", { scope: "col", className: "n acting" }, "Act")));
+    this.markHead();
+  }
+
+  sortBy(column) {
+    const down = this.order.column === column ? !this.order.down : column > 1;
+    this.order = { column, down };
+    this.markHead();
+    this.show(this.sites);
+  }
+
+  markHead() {
+    [...this.head.rows[0].cells].forEach((cell, i) => {
+      if (i === this.order.column) cell.setAttribute("aria-sort", this.order.down ? "descending" : "ascending");
+      else cell.removeAttribute("aria-sort");
+    });
+  }
+
+  show(sites) {
+    this.sites = sites;
+    this.filter.hidden = sites.length < 12;
+    const wanted = this.filter.value.trim().toLowerCase();
+    const shown = sites.filter((s) => !wanted || `${s.name} ${s.cloud} ${s.region} ${s.state}`.toLowerCase().includes(wanted));
+    const { key } = COLUMNS[this.order.column];
+    const sign = this.order.down ? -1 : 1;
+    shown.sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0) || (a.name < b.name ? -1 : 1));
+    shown.forEach((site, i) => {
+      const row = this.row(site.name);
+      this.fill(row, site);
+      if (this.body.rows[i] !== row.tr) this.body.insertBefore(row.tr, this.body.rows[i] ?? null);
+    });
+    while (this.body.rows.length > shown.length) this.body.lastChild.remove();
+    for (const name of this.rows.keys()) if (!sites.some((site) => site.name === name)) this.rows.delete(name);
+  }
+
+  row(name) {
+    if (!this.rows.has(name)) this.rows.set(name, this.buildRow(name));
+    return this.rows.get(name);
+  }
+
+  buildRow(name) {
+    const cells = COLUMNS.map((column) => {
+      const cell = el("td", { "data-label": column.title, className: column.keep ? "n keep" : "n figure" });
+      if (column.type === "name") {
+        mark(cell, "name keep");
+        cell.append(el("span", {}, name), el("small"));
+      } else if (column.type === "state") {
+        mark(cell, "keep");
+        cell.append(el("span", { className: "badge" }));
+      } else if (column.type === "bar") {
+        mark(cell, "figure wide");
+        cell.append(el("div", { className: "bar" }, el("progress", { max: 1, ariaLabel: `Token load of ${name}` }), el("span", {}, el("b"), " ", el("small"))));
+      }
+      return cell;
+    });
+    const first = el("button", { type: "button" });
+    const more = el("button", { type: "button", ariaLabel: `More acts for ${name}`, title: "Pause, weight, models…" }, "⋯");
+    const row = { tr: null, cells, first, site: null };
+    first.addEventListener("click", () => this.act(row.site, row.held ? "resume" : "drain"));
+    more.addEventListener("click", () => this.act(row.site, "pause"));
+    row.tr = el("tr", {}, ...cells, el("td", { className: "keep plain acting" }, el("div", { className: "acts" }, first, more)));
+    return row;
+  }
+
+  fill(row, site) {
+    row.site = site;
+    row.held = site.state === "draining" || site.state === "paused";
+    mark(row.tr, site.state);
+    COLUMNS.forEach((column, i) => {
+      if (column.text) put(row.cells[i], column.text(site));
+    });
+    const pinned = site.pinned_off.length ? ` · off: ${site.pinned_off.join(", ")}` : "";
+    put(row.cells[0].lastChild, `${site.cloud} · ${site.region}${pinned}`);
+    put(row.cells[1].firstChild, site.state);
+    mark(row.cells[1].firstChild, `badge ${site.state}`);
+    this.fillBar(row.cells[2].firstChild, site);
+    put(row.first, row.held ? "Resume" : "Drain");
+    row.first.setAttribute("aria-label", `${row.held ? "Resume" : "Drain"} ${site.name}`);
+  }
+
+  fillBar(bar, site) {
+    const [progress, text] = bar.children;
+    const load = site.load ?? 0;
+    mark(bar, "bar" + (load >= 0.9 ? " hot" : load >= 0.7 ? " warm" : ""));
+    progress.value = Math.min(1, load);
+    put(text.firstChild, percent(site.load));
+    put(text.lastChild, site.load == null ? "unmeasured" : `${number(site.outstanding_tokens)} / ${number(site.capacity_tokens)}`);
+  }
+}

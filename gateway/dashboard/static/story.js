@@ -1,0 +1,42 @@
+// One query explained: its forecast, the candidates, why one was chosen, and what happened.
+import { ask, clock, el, number, seconds } from "./words.js";
+
+export async function explain(id, place) {
+  place.replaceChildren(el("p", { className: "empty" }, "Looking…"));
+  try {
+    const { queries } = await ask(`decisions/${encodeURIComponent(id)}`);
+    const unknown = `Nothing is known of ${id}. Records are written within seconds of the end of an answer.`;
+    place.replaceChildren(...(queries.length ? queries.map(query) : [el("p", { className: "empty" }, unknown)]));
+  } catch (error) {
+    place.replaceChildren(el("p", { className: "error" }, error.message));
+  }
+}
+
+function query({ usage, attempts }) {
+  const facts = {
+    Query: `${usage.request_id || usage.query_id} at ${clock(usage.received_at)}, ${usage.model}, for ${usage.tenant}`,
+    Ended: `${usage.status}${usage.error ? `: ${usage.error}` : ""}`,
+    Tokens: `${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} response`,
+    Forecast: usage.forecast_source ? `${number(usage.forecast_expected)} tokens expected, half under ${number(usage.forecast_p50)}, nine tenths under ${number(usage.forecast_p90)} (${usage.forecast_source})` : "none",
+    Times: `${seconds(usage.queue_s)} until decided, ${seconds(usage.first_token_s)} to the first token, ${seconds(usage.total_s)} in all`,
+  };
+  const list = el("dl", {}, ...Object.entries(facts).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]));
+  return el("div", { className: "query" }, list, ...attempts.map(attempt));
+}
+
+function attempt({ decision, ...what }, i) {
+  const head = ["Site", "Waits", "First token", "Done", "Price", "Figures were"].map((text, n) => el("th", { scope: "col", className: n ? "n" : "" }, text));
+  const rows = decision.estimates.map((e) => {
+    const cells = [seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`];
+    const chosen = e.site === decision.site;
+    const name = el("td", {}, chosen ? `✓ ${e.site}` : e.site);
+    return el("tr", { className: chosen ? "chosen" : "" }, name, ...cells.map((text) => el("td", { className: "n" }, text)));
+  });
+  const ruledOut = Object.entries(decision.excluded).map(([site, why]) => el("p", { className: "dim" }, `not ${site}: ${why}`));
+  const ended = `Ended ${what.ended} with ${number(what.completion_tokens)} tokens, first token after ${seconds(what.first_token_s)}.`;
+  return el("div", {},
+    el("h3", {}, `Attempt ${i + 1}: ${decision.site}`),
+    el("p", {}, `${decision.reason} (policy ${decision.policy}). ${ended}`),
+    el("div", { className: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...rows))),
+    ...ruledOut);
+}
