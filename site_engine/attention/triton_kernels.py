@@ -159,22 +159,24 @@ def decode_rows(
         else:
             page = tl.load(pages + places // PAGE, mask=seen, other=0).to(tl.int64)
             slots = page * PAGE + places % PAGE
-        k = tl.load(
-            keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None],
-            mask=seen[None, :] & in_key[:, None],
-            other=0.0,
-        )
+        keep_k = seen[None, :]
+        if KEY_DIM < KEY_PAD:
+            keep_k = keep_k & in_key[:, None]
+        keep_v = seen[:, None]
+        if VALUE_DIM < VALUE_PAD:
+            keep_v = keep_v & in_value[None, :]
+        k = tl.load(keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None], mask=keep_k, other=0.0)
         v = tl.load(
-            values + (slots[:, None] * KV_HEADS + head) * VALUE_DIM + vdim[None, :],
-            mask=seen[:, None] & in_value[None, :],
-            other=0.0,
+            values + (slots[:, None] * KV_HEADS + head) * VALUE_DIM + vdim[None, :], mask=keep_v, other=0.0
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale2
         if SOFTCAP:
             scores = softcap * LOG2_E * (2.0 * tl.sigmoid(2.0 * scores / (softcap * LOG2_E)) - 1.0)
         scores = tl.where(seen[None, :], scores, FAR_BELOW)
         higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.where(seen[None, :], tl.exp2(scores - higher[:, None]), 0.0)
+        weights = tl.exp2(scores - higher[:, None])
+        if WINDOW > 0:  # else a chunk has a key to see, and what it may not see is far below it
+            weights = tl.where(seen[None, :], weights, 0.0)
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -291,15 +293,15 @@ def prefill_blocks(
         else:
             page = tl.load(pages + theirs // PAGE, mask=exists, other=0).to(tl.int64)
             slots = page * PAGE + theirs % PAGE
-        k = tl.load(
-            keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None],
-            mask=exists[None, :] & in_key[:, None],
-            other=0.0,
-        )
+        keep_k = exists[None, :]
+        if KEY_DIM < KEY_PAD:
+            keep_k = keep_k & in_key[:, None]
+        keep_v = exists[:, None]
+        if VALUE_DIM < VALUE_PAD:
+            keep_v = keep_v & in_value[None, :]
+        k = tl.load(keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None], mask=keep_k, other=0.0)
         v = tl.load(
-            values + (slots[:, None] * KV_HEADS + head) * VALUE_DIM + vdim[None, :],
-            mask=exists[:, None] & in_value[None, :],
-            other=0.0,
+            values + (slots[:, None] * KV_HEADS + head) * VALUE_DIM + vdim[None, :], mask=keep_v, other=0.0
         )
         seen = exists[None, :] & (theirs[None, :] <= places[:, None])
         if WINDOW > 0:

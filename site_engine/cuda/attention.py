@@ -73,9 +73,7 @@ def _packed(
 ) -> torch.Tensor:
     q, k, v = (one[:, fresh.begin :].transpose(0, 1) for one in (query, key, value))
     ends, longest = fresh.ends, fresh.longest
-    answer: torch.Tensor = _varlen()(
-        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0)
-    )
+    answer: torch.Tensor = _varlen()(q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0))
     return answer
 
 

@@ -15,6 +15,8 @@ from site_engine.hf_bridge import LoadedModel
 from site_engine.request import Admission, Output, Request, State
 from site_engine.scheduler import Plan
 
+WARM_CONTEXT_TOKENS = 1024
+
 
 class AheadEngine(SiteEngine):
     """One iteration ahead while every request is greedy and plain; else as the engine it extends."""
@@ -38,8 +40,9 @@ class AheadEngine(SiteEngine):
         )
         self._runner = self._device_runner  # type: ignore[assignment]
 
-    def warm(self) -> None:
-        self._device_runner.warm()
+    def warm(self, longest: int = WARM_CONTEXT_TOKENS) -> int:
+        """Make the graphs before the first request comes; their number. Others are made when they are met."""
+        return self._device_runner.warm(min(longest, self._limit_tokens))
 
     def step(self) -> list[Output]:
         """One iteration: apply control, schedule, launch; publish the iteration before it."""

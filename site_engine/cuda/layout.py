@@ -15,11 +15,15 @@ from site_engine.scheduler import Entry, Plan
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
-ROWS_STEP = 8
-MIXED_STEP_TOKENS = 64
-MIXED_MOST_TOKENS = 1024  # more run outside a graph: there the host is faster than the device
+FINE_ROWS = 64  # up to here row buckets are 8 apart, then 16
+MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+"""Sizes of mixed steps; larger ones run outside a graph: there the host is faster than the device."""
 MIXED_MOST_CHUNKS = 32
-ITEM_STEPS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # work items per row that graphs are made for
+FEW_ROWS = 32
+ITEMS_OF_FEW = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+ITEMS_OF_MANY = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
+"""Work items per row that graphs are made for; each unused item costs its empty program a little."""
+ITEMS_OF_MIXED = (4.0, 8.0)
 
 
 class Shape(NamedTuple):
@@ -112,18 +116,23 @@ class Packer:
         if not plan.prefills:
             bucket = row_bucket(rows, self._slots)
             items = self._items_of(plan, bucket) + bucket - rows
-            return Shape(bucket, bucket, *_item_bucket(items, bucket), 0, bucket, True)
+            return decode_shape(bucket, items)
         samples = rows + sum(entry.samples for entry in plan.prefills)
-        if tokens > MIXED_MOST_TOKENS or len(plan.prefills) > MIXED_MOST_CHUNKS:
+        if tokens > MIXED_TOKENS[-1] or len(plan.prefills) > MIXED_MOST_CHUNKS:
             items = self._items_of(plan, max(samples, 1))
             blocks = sum(-(-entry.length // self._block_tokens) for entry in plan.prefills)
             return Shape(tokens, max(samples, 1), items, items > rows, blocks, patches, False)
-        bucket = -(-tokens // MIXED_STEP_TOKENS) * MIXED_STEP_TOKENS
-        samples = min(bucket, row_bucket(self._slots, self._slots))
-        items = self._items_of(plan, samples)
-        blocks = bucket // self._block_tokens + MIXED_MOST_CHUNKS + 1
-        size, _ = _item_bucket(max(items, samples + 1), samples)
-        return Shape(bucket, samples, size, True, blocks, samples + bucket, True)
+        bucket = next(size for size in MIXED_TOKENS if size >= tokens)
+        return self.mixed_shape(bucket, self._items_of(plan, self._mixed_samples(bucket)))
+
+    def mixed_shape(self, tokens: int, items: int) -> Shape:
+        samples = self._mixed_samples(tokens)
+        blocks = tokens // self._block_tokens + MIXED_MOST_CHUNKS + 1
+        size = _item_bucket(items, samples, ITEMS_OF_MIXED)
+        return Shape(tokens, samples, size, True, blocks, samples + tokens, True)
+
+    def _mixed_samples(self, tokens: int) -> int:
+        return min(tokens, row_bucket(self._slots, self._slots))
 
     def _items_of(self, plan: Plan, samples: int) -> int:
         chunk = self._chunk_tokens(samples)
@@ -195,31 +204,41 @@ class Packer:
         """Padding has places before 0: its blocks end before they begin, and see nothing."""
         step = self._block_tokens
         if place < 0:
-            return [(at + i, row, -min(step, length - i), min(step, length - i)) for i in range(0, length, step)]
+            return [
+                (at + i, row, -min(step, length - i), min(step, length - i)) for i in range(0, length, step)
+            ]
         return [(at + i, row, place + i, min(step, length - i)) for i in range(0, length, step)]
 
 
+def decode_shape(rows: int, items: int) -> Shape:
+    """`rows` is a bucket; padding rows have an item too."""
+    size = _item_bucket(items, rows, ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY)
+    return Shape(rows, rows, size, size > rows, 0, rows, True)
+
+
+def decode_shapes(rows: int, most_chunks: int) -> list[Shape]:
+    """Those a bucket is likely to meet: with many rows, the mean context is under half of the longest."""
+    likely = ITEMS_OF_FEW if rows <= FEW_ROWS else [2 * many for many in ITEMS_OF_MANY]
+    count = sum(many <= max(2, most_chunks) for many in likely)
+    steps = ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY
+    return [decode_shape(rows, int(rows * many)) for many in steps[:count]]
+
+
 def row_bucket(rows: int, slots: int) -> int:
-    """2, 4, 8, then steps of 8. One row runs as two: compiled code treats 1 as a special case."""
+    """2, 4, then steps of 8, then of 16. One row runs as two: compiled code treats 1 as a special case."""
     for small in (2, 4):
         if rows <= small:
             return small
-    return min(-(-rows // ROWS_STEP) * ROWS_STEP, max(8, -(-slots // ROWS_STEP) * ROWS_STEP))
+    step = 8 if rows <= FINE_ROWS else 16
+    return min(-(-rows // step) * step, max(8, -(-slots // 8) * 8))
 
 
 def row_buckets(slots: int) -> list[int]:
     return sorted({row_bucket(rows, slots) for rows in range(1, slots + 1)})
 
 
-def _item_bucket(items: int, rows: int) -> tuple[int, bool]:
-    """(size, split)."""
-    if items <= rows:
-        return rows, False
-    for step in ITEM_STEPS:
+def _item_bucket(items: int, rows: int, steps: Sequence[float]) -> int:
+    for step in steps:
         if items <= rows * step:
-            return int(rows * step), True
-    return rows * 2 ** int(np.ceil(np.log2(items / rows))), True
-
-
-def samples_of(plan: Plan) -> Sequence[Request]:
-    return [entry.request for entry in plan.entries if entry.samples]
+            return int(rows * step)
+    return int(rows * 2 ** np.ceil(np.log2(items / rows)))

@@ -89,7 +89,9 @@ def joining_pays(model: nn.Module, names: Sequence[str]) -> bool:
         return False
     joint = [[torch.cat([one.weight.data for one in group])] for group in groups]
     apart = [[one.weight.data for one in group] for group in groups]
-    return sum(_seconds(joint, rows) for rows in TRIED_ROWS) < sum(_seconds(apart, rows) for rows in TRIED_ROWS)
+    return sum(_seconds(joint, rows) for rows in TRIED_ROWS) < sum(
+        _seconds(apart, rows) for rows in TRIED_ROWS
+    )
 
 
 def _seconds(groups: list[list[torch.Tensor]], rows: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from site_engine.attention.arena import Arena
 from site_engine.attention.triton_launch import block_tokens, chunk_tokens
 from site_engine.cuda.attention import Fresh
-from site_engine.cuda.layout import PageTables, Packer, Shape, row_buckets, views
+from site_engine.cuda.layout import MIXED_TOKENS, Packer, PageTables, Shape, decode_shapes, row_buckets, views
 from site_engine.cuda.step import Device, Step
 from site_engine.request import Request
 from site_engine.runner import Forward, Logits, PackedRunner
@@ -94,13 +93,14 @@ class DeviceRunner:
         assert step.logits is not None
         return Logits(requests, step.logits[: len(requests)], [])
 
-    def warm(self, report: Callable[[str], None] = lambda line: None) -> None:
-        """Make the graphs that every load needs: decode steps of one and of two chunks per row."""
+    def warm(self, longest: int) -> int:
+        """Make the graphs of decode steps and small mixed steps for contexts up to `longest`; how many."""
         for rows in reversed(row_buckets(self._slots)):
-            for items, split in ((rows, False), (int(rows * 1.5), True), (rows * 2, True)):
-                shape = Shape(rows, rows, items, split, 0, rows, True)
+            for shape in decode_shapes(rows, -(-longest // chunk_tokens(rows))):
                 self._step(shape, keep_logits=False)
-        report(f"{len(self._steps)} graphs")
+        for tokens in MIXED_TOKENS:
+            self._step(self._packer.mixed_shape(tokens, 1), keep_logits=False)
+        return len(self._steps)
 
     def _start(self, plan: Plan, *, keep_logits: bool) -> tuple[Step, list[Request]]:
         at, pages = self._tables.patches(plan)
@@ -143,7 +143,9 @@ class DeviceRunner:
             return None
         lengths = [entry.length for entry in plan.prefills]
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return Fresh(len(plan.decodes), ends.pin_memory().to(self._device.where, non_blocking=True), max(lengths))
+        return Fresh(
+            len(plan.decodes), ends.pin_memory().to(self._device.where, non_blocking=True), max(lengths)
+        )
 
     def _patch(self, at: list[int], pages: list[int]) -> None:
         where = self._device.where

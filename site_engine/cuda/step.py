@@ -81,7 +81,9 @@ class Step:
         with torch.no_grad(), context.use(attention):
             logits = self._forward(self._ids, self._positions, self._wanted)
         if attention.layer != len(self._device.arena.keys):
-            raise RuntimeError(f"{attention.layer} attention calls in a model of {len(self._device.arena.keys)}")
+            raise RuntimeError(
+                f"{attention.layer} attention calls in a model of {len(self._device.arena.keys)}"
+            )
         self._choose(logits)
         return logits
 

@@ -1,0 +1,429 @@
+"""The engine on one GPU, random weights: is it right, what does a step cost, how many tokens a second.
+
+`python -m bench.engine_gpu --model bench/models/llama-3.1-8b --do check,kernels,steps,sharegpt,alpaca,profile`
+Needs torch, transformers and triton, nothing else. Greedy, exact lengths, all queries at once, at most 256
+running; new token ids in every repetition; a warm-up run of each workload is not counted. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+import triton
+
+from bench.workload import SHAPES, lengths, queries
+from site_engine.attention import triton_launch
+from site_engine.attention.triton_launch import DecodeWork, Tile
+from site_engine.context import Scoring
+from site_engine.cuda.engine import AheadEngine, optimise
+from site_engine.cuda.runner import DeviceRunner
+from site_engine.engine import EngineSettings
+from site_engine.hf_bridge import LoadedModel, from_model
+from site_engine.request import Request, Sampling
+from site_engine.scheduler import Entry, Plan
+
+ROWS = 256
+CHECKED_ROWS = 24
+CHECKED_STEPS = 6
+LATER_LAYERS = 8  # kernels are timed over so many layers' pages, so that none stays in the cache
+
+
+def seconds() -> float:
+    return time.perf_counter()
+
+
+def plain_model(folder: str) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.1)
+    return model
+
+
+# ---- is it right
+
+
+class Forced(NamedTuple):
+    """Sequences, and the plain model's logits [places, vocabulary] at the end of each."""
+
+    sequences: list[list[int]]
+    logits: list[torch.Tensor]
+
+
+def force_plain(model: Any, vocab_size: int) -> Forced:
+    rnd = random.Random(5)
+    sequences = [
+        [
+            rnd.randrange(10, vocab_size - 300)
+            for _ in range(rnd.choice((3, 40, 161, 300, 700)) + CHECKED_STEPS)
+        ]
+        for _ in range(CHECKED_ROWS)
+    ]
+    with torch.no_grad():
+        logits = [
+            model(input_ids=torch.tensor([ids], device="cuda"), use_cache=False).logits[
+                0, -CHECKED_STEPS - 1 : -1
+            ]
+            for ids in sequences
+        ]
+    return Forced(sequences, logits)
+
+
+def check(engine: AheadEngine, forced: Forced) -> str:
+    """Prompts in one packed step, the rest token by token through graphs, against the plain model's logits."""
+    requests = []
+    for row, ids in enumerate(forced.sequences):
+        request = Request(f"check {row}", ids)
+        request.row, request.pages = row, engine._pool.take(engine._pool.pages_for(len(ids))) or []
+        requests.append(request)
+    runner: DeviceRunner = engine._device_runner
+    found: list[list[torch.Tensor]] = [[] for _ in requests]
+    prompts = [len(ids) - CHECKED_STEPS for ids in forced.sequences]
+    half = CHECKED_ROWS // 2
+    plans = [
+        Plan([], [Entry(requests[i], 0, prompts[i], True) for i in range(half)]),
+        Plan([], [Entry(requests[i], 0, prompts[i] // 2, False) for i in range(half, CHECKED_ROWS)]),
+        Plan([], [Entry(requests[i], prompts[i] // 2, prompts[i] - prompts[i] // 2, True) for i in range(half, CHECKED_ROWS)]),
+    ]  # fmt: skip
+    plans += [
+        Plan([Entry(request, prompts[i] + step, 1, True) for i, request in enumerate(requests)])
+        for step in range(CHECKED_STEPS - 1)
+    ]
+    for plan in plans:
+        logits = runner.run(plan)
+        for at, request in enumerate(logits.sampled):
+            found[request.row].append(logits.rows[at].clone())
+    for request in requests:
+        engine._pool.drop(request.pages)
+    return _agreement(torch.cat([torch.stack(one) for one in found]), torch.cat(forced.logits))
+
+
+def _agreement(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    found, wanted = found.float(), wanted.float()
+    off = (found - wanted).norm() / wanted.norm()
+    tolerance = 2 * float(
+        (found - wanted).abs().quantile(0.999)
+        if found.numel() < 1e7
+        else (found - wanted).abs()[:, ::97].flatten().quantile(0.999)
+    )
+    best = wanted.topk(2, dim=-1).values
+    clear = (best[:, 0] - best[:, 1]) > tolerance
+    same = found.argmax(-1) == wanted.argmax(-1)
+    verdict = "right" if bool(same[clear].all()) and bool(torch.isfinite(found).all()) else "WRONG"
+    return (
+        f"CHECK {verdict}: {int(same[clear].sum())} of {int(clear.sum())} with a top-2 margin over {tolerance:.3f} "
+        f"agree, {int(same.sum())} of {len(same)} in all; relative error {float(off):.2e}"
+    )
+
+
+# ---- what a step costs
+
+
+def timed_graph(once: Callable[[], None], calls: int, reps: int = 7) -> float:
+    """Microseconds per call inside a captured graph, median."""
+    once()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    took = []
+    for _ in range(reps):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        took.append(began.elapsed_time(ended) / calls * 1e3)
+    return statistics.median(took)
+
+
+def steady_lengths(workload: str, rows: int) -> list[int]:
+    """Contexts met while a workload runs: rows weighted by their response."""
+    pairs = lengths(workload, 512)
+    rnd = random.Random(1)
+    picked = rnd.choices(pairs, weights=[response for _, response in pairs], k=rows)
+    return [prompt + rnd.randrange(response) + 1 for prompt, response in picked]
+
+
+def kernels(engine: AheadEngine) -> None:
+    """The decode kernel over mixes of lengths, with the writing of keys and values."""
+    arena, shape = engine._arena, engine._model.layers[0]
+    config = engine._model.model.config
+    heads, dim = config.num_attention_heads, shape.key_dim
+    layers = min(LATER_LAYERS, len(arena.keys))
+    for workload, rows in (
+        ("sharegpt", ROWS),
+        ("alpaca", ROWS),
+        ("sharegpt", 32),
+        ("alpaca", 32),
+        ("alpaca", 8),
+    ):
+        lens = steady_lengths(workload, rows)
+        pages = max(-(-one // arena.page_size) for one in lens)
+        table = torch.randint(1, arena.keys[0].shape[0], (rows, pages), dtype=torch.int32, device="cuda")
+        query = torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[0]
+        key, value = (
+            torch.randn(1, rows, shape.kv_heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[0]
+            for _ in range(2)
+        )
+        out = torch.empty(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
+        floor = 4 * sum(lens) * shape.kv_heads * dim / 4.3e6
+        told = []
+        for chunk, tile in (
+            (64, Tile(64, 2, 4)),
+            (128, Tile(64, 2, 4)),
+            (256, Tile(64, 2, 4)),
+            (256, Tile(64, 4, 3)),
+            (256, Tile(32, 2, 4)),
+            (512, Tile(64, 2, 4)),
+            (512, Tile(128, 4, 3)),
+        ):
+            items = [
+                row | at << 16 for row, one in enumerate(lens) for at in range(max(1, -(-(one - 1) // chunk)))
+            ]
+            work = DecodeWork(
+                torch.arange(rows, dtype=torch.int32).cuda(), torch.tensor(lens, dtype=torch.int32).cuda(),
+                torch.tensor(items, dtype=torch.int32).cuda(),
+                torch.zeros(rows * shape.kv_heads, dtype=torch.int32).cuda(), len(items) > rows, chunk,
+            )  # fmt: skip
+
+            def once(work: DecodeWork = work, tile: Tile = tile) -> None:
+                for layer in range(layers):
+                    triton_launch.decode(query, key, value, arena.keys[layer], arena.values[layer], table, work, out, Scoring(dim**-0.5), tile)  # fmt: skip
+
+            told.append(f"{chunk} {tuple(tile)}: {timed_graph(once, layers):.1f}")
+        print(
+            f"KERNEL {workload} rows {rows} mean context {sum(lens) / rows:.0f}, floor {floor:.1f} us; "
+            + "; ".join(told),
+            flush=True,
+        )
+
+
+def fixed_steps(engine: AheadEngine, prompt_tokens: int, steps: int = 128) -> dict[str, float]:
+    """ROWS requests of one length, all decoding: the engine's own loop, wall time per iteration."""
+    rnd = random.Random(2)
+    for row in range(ROWS):
+        prompt = [rnd.randrange(10, 30000) for _ in range(prompt_tokens)]
+        engine.submit(
+            Request(f"fixed {row}", prompt, Sampling(max_tokens=steps + 40, temperature=0.0, ignore_eos=True))
+        )
+    took = []
+    while engine.has_work:
+        began = seconds()
+        outputs = engine.step()
+        took.append((len(outputs), seconds() - began))
+    full = [took_s for count, took_s in took if count == ROWS][-steps - 4 : -4]
+    return {"mean_ms": statistics.fmean(full) * 1e3, "median_ms": statistics.median(full) * 1e3}
+
+
+def buckets(engine: AheadEngine, counts: Sequence[int], context: int = 200) -> None:
+    """Device time of decode graphs by rows, and the host's time to launch one."""
+    runner, pool = engine._device_runner, engine._pool
+    told = []
+    for rows in counts:
+        requests = []
+        for row in range(rows):
+            request = Request(f"bucket {row}", [11] * context)
+            request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
+            requests.append(request)
+        plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
+        runner.launch(plan).land()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        host_s = []
+        began.record()
+        for _ in range(30):
+            start = seconds()
+            runner.launch(plan)
+            host_s.append(seconds() - start)
+        ended.record()
+        ended.synchronize()
+        told.append(
+            f"{rows}: {began.elapsed_time(ended) / 30:.3f} ({statistics.median(host_s) * 1e6:.0f} us)"
+        )
+        for request in requests:
+            pool.drop(request.pages)
+    print(f"BUCKETS rows: ms a step, context {context} (host to launch): " + ", ".join(told), flush=True)
+
+
+def prefill_rate(engine: AheadEngine, chunks: int, tokens: int) -> float:
+    """Tokens/s of a packed prefill of whole prompts, the middle of five."""
+    runner, pool = engine._device_runner, engine._pool
+    took = []
+    for _ in range(5):
+        requests = []
+        for row in range(chunks):
+            request = Request(f"prefill {row}", [random.randrange(10, 30000) for _ in range(tokens)])
+            request.row, request.pages = row, pool.take(pool.pages_for(tokens)) or []
+            requests.append(request)
+        plan = Plan([], [Entry(request, 0, tokens, True) for request in requests])
+        torch.cuda.synchronize()
+        began = seconds()
+        runner.launch(plan).land()
+        took.append(seconds() - began)
+        for request in requests:
+            pool.drop(request.pages)
+    return chunks * tokens / statistics.median(took)
+
+
+# ---- how many tokens a second
+
+
+class Pass(NamedTuple):
+    tokens: int
+    wall_s: float
+    iterations: int
+    step_s: list[float]
+
+
+def serve(engine: AheadEngine, workload: str, repetition: int) -> Pass:
+    work = queries(
+        workload, 512, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
+        repetition=repetition,
+    )  # fmt: skip
+    gc.collect()
+    torch.cuda.synchronize()
+    began = seconds()
+    for at, query in enumerate(work):
+        sampling = Sampling(max_tokens=query.response_tokens, temperature=0.0, ignore_eos=True)
+        engine.submit(Request(f"{repetition} {at}", query.prompt, sampling))
+    tokens, step_s = 0, []
+    while engine.has_work:
+        step_began = seconds()
+        tokens += sum([len(output.token_ids) for output in engine.step()])
+        step_s.append(seconds() - step_began)
+    wall_s = seconds() - began
+    assert tokens == sum(query.response_tokens for query in work)
+    return Pass(tokens, wall_s, len(step_s), step_s)
+
+
+def profile(engine: AheadEngine, context: int = 225) -> None:
+    """Where a decode step of ROWS rows goes. Last: after the profiler ran, every replay costs the host more."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    runner, pool = engine._device_runner, engine._pool
+    if engine._scheduler.prefixes is not None:
+        engine._scheduler.prefixes.clear()
+    for rows in (ROWS, 16):
+        requests = []
+        for row in range(rows):
+            request = Request(f"profile {row}", [11] * context)
+            request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
+            requests.append(request)
+        plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
+        runner.launch(plan).land()
+        with record(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(4):
+                runner.launch(plan)
+            torch.cuda.synchronize()
+        total: dict[str, list[float]] = {}
+        for event in seen.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                one = total.setdefault(event.name[:90], [0.0, 0])
+                one[0] += event.time_range.elapsed_us()
+                one[1] += 1
+        busy = sum(one[0] for one in total.values()) / 4e3
+        print(
+            f"PROFILE rows {rows} context {context}: busy {busy:.3f} ms, {sum(one[1] for one in total.values()) / 4:.0f} nodes"
+        )
+        for name, (us, count) in sorted(total.items(), key=lambda item: -item[1][0])[:16]:
+            print(f"   {us / 4e3:7.3f} ms  {us / count:7.1f} us x {count / 4:5.0f}  {name}")
+        for request in requests:
+            pool.drop(request.pages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--do", default="check,kernels,steps,buckets,prefill,sharegpt,alpaca")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--token-budget", type=int, default=8192)
+    parser.add_argument("--kv-tokens", type=int, default=400_000)
+    parser.add_argument("--cold", action="store_true", help="make few graphs before the first request")
+    asked = parser.parse_args()
+    do = asked.do.split(",")
+    result: dict[str, Any] = {"model": asked.model, "device": torch.cuda.get_device_name()}
+    print(
+        f"{asked.model} on {result['device']}; torch {torch.__version__}, transformers {transformers.__version__}, triton {triton.__version__}, python {platform.python_version()}"
+    )
+    began = seconds()
+
+    def lap(what: str) -> None:
+        print(f"-- {what} at {seconds() - began:.1f} s", flush=True)
+
+    plain = plain_model(asked.model)
+    forced = force_plain(plain, plain.config.vocab_size) if "check" in do else None
+    lap("plain model")
+    model: LoadedModel = from_model(plain, eos_token_ids=())
+    lap("certified")
+    optimise(model)
+    lap("optimised")
+    settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
+    engine = AheadEngine(model, settings, seconds)
+    if forced is not None:
+        told = check(engine, forced)
+        print(told, flush=True)
+        result["check"] = told
+        lap("checked")
+    lap(
+        f"{engine.warm(0 if asked.cold else 1024)} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most"
+    )
+    gc.collect()
+    gc.freeze()
+    if "kernels" in do:
+        kernels(engine)
+        lap("kernels")
+    if "buckets" in do:
+        buckets(engine, (2, 8, 16, 32, 64, 96, 128, 192, 256))
+        lap("buckets")
+    if "prefill" in do:
+        result["prefill_tok_s"] = [
+            round(prefill_rate(engine, *one)) for one in ((16, 512), (50, 161), (100, 161))
+        ]
+        print("PREFILL tokens/s of 16 x 512, 50 x 161, 100 x 161:", result["prefill_tok_s"])
+        lap("prefill")
+    if "steps" in do:
+        for context in (161, 600):
+            fixed_steps(engine, context, 16)
+            result[f"step_{context}"] = fixed_steps(engine, context)
+            print(
+                f"STEP 256 rows, context {context}-{context + 128}: {result[f'step_{context}']}", flush=True
+            )
+        lap("steps")
+    for workload in [name for name in SHAPES if name in do]:
+        serve(engine, workload, 99)
+        lap(f"{workload} warm")
+        passes = [serve(engine, workload, repetition) for repetition in range(asked.reps)]
+        rates = [one.tokens / one.wall_s for one in passes]
+        result[workload] = {
+            "out_tok_s": round(statistics.median(rates)),
+            "all": [round(rate) for rate in rates],
+            "wall_s": round(statistics.median([one.wall_s for one in passes]), 3),
+            "iterations": passes[0].iterations,
+            "graphs": len(engine._device_runner._steps),
+            "slowest_steps_ms": [round(one * 1e3, 1) for one in sorted(passes[-1].step_s)[-8:]],
+        }
+        print(f"SERVE {workload}: {result[workload]}", flush=True)
+        lap(workload)
+    if "profile" in do:
+        profile(engine)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -1,0 +1,79 @@
+"""Compiles every Triton kernel for a GPU architecture without a GPU: `python tests/kernel_compile.py 90`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from site_engine.attention import triton_kernels
+from site_engine.cuda import kernels
+
+FLOATS = {
+    "query", "key", "value", "keys", "values", "out", "logits", "sinks",
+}  # fmt: skip
+FLOAT32 = {"parts", "tops", "sums"}
+LONGS = {"ids", "positions", "wanted_out"}
+PLAIN_FLOATS = {"scale2", "softcap"}
+SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row"}
+LLAMA = {"KV_HEADS": 8, "GROUP": 4, "GROUP_PAD": 16, "KEY_DIM": 128, "KEY_PAD": 128, "VALUE_DIM": 128, "VALUE_PAD": 128}
+QWEN = {"KV_HEADS": 2, "GROUP": 7, "GROUP_PAD": 16, "KEY_DIM": 64, "KEY_PAD": 64, "VALUE_DIM": 64, "VALUE_PAD": 64}
+PAGED = {"PAGE": 16, "WHOLE_PAGES": True, "BLOCK": 64, "WINDOW": 0, "SOFTCAP": False, "SINKS": False}
+ODD = {"PAGE": 1, "WHOLE_PAGES": False, "BLOCK": 64, "WINDOW": 100, "SOFTCAP": True, "SINKS": True}
+DECODE_OPTIONS = {"num_warps": 2, "num_stages": 4}
+
+
+def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    decode = [
+        (triton_kernels.decode_rows, {**model, **paged, "CHUNK": 256, "SPLIT": split}, DECODE_OPTIONS)
+        for model, paged, split in ((LLAMA, PAGED, True), (QWEN, PAGED, False), (QWEN, ODD, True))
+    ]
+    prefill = [
+        (triton_kernels.prefill_blocks, {**model, **paged, "ROWS": 128}, {"num_warps": 8, "num_stages": 3})
+        for model, paged in ((LLAMA, PAGED), (QWEN, ODD))
+    ]
+    return [
+        *decode,
+        *prefill,
+        (triton_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
+        (kernels.prepare_inputs, {"BLOCK": 256}, {}),
+        (kernels.best_of_span, {"SPAN": 8192}, {"num_warps": 8}),
+        (kernels.best_of_row, {"SPANS_PAD": 32}, {"num_warps": 1}),
+    ]
+
+
+def _type(name: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in PLAIN_FLOATS:
+        return "fp32"
+    if name in SCALARS or name.endswith(("_token", "_head")):
+        return "i32"
+    if name in FLOATS:
+        return "*bf16"
+    return "*fp32" if name in FLOAT32 else "*i64" if name in LONGS else "*i32"
+
+
+def compile_all(architecture: int) -> list[str]:
+    done = []
+    for kernel, given, options in cases():
+        constants = {name: given[name] for name in kernel.arg_names if name in given}
+        signature = {name: _type(name, constants) for name in kernel.arg_names}
+        aligned = {
+            (at,): [["tt.divisibility", 16]]
+            for at, name in enumerate(kernel.arg_names)
+            if signature[name].startswith("*") or name.endswith(("_token", "_head", "_row"))
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        done.append(f"{kernel.__name__}: {len(made.asm['cubin'])} bytes, {made.metadata.shared} shared")
+    return done
+
+
+if __name__ == "__main__":
+    print("\n".join(compile_all(int(sys.argv[1]))))
