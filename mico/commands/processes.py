@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -44,7 +46,15 @@ def site(config: ConfigFile = None, overrides: Overrides = None) -> None:
         raise CommandFailed(
             "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
-    raise typer.Exit(run(loaded))
+    leave(run(loaded))
+
+
+def leave(status: int) -> NoReturn:
+    """Everything is closed by now. Taking torch's modules apart would cost seconds and free nothing."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def pairs(overrides: list[str] | None) -> dict[str, str]:
