@@ -52,7 +52,7 @@ def _may_move(each: Pending, bidder: Site, fleet: Fleet, now_s: float) -> bool:
 
 
 def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
-    """Seconds saved by each move, way included; 0 where it is not worth it."""
+    """Seconds saved by each move, way included; 0 where it is not worth it. Who need not wait stays."""
     size = of_demands([each.demand for each in movable])
     donors = {
         each.site: fleet.sites[place] for each in movable if (place := fleet.place(each.site)) is not None
@@ -61,7 +61,7 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
     there = estimates(size, *_columns([(bidder, 1.0)] * len(movable)))
     gains_s = here.finish_s - there.finish_s - bidder.rtt_s
     least_s = np.maximum(LEAST_GAIN_S, LEAST_GAIN_SHARE * here.wait_s)
-    return np.where(gains_s > least_s, gains_s, 0.0)
+    return np.where((here.wait_s > 0.0) & (gains_s > least_s), gains_s, 0.0)
 
 
 def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:

@@ -12,12 +12,15 @@ from gateway.routing.demand import Demand
 from gateway.routing.fleet import Numbers
 
 CROWDING = 16.0
-"""What a query costs the others of a site that has one request per slot, in its own decode times.
+"""What a query costs the others of a site that has one request per slot, in its own decode times; four times
+as much at two requests per slot, and next to nothing while most slots are free.
 
 Counted at the speed of the fastest candidate, so that crowding weighs alike on fast and slow sites: were it
 weighed by each site's own speed, fast sites would build up queues while slow ones have slots free. Measured:
 bench/results/simulation.md.
 """
+FIRST_TOKEN = 4.0
+"""A second until the first token weighs so much more than one between tokens."""
 REPORTS_EVERY_S = 1.5
 """An older report than this is one that was missed: a site reports every change, and every second anyway."""
 STALE_PENALTY = 1.0
@@ -27,12 +30,13 @@ USD_PER_SECOND = 0.001
 
 
 def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """Least expected completion, with crowding, price and missed reports as terms in seconds."""
+    """Least expected completion; a late first token, crowding, price and missed reports count in seconds."""
     found, at = candidates.estimates, candidates.at
     fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
-    crowding_s = (CROWDING * demand.response_tokens * fastest_s) * requests_per_slot(candidates)
+    crowding_s = (CROWDING * demand.response_tokens * fastest_s) * requests_per_slot(candidates) ** 2
     missed_s = np.maximum(0.0, candidates.now_s - REPORTS_EVERY_S - at.heard_s)
-    cost_s = found.finish_s + crowding_s + STALE_PENALTY * missed_s + found.price_usd / USD_PER_SECOND
+    cost_s = found.finish_s + FIRST_TOKEN * found.first_token_s + crowding_s
+    cost_s += STALE_PENALTY * missed_s + found.price_usd / USD_PER_SECOND
     place = candidates.least(cost_s / at.weight, turn)
     waits = f"waits {found.wait_s[place]:.2f} s, " if found.wait_s[place] > 0 else ""
     promise = f"first token in {found.first_token_s[place]:.2f} s, done in {found.finish_s[place]:.2f} s"

@@ -33,7 +33,8 @@ class Outage:
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Everything that a run depends on but the queries. `report_every_s`: sites report when something
-    changed, at most so often, and `report_delay_s` longer than half a round trip under way.
+    changed, at most so often, and `report_delay_s` longer than half a round trip under way. `window_s`: so
+    long a gateway collects queries to assign them jointly; None assigns each by the policy as it comes.
     """
 
     specs: tuple[SiteSpec, ...]
@@ -44,6 +45,7 @@ class Setting:
     report_every_s: float = 0.05
     report_delay_s: float = 0.0
     gateways: int = 1
+    window_s: float | None = None
     outages: tuple[Outage, ...] = ()
 
 
@@ -55,7 +57,13 @@ class Federation:
         self.sites = {spec.name: self._site(spec) for spec in setting.specs}
         self.gateways = [
             Gateway(
-                setting.specs, setting.policy, self.clock, self, expected=expected, offload=setting.offload
+                setting.specs,
+                setting.policy,
+                self.clock,
+                self,
+                expected=expected,
+                offload=setting.offload,
+                window_s=setting.window_s,
             )
             for _ in range(setting.gateways)
         ]

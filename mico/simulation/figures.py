@@ -13,6 +13,10 @@ from mico.simulation.queries import Record
 from site_engine.admission import STARVING_AFTER_S, Score, shortest_forecast
 from site_engine.request import Request
 
+PROMPT_TOKEN_WORK = 0.02
+"""What computing a prompt token takes of a site beside a response token, which shares its iteration."""
+WORK_AGEING_TOKENS_PER_S = 10.0
+
 
 def first_come(request: Request) -> float:
     return request.arrived_s
@@ -22,10 +26,17 @@ def longest_forecast(request: Request) -> float:
     return -request.expected_remaining()
 
 
+def least_work(request: Request) -> float:
+    """Like the engine's order, but the prompt counts too and waiting counts less."""
+    work = request.expected_remaining() + PROMPT_TOKEN_WORK * len(request.tokens)
+    return work + WORK_AGEING_TOKENS_PER_S * request.arrived_s
+
+
 ORDERS: dict[str, tuple[Score, float]] = {
     "shortest": (shortest_forecast, STARVING_AFTER_S),
     "fcfs": (first_come, inf),
     "longest": (longest_forecast, inf),
+    "work": (least_work, STARVING_AFTER_S),
 }
 """How a site orders what waits there, and after how long the oldest goes first whatever the order."""
 

@@ -18,6 +18,7 @@ from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, tries
+from gateway.routing.window import assign
 from mico.simulation.events import Clock
 from mico.simulation.queries import Expected, Query, Record
 from mico.simulation.specification import MODEL, SiteSpec
@@ -57,6 +58,7 @@ class Gateway:
         *,
         expected: Mapping[int, Expected],
         offload: bool = True,
+        window_s: float | None = None,
     ) -> None:
         self.directory = Directory()
         self.records: dict[int, Record] = {}
@@ -68,11 +70,17 @@ class Gateway:
         self._network = network
         self._expected = expected
         self.offload = offload
+        self._window_s = window_s
+        self._window: list[Query] = []
         self._turns = count()
         self._ids = count()
         self._plans: dict[int, Generator[Try, Setback, None]] = {}
         for spec in specs:
             self.joined(spec.name)
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
 
     def joined(self, name: str) -> None:
         spec = self._specs[name]
@@ -87,8 +95,28 @@ class Gateway:
 
     def arrive(self, query: Query) -> None:
         self.records[query.number] = Record(query)
+        if self._window_s is None:
+            self._dispatch(query, self._plan(query), 0)
+            return
+        if not self._window:
+            self._clock.after(self._window_s, self._assign_window)
+        self._window.append(query)
+
+    def _plan(self, query: Query) -> Try:
         plan = self._plans[query.number] = tries(Sampling(), MOST_TRIES)
-        self._dispatch(query, next(plan), 0)
+        return next(plan)
+
+    def _assign_window(self) -> None:
+        """What came within the window goes out jointly, longest first."""
+        queries, self._window = self._window, []
+        fleet = self.directory.fleet
+        lengths = [self._expected[query.number].demand.response_tokens for query in queries]
+        speeds = fleet.figures.slots / fleet.figures.iteration_s
+        places = assign(lengths, speeds.tolist(), fleet.figures.token_load.tolist())
+        for index in sorted(range(len(queries)), key=lambda index: -lengths[index]):
+            first = self._plan(queries[index])
+            site = fleet.sites[places[index]].name
+            self._dispatch(queries[index], first._replace(toward=site), 0)
 
     def broke(self, attempt: Attempt, broken: Broken, delivered: int) -> None:
         """The attempt is over: production's plan says what comes next."""
@@ -168,6 +196,7 @@ class Link:
         self._gateway = gateway
         self._name = spec.name
         self._slots = spec.slots
+        self._rtt_s = spec.rtt_s
         self._network = network
         self._uncovered: dict[str, Attempt] = {}
 
@@ -183,7 +212,9 @@ class Link:
             self._gateway.directory.credit(self._name, self._credit())
 
     def pending(self) -> list[Attempt]:
-        return [each for each in self.live.values() if not each.started]
+        """What the site has accepted and, as far as is known here, not started."""
+        known_s = self._gateway.now_s - self._rtt_s / 2
+        return [each for each in self.live.values() if not each.started and each.at_site_s <= known_s]
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         self._network.release(self._gateway, self._name, release_id, attempt_ids)
