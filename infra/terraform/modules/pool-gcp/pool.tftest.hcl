@@ -11,7 +11,7 @@ variables {
 run "engine" {
   variables {
     pool = {
-      name          = "gcp-eu", role = "engine", region = "europe-west4", min = 1, max = 4, spot = true
+      name          = "gcp-eu", role = "engine", region = "europe-west4", min = 2, max = 4, spot = true
       machine_types = ["g2-standard-8", "g2-standard-12"], gpu = { type = "nvidia-l4", count = 1 }, disk_gb = 150
     }
   }
@@ -84,7 +84,7 @@ run "engine" {
       google_compute_region_instance_group_manager.this.name == "gcp-eu",
       google_compute_region_instance_group_manager.this.region == "europe-west4",
       google_compute_region_instance_group_manager.this.base_instance_name == "gcp-eu",
-      google_compute_region_instance_group_manager.this.target_size == 1,
+      google_compute_region_instance_group_manager.this.target_size == 2,
       google_compute_region_instance_group_manager.this.distribution_policy_target_shape == "ANY",
       !google_compute_region_instance_group_manager.this.wait_for_instances,
       google_compute_region_instance_group_manager.this.version[0].instance_template == google_compute_region_instance_template.this.id,
