@@ -1,0 +1,76 @@
+"""What an iteration costs in CPU time beside the model: planning, packing, sampling, text, load figures.
+
+`python -m bench.bookkeeping [--rows 256]` replaces the forward pass by fixed logits; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from site_engine import context
+from site_engine.attention.reference import ReferenceContext
+from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.hf_bridge import load
+from site_engine.request import Request, Sampling
+
+DEMO_MODEL = Path(__file__).parent.parent / "mico" / "demo_model" / "weights"
+WARM_UP_STEPS = 20
+
+
+def step_times_ms(rows: int, steps: int) -> list[float]:
+    """Decode iterations of the demo model with all rows running, text included, without its forward pass."""
+    model = load(str(DEMO_MODEL))
+    settings = EngineSettings(slots=rows, token_budget=max(8192, rows), kv_tokens=rows * 512)
+    engine = SiteEngine(model, settings, time.perf_counter)
+    rnd = random.Random(0)
+    limit = steps + WARM_UP_STEPS + 10
+    for row in range(rows):
+        prompt = [rnd.randrange(10, model.vocab_size) for _ in range(50)]
+        sampling = Sampling(max_tokens=limit, temperature=0.0, ignore_eos=True)
+        engine.submit(Request(str(row), prompt, sampling))
+    logits = torch.randn(rows, model.vocab_size, generator=torch.Generator().manual_seed(0))
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        running = context.current()
+        assert isinstance(running, ReferenceContext)
+        running.layer = len(model.layers)
+        return logits[: wanted.shape[0]]
+
+    engine._runner._forward = forward
+    times = []
+    for step in range(WARM_UP_STEPS + steps):
+        began = time.process_time()
+        outputs = engine.step()
+        if step >= WARM_UP_STEPS:
+            assert len(outputs) == rows
+            times.append((time.process_time() - began) * 1e3)
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.bookkeeping", description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    times = sorted(step_times_ms(options.rows, options.steps))
+    found = {
+        "rows": options.rows,
+        "steps": options.steps,
+        "median_ms": round(statistics.median(times), 3),
+        "fastest_tenth_ms": round(times[len(times) // 10], 3),
+        "torch": torch.__version__,
+    }
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
