@@ -1,0 +1,113 @@
+"""What one decision costs, and one joint window: python -m bench.decide [--json]
+
+Processor time of this process, so that neighbours on the machine do not count; the least of several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+from random import Random
+from time import process_time
+
+from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.routing.decide import decide
+from gateway.routing.demand import Demand
+from gateway.routing.fleet import Fleet
+from gateway.routing.policies import POLICIES
+from gateway.routing.window import assign
+
+SITES = (1, 3, 10, 30, 100, 300, 1000)
+ROUNDS = 7
+PROMISED_US = {3: 50.0, 1000: 1000.0}
+PROMISED_WINDOW_MS = 100.0
+
+
+def site(number: int, random: Random) -> Site:
+    """Loaded as sites are: some with slots free, some with a queue."""
+    identity = SiteIdentity(
+        name=f"s{number:04d}",
+        boot_id="",
+        cloud="c",
+        region="r",
+        models={"m": Model("m", "", 8192, 0, "", frozenset({"chat"}))},
+        slots=16,
+        kv_capacity_tokens=100_000,
+        output_usd_per_mtok=random.choice([0.5, 1.0, 2.0]),
+    )
+    running, pending = random.randint(8, 16), random.choice([0, 0, 4])
+    load = LoadReport(
+        seq=1,
+        received_s=0.0,
+        running=running,
+        pending=pending,
+        kv_free_tokens=60_000,
+        kv_reserved_tokens=5_000,
+        iteration=IterationCost(0.02, 0.0002, 0.00003, 2e-8),
+        running_remaining=tuple(sorted(random.randint(1, 500) for _ in range(running))),
+        pending_prompt_tokens=100 * pending,
+        pending_response_tokens=150.0 * pending,
+    )
+    return Site(identity, SiteState.READY, load, Credit(), rtt_s=random.uniform(0.005, 0.25))
+
+
+def least_us(call: Callable[[int], object], calls: int) -> float:
+    """Microseconds a call, in the best of the rounds."""
+    rounds = []
+    for _ in range(ROUNDS):
+        start = process_time()
+        for turn in range(calls):
+            call(turn)
+        rounds.append((process_time() - start) / calls)
+    return min(rounds) * 1e6
+
+
+def decision_us(policy: str, sites: int) -> float:
+    fleet = Fleet.of(site(number, Random(number)) for number in range(sites))
+    demand = Demand("m", prompt_tokens=120, response_tokens=180.0, kv_tokens=600)
+    return least_us(lambda turn: decide(demand, fleet, POLICIES[policy], now_s=0.5, turn=turn), 300)
+
+
+def news_us() -> float:
+    """What every report and every assignment costs: one site of the fleet brought up to date."""
+    fleet = Fleet.of(site(number, Random(number)) for number in range(1000))
+    fresh = [site(number, Random(number + 1)) for number in range(1000)]
+    return least_us(lambda turn: fleet.put(fresh[turn]), 1000)
+
+
+def window_ms(queries: int, sites: int) -> float:
+    random = Random(0)
+    lengths = [random.expovariate(1 / 180) + 1 for _ in range(queries)]
+    speeds = [random.uniform(100, 900) for _ in range(sites)]
+    return least_us(lambda _: assign(lengths, speeds), 3) / 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="only the last JSON line")
+    quiet = parser.parse_args().json
+    decisions = {sites: decision_us("mico", sites) for sites in SITES}
+    result = {
+        "decision_us": decisions,
+        "policies_us_1000": {name: decision_us(name, 1000) for name in POLICIES},
+        "news_us": news_us(),
+        "window_ms": window_ms(1000, 1000),
+        "promised": {"decision_us": PROMISED_US, "window_ms": PROMISED_WINDOW_MS},
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    if not quiet:
+        for sites, each_us in decisions.items():
+            print(f"{sites:5} sites: {each_us:7.1f} µs a decision")
+        print(f"one site's news: {result['news_us']:.1f} µs")
+        print(f"1,000 queries over 1,000 sites jointly: {result['window_ms']:.1f} ms")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Laws of the fleet's columns and of the joint window."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.routing.decide import MOST_TOLD, decide
+from gateway.routing.demand import Demand
+from gateway.routing.fleet import Fleet
+from gateway.routing.policies import POLICIES
+from gateway.routing.window import assign
+
+NOW = 10.0
+DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)
+NAMES = [f"s{i}" for i in range(6)]
+
+
+@st.composite
+def named_sites(draw: st.DrawFn) -> Site:
+    running = draw(st.lists(st.integers(1, 300), max_size=8))
+    models = {"m": Model("m", "", 4096, 0, "")} if draw(st.booleans()) else {}
+    return Site(
+        SiteIdentity(draw(st.sampled_from(NAMES)), "", "c", "r", models, 8, 10_000),
+        draw(st.sampled_from([SiteState.READY, SiteState.DRAINING])),
+        LoadReport(
+            seq=1,
+            received_s=draw(st.floats(0, NOW)),
+            running=len(running),
+            kv_free_tokens=8_000,
+            iteration=IterationCost(base_s=draw(st.floats(0.001, 0.1))),
+            running_remaining=tuple(sorted(running)),
+        ),
+        Credit(draw(st.integers(0, 9))),
+    )
+
+
+@given(st.lists(named_sites(), min_size=1, max_size=30), st.sets(st.sampled_from(NAMES)))
+def test_a_fleet_kept_up_to_date_decides_like_one_made_anew(news: list[Site], gone: set[str]) -> None:
+    kept = Fleet()
+    for site in news:
+        kept.put(site)
+    latest = {site.name: site for site in news}
+    for name in gone & set(latest):
+        kept.remove(name)
+        del latest[name]
+    made = Fleet.of(kept.sites)
+    assert {site.name: site for site in kept.sites} == latest
+    assert all(np.array_equal(a, b) for a, b in zip(kept.figures, made.figures, strict=True))
+    assert np.array_equal(kept.remaining, made.remaining)
+    for policy in POLICIES.values():
+        assert decide(DEMAND, kept, policy, now_s=NOW, turn=3) == decide(
+            DEMAND, made, policy, now_s=NOW, turn=3
+        )
+
+
+def test_of_many_sites_the_best_are_told_and_the_chosen_one_among_them() -> None:
+    many = [replace(idle(f"s{i:03d}"), rtt_s=i / 1000) for i in range(100)]
+    placed = decide(DEMAND, Fleet.of(many), POLICIES["round_robin"], now_s=0.0, turn=70)
+    assert placed.site is many[70]
+    assert [each.site for each in placed.estimates] == [f"s{i:03d}" for i in [*range(MOST_TOLD - 1), 70]]
+
+
+def test_a_burst_on_reports_a_second_old_spreads_by_slots_and_speed() -> None:
+    """500 queries at once: nobody is herded onto, and a site half as fast takes less than one as fast."""
+    sites = [
+        idle("a", slots=16),
+        idle("b", slots=16),
+        idle("c", slots=32),
+        idle("slow", slots=16, slower=2.0),
+    ]
+    fleet, taken = Fleet.of(sites), dict.fromkeys(["a", "b", "c", "slow"], 0)
+    for turn in range(500):
+        chosen = decide(DEMAND, fleet, POLICIES["mico"], now_s=1.0, turn=turn).site
+        assert chosen is not None
+        taken[chosen.name] += 1
+        n = taken[chosen.name]
+        fleet.put(replace(chosen, credit=Credit(n, 50.0 * n, 80.0 * n)))
+    assert abs(taken["a"] - taken["b"]) <= 2
+    assert 1.6 < taken["c"] / taken["a"] < 2.4
+    assert 0.4 * taken["a"] < taken["slow"] < taken["a"]
+
+
+def idle(name: str, *, slots: int = 8, slower: float = 1.0) -> Site:
+    identity = SiteIdentity(name, "", "c", "r", {"m": Model("m", "", 4096, 0, "")}, slots, 100_000)
+    cost = IterationCost(base_s=0.02 * slower)
+    return Site(
+        identity, SiteState.READY, LoadReport(1, 0.0, kv_free_tokens=100_000, iteration=cost), rtt_s=0.01
+    )
+
+
+lengths = st.lists(st.floats(1, 1000), max_size=200)
+
+
+@given(lengths, st.lists(st.floats(1, 10), min_size=1, max_size=9))
+def test_a_window_gives_each_query_one_site_and_each_site_its_share(
+    queries: list[float], speeds: list[float]
+) -> None:
+    sites = assign(queries, speeds)
+    assert len(sites) == len(queries)
+    for site, speed in enumerate(speeds):
+        share = len(queries) * speed / sum(speeds)
+        assert abs(sites.count(site) - share) <= 10  # one for each group at most
+
+
+@given(lengths, st.integers(1, 9))
+def test_among_equal_sites_every_full_round_of_a_group_goes_to_each_once(
+    queries: list[float], count: int
+) -> None:
+    sites = assign(queries, [1.0] * count)
+    counts = [sites.count(site) for site in range(count)]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.lists(st.floats(1, 1000), min_size=60, max_size=200), st.integers(2, 6))
+def test_a_window_balances_predicted_tokens(queries: list[float], count: int) -> None:
+    """No site gets more than the longest bucket's width per round above another."""
+    sites = assign(queries, [1.0] * count)
+    tokens = [sum(q for q, at in zip(queries, sites, strict=True) if at == site) for site in range(count)]
+    assert max(tokens) - min(tokens) <= 3 * max(queries)
+
+
+def test_a_site_with_work_of_before_gets_the_shorter_ones() -> None:
+    assert assign([100.0, 1.0], [1.0, 1.0], [50.0, 0.0]) == [1, 0]
+    assert assign([100.0, 1.0], [1.0, 1.0], [0.0, 50.0]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "policy", ["least_tokens", "token_balanced", "shortest_wait", "mico", "least_requests"]
+)
+def test_an_idle_site_is_preferred_to_a_busy_equal(policy: str) -> None:
+    busy = idle("busy")
+    load = replace(busy.load, running=8, running_remaining=(90,) * 8, token_load=720.0)
+    placed = decide(
+        DEMAND, Fleet.of([replace(busy, load=load), idle("idle")]), POLICIES[policy], now_s=0.0, turn=0
+    )
+    assert placed.site is not None
+    assert placed.site.name == "idle"

@@ -1,0 +1,106 @@
+"""What the simulator is asked with: sites, loads, estimators, outages; and the command itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from mico.cli import main
+from mico.errors import CommandFailed
+from mico.simulation.compare import outage, policy
+from mico.simulation.estimators import KNOWN_AFTER, estimator
+from mico.simulation.figures import named_order
+from mico.simulation.queries import Query
+from mico.simulation.specification import KV_TOKENS_PER_SLOT, capacity_qps, sites_of
+
+QUERIES = [Query(i, float(i), 100, 1 + i % 50) for i in range(300)]
+
+
+def test_groups_of_sites_are_read_and_what_is_left_out_has_a_default() -> None:
+    two, _, other = sites_of("2x16@1.5~40,1x8/9000")
+    assert (two.slots, two.rtt_s, two.kv_tokens) == (16, 0.04, 16 * KV_TOKENS_PER_SLOT)
+    assert two.cost.base_s == pytest.approx(1.5 * other.cost.base_s)
+    assert (other.slots, other.kv_tokens) == (8, 9000)
+    assert len({site.name for site in sites_of("1000")}) == 1000
+
+
+@pytest.mark.parametrize("text", ["", "0", "x", "2x", "2x0", "1x8@0", "-3"])
+def test_sites_that_are_none_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(CommandFailed) as failure:
+        sites_of(text)
+    assert "--sites" in failure.value.tip
+
+
+def test_capacity_grows_with_slots_and_falls_with_slowness_and_length() -> None:
+    base = capacity_qps(sites_of("1x16@1"), 100, 100)
+    assert capacity_qps(sites_of("2x16@1"), 100, 100) == pytest.approx(2 * base)
+    assert capacity_qps(sites_of("1x32@1"), 100, 100) > base
+    assert capacity_qps(sites_of("1x16@2"), 100, 100) == pytest.approx(base / 2)
+    assert capacity_qps(sites_of("1x16@1"), 100, 200) < base
+
+
+@pytest.mark.parametrize("name", ["oracle", "noisy:0.3", "constant", "input", "histogram", "bins"])
+def test_an_estimator_forecasts_every_query_by_a_distribution(name: str) -> None:
+    forecasts = estimator(name)(QUERIES)
+    assert len(forecasts) == len(QUERIES)
+    for forecast in forecasts:
+        assert sum(forecast.probabilities) == pytest.approx(1.0)
+        assert forecast.expected() >= 1
+
+
+def test_the_oracle_knows_and_the_noisy_one_errs_within_its_share() -> None:
+    for query, exact, noisy in zip(
+        QUERIES, estimator("oracle")(QUERIES), estimator("noisy:0.5")(QUERIES), strict=True
+    ):
+        assert exact.expected() == query.response_tokens == exact.quantile(0.9)
+        assert abs(noisy.expected() - query.response_tokens) <= 0.5 * query.response_tokens + 1
+
+
+def test_a_histogram_learns_only_from_earlier_queries() -> None:
+    forecasts = estimator("histogram")(QUERIES)
+    assert len({forecast.expected() for forecast in forecasts[:KNOWN_AFTER]}) == 1
+    changed = [*QUERIES[:200], *(Query(i, float(i), 100, 900) for i in range(200, 300))]
+    assert estimator("histogram")(changed)[: 200 + KNOWN_AFTER] == forecasts[: 200 + KNOWN_AFTER]
+
+
+def test_words_that_name_nothing_are_refused_with_what_there_is() -> None:
+    for wrong in (policy, named_order, estimator, outage):
+        with pytest.raises(CommandFailed) as failure:
+            wrong("nonsense")
+        assert failure.value.tip
+
+
+def test_the_command_prints_a_row_for_every_combination(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, trace = tmp_path / "corpus.parquet", tmp_path / "small.parquet"
+    rows = [{"source": "alpaca", "prompt_id": f"p{i}", "prompt": f"What is {i}?", "model": "text-davinci-003",
+             "response_tokens": 1 + i % 40, "prompt_tokens": 5} for i in range(800)]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(corpus)
+    pd.DataFrame(
+        {"arrival_s": [0.1 * i for i in range(50)], "prompt_tokens": 50, "response_tokens": 20}
+    ).to_parquet(trace)
+    command = ["-q", "simulate", "--trace", f"{trace},burst", "--load", "0.5,0.9", "--queries", "60"]
+    choices = ["--policy", "mico,round_robin", "--estimator", "oracle", "--offload", "both"]
+    assert main([*command, *choices, "--corpus", str(corpus), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert len(runs) == 2 * 2 * 2 * 2
+    assert {run["trace"] for run in runs} == {"small", "burst"}
+    for run in runs:
+        assert run["completed"] == run["queries"]
+        assert run["p99_normalized_latency"] >= run["mean_normalized_latency"] > 0
+        assert run["p99_ttft_s"] >= run["p50_ttft_s"] > 0
+        assert 0 < run["jain"] <= 1
+        assert run["offloads"] == 0 or run["offload"]
+
+
+def test_the_command_says_what_is_wrong_with_its_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--corpus", str(tmp_path / "none.parquet")]) == 1
+    assert "--corpus" in capsys.readouterr().err
+    assert main(["simulate", "--load", "much"]) == 2
+    assert "share of capacity" in capsys.readouterr().err
