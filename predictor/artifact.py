@@ -20,6 +20,7 @@ CARD_FILE = "card.json"
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v1"
+SMALL_NAME = "small-v1"
 DEFAULT_NAME = LEXICAL_NAME
 
 

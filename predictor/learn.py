@@ -176,29 +176,37 @@ def _targets(
     return torch.tensor(target, device=device)
 
 
-def logits_of(
+def inputs_of(
     net: LengthNet,
     data: Prepared,
-    rows: NDArray[np.int64],
+    prompt: NDArray[np.int64],
     *,
     device: str = "cpu",
     batch_prompts: int = 512,
-) -> NDArray[np.float32]:
-    """Logits `[rows, ranges]`; each prompt is read once."""
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """(what the head sees of each distinct prompt `[distinct, inputs]`, which of them each prompt is)."""
     net.to(device).eval()
-    prompts, owner = np.unique(data.prompt[rows], return_inverse=True)
+    prompts, owner = np.unique(prompt, return_inverse=True)
     lengths = (data.pieces[prompts] != 0).sum(1)
-    read = torch.zeros(len(prompts), net.body.width, device=device)
-    logits = np.zeros((len(rows), net.head.last.out_features), dtype=np.float32)
-    model = data.model[rows]
+    read = np.zeros((len(prompts), net.body.width), dtype=np.float32)
+    by_length = np.argsort(lengths, kind="stable")
     with torch.no_grad():
-        by_length = np.argsort(lengths, kind="stable")
         for chunk in np.split(by_length, range(batch_prompts, len(by_length), batch_prompts)):
             shown = torch.tensor(data.pieces[prompts[chunk], : lengths[chunk].max()], device=device)
             with torch.autocast(shown.device.type, torch.bfloat16, enabled=shown.is_cuda):
-                read[torch.tensor(chunk, device=device)] = net.body(shown).float()
-        inputs = torch.cat([read, torch.tensor(data.side[prompts], device=device)], 1)
+                read[chunk] = net.body(shown).float().cpu().numpy()
+    return np.concatenate([read, data.side[prompts]], axis=1), owner
+
+
+def logits_of(
+    net: LengthNet, data: Prepared, rows: NDArray[np.int64], *, device: str = "cpu"
+) -> NDArray[np.float32]:
+    """Logits `[rows, ranges]`; each prompt is read once."""
+    inputs, owner = inputs_of(net, data, data.prompt[rows], device=device)
+    known, model = torch.tensor(inputs, device=device), data.model[rows]
+    logits = np.zeros((len(rows), net.head.last.out_features), dtype=np.float32)
+    with torch.no_grad():
         for part in np.split(np.arange(len(rows)), range(8192, len(rows), 8192)):
             where, served = (torch.tensor(each[part], device=device) for each in (owner, model))
-            logits[part] = net.head(inputs[where], served).cpu().numpy()
+            logits[part] = net.head(known[where], served).cpu().numpy()
     return logits

@@ -1,136 +1,208 @@
 """Training a model from a corpus of prompts and lengths, and writing it as an artifact that serving can load.
 
-Needs the `train` and `engine` extras.
+Two kinds: `lexical`, on one processor core within minutes, and `small`, a few layers of a pretrained encoder
+that learn from whole ones, for a GPU. Needs the `train` and `engine` extras.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from predictor import artifact, calibrate, dataset, export, features, labels, lexical, metrics, views
-from predictor.runtime import Features, OnnxForecaster
-from predictor.sources import LICENCES, UNSTATED
+from predictor import artifact, dataset, export, features, labels, learn, lexical, networks, prepare, views
+from predictor.errors import DataError
+from predictor.finish import Trained, finish, places
 
 Progress = Callable[[str], None]
-ALIASES = {"mico-demo": "text-davinci-003"}
-"""The demo model learned from Alpaca-like answers, so it is forecast as the model that wrote most of them."""
-NOTES = (
-    "Holds weights, no texts. Several sources allow research only, so check them before commercial use.",
-    "Lengths are in the answering model's own tokens. The figures are this graph's, on held-out prompts.",
+KINDS = ("lexical", "small")
+FEW_MODELS = 9
+"""Prompts that more models answered teach the head how models differ; of the others it keeps what it says."""
+HEAD_HIDDEN = 256
+SMALL_NOTES = (
+    "The text encoder is the trimmed beginning of the configuration's; it learned from three whole ones.",
 )
+SMALL_LICENCES = (("the encoder all-MiniLM-L6-v2, where it was begun from", "Apache-2.0"),)
 
 
-def train_lexical(
+TEACHERS = (
+    learn.Recipe(epochs=3, batch_prompts=128, body_rate=1e-4, head_rate=2e-3, seed=11),
+    learn.Recipe(epochs=3, batch_prompts=128, body_rate=1.5e-4, head_rate=2e-3, seed=12),
+    learn.Recipe(epochs=4, batch_prompts=128, body_rate=1e-4, head_rate=2e-3, seed=13),
+)
+STUDENT = learn.Recipe(
+    epochs=16,
+    batch_prompts=512,
+    body_rate=4e-4,
+    head_rate=2e-3,
+    rows_per_prompt=4,
+    weight_decay=0.05,
+    teacher_share=0.85,
+    piece_dropout=0.05,
+    seed=3,
+)
+MODELS = lexical.HeadConfig(epochs=2, learning_rate=5e-4, input_noise=0.1, hidden_dropout=0.2)
+KEPT = networks.TrimmedConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class SmallPlan:
+    """How the small model is made: teachers, the student taught by them all, then its head on many models."""
+
+    teachers: tuple[learn.Recipe, ...] = TEACHERS
+    student: learn.Recipe = STUDENT
+    models: lexical.HeadConfig = MODELS
+    kept: networks.TrimmedConfig = KEPT
+    made_prompts: int = 250_000
+    seed: int = 5
+
+
+def train(
     data: Path,
     out: Path,
     *,
-    name: str = artifact.DEFAULT_NAME,
+    kind: str = "lexical",
+    encoder: str | None = None,
+    name: str | None = None,
+    device: str | None = None,
     seed: int = 7,
+    plan: SmallPlan | None = None,
     progress: Progress = lambda _: None,
 ) -> artifact.Card:
-    """Trains the lexical model on a corpus and writes the artifact into the folder `out`."""
+    """Trains on a corpus and writes the artifact into the folder `out`; the card holds its held-out figures.
+
+    `encoder` is a Hub id or a folder, with a BERT-like model and its `vocab.txt`; only `small` needs it.
+    Raises DataError if the data, the kind or the encoder cannot be used.
+    """
     torch.set_num_threads(1)
     frame = dataset.read(data)
     parts = dataset.split(frame)
-    prompts = frame.drop_duplicates("prompt_id")
-    place = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
-    names = ("(unknown)", *sorted(parts.train.model.unique()))
-    model_row = pd.Series(np.arange(len(names)), index=names)
-    edges = labels.log_spaced_edges()
-    config = lexical.HeadConfig(seed=seed)
+    if kind == "lexical":
+        trained = _lexical(frame, parts, name or artifact.LEXICAL_NAME, seed, progress)
+    elif kind == "small" and encoder is not None:
+        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        trained = _small(frame, encoder, name or artifact.SMALL_NAME, plan or SmallPlan(), chosen, progress)
+    else:
+        reason = "needs an encoder" if kind == "small" else f"is none of {', '.join(KINDS)}"
+        raise DataError(f"the kind {kind} {reason}")
+    return finish(trained, data, parts, out, progress)
 
+
+def _lexical(frame: pd.DataFrame, parts: dataset.Split, name: str, seed: int, progress: Progress) -> Trained:
+    prompts = frame.drop_duplicates("prompt_id")
+    names = (prepare.UNKNOWN_NAME, *sorted(parts.train.model.unique()))
+    edges = labels.log_spaced_edges()
+    rows_a_step = max(32, min(1024, len(parts.train) // 200))
+    config = lexical.HeadConfig(seed=seed, batch_rows=rows_a_step)
     progress(f"reading {len(prompts)} prompts")
     bags = [features.bag(text) for text in prompts.prompt]
-    learned = views.fit(parts.train, _places(parts.train, place), bags, seed, progress)
+    owner = places(parts.train.prompt_id, prompts.prompt_id)
+    learned = views.fit(parts.train, owner, bags, seed, progress)
     scores = learned.scores(bags, learned.folds)
     inputs = np.concatenate([scores, np.stack([bag.dense for bag in bags])], axis=1).astype(np.float32)
     rows = lexical.Rows(
-        _places(parts.train, place),
-        _places(parts.train, model_row, "model"),
+        owner,
+        places(parts.train.model, names),
         labels.soft_targets(parts.train.response_tokens.to_numpy(), edges, config.spread_octaves),
         dataset.row_weights(parts.train),
     )
     head = lexical.fit(inputs, rows, len(names), config, progress)
-
-    known = parts.calibration[parts.calibration.model.isin(model_row.index)]
-    served = _places(known, model_row, "model")
-    logits = lexical.logits_of(head, inputs, _places(known, place), served).astype(np.float64)
-    label = labels.range_of(known.response_tokens.to_numpy(), edges)
-    sharpness = calibrate.sharpness_by_model(logits, label, served, len(names))
-
-    weights = {key: value.numpy() for key, value in head.state_dict().items()}
-    graph = export.lexical_graph(learned.table, weights, sharpness)
-    card = artifact.Card(
-        name=name,
-        kind="lexical",
-        edges=edges,
-        models=names,
-        digest=artifact.digest_of(graph),
-        aliases={alias: model for alias, model in ALIASES.items() if model in names},
-        trained_on=describe(data, parts),
-        licences={source: LICENCES.get(source, UNSTATED) for source in sorted(parts.train.source.unique())},
-        notes=NOTES,
-        config={**asdict(config), "views": list(learned.names)},
-    )
-    artifact.write(out, graph, card)
-    card = artifact.with_figures(card, held_out_figures(OnnxForecaster(out), parts.held_out))
-    artifact.write(out, graph, card)
-    return card
+    even = np.ones(len(names), dtype=np.float32)
+    graph = export.lexical_graph(learned.table, lexical.state_of(head), even)
+    told = {**asdict(config), "views": list(learned.names)}
+    return Trained(graph, name, "lexical", names, edges, told)
 
 
-def describe(data: Path, parts: dataset.Split) -> dict[str, object]:
-    """What a card says of the data: which, how much, and how it was split."""
-    return {
-        "file": data.name,
-        "sha256": dataset.file_digest(data),
-        "sources": {str(source): int(count) for source, count in parts.train.source.value_counts().items()},
-        "prompts": {
-            "train": int(parts.train.prompt_id.nunique()),
-            "calibration": int(parts.calibration.prompt_id.nunique()),
-            "held_out": int(parts.held_out.prompt_id.nunique()),
-        },
-        "split": "SHA-256 of the prompt id; a prompt is in one part with all its rows",
-    }
+def _small(  # noqa: PLR0917 - private, and each is of another type
+    frame: pd.DataFrame, encoder: str, name: str, plan: SmallPlan, device: str, progress: Progress
+) -> Trained:
+    edges = labels.log_spaced_edges()
+    vocabulary = vocabulary_of(encoder)
+    data = prepare.prepare(frame, vocabulary, made=plan.made_prompts, seed=7, progress=progress)
+    teachers = [_teacher(data, encoder, recipe, edges, device, progress) for recipe in plan.teachers]
+    taught = _taught(teachers, data, device)
+    torch.manual_seed(plan.seed)
+    net = _with_head(networks.Trimmed(plan.kept, teachers[0].body.encoder.cpu()), data, edges)
+    rows = data.rows(prepare.TRAIN, prepare.MADE)
+    learn.fit(net, data, rows, edges, plan.student, taught=taught, device=device, progress=progress)
+    _learn_models(net.cpu(), data, edges, plan.models, progress)
+    graph = graph_of(net, data.table, plan.kept)
+    told = {**asdict(plan), "encoder": Path(encoder).name, "views": list(data.views)}
+    return Trained(graph, name, "small", data.models, edges, told, vocabulary, SMALL_NOTES, SMALL_LICENCES)
 
 
-def held_out_figures(
-    forecaster: OnnxForecaster, held_out: pd.DataFrame, least_rows: int = 100
-) -> dict[str, object]:
-    """By source and model with enough held-out rows: what the served artifact scores there."""
-    return {
-        f"{source}/{model}": _figures(forecaster, rows)
-        for (source, model), rows in held_out.groupby(["source", "model"])
-        if len(rows) >= least_rows
-    }
+def vocabulary_of(encoder: str) -> tuple[str, ...]:
+    """The word pieces of an encoder in a folder or on the Hub, in order of their ids."""
+    from transformers import AutoTokenizer
+
+    try:
+        ids: dict[str, int] = AutoTokenizer.from_pretrained(encoder).get_vocab()
+    except (OSError, ValueError) as error:
+        raise DataError(f"the encoder {encoder} cannot be read: {error}") from error
+    return tuple(sorted(ids, key=ids.__getitem__))
 
 
-def _figures(forecaster: OnnxForecaster, rows: pd.DataFrame) -> dict[str, object]:
-    queries = [Features(row.prompt, row.model, row.turn) for row in rows.itertuples()]
-    found = np.array([each.probabilities for each in forecaster.forecast(queries)])
-    edges, lengths = forecaster.card.edges, rows.response_tokens.to_numpy(dtype=np.int64)
-    mean, p50 = metrics.expected(found, edges), metrics.quantile(found, edges, 0.5)
-    by_length = (
-        metrics.accuracy(lengths, metrics.likeliest_bucket(found, edges, longest), longest)
-        for longest in (512, 1024)
-    )
-    figures = {
-        "rows": len(rows),
-        "spearman": metrics.rank(lengths, mean)["spearman"],
-        "mae_of_mean": metrics.mean_absolute_error(lengths, mean),
-        "mae_of_p50": metrics.mean_absolute_error(lengths, p50),
-        "p90_coverage": metrics.coverage(lengths, metrics.quantile(found, edges, 0.9)),
-        **{key: value for each in by_length for key, value in each.items()},
-    }
-    return {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+def graph_of(net: networks.LengthNet, table: NDArray[np.float32], kept: networks.TrimmedConfig) -> bytes:
+    """The served graph of a trained small net, not calibrated yet."""
+    state = {key: value.detach().float().numpy() for key, value in net.state_dict().items()}
+    body = {key.removeprefix("body."): value for key, value in state.items() if key.startswith("body.")}
+    head = {key.removeprefix("head."): value for key, value in state.items() if key.startswith("head.")}
+    even = np.ones(len(head["models.weight"]), dtype=np.float32)
+    return export.student_graph(table, body, head, even, heads=kept.heads, query_heads=kept.query_heads)
 
 
-def _places(rows: pd.DataFrame, index: pd.Series[int], column: str = "prompt_id") -> NDArray[np.int64]:
-    places: NDArray[np.int64] = rows[column].map(index).to_numpy(dtype=np.int64)
-    return places
+def _teacher(  # noqa: PLR0917 - private, and each is of another type
+    data: prepare.Prepared,
+    encoder: str,
+    recipe: learn.Recipe,
+    edges: tuple[int, ...],
+    device: str,
+    progress: Progress,
+) -> networks.LengthNet:
+    torch.manual_seed(recipe.seed)
+    net = _with_head(networks.Teacher(encoder), data, edges)
+    progress(f"teacher {recipe.seed}")
+    return learn.fit(net, data, data.rows(prepare.TRAIN), edges, recipe, device=device, progress=progress)
+
+
+def _learn_models(
+    net: networks.LengthNet,
+    data: prepare.Prepared,
+    edges: tuple[int, ...],
+    config: lexical.HeadConfig,
+    progress: Progress,
+) -> None:
+    """Tunes the head on every row of prompts that many models answered, while it rehearses the rest."""
+    rows = data.rows(prepare.TRAIN)
+    inputs, owner = learn.inputs_of(net, data, data.prompt[rows])
+    answers = np.bincount(owner)[owner]
+    model = data.model[rows]
+    target = labels.soft_targets(data.length[rows], edges, config.spread_octaves)
+    few = answers <= FEW_MODELS
+    said = lexical.logits_of(net.head, inputs, owner[few], model[few])
+    target[few] = torch.softmax(torch.tensor(said), 1).numpy()
+    weight = (1.0 / np.sqrt(answers)).astype(np.float32)
+    lexical.tune(net.head, inputs, lexical.Rows(owner, model, target, weight), config, progress)
+
+
+def _with_head(body: torch.nn.Module, data: prepare.Prepared, edges: tuple[int, ...]) -> networks.LengthNet:
+    seen = torch.tensor(data.side[np.unique(data.prompt[data.rows(prepare.TRAIN)])])
+    config = lexical.HeadConfig(hidden=HEAD_HIDDEN)
+    return networks.LengthNet(body, config, seen, len(data.models), len(edges) - 1)
+
+
+def _taught(teachers: list[networks.LengthNet], data: prepare.Prepared, device: str) -> NDArray[Any]:
+    """The teachers' mean probabilities of every row."""
+    every = np.arange(len(data.prompt))
+    total = np.zeros(1, dtype=np.float32)
+    for net in teachers:
+        logits = torch.tensor(learn.logits_of(net, data, every, device=device))
+        total = total + torch.softmax(logits, 1).numpy()
+    mean: NDArray[Any] = (total / len(teachers)).astype(np.float16)
+    return mean

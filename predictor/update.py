@@ -271,7 +271,7 @@ def _sharpened(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Weig
         own = np.flatnonzero(rows.model == model)
         if len(own) >= OWN_SHARPNESS_ROWS:
             logits = lexical.logits_of(net, rows.inputs, rows.prompt[own], rows.model[own]).astype(np.float64)
-            factors[model] = calibrate.sharpness(logits, labels.range_of(rows.length[own], edges))
+            factors[model] = calibrate.sharpness(logits, rows.length[own], edges)
     return Weights(weights.head, factors)
 
 

@@ -1,0 +1,97 @@
+"""What a forecast costs: `python -m bench.predictor [NAME …]`, for the shipped artifacts on one core.
+
+Prints its conditions, a line for each artifact, and the same as one JSON line. Times are of whole forecasts,
+from text to distribution; beside the median stands the least, which other work on the machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from predictor.artifact import SHIPPED, VOCABULARY_FILE
+from predictor.pieces import Pieces
+from predictor.runtime import Features, OnnxForecaster
+
+SENTENCE = "write a detailed essay about the history of printing and say how it changed what people read"
+WORDS = SENTENCE.split()
+TOKENS = 64
+BATCHES = (1, 16, 64)
+ROUNDS = 200
+
+
+def main() -> None:
+    names = sys.argv[1:] or sorted(path.name for path in SHIPPED.iterdir() if path.is_dir())
+    conditions = {
+        "machine": platform.machine(),
+        "processors": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "onnxruntime": onnxruntime.__version__,
+        "tokens": TOKENS,
+        "rounds": ROUNDS,
+    }
+    print(", ".join(f"{key} {value}" for key, value in conditions.items()))
+    found = {name: measured(name) for name in names}
+    for name, figures in found.items():
+        print(name, ", ".join(f"{key} {value}" for key, value in figures.items()))
+    print(json.dumps({"conditions": conditions, "artifacts": found}))
+
+
+def measured(name: str) -> dict[str, float]:
+    """Seconds to load, megabytes it takes, and milliseconds a query by batch size."""
+    memory = resident_mb()
+    began = time.perf_counter()
+    forecaster = OnnxForecaster(SHIPPED / name)
+    figures = {"load_s": round(time.perf_counter() - began, 3)}
+    for size in BATCHES:
+        queries = [Features(text, "mico-demo") for text in texts(size)]
+        times = [timed(forecaster, queries) / size for _ in range(max(10, ROUNDS // size))]
+        figures[f"ms_median_{size}"] = round(1e3 * float(np.median(times)), 3)
+        figures[f"ms_least_{size}"] = round(1e3 * min(times), 3)
+    figures["memory_mb"] = round(resident_mb() - memory, 1)
+    return figures
+
+
+def timed(forecaster: OnnxForecaster, queries: Sequence[Features]) -> float:
+    began = time.perf_counter()
+    forecaster.forecast(queries)
+    return time.perf_counter() - began
+
+
+def texts(count: int) -> list[str]:
+    """Different texts of TOKENS word pieces each."""
+    random = np.random.default_rng(5)
+    vocabulary = next(iter(SHIPPED.glob(f"*/{VOCABULARY_FILE}")), None)
+    if vocabulary is None:
+        return [" ".join(random.choice(WORDS, TOKENS)) for _ in range(count)]
+    pieces = Pieces(vocabulary.read_text("utf-8").split("\n"))
+    return [_of_length(pieces, random) for _ in range(count)]
+
+
+def _of_length(pieces: Pieces, random: np.random.Generator) -> str:
+    text = ""
+    while len(pieces.encode(text)) < TOKENS:
+        text = f"{text} {random.choice(WORDS)}"
+    return text
+
+
+def resident_mb() -> float:
+    """Resident memory now on Linux, else the most there was."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The last steps of every training: calibrate what serves, write it with its card, and measure it as served.
+
+Needs the `train` extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from predictor import artifact, calibrate, dataset, graft, lexical, metrics
+from predictor.runtime import Features, OnnxForecaster
+from predictor.sources import LICENCES, UNSTATED
+
+Progress = Callable[[str], None]
+ALIASES = {"mico-demo": "text-davinci-003"}
+"""The demo model learned from Alpaca-like answers, so it is forecast as the model that wrote most of them."""
+NOTES = (
+    "Holds weights, no texts. Several sources allow research only, so check them before commercial use.",
+    "Lengths are in the answering model's own tokens. The figures are this graph's, on held-out prompts.",
+)
+LEAST_FIGURE_ROWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A graph whose probabilities are not calibrated yet, and what its card is to say of it."""
+
+    graph: bytes
+    name: str
+    kind: str
+    models: tuple[str, ...]
+    edges: tuple[int, ...]
+    config: dict[str, Any]
+    vocabulary: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    licences: tuple[tuple[str, str], ...] = ()
+
+
+def finish(
+    trained: Trained, data: Path, parts: dataset.Split, out: Path, progress: Progress = lambda _: None
+) -> artifact.Card:
+    """Writes the calibrated artifact into the folder `out`, with its held-out figures on the card."""
+    known = parts.calibration[parts.calibration.model.isin(trained.models)]
+    progress(f"calibrating on {len(known)} rows")
+    graph = _calibrated(trained, known)
+    aliases = {alias: model for alias, model in ALIASES.items() if model in trained.models}
+    sources = {source: LICENCES.get(source, UNSTATED) for source in sorted(parts.train.source.unique())}
+    card = artifact.Card(
+        name=trained.name,
+        kind=trained.kind,
+        edges=trained.edges,
+        models=trained.models,
+        digest=artifact.digest_of(graph),
+        vocabulary_digest=artifact.digest_of(artifact.vocabulary_bytes(trained.vocabulary))
+        if trained.vocabulary
+        else "",
+        aliases=aliases,
+        trained_on=describe(data, parts),
+        licences={**sources, **dict(trained.licences)},
+        notes=(*NOTES, *trained.notes),
+        config=trained.config,
+    )
+    artifact.write(out, graph, card, trained.vocabulary)
+    progress("measuring on held-out prompts")
+    card = artifact.with_figures(card, held_out_figures(OnnxForecaster(out), parts.held_out))
+    artifact.write(out, graph, card, trained.vocabulary)
+    return card
+
+
+def _calibrated(trained: Trained, rows: pd.DataFrame) -> bytes:
+    """The graph with a sharpness for each model, fitted on rows that nothing was trained on."""
+    prompts = rows.drop_duplicates("prompt_id")
+    inputs = graft.inputs_of(trained.graph, trained.vocabulary, list(prompts.prompt))
+    served = places(rows.model, trained.models)
+    head = graft.head_of(trained.graph)
+    net = lexical.head_from(head)
+    logits = lexical.logits_of(net, inputs, places(rows.prompt_id, prompts.prompt_id), served)
+    factors = calibrate.sharpness_by_model(
+        logits.astype(np.float64),
+        rows.response_tokens.to_numpy(dtype=np.int64),
+        served,
+        trained.edges,
+        len(trained.models),
+    )
+    return graft.with_head(trained.graph, head, factors)
+
+
+def places(values: pd.Series[str], among: pd.Series[str] | tuple[str, ...]) -> NDArray[np.int64]:
+    """Where each value stands among some others."""
+    index = pd.Series(np.arange(len(among)), index=list(among))
+    found: NDArray[np.int64] = values.map(index).to_numpy(dtype=np.int64)
+    return found
+
+
+def describe(data: Path, parts: dataset.Split) -> dict[str, Any]:
+    """What a card says of the data: which, how much, and how it was split."""
+    return {
+        "file": data.name,
+        "sha256": dataset.file_digest(data),
+        "sources": {str(source): int(count) for source, count in parts.train.source.value_counts().items()},
+        "prompts": {
+            "train": int(parts.train.prompt_id.nunique()),
+            "calibration": int(parts.calibration.prompt_id.nunique()),
+            "held_out": int(parts.held_out.prompt_id.nunique()),
+        },
+        "split": "SHA-256 of the prompt id; a prompt is in one part with all its rows",
+    }
+
+
+def held_out_figures(forecaster: OnnxForecaster, held_out: pd.DataFrame) -> dict[str, Any]:
+    """By source and model with enough held-out rows: what the served artifact scores there."""
+    return {
+        f"{source}/{model}": _figures(forecaster, rows)
+        for (source, model), rows in held_out.groupby(["source", "model"])
+        if len(rows) >= LEAST_FIGURE_ROWS
+    }
+
+
+def _figures(forecaster: OnnxForecaster, rows: pd.DataFrame) -> dict[str, Any]:
+    queries = [Features(row.prompt, row.model, row.turn) for row in rows.itertuples()]
+    found = np.array([each.probabilities for each in forecaster.forecast(queries)])
+    edges, lengths = forecaster.card.edges, rows.response_tokens.to_numpy(dtype=np.int64)
+    mean, p50 = metrics.expected(found, edges), metrics.quantile(found, edges, 0.5)
+    buckets = (
+        metrics.accuracy(lengths, metrics.likeliest_bucket(found, edges, longest), longest)
+        for longest in (512, 1024)
+    )
+    figures = {
+        "rows": len(rows),
+        "spearman": metrics.rank(lengths, mean)["spearman"],
+        "mae_of_mean": metrics.mean_absolute_error(lengths, mean),
+        "mae_of_p50": metrics.mean_absolute_error(lengths, p50),
+        "p90_coverage": metrics.coverage(lengths, metrics.quantile(found, edges, 0.9)),
+        **{key: value for each in buckets for key, value in each.items()},
+    }
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}

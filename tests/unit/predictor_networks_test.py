@@ -1,0 +1,81 @@
+"""The small encoder: trimming nothing changes nothing, and the graph reads as the trained net does."""
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from predictor import export, features, lexical, networks, views
+
+PIECES = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 10], [2, 3, 0, 0, 0]])
+VIEWS, MODELS, RANGES = 4, 3, 7
+
+
+@pytest.fixture(scope="module")
+def encoder() -> BertModel:
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        hidden_act="gelu_pytorch_tanh",
+    )
+    return BertModel(config).eval()
+
+
+def states(trimmed: networks.Trimmed, pieces: torch.Tensor) -> torch.Tensor:
+    """What the queries of a trimmed encoder are told, without its last normalisation."""
+    told: list[torch.Tensor] = []
+    trimmed.told_norm.register_forward_hook(lambda _, given, __: told.append(given[0]))
+    trimmed(pieces)
+    return told[0]
+
+
+def test_trimming_nothing_leaves_the_encoder_as_it_was(encoder: BertModel) -> None:
+    whole = networks.TrimmedConfig(
+        layers=2, heads=4, hidden=48, queries=2, query_attention=8, query_heads=2, query_hidden=8
+    )
+    pieces = torch.tensor(PIECES)
+    real = pieces != 0
+    with torch.no_grad():
+        truth = encoder(input_ids=pieces, attention_mask=real.long()).last_hidden_state
+        kept = states(networks.Trimmed(whole, encoder).eval(), pieces)
+    assert torch.allclose(kept[real], truth[real], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["trimmed", "student"])
+def test_the_graph_reads_as_the_net_does(kind: str, encoder: BertModel) -> None:
+    torch.manual_seed(2)
+    if kind == "trimmed":
+        body = networks.Trimmed(
+            networks.TrimmedConfig(1, 2, 16, 3, query_attention=16, query_heads=2, query_hidden=24), encoder
+        )
+    else:
+        body = networks.Student(networks.StudentConfig(32, 16, 2, 32, 1, 3, 24), vocabulary=50)
+    bags = [features.bag(text) for text in ("Hello there.", "A longer one, is it not?", "")]
+    table = np.random.default_rng(3).normal(size=(features.SLOTS, VIEWS)).astype(np.float32)
+    table[features.PADDING_SLOT] = 0.0
+    batch = features.batch(bags)
+    side = torch.tensor(
+        np.concatenate([views.matrix_of(bags) @ table, batch.dense], axis=1).astype(np.float32)
+    )
+    net = networks.LengthNet(body, lexical.HeadConfig(hidden=16), side, MODELS, RANGES).eval()
+    model = np.array([0, 1, 2])
+    with torch.no_grad():
+        truth = torch.softmax(
+            net(torch.tensor(PIECES), side, torch.arange(3), torch.tensor(model)), 1
+        ).numpy()
+
+    state = {key: value.numpy() for key, value in net.state_dict().items()}
+    parts = [
+        {key.removeprefix(part): value for key, value in state.items() if key.startswith(part)}
+        for part in ("body.", "head.")
+    ]
+    graph = export.student_graph(table, *parts, np.ones(MODELS, dtype=np.float32), heads=2, query_heads=2)
+    known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
+    (served,) = onnxruntime.InferenceSession(graph).run(None, {**known, "pieces": PIECES, "model": model})
+    # Eight bits in the matrices and in the tables.
+    assert np.abs(served - truth).max() < 0.02

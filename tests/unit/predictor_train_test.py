@@ -1,0 +1,99 @@
+"""A model trained on a small corpus serves, by its own card, what the corpus says."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from transformers import BertConfig, BertModel
+
+from predictor.errors import DataError
+from predictor.learn import Recipe
+from predictor.lexical import HeadConfig
+from predictor.networks import TrimmedConfig
+from predictor.runtime import Features, OnnxForecaster
+from predictor.train import SmallPlan, train
+
+KINDS = {"Write a long story about {}.": 300, "What is {}?": 8}
+MODELS = {"brief": 1, "wordy": 2}
+ONE_PASS = Recipe(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)
+TINY = SmallPlan(
+    teachers=(ONE_PASS,),
+    student=Recipe(epochs=6, batch_prompts=64, body_rate=2e-3, head_rate=1e-2, teacher_share=0.5),
+    models=HeadConfig(epochs=1),
+    kept=TrimmedConfig(1, 2, 16, 2, query_attention=16, query_heads=2, query_hidden=16),
+    made_prompts=40,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stories are long, questions short, and one model says twice what the other does."""
+    rows = [
+        {
+            "source": "test",
+            "prompt_id": f"{kind[:4]}{index}",
+            "prompt": kind.format(f"thing {index}"),
+            "model": model,
+            "response_tokens": tokens * times + index % 5,
+        }
+        for kind, tokens in KINDS.items()
+        for index in range(300)
+        for model, times in MODELS.items()
+    ]
+    path = tmp_path_factory.mktemp("corpus") / "corpus.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("encoder")
+    words = ["write", "a", "long", "story", "about", "what", "is", "thing", ".", "?"]
+    marks = ["[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = [*marks, *words, *(f"{mark}{digit}" for mark in ("", "##") for digit in range(10))]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    config = BertConfig(
+        vocab_size=len(pieces),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def check(folder: Path) -> None:
+    forecaster = OnnxForecaster(folder)
+    story, question = "Write a long story about thing 7.", "What is thing 7?"
+    queries = [Features(story, "brief"), Features(story, "wordy"), Features(question, "brief")]
+    told, wordier, short = (each.expected() for each in forecaster.forecast(queries))
+    assert told == pytest.approx(300, rel=0.3)
+    assert wordier > 1.3 * told
+    assert short < 40
+    assert forecaster.card.trained_on["prompts"]["train"] > 400
+    assert (
+        any(row["p90_coverage"] > 0.5 for row in forecaster.card.figures.values())
+        or not forecaster.card.figures
+    )
+
+
+def test_the_lexical_kind(corpus: Path, tmp_path: Path) -> None:
+    card = train(corpus, tmp_path / "model", kind="lexical", name="tiny")
+    assert card.name == "tiny"
+    check(tmp_path / "model")
+
+
+def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
+    train(corpus, tmp_path / "model", kind="small", encoder=str(encoder), plan=TINY, device="cpu")
+    check(tmp_path / "model")
+
+
+def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="needs an encoder"):
+        train(corpus, tmp_path, kind="small")
+    with pytest.raises(DataError, match="none of lexical, small"):
+        train(corpus, tmp_path, kind="large")
+    pd.DataFrame({"prompt": ["x"]}).to_parquet(tmp_path / "bare.parquet")
+    with pytest.raises(DataError, match="lacks the columns source"):
+        train(tmp_path / "bare.parquet", tmp_path / "model")
