@@ -17,10 +17,12 @@ from mico.commands import (
     doctor,
     federation,
     keys,
+    operate,
     predictor,
     processes,
     simulate,
     sites,
+    top,
 )
 from mico.errors import CommandFailed
 from mico.session import Session
@@ -63,7 +65,10 @@ app.command()(federation.down)
 app.command()(federation.status)
 app.command()(chat.chat)
 app.command()(sites.models)
+for act in (operate.drain, operate.pause, operate.resume, operate.weight, operate.pin_off, operate.unpin):
+    sites.app.command()(act)
 app.add_typer(sites.app, name="sites")
+app.command()(top.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)

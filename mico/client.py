@@ -44,16 +44,22 @@ class Client:
 
     def get(self, path: str) -> dict[str, Any]:
         """`path` starts with /v1/ or /admin/. Raises CommandFailed when the answer is not a success."""
+        return self._ask("GET", path)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         import httpx
 
         try:
-            response = self.http.get(self.root + path)
+            response = self.http.request(method, self.root + path, json=body)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
         if response.is_error:
             raise refusal(response.status_code, response.text)
-        body: dict[str, Any] = response.json()
-        return body
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def chat(self, model: str, messages: list[dict[str, str]], **options: Any) -> Generator[StreamEvent]:
         """The chunks of one streamed answer. Closing the iterator closes the connection and ends the work."""

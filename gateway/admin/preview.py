@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gateway.admin.orders import Action, Verb
 from gateway.domain import SiteState
+from gateway.telemetry.metrics import DRAIN_TARGET_S
 from gateway.telemetry.snapshot import SiteView
 
 TIGHT = 0.15
@@ -53,7 +54,7 @@ def preview(action: Action, sites: Sequence[SiteView]) -> Preview:
         capacity_left=_round(left),
         load=_round(load),
         left=site.running + site.pending,
-        empty_in_s=round(site.outstanding_tokens / site.tokens_per_s, 1) if site.tokens_per_s else None,
+        empty_in_s=_round(site.load * DRAIN_TARGET_S if site.load is not None else None),
         refused_models=refused,
         shares=shares(sites, after),
     )
@@ -89,7 +90,7 @@ def shares(before: Sequence[SiteView], after: Sequence[SiteView]) -> list[Share]
 
 
 def _expected(sites: Sequence[SiteView]) -> list[float]:
-    pull = [site.weight * (site.tokens_per_s or 1.0) if site.taking else 0.0 for site in sites]
+    pull = [site.weight * (site.capacity_tokens or 1.0) if site.taking else 0.0 for site in sites]
     whole = sum(pull) or 1.0
     return [round(each / whole, 4) for each in pull]
 

@@ -25,7 +25,7 @@ class Event:
 
 _TEXTS = {
     SiteState.READY: ("is ready", False),
-    SiteState.STALE: ("is stale: its reports stopped, no query goes there", True),
+    SiteState.STALE: ("is stale: its reports stopped", True),
     SiteState.DOWN: ("is down: its link ended", True),
     SiteState.DRAINING: ("drains: no new queries, running ones finish", False),
     SiteState.PAUSED: ("is paused: no new queries, what is left moves", False),

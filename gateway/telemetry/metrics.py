@@ -113,7 +113,10 @@ class Metrics:
 
 
 def capacity_tokens(site: Site) -> float:
-    return site.load.tokens_per_s * DRAIN_TARGET_S
+    """By what an iteration with every slot busy costs there: its speed of late may be of a quiet hour."""
+    slots = site.identity.slots
+    full_s = site.load.iteration.seconds(slots, slots, 0)
+    return max(site.load.tokens_per_s, slots / full_s if full_s > 0 else 0.0) * DRAIN_TARGET_S
 
 
 def outstanding_tokens(site: Site) -> float:

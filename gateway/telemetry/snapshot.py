@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.domain import Site, SiteState
-from gateway.routing.filters import STALE_AFTER_S
 from gateway.telemetry.events import Event
 from gateway.telemetry.history import PLOTTED_SITES, Sample
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.recent import NO_WAITS, Quality, Route, SiteWaits
 
 RATE_WINDOW_S = 5.0
+STALE_SHOWN_AFTER_S = 2.0
+"""Sites report at least once a second. People hear of silence before deciding stops trusting a site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Rates:
 
 def shown_state(site: Site, now_s: float) -> SiteState:
     """Stale is a state of its own: a site whose figures are old is neither idle nor busy, it is unknown."""
-    silent = now_s - site.load.received_s > STALE_AFTER_S
+    silent = now_s - site.load.received_s > STALE_SHOWN_AFTER_S
     return SiteState.STALE if silent and site.state is not SiteState.DOWN else site.state
 
 
