@@ -21,7 +21,7 @@ SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v1"
 SMALL_NAME = "small-v1"
-DEFAULT_NAME = LEXICAL_NAME
+DEFAULT_NAME = SMALL_NAME
 
 
 @dataclass(frozen=True, slots=True)

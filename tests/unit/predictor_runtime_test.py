@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from predictor import runtime
-from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, SHIPPED
+from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, LEXICAL_NAME, SHIPPED, SMALL_NAME
 from predictor.errors import ArtifactError
 from predictor.runtime import Features, OnnxForecaster
 
@@ -17,11 +17,18 @@ STORY = "Write a detailed story of a dragon who learns to play the piano."
 CAPITAL = "What is the capital of France?"
 
 
-@pytest.fixture(scope="module")
-def forecaster() -> OnnxForecaster:
-    loaded = runtime.load()
-    assert isinstance(loaded, OnnxForecaster)
-    return loaded
+@pytest.fixture(scope="module", params=[LEXICAL_NAME, SMALL_NAME])
+def forecaster(request: pytest.FixtureRequest) -> OnnxForecaster:
+    return OnnxForecaster(SHIPPED / request.param)
+
+
+def test_the_default_is_one_of_those_shipped() -> None:
+    assert runtime.load().name == DEFAULT_NAME
+    assert (SHIPPED / DEFAULT_NAME).is_dir()
+
+
+def test_what_is_shipped_stays_small() -> None:
+    assert sum(file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()) < 25e6
 
 
 def test_a_story_is_forecast_longer_than_a_capital(forecaster: OnnxForecaster) -> None:
@@ -56,7 +63,8 @@ def test_a_batch_gives_what_each_query_gets_alone(forecaster: OnnxForecaster) ->
     together = forecaster.forecast(queries)
     for query, found in zip(queries, together, strict=True):
         (alone,) = forecaster.forecast([query])
-        assert found.probabilities == pytest.approx(alone.probabilities, abs=1e-5)
+        # Eight-bit activations share their scale within a batch.
+        assert found.probabilities == pytest.approx(alone.probabilities, abs=5e-3)
 
 
 def test_no_queries_give_no_forecasts(forecaster: OnnxForecaster) -> None:
@@ -66,7 +74,7 @@ def test_no_queries_give_no_forecasts(forecaster: OnnxForecaster) -> None:
 def test_the_card_says_what_it_was_made_from(forecaster: OnnxForecaster) -> None:
     card = forecaster.card
     assert len(card.trained_on["sha256"]) == 64
-    assert set(card.trained_on["sources"]) == set(card.licences)
+    assert set(card.trained_on["sources"]) <= set(card.licences)
     assert card.figures
     assert "seed" in card.config
 
