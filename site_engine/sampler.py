@@ -108,9 +108,9 @@ def _best(logits: torch.Tensor) -> tuple[list[int], list[int]]:
     """
     if logits.device.type == "cpu":
         numbers = logits.numpy()
-        best = numbers.argmax(-1)
-        finite = np.isfinite(numbers[np.arange(len(best)), best])
-        return best.tolist(), np.flatnonzero(~finite).tolist()
+        top = numbers.max(-1)
+        broken = [] if np.isfinite(top.sum()) else np.flatnonzero(~np.isfinite(top)).tolist()
+        return numbers.argmax(-1).tolist(), broken
     top, best_ = logits.max(dim=-1)
     found = torch.stack([best_, torch.isfinite(top).long()]).tolist()  # one copy from the device
     return found[0], [row for row, is_finite in enumerate(found[1]) if not is_finite]
