@@ -25,7 +25,9 @@ from bench.workload import SHAPES, lengths, queries
 from site_engine.attention import triton_launch
 from site_engine.attention.triton_launch import DecodeWork, Tile
 from site_engine.context import Scoring
-from site_engine.cuda.engine import AheadEngine, optimise
+from site_engine.cuda.engine import AheadEngine, fast_forward
+from site_engine.cuda.layout import MIXED_TOKENS
+from site_engine.cuda.lean import LeanForward
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine import EngineSettings
 from site_engine.hf_bridge import LoadedModel, from_model
@@ -203,7 +205,7 @@ def kernels(engine: AheadEngine) -> None:
 
             def once(work: DecodeWork = work, tile: Tile = tile) -> None:
                 for layer in range(layers):
-                    triton_launch.decode(query, key, value, arena.keys[layer], arena.values[layer], table, work, out, Scoring(dim**-0.5), tile)  # fmt: skip
+                    triton_launch.decode(query, key, value, arena.keys[layer], arena.values[layer], table, work, out, Scoring(dim**-0.5), tile=tile)  # fmt: skip
 
             told.append(f"{chunk} {tuple(tile)}: {timed_graph(once, layers):.1f}")
         print(
@@ -287,6 +289,15 @@ class Pass(NamedTuple):
     wall_s: float
     iterations: int
     step_s: list[float]
+    kinds: dict[str, list[float]]  # wall time of the steps in which such a plan was waited for
+
+
+def kind_of(plan: Plan | None) -> str:
+    if plan is None:
+        return "first"
+    if plan.prefills:
+        return "large prefill" if plan.tokens > MIXED_TOKENS[-1] else "mixed"
+    return f"decode <= {next(limit for limit in (8, 16, 32, 64, 128, 192, 240, 256) if len(plan.decodes) <= limit)}"
 
 
 def serve(engine: AheadEngine, workload: str, repetition: int) -> Pass:
@@ -301,13 +312,15 @@ def serve(engine: AheadEngine, workload: str, repetition: int) -> Pass:
         sampling = Sampling(max_tokens=query.response_tokens, temperature=0.0, ignore_eos=True)
         engine.submit(Request(f"{repetition} {at}", query.prompt, sampling))
     tokens, step_s = 0, []
+    kinds: dict[str, list[float]] = {}
     while engine.has_work:
-        step_began = seconds()
+        step_began, flight = seconds(), engine._flight
         tokens += sum([len(output.token_ids) for output in engine.step()])
         step_s.append(seconds() - step_began)
+        kinds.setdefault(kind_of(None if flight is None else flight.plan), []).append(step_s[-1])
     wall_s = seconds() - began
     assert tokens == sum(query.response_tokens for query in work)
-    return Pass(tokens, wall_s, len(step_s), step_s)
+    return Pass(tokens, wall_s, len(step_s), step_s, kinds)
 
 
 def profile(engine: AheadEngine, context: int = 225) -> None:
@@ -353,6 +366,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
+    parser.add_argument("--no-read-ahead", action="store_true")
     parser.add_argument("--cold", action="store_true", help="make few graphs before the first request")
     asked = parser.parse_args()
     do = asked.do.split(",")
@@ -370,10 +384,12 @@ def main() -> None:
     lap("plain model")
     model: LoadedModel = from_model(plain, eos_token_ids=())
     lap("certified")
-    optimise(model)
-    lap("optimised")
+    forward = fast_forward(model)
+    if asked.no_read_ahead and isinstance(forward, LeanForward):
+        forward._side = None
+    lap(f"made fast: {type(forward).__name__}")
     settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
-    engine = AheadEngine(model, settings, seconds)
+    engine = AheadEngine(model, settings, seconds, forward=forward)
     if forced is not None:
         told = check(engine, forced)
         print(told, flush=True)
@@ -418,6 +434,14 @@ def main() -> None:
             "slowest_steps_ms": [round(one * 1e3, 1) for one in sorted(passes[-1].step_s)[-8:]],
         }
         print(f"SERVE {workload}: {result[workload]}", flush=True)
+        kinds = sorted(passes[-1].kinds.items())
+        print(
+            "   steps, ms each, s: "
+            + "; ".join(
+                f"{kind}: {len(all_s)} x {statistics.fmean(all_s) * 1e3:.3f} = {sum(all_s):.3f}"
+                for kind, all_s in kinds
+            )
+        )
         lap(workload)
     if "profile" in do:
         profile(engine)

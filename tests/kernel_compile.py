@@ -15,12 +15,15 @@ from site_engine.attention import triton_kernels
 from site_engine.cuda import kernels
 
 FLOATS = {
-    "query", "key", "value", "keys", "values", "out", "logits", "sinks",
+    "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
+    "added", "residual", "weight", "gate", "up", "heads", "memory",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums"}
 LONGS = {"ids", "positions", "wanted_out"}
-PLAIN_FLOATS = {"scale2", "softcap"}
-SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row"}
+PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
+SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
+    "width", "gate_row", "up_row", "size",
+}  # fmt: skip
 LLAMA = {"KV_HEADS": 8, "GROUP": 4, "GROUP_PAD": 16, "KEY_DIM": 128, "KEY_PAD": 128, "VALUE_DIM": 128, "VALUE_PAD": 128}
 QWEN = {"KV_HEADS": 2, "GROUP": 7, "GROUP_PAD": 16, "KEY_DIM": 64, "KEY_PAD": 64, "VALUE_DIM": 64, "VALUE_PAD": 64}
 PAGED = {"PAGE": 16, "WHOLE_PAGES": True, "BLOCK": 64, "WINDOW": 0, "SOFTCAP": False, "SINKS": False}
@@ -30,7 +33,7 @@ DECODE_OPTIONS = {"num_warps": 2, "num_stages": 4}
 
 def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     decode = [
-        (triton_kernels.decode_rows, {**model, **paged, "CHUNK": 256, "SPLIT": split}, DECODE_OPTIONS)
+        (triton_kernels.decode_rows, {**model, **paged, "CHUNK": 256, "SPLIT": split, "TURN": split}, DECODE_OPTIONS)
         for model, paged, split in ((LLAMA, PAGED, True), (QWEN, PAGED, False), (QWEN, ODD, True))
     ]
     prefill = [
@@ -41,6 +44,10 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         *decode,
         *prefill,
         (triton_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
+        (kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096, "ADD": True}, {"num_warps": 8}),
+        (kernels.silu_times, {"BLOCK": 1024}, {}),
+        (kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
+        (kernels.touch, {"BLOCK": 4096}, {}),
         (kernels.prepare_inputs, {"BLOCK": 256}, {}),
         (kernels.best_of_span, {"SPAN": 8192}, {"num_warps": 8}),
         (kernels.best_of_row, {"SPANS_PAD": 32}, {"num_warps": 1}),

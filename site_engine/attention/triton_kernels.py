@@ -63,6 +63,8 @@ def decode_rows(
     sums,
     arrived,  # [rows, kv_heads], zeros before and after
     sinks,  # [heads]
+    cosines,  # [places, key_dim], as `sines`; only if TURN
+    sines,
     scale2,
     softcap,
     query_token,
@@ -87,6 +89,7 @@ def decode_rows(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
+    TURN: tl.constexpr,  # query and key come without their rotary embedding: turn them here
 ):
     """One program per chunk of a row's context and KV head; the heads of the group are the rows of its matrices.
 
@@ -121,8 +124,24 @@ def decode_rows(
         other=0.0,
     )
     old = length - 1
+    if TURN:
+        half = (kdim + KEY_DIM // 2) % KEY_DIM
+        sign = tl.where(kdim < KEY_DIM // 2, -1.0, 1.0)
+        cosine = tl.load(cosines + old * KEY_DIM + kdim, mask=in_key, other=0.0).to(tl.float32)
+        sine = tl.load(sines + old * KEY_DIM + kdim, mask=in_key, other=0.0).to(tl.float32) * sign
+        q_half = tl.load(
+            query + row64 * query_token + heads[:, None] * query_head + half[None, :],
+            mask=in_group[:, None] & in_key[None, :],
+            other=0.0,
+        )
+        turned = q.to(tl.float32) * cosine[None, :] + q_half.to(tl.float32) * sine[None, :]
+        q = turned.to(q.dtype)
     if chunk == 0:
         new_k = tl.load(key + row64 * key_token + head * key_head + kdim, mask=in_key, other=0.0)
+        if TURN:
+            k_half = tl.load(key + row64 * key_token + head * key_head + half, mask=in_key, other=0.0)
+            turned_k = new_k.to(tl.float32) * cosine + k_half.to(tl.float32) * sine
+            new_k = turned_k.to(new_k.dtype)
         new_v = tl.load(value + row64 * value_token + head * value_head + vdim, mask=in_value, other=0.0)
         slot = tl.load(pages + old // PAGE).to(tl.int64) * PAGE + old % PAGE
         tl.store(keys + (slot * KV_HEADS + head) * KEY_DIM + kdim, new_k, mask=in_key)

@@ -14,6 +14,13 @@ from site_engine.context import Scoring
 LOG2_E = 1.4426950408889634
 
 
+class Turn(NamedTuple):
+    """The rotary embedding by place: cosines and sines [places, dim], as the model's own module gives them."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
 class Tile(NamedTuple):
     """Keys per block, warps per program, depth of the software pipeline."""
 
@@ -106,6 +113,7 @@ def decode(
     work: DecodeWork,
     out: torch.Tensor,
     scoring: Scoring,
+    turn: Turn | None = None,
     tile: Tile = DECODE,
 ) -> None:
     """query [heads, tokens, dim], key and value [kv_heads, tokens, dim]; the answers go to out [tokens, heads,
@@ -125,13 +133,14 @@ def decode(
     kernels.decode_rows[(work.items.shape[0], kv_heads)](
         query, key, value, keys, values, table, work.table_rows, work.lens, work.items, out,
         parts, tops, sums, work.arrived,
+        cosines=query if turn is None else turn.cosines, sines=query if turn is None else turn.sines,
         query_token=query.stride(1), query_head=query.stride(0),
         key_token=key.stride(1), key_head=key.stride(0),
         value_token=value.stride(1), value_head=value.stride(0), table_row=table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=_pad(group),
         KEY_DIM=key_dim, KEY_PAD=_pad(key_dim), VALUE_DIM=value_dim, VALUE_PAD=_pad(value_dim),
         PAGE=page, WHOLE_PAGES=_whole_pages(page, tile.block), BLOCK=tile.block, CHUNK=work.chunk,
-        SPLIT=work.split, **_scoring(scoring, query),
+        SPLIT=work.split, TURN=turn is not None, **_scoring(scoring, query),
         num_warps=tile.warps, num_stages=_stages(query.dtype, tile.stages),
     )  # fmt: skip
 

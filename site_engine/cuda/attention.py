@@ -11,7 +11,7 @@ import torch
 
 from site_engine.attention import triton_launch
 from site_engine.attention.arena import Arena
-from site_engine.attention.triton_launch import DecodeWork, PrefillWork
+from site_engine.attention.triton_launch import DecodeWork, PrefillWork, Turn
 from site_engine.context import Scoring
 
 
@@ -41,10 +41,22 @@ class DeviceContext:
         self._prefill = prefill
         self._fresh = fresh
 
+    @property
+    def decodes_only(self) -> bool:
+        """Every packed token is a row of its own, and its logits are wanted."""
+        return self._prefill is None
+
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        turn: Turn | None = None,
     ) -> torch.Tensor:
-        """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> [tokens, heads, value dim]."""
+        """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> [tokens, heads, value dim].
+        `turn`, for decodes only: the rotary embedding that query and key still lack.
+        """
         query, key, value = (_rowwise(one) for one in (query, key, value))
         keys, values = self._arena.keys[self.layer], self._arena.values[self.layer]
         self.layer += 1
@@ -52,7 +64,9 @@ class DeviceContext:
         if self._prefill is not None:
             triton_launch.write(key, value, keys, values, self._prefill.slots)
         if self._decode is not None:
-            triton_launch.decode(query, key, value, keys, values, self._table, self._decode, out, scoring)
+            triton_launch.decode(
+                query, key, value, keys, values, self._table, self._decode, out, scoring, turn
+            )
         if self._fresh is not None and _plain(scoring):
             out[self._fresh.begin :] = _packed(self._fresh, query, key, value, scoring.scale)
         elif self._prefill is not None:

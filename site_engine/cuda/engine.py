@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from site_engine.cuda.model import GATE_UP, QUERY_KEY_VALUE, compile_ends, compile_layers, join, joining_pays
+from site_engine.cuda.lean import lean_forward
+from site_engine.cuda.model import QUERY_KEY_VALUE, compile_ends, compile_layers, join, joining_pays
 from site_engine.cuda.runner import DeviceRunner, Flight
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.hf_bridge import LoadedModel
 from site_engine.request import Admission, Output, Request, State
+from site_engine.runner import Forward
 from site_engine.scheduler import Plan
 
 WARM_CONTEXT_TOKENS = 1024
@@ -22,7 +24,12 @@ class AheadEngine(SiteEngine):
     """One iteration ahead while every request is greedy and plain; else as the engine it extends."""
 
     def __init__(
-        self, model: LoadedModel, settings: EngineSettings, clock: Callable[[], float], *, graphs: bool = True
+        self,
+        model: LoadedModel,
+        settings: EngineSettings,
+        clock: Callable[[], float],
+        *,
+        forward: Forward | None = None,
     ) -> None:
         super().__init__(model, settings, clock)
         self._flight: Flight | None = None
@@ -30,13 +37,12 @@ class AheadEngine(SiteEngine):
         self._published_s = 0.0  # when the one before it was read
         self._careful: set[str] = set()  # requests whose rules need tokens or logits on the host
         self._device_runner = DeviceRunner(
-            model.forward,
+            forward or model.forward,
             self._arena,
             self._runner,
             slots=settings.slots,
             pages_per_row=self._pool.pages_for(self._limit_tokens),
             heads_per_kv_head=_heads_per_kv_head(model),
-            graphs=graphs,
         )
         self._runner = self._device_runner  # type: ignore[assignment]
 
@@ -126,14 +132,16 @@ class AheadEngine(SiteEngine):
         super()._forget(request)
 
 
-def optimise(model: LoadedModel) -> None:
-    """Join projections where it pays and compile the layers. For a model on a GPU, before the engine is made."""
+def fast_forward(model: LoadedModel) -> Forward:
+    """The model's pass with fewer kernels: by our own layers if it is of the Llama family, else compiled."""
+    lean = lean_forward(model, joining_pays)
+    if lean is not None:
+        return lean
     if model.device.type == "cuda":
         join(model.model, QUERY_KEY_VALUE)
-        if joining_pays(model.model, GATE_UP):
-            join(model.model, GATE_UP)
     compile_layers(model.model)
     compile_ends(model.model)
+    return model.forward
 
 
 def _plain(request: Request) -> bool:

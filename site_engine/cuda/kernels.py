@@ -80,3 +80,82 @@ def best_of_row(
     tl.store(newest + tl.load(owner + row), token)
     finite = (best < float("inf")) & (best > float("-inf"))
     tl.store(chosen + row, tl.where(finite, token, -1 - token))
+
+
+@triton.jit
+def add_norm(
+    added,  # [rows, SIZE]
+    residual,  # [rows, SIZE]: becomes residual + added
+    weight,  # [SIZE]
+    out,  # [rows, SIZE]: the sum, normed by its root mean square
+    epsilon,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Rounds where the model's own modules round: after the sum, and before the weight."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    at = tl.arange(0, SIZE_PAD)
+    here = at < SIZE
+    total = tl.load(residual + row + at, mask=here, other=0.0)
+    scale = tl.load(weight + at, mask=here, other=0.0)
+    if ADD:
+        more = tl.load(added + row + at, mask=here, other=0.0)
+        total = (total.to(tl.float32) + more.to(tl.float32)).to(total.dtype)
+        tl.store(residual + row + at, total, mask=here)
+    wide = total.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)).to(total.dtype)
+    tl.store(out + row + at, (scale.to(tl.float32) * normed.to(tl.float32)).to(total.dtype), mask=here)
+
+
+@triton.jit
+def silu_times(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
+    """out [rows, width] = silu(gate) * up."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    here = at < width
+    opened = tl.load(gate + row * gate_row + at, mask=here, other=0.0)
+    value = tl.load(up + row * up_row + at, mask=here, other=0.0)
+    wide = opened.to(tl.float32)
+    silu = (wide * tl.sigmoid(wide)).to(opened.dtype)
+    tl.store(out + row * width + at, (silu.to(tl.float32) * value.to(tl.float32)).to(value.dtype), mask=here)
+
+
+@triton.jit
+def turn_heads(
+    heads,  # [tokens, HEADS, DIM], in place
+    positions,  # [tokens], int64
+    cosines,  # [places, DIM]
+    sines,
+    row_stride,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """The rotary embedding of queries and keys that lie side by side."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.load(positions + token) * DIM
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    dim = tl.arange(0, HALF_PAD)[None, :]
+    half: tl.constexpr = DIM // 2
+    here = (head < HEADS) & (dim < half)
+    at = heads + token * row_stride + head * DIM + dim
+    low = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    high = tl.load(at + half, mask=here, other=0.0).to(tl.float32)
+    seen = dim < half
+    cos_low = tl.load(cosines + place + dim, mask=seen, other=0.0).to(tl.float32)
+    cos_high = tl.load(cosines + place + half + dim, mask=seen, other=0.0).to(tl.float32)
+    sin_low = tl.load(sines + place + dim, mask=seen, other=0.0).to(tl.float32)
+    sin_high = tl.load(sines + place + half + dim, mask=seen, other=0.0).to(tl.float32)
+    tl.store(at, (low * cos_low - high * sin_low).to(heads.dtype.element_ty), mask=here)
+    tl.store(at + half, (high * cos_high + low * sin_high).to(heads.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def touch(memory, out, size, BLOCK: tl.constexpr):
+    """Read `size` numbers so that they lie in the cache; nothing comes of it."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(memory + at, mask=at < size, other=0.0).to(tl.float32)
+    total = tl.sum(found, 0)
+    tl.store(out, 0, mask=total == 1.2345678e33)

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
-GATE_UP = ("gate_proj", "up_proj")
 TRIED_ROWS = (16, 256)
 TRIED_LAYERS = 8
 
@@ -82,13 +81,12 @@ def _replace(module: nn.Module, names: Sequence[str], linears: list[nn.Linear]) 
         begin = end
 
 
-def joining_pays(model: nn.Module, names: Sequence[str]) -> bool:
-    """Timed on the device over some layers: the products of their joint weights against the separate ones."""
-    groups = [linears for module in model.modules() if (linears := _linears(module, names))][:TRIED_LAYERS]
-    if not groups:
+def joining_pays(*weights: torch.Tensor) -> bool:
+    """Timed on the device: one product of the joint weight against the separate ones."""
+    if weights[0].device.type != "cuda":
         return False
-    joint = [[torch.cat([one.weight.data for one in group])] for group in groups]
-    apart = [[one.weight.data for one in group] for group in groups]
+    joint = [[torch.cat(weights)] for _ in range(TRIED_LAYERS)]  # copies, so that none stays in the cache
+    apart = [[one.clone() for one in weights] for _ in range(TRIED_LAYERS)]
     return sum(_seconds(joint, rows) for rows in TRIED_ROWS) < sum(
         _seconds(apart, rows) for rows in TRIED_ROWS
     )

@@ -59,7 +59,6 @@ class DeviceRunner:
         slots: int,
         pages_per_row: int,
         heads_per_kv_head: int,
-        graphs: bool = True,
     ) -> None:
         self._forward = forward
         self._reference = reference
@@ -73,7 +72,6 @@ class DeviceRunner:
             chunk_tokens=chunk_tokens,
         )
         self._cuda = self._device.where.type == "cuda"
-        self._graphs = graphs and self._cuda
         self._steps: dict[tuple[Shape, bool], Step] = {}
         if self._cuda:
             self._stream = torch.cuda.Stream()
@@ -124,7 +122,7 @@ class DeviceRunner:
         step = self._steps.get((shape, keep_logits))
         if step is None:
             step = self._steps[shape, keep_logits] = Step(self._device, self._forward, shape)
-            if self._graphs:
+            if self._cuda:
                 step.load(self._padding(shape))
                 step.capture(self._stream, self._pool, keep_logits=keep_logits)
         return step
