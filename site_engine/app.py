@@ -47,7 +47,7 @@ def run(config: SiteConfig) -> int:
     logs.set_up(config.log_level, config.site)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(serve(config))
+            return runner.run(serve(config) if config.engine == "native" else _serve_remote(config))
     except ConfigError as exc:
         log.critical("%s", exc)
         return EXIT_FAILED
@@ -58,24 +58,21 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
 
     The first SIGTERM or SIGINT drains; the second ends without waiting.
     """
-    token, credentials = config.secret(), _credentials(config)
-    open_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
-    if open_links:
-        log.warning("links to %s are plain text, the token too; set tls", ", ".join(open_links))
+    dialling = Dialling.of(config)
     loaded = await asyncio.to_thread(load or load_engine, config)
     loop = asyncio.get_running_loop()
     prompts = Prompts(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe)
     worker = Worker(loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s)
     site = Site(_hello(config, loaded, prompts), worker, prompts, time.monotonic, config.max_pending)
-    links = _links(site, token, credentials)
+    links = dialling.links(site)
     ending = Ending()
-    ticking = asyncio.create_task(_tick(site))
+    ticking = asyncio.create_task(tick(site))
     worker.start(Listener(site.outputs, site.load, ending.broke))
     try:
         with ending.on_signals(loop):
             links.add(config.gateways)
             log.info("serving %s in %d slots", ", ".join(site.models), config.slots)
-            return await _until_the_end(site, links, ending, config.drain_s)
+            return await until_the_end(site, links, ending, config.drain_s)
     finally:
         ticking.cancel()
         await links.close("the site is ending")
@@ -121,7 +118,7 @@ class Ending:
                 loop.remove_signal_handler(number)
 
 
-async def _until_the_end(site: Site, links: Links, ending: Ending, drain_s: float) -> int:
+async def until_the_end(site: Site, links: Links, ending: Ending, drain_s: float) -> int:
     await ending.began.wait()
     if not ending.hurried.is_set():
         log.info("draining: %s; %d attempts still run", ending.reason, site.live)
@@ -130,6 +127,12 @@ async def _until_the_end(site: Site, links: Links, ending: Ending, drain_s: floa
     log.info("ending with %d attempts left", site.live)
     await links.close(ending.reason)
     return ending.status
+
+
+async def _serve_remote(config: SiteConfig) -> int:
+    from site_engine.remote.process import serve as serve_remote
+
+    return await serve_remote(config)
 
 
 async def _drained(site: Site, ending: Ending, drain_s: float) -> None:
@@ -142,7 +145,7 @@ async def _drained(site: Site, ending: Ending, drain_s: float) -> None:
         task.cancel()
 
 
-async def _tick(site: Site) -> None:
+async def tick(site: Site) -> None:
     while True:
         site.tick()
         await asyncio.sleep(TICK_S)
@@ -202,26 +205,41 @@ def _hello(config: SiteConfig, loaded: Loaded, prompts: Prompts) -> Hello:
         kv_capacity_tokens=kv_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,
-        version=_version(),
+        version=own_version(),
     )
 
 
-def _links(site: Site, token: str, credentials: Any) -> Links:
-    patience = Patience()
+class Dialling(NamedTuple):
+    """What every link of this process needs."""
 
-    def make(address: str, peers: Callable[[Iterable[str]], None]) -> Link:
-        return Link(
-            address,
-            site=site,
-            dial=lambda where: dial(where, credentials),
-            token=token,
-            peers=peers,
-            clock=time.monotonic,
-            patience=patience,
-            random=Random(),
-        )
+    token: str
+    credentials: Any
 
-    return Links(make, patience)
+    @classmethod
+    def of(cls, config: SiteConfig) -> Dialling:
+        """Raises ConfigError. Warns of links that anybody on the way can read."""
+        dialling = cls(config.secret(), _credentials(config))
+        open_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
+        if open_links:
+            log.warning("links to %s are plain text, the token too; set tls", ", ".join(open_links))
+        return dialling
+
+    def links(self, site: Site) -> Links:
+        patience = Patience()
+
+        def make(address: str, peers: Callable[[Iterable[str]], None]) -> Link:
+            return Link(
+                address,
+                site=site,
+                dial=lambda where: dial(where, self.credentials),
+                token=self.token,
+                peers=peers,
+                clock=time.monotonic,
+                patience=patience,
+                random=Random(),
+            )
+
+        return Links(make, patience)
 
 
 def _credentials(config: SiteConfig) -> Any:
@@ -235,7 +253,7 @@ def _credentials(config: SiteConfig) -> Any:
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-def _version() -> str:
+def own_version() -> str:
     try:
         return version("mico")
     except PackageNotFoundError:  # run from a checkout that is not installed

@@ -259,7 +259,7 @@ def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
 def _hello(hello: m.Hello) -> pb.Hello:
     own = _fields(hello)
     own["models"] = [pb.Model(owned_by="mico", **_fields(model)) for model in hello.models]
-    return pb.Hello(protocol=PROTOCOL, engine="native", **own)
+    return pb.Hello(protocol=PROTOCOL, **own)
 
 
 def _load(load: m.Load) -> pb.Load:

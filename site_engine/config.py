@@ -18,6 +18,19 @@ from site_engine.errors import ConfigError
 PREFIX = "MICO_SITE_"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+ENGINES = ("native", "openai")
+_AT_LEAST_ONE = (
+    "slots",
+    "token_budget",
+    "page_size",
+    "max_pending",
+    "kv_tokens",
+    "threads",
+    "context_tokens",
+    "requests_per_min",
+    "tokens_per_min",
+)
+_AT_LEAST_ZERO = ("iteration_floor_s", "input_usd_per_mtok", "output_usd_per_mtok", "drain_s", "silence_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +48,17 @@ class SiteConfig:
     tls_cert: Path | None = None  # with tls_key: who this site is, instead of a token
     tls_key: Path | None = None
 
-    model: str  # a folder or a Hub id
+    engine: str = "native"  # or openai: a server that runs already, at `url`
+    url: str = ""  # of that server, with or without /v1
+    key_env: str = ""  # the environment variable that holds the server's key
+    key_file: Path | None = None  # read instead
+    context_tokens: int | None = None  # of the server's models, where it does not say
+    metrics: bool = True  # whether its metrics page tells its load; off behind a load balancer
+    silence_s: float = 120.0  # a server that says nothing for so long in an answer has hung
+    requests_per_min: int | None = None  # what a provider allows
+    tokens_per_min: int | None = None
+
+    model: str = ""  # a folder or a Hub id; of a server: one of its models, empty for all
     served_model: str = ""  # what clients call it; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
@@ -53,18 +76,20 @@ class SiteConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("site", "model", "gateways"):
+        _require(self.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
+        for name in ("site", "gateways", "model" if self.engine == "native" else "url"):
             _require(bool(getattr(self, name)), name, "must be set")
+        self._check_server()
         for address in self.gateways:
             _require(_is_address(address), "gateways", f"has {address!r}, which is not host:port")
-        for name in ("slots", "token_budget", "page_size", "max_pending", "kv_tokens", "threads"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             _require(value is None or value >= 1, name, f"is {value}; it must be at least 1")
-        for name in ("iteration_floor_s", "input_usd_per_mtok", "output_usd_per_mtok", "drain_s"):
+        for name in _AT_LEAST_ZERO:
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, f"is {value}; it must be 0 or more")
         _require(
-            self.token_budget >= self.slots,
+            self.token_budget >= self.slots or self.engine != "native",
             "token_budget",
             f"is {self.token_budget}; it must cover one token of each of {self.slots} slots",
         )
@@ -75,14 +100,22 @@ class SiteConfig:
 
     def secret(self) -> str:
         """The token, from its file if there is one. Raises ConfigError if that cannot be read or is empty."""
-        if self.token_file is None:
-            return self.token
-        try:
-            token = self.token_file.read_text().strip()
-        except OSError as exc:
-            raise ConfigError(f"token_file: {exc}") from exc
-        _require(bool(token), "token_file", f"{self.token_file} is empty")
-        return token
+        return self.token if self.token_file is None else _read("token_file", self.token_file)
+
+    def server_key(self, environ: Mapping[str, str]) -> str:
+        """The key that the server asks for, empty if none is configured. Raises ConfigError."""
+        if self.key_file is not None:
+            return _read("key_file", self.key_file)
+        _require(not self.key_env or bool(environ.get(self.key_env)), "key_env", f"{self.key_env} is not set")
+        return environ.get(self.key_env, "") if self.key_env else ""
+
+    def _check_server(self) -> None:
+        if self.engine == "native":
+            _require(not self.url, "url", 'is set, but engine is native; set engine = "openai"')
+            return
+        _require(self.url.startswith(("http://", "https://")), "url", "must begin with http:// or https://")
+        _require("@" not in self.url, "url", "must not carry a password; use key_env or key_file")
+        _require(not (self.key_env and self.key_file), "key_env", "and key_file exclude each other")
 
 
 def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> SiteConfig:
@@ -96,7 +129,8 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
         for name, value in values.items():
             known = _known(name, origin)
             settings[known] = _parsed(known, value)
-    missing = [name for name in ("site", "gateways", "model") if name not in settings]
+    engine_of = "url" if settings.get("engine", "native") != "native" else "model"
+    missing = [name for name in ("site", "gateways", engine_of) if name not in settings]
     if missing:
         names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)
         raise ConfigError(f"not set: {names}")
@@ -179,6 +213,15 @@ _BY_TYPE: dict[str, Callable[[Any], Any]] = {
     "tuple[str, ...]": _addresses,
 }
 _PARSERS = {each.name: _BY_TYPE[str(each.type)] for each in fields(SiteConfig)}
+
+
+def _read(name: str, path: Path) -> str:
+    try:
+        secret = path.read_text().strip()
+    except OSError as exc:
+        raise ConfigError(f"{name}: {exc}") from exc
+    _require(bool(secret), name, f"{path} is empty")
+    return secret
 
 
 def _is_address(address: str) -> bool:

@@ -39,6 +39,7 @@ class _Attempt:
     arrived_s: float
     phase: Phase = Phase.PREPARING
     prompt_tokens: int = 0
+    admission: Admission | None = None
     echo: str = ""
     choices: list[_Choice] = field(default_factory=list)
 
@@ -93,7 +94,7 @@ class Desk:
         self._preparing.remove(attempt_id)
         attempt = self._attempts[attempt_id]
         attempt.phase = Phase.SUBMITTED
-        attempt.prompt_tokens = len(prepared.token_ids)
+        attempt.prompt_tokens = prepared.tokens
         attempt.echo = prepared.echo
         return [self._request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
@@ -106,15 +107,16 @@ class Desk:
         attempt = self._attempts.get(attempt_id)
         if attempt is not None:
             attempt.phase = Phase.ADMITTED
-            self.outbox.put(
-                Accepted(attempt_id, attempt.prompt_tokens, admission.position, admission.max_tokens)
-            )
+            attempt.admission = admission
+            self.outbox.put(Accepted(attempt_id, attempt.prompt_tokens, *admission))
 
     def output(self, attempt_id: str, index: int, output: Output) -> None:
         """Notes what a choice produced; output of an attempt that is gone, or past its finish, is dropped."""
         attempt = self._attempts.get(attempt_id)
         if attempt is None or attempt.choices[index].finished:
             return
+        if output.prompt_tokens:
+            self._counted(attempt, output.prompt_tokens)
         choice = attempt.choices[index]
         begins = not choice.started and _speaks(output)
         choice.started = choice.started or begins
@@ -167,6 +169,12 @@ class Desk:
     def _untouched(self, attempt_id: str) -> bool:
         attempt = self._attempts.get(attempt_id)
         return attempt is not None and not any(each.started or each.finished for each in attempt.choices)
+
+    def _counted(self, attempt: _Attempt, prompt_tokens: int) -> None:
+        """Accepted with a guess of the prompt's tokens: said again with their number, before the finish."""
+        if attempt.admission is not None and prompt_tokens != attempt.prompt_tokens:
+            attempt.prompt_tokens = prompt_tokens
+            self.outbox.put(Accepted(attempt.assign.attempt_id, prompt_tokens, *attempt.admission))
 
     def _forget(self, attempt_id: str) -> None:
         self._attempts.pop(attempt_id, None)

@@ -122,6 +122,7 @@ class Hello:
     input_usd_per_mtok: float
     output_usd_per_mtok: float
     version: str
+    engine: str = "native"
     attempts: tuple[str, ...] = ()
 
 

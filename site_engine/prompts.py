@@ -23,6 +23,11 @@ class Prepared(NamedTuple):
 
     token_ids: tuple[int, ...]
     echo: str
+    uncounted: int = 0  # tokens, by a guess, of a prompt that only the engine can tokenize
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) or self.uncounted
 
 
 class Prompts:

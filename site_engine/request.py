@@ -210,3 +210,4 @@ class Output:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     timings: Timings | None = None
     completion_tokens: int = 0
+    prompt_tokens: int = 0  # of an engine that counts them only at the end; else they are known before

@@ -1,0 +1,112 @@
+"""From an attempt to the HTTP request that a server of the OpenAI kind reads. Refuses what it cannot say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from site_engine.errors import NotServed, Reason
+from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
+from site_engine.remote.dialects import Dialect
+from site_engine.request import Sampling
+
+CHARS_PER_TOKEN = 4
+TOKENS_PER_MESSAGE = 4
+
+
+class Asking(NamedTuple):
+    path: str
+    body: Mapping[str, Any]
+
+
+def asking(assign: Assign, model: str, dialect: Dialect) -> Asking:
+    """`model` as the server calls it. Raises NotServed with the field that it would not honour."""
+    _check(assign)
+    body: dict[str, Any] = {
+        "model": model,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **_sampling(assign.sampling, dialect),
+    }
+    if dialect.counts_on:
+        body["stream_options"]["continuous_usage_stats"] = True
+    if assign.choices > 1:
+        body["n"] = assign.choices
+    if isinstance(assign.prompt, ChatPrompt):
+        body["messages"] = [_message(each) for each in assign.prompt.messages]
+        return Asking("/v1/chat/completions", body | _chat_logprobs(assign.sampling))
+    body["prompt"] = assign.prompt.text if isinstance(assign.prompt, TextPrompt) else _ids(assign)
+    if assign.sampling.logprobs is not None:
+        body["logprobs"] = assign.sampling.logprobs
+    return Asking("/v1/completions", body)
+
+
+def guessed_tokens(assign: Assign) -> int:
+    """Only the server knows; until it says, four characters a token."""
+    if isinstance(assign.prompt, ChatPrompt):
+        messages = assign.prompt.messages
+        return sum(TOKENS_PER_MESSAGE + len(each.content) // CHARS_PER_TOKEN for each in messages)
+    if isinstance(assign.prompt, TextPrompt):
+        return 1 + len(assign.prompt.text) // CHARS_PER_TOKEN
+    return len(assign.prompt.token_ids)
+
+
+def _check(assign: Assign) -> None:
+    if assign.resumed or assign.resumed_chars:
+        raise _unsupported("the server behind this site cannot go on with an answer begun elsewhere", "")
+    if assign.echo and not isinstance(assign.prompt, TextPrompt):
+        raise _unsupported("echo of a prompt of token ids needs a tokenizer, and this site has none", "echo")
+    if assign.sampling.prompt_logprobs:
+        raise _unsupported("this site has no log probabilities of the prompt", "echo")
+
+
+def _sampling(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
+    neutral = Sampling()
+    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    for name in ("max_tokens", "presence_penalty", "frequency_penalty", "seed"):
+        if (value := getattr(sampling, name)) != getattr(neutral, name):
+            asked[name] = value
+    if sampling.stop:
+        asked["stop"] = list(sampling.stop)
+    if sampling.logit_bias:
+        asked["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.logprobs is not None and not dialect.logprobs:
+        raise _unsupported("log probabilities of this server are not passed on", "logprobs")
+    return asked | _extras(sampling, neutral, dialect)
+
+
+def _extras(sampling: Sampling, neutral: Sampling, dialect: Dialect) -> dict[str, Any]:
+    """Fields that OpenAI does not have. One that the server may drop silently is refused here."""
+    extras: dict[str, Any] = {}
+    for name in ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"):
+        value = getattr(sampling, name)
+        if value == getattr(neutral, name):
+            continue
+        if name not in dialect.extras:
+            raise _unsupported(f"{name} is not known to be honoured by this server ({dialect.name})", name)
+        extras[name] = list(value) if isinstance(value, tuple) else value
+    return extras
+
+
+def _chat_logprobs(sampling: Sampling) -> dict[str, Any]:
+    return {} if sampling.logprobs is None else {"logprobs": True, "top_logprobs": sampling.logprobs}
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        said["name"] = message.name
+    if message.tool_calls_json:
+        said["tool_calls"] = json.loads(message.tool_calls_json)
+    if message.tool_call_id:
+        said["tool_call_id"] = message.tool_call_id
+    return said
+
+
+def _ids(assign: Assign) -> list[int]:
+    return list(getattr(assign.prompt, "token_ids", ()))
+
+
+def _unsupported(message: str, param: str) -> NotServed:
+    return NotServed(Reason.UNSUPPORTED, message, param)

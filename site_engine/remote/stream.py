@@ -1,0 +1,196 @@
+"""A server's event stream as outputs of the choices of one attempt: bytes in, outputs out. Does no I/O.
+
+The finish of every choice waits for the end of the stream, where servers send their counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from site_engine.request import Finish, Output, TokenLogprob
+
+EVENT_BYTES_MAX = 8 << 20
+
+
+class Garbage(Exception):
+    """The server sent what no server of the OpenAI kind sends, or told of its failure in the stream."""
+
+
+class _TopLogprob(msgspec.Struct):
+    token: str = ""
+    logprob: float = 0.0
+    bytes: list[int] | None = None
+
+
+class _ChatLogprob(_TopLogprob):
+    top_logprobs: list[_TopLogprob] = []
+
+
+class _Logprobs(msgspec.Struct):
+    """`content` from chats; the other three from completions."""
+
+    content: list[_ChatLogprob] | None = None
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: _Said | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+_FINISHES: Mapping[str, Finish] = {"length": Finish.LENGTH, "abort": Finish.FAILED, "error": Finish.FAILED}
+"""Any other reason is a stop: eos_token, stop_sequence, content_filter … are one to our clients."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    tokens: int = 0
+    finish: Finish | None = None
+
+
+class Stream:
+    """`request_ids` of the choices, in order."""
+
+    def __init__(self, request_ids: Sequence[str]) -> None:
+        self._request_ids = request_ids
+        self._choices = [_Progress() for _ in request_ids]
+        self._buffer = b""
+        self._total: int | None = None
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.done = False
+        self.spoke = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(each.tokens for each in self._choices)
+
+    def tokens_of(self, index: int) -> int:
+        return self._choices[index].tokens
+
+    def feed(self, received: bytes) -> list[Output]:
+        """What one read from the network brings. Raises Garbage."""
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        if len(self._buffer) > EVENT_BYTES_MAX:
+            raise Garbage(f"an event of more than {EVENT_BYTES_MAX >> 20} MiB")
+        outputs: list[Output] = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), outputs)
+        return outputs
+
+    def end(self) -> list[Output]:
+        """The finishes, once the stream is over. Raises Garbage if a choice has none: half a stream."""
+        if any(each.finish is None for each in self._choices):
+            raise Garbage("the stream broke off in the middle of an answer")
+        self._settle_counts()
+        return [
+            Output(
+                request_id,
+                finish=each.finish,
+                error="the server gave the answer up" if each.finish is Finish.FAILED else "",
+                completion_tokens=each.tokens,
+                prompt_tokens=self.prompt_tokens,
+            )
+            for request_id, each in zip(self._request_ids, self._choices, strict=True)
+        ]
+
+    def _event(self, data: bytes, outputs: list[Output]) -> None:
+        if data == b"[DONE]":
+            self.done = True
+        if self.done or not data:
+            return
+        try:
+            chunk = _decoder.decode(data)
+        except msgspec.DecodeError as exc:
+            raise Garbage(f"an event that is no chunk of an answer: {exc}") from exc
+        if chunk.error is not None and bytes(chunk.error) != b"null":
+            raise Garbage(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
+        for choice in chunk.choices:
+            self._choice(choice, outputs)
+        if chunk.usage is not None:
+            self._usage(chunk.usage)
+
+    def _choice(self, choice: _Choice, outputs: list[Output]) -> None:
+        if not 0 <= choice.index < len(self._choices):
+            raise Garbage(f"choice {choice.index} was not asked for")
+        progress = self._choices[choice.index]
+        text = choice.text or (choice.delta.content if choice.delta else None) or ""
+        if choice.finish_reason:
+            progress.finish = _FINISHES.get(choice.finish_reason, Finish.STOP)
+        if not text and choice.logprobs is None:
+            return
+        logprobs = () if choice.logprobs is None else _logprobs(choice.logprobs)
+        progress.tokens += max(1, len(logprobs))
+        self.spoke = True
+        request_id = self._request_ids[choice.index]
+        outputs.append(Output(request_id, text, logprobs=logprobs, completion_tokens=progress.tokens))
+
+    def _usage(self, usage: _Usage) -> None:
+        self.prompt_tokens = usage.prompt_tokens or self.prompt_tokens
+        self._total = usage.completion_tokens if usage.completion_tokens is not None else self._total
+        if usage.prompt_tokens_details is not None:
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        if len(self._choices) == 1 and self._total is not None:
+            self._choices[0].tokens = max(self._choices[0].tokens, self._total)
+
+    def _settle_counts(self) -> None:
+        """What the server counted beyond the chunks goes to the last choice; it tells only the sum."""
+        if self._total is not None:
+            self._choices[-1].tokens += max(0, self._total - self.tokens)
+
+
+def _logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:
+    if found.content is not None:
+        return tuple(
+            TokenLogprob(each.token, _raw(each), each.logprob, tuple(map(_top, each.top_logprobs)))
+            for each in found.content
+        )
+    tokens, logprobs = found.tokens or [], found.token_logprobs or []
+    tops = found.top_logprobs or [None] * len(tokens)
+    return tuple(
+        TokenLogprob(token, token.encode(), logprob, _alternatives(top or {}))
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
+    )
+
+
+def _alternatives(top: Mapping[str, float]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token, token.encode(), logprob) for token, logprob in top.items())
+
+
+def _top(each: _TopLogprob) -> TokenLogprob:
+    return TokenLogprob(each.token, _raw(each), each.logprob)
+
+
+def _raw(each: _TopLogprob) -> bytes:
+    return bytes(each.bytes) if each.bytes is not None else each.token.encode()
