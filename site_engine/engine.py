@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from site_engine import intake
 from site_engine.admission import DEFAULT_POLICY, AdmissionQueue, Policy
@@ -116,7 +116,7 @@ class SiteEngine:
         if finish is not None:
             self._finish(answer, finish)
         elif request.deadline_s is not None:
-            heappush(self._deadlines, (request.deadline_s, request.id))
+            self._watch(request.deadline_s, request.id)
         return Admission(position, request.max_tokens)
 
     def cancel(self, request_id: str) -> None:
@@ -180,10 +180,16 @@ class SiteEngine:
             if request_id in self._answers:
                 self._finish(self._answers[request_id], Finish.CANCELLED)
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heappop(self._deadlines)
+            deadline_s, request_id = heappop(self._deadlines)
             answer = self._answers.get(request_id)
-            if answer is not None and answer.request.deadline_s is not None:
+            if answer is not None and answer.request.deadline_s == deadline_s:
                 self._finish(answer, Finish.FAILED, "its deadline passed before it was done")
+
+    def _watch(self, deadline_s: float, request_id: str) -> None:
+        if len(self._deadlines) > 2 * len(self._answers) + 64:  # most belong to answers that ended in time
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._answers]
+            heapify(self._deadlines)
+        heappush(self._deadlines, (deadline_s, request_id))
 
     # ---- after the model ran
 

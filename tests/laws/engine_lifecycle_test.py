@@ -195,6 +195,19 @@ def test_a_deadline_ends_a_request_with_the_reason() -> None:
     assert 0 < last(collected, "late").completion_tokens < 100
 
 
+def test_deadlines_of_answers_that_ended_in_time_are_forgotten() -> None:
+    engine = engine_for(family("llama").served)
+    for number in range(300):
+        request = greedy(str(number), [1], 1)
+        request.deadline_s = 1e9
+        engine.submit(request)
+        drain(engine)
+    assert len(engine._deadlines) <= 67
+    slow = greedy("0", [1, 2], 9)
+    engine.submit(slow)
+    assert len(drain(engine)["0"].token_ids) == 9
+
+
 def test_a_resumed_answer_goes_on_where_it_was_cut() -> None:
     prompt, whole = [4, 5, 6], family("gpt2").generate([4, 5, 6], 24)
     engine = engine_for(family("gpt2").served)
