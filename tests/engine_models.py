@@ -12,6 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from bench.families import random_model
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.hf_bridge import LoadedModel, from_model
 from site_engine.request import Output, Request, Sampling
@@ -61,19 +62,6 @@ class Family:
             )
         answer: list[int] = whole[0, len(prompt) :].tolist()
         return answer
-
-
-def random_model(config: Any, seed: int = 0) -> Any:
-    """Weights so large that greedy answers are not one token repeated."""
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-            elif "bias" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
 
 
 @cache

@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
+from bench.families import random_model
 from site_engine.hf_bridge import CannotServe, from_model, load
 from site_engine.request import Request, Sampling
-from tests.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, random_model, tokenizer
+from tests.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
 
 torch.set_num_threads(1)
 
