@@ -77,7 +77,7 @@ class Link:
             choices=query.sampling.n,
             moves=moves,
             on_cancel=self._cancel,
-            resumable=query.sampling.resumable,
+            resumable=query.sampling.resumable and self._names_tokens(query.model),
         )
         if self.closing is not None:
             attempt.fail(Broken(self.name, Cause.LOST, self.closing))
@@ -118,6 +118,11 @@ class Link:
     def _cancel(self, attempt: LiveAttempt) -> None:
         if attempt.id in self._live:
             self.outbox.put_nowait(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
+
+    def _names_tokens(self, model: str) -> bool:
+        """Whether the site says which tokens it generates, so that another can go on from them."""
+        served = self.identity.models.get(model)
+        return served is None or "resume" in served.features
 
     # -- from the site --
 

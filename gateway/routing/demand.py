@@ -42,5 +42,11 @@ class Demand:
             response_tokens=capped.expected(delivered) * sampling.n,
             kv_tokens=prompt_tokens + delivered + max(1, rest) * sampling.n,
             lane=lane,
-            needs=frozenset({"logprobs"} if sampling.logprobs is not None else ()),
+            needs=_needs(sampling, delivered),
         )
+
+
+def _needs(sampling: Sampling, delivered: int) -> frozenset[str]:
+    """Features of a model; only some sites can go on from tokens that another has generated."""
+    wanted = {"logprobs": sampling.logprobs is not None, "resume": delivered > 0}
+    return frozenset(name for name, is_wanted in wanted.items() if is_wanted)

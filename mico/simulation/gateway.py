@@ -232,7 +232,7 @@ class Link:
 
 
 def identity(spec: SiteSpec) -> SiteIdentity:
-    model = Model(MODEL, "", 1 << 20, 0, "mico", frozenset({"chat"}))
+    model = Model(MODEL, "", 1 << 20, 0, "mico", frozenset({"chat", "resume"}))
     return SiteIdentity(
         name=spec.name,
         boot_id="",

@@ -52,6 +52,8 @@ class ScriptedSite:
         self.seconds_per_token = seconds_per_token
         self.inbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
         self.answers_pings = True
+        self.features: tuple[str, ...] = ("chat", "logprobs", "resume")
+        self.names_tokens = True
         self._seq = 0
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._channel: Any = None
@@ -63,9 +65,7 @@ class ScriptedSite:
         self._call = rpc.FederationStub(self._channel).Join(
             metadata=(("authorization", f"Bearer {self.token}"),)
         )
-        model = pb.Model(
-            id="m", revision=f"rev-{self.name}", context_tokens=1024, features=["chat", "logprobs"]
-        )
+        model = pb.Model(id="m", revision=f"rev-{self.name}", context_tokens=1024, features=self.features)
         hello = pb.Hello(
             protocol=1,
             site=self.name,
@@ -106,7 +106,7 @@ class ScriptedSite:
 
     async def step(self, assign: pb.Assign, text: str, tokens: int, *, index: int = 0, **more: Any) -> None:
         """Send text whose token ids are the code points of its characters."""
-        ids = [ord(letter) for letter in text]
+        ids = [ord(letter) for letter in text] if self.names_tokens else []
         delta = pb.Delta(
             attempt_id=assign.attempt_id,
             index=index,
@@ -144,8 +144,11 @@ class Scene:
         self.sites: list[ScriptedSite] = []
         self._number = 0
 
-    async def site(self, name: str, **settings: Any) -> ScriptedSite:
+    async def site(
+        self, name: str, *, features: Sequence[str] = ("chat", "logprobs", "resume"), **settings: Any
+    ) -> ScriptedSite:
         site = ScriptedSite(name, self.address, **settings)
+        site.features = tuple(features)
         self.sites.append(site)
         await site.join()
         await until(

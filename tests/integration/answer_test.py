@@ -199,6 +199,50 @@ def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
     run(scenario)
 
 
+def test_an_answer_without_token_ids_ends_with_an_honest_error_though_another_site_is_there() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        site.names_tokens = False
+        pieces: list[Piece] = []
+
+        async def read() -> None:
+            async for piece in answer(here.gateway, here.query()):
+                pieces.append(piece)
+
+        task = asyncio.create_task(read())
+        assign = await site.assigned()
+        await here.site("b")
+        await site.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await site.close()
+        with pytest.raises(UpstreamLost, match="names no tokens"):
+            await task
+
+    run(scenario)
+
+
+def test_an_answer_does_not_go_on_at_a_site_that_can_not_resume() -> None:
+    async def scenario(here: Scene) -> None:
+        dying = await here.site("a")
+        pieces: list[Piece] = []
+
+        async def read() -> None:
+            async for piece in answer(here.gateway, here.query()):
+                pieces.append(piece)
+
+        task = asyncio.create_task(read())
+        assign = await dying.assigned()
+        other = await here.site("b", features=("chat",))
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await dying.close()
+        with pytest.raises(UpstreamLost, match="no other site could go on"):
+            await task
+        assert other.inbox.empty()
+
+    run(scenario)
+
+
 def test_an_engine_failure_everywhere_is_reported_with_its_reason() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
