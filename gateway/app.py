@@ -141,6 +141,7 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
     finally:
         watch.close()
         await desk.close()
+        await asyncio.gather(*watch.saving, return_exceptions=True)
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
-from litestar.params import Parameter
 
 from gateway.admin.access import Access, AnyRequest
 from gateway.errors import BadRequest
@@ -15,7 +14,7 @@ from gateway.store.queries import Explained, Reads
 from gateway.telemetry.history import columns
 from gateway.telemetry.watch import Watch
 
-WINDOWS_MIN = {15: "seconds", 60: "minutes", 360: "minutes", 1440: "minutes"}
+WINDOWS_MIN = (15, 60, 360, 1440)
 
 
 def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPRouteHandler]:
@@ -25,34 +24,34 @@ def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPR
         return _json_bytes(watch.encoded)
 
     @get("/admin/api/history")
-    async def history(request: AnyRequest, minutes: int = 15) -> Response[bytes]:
+    async def history(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
+        minutes = request.query_params.get("minutes", "15")
         return _json_bytes(msgspec.json.encode(history_of(watch, minutes)))
 
     @get("/admin/api/events")
-    async def events(
-        request: AnyRequest, limit: Annotated[int, Parameter(ge=1, le=1000)] = 200
-    ) -> Response[bytes]:
+    async def events(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
-        return _json_bytes(msgspec.json.encode({"events": watch.events.latest(limit)}))
+        return _json_bytes(msgspec.json.encode({"events": watch.events.latest()}))
 
     @get("/admin/api/decisions/{request_id:str}")
-    async def decisions(request: AnyRequest, request_id: str) -> Response[bytes]:
+    async def decisions(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
+        request_id = request.path_params["request_id"]
         found: list[Explained] = await reads.explain(request_id) if reads else []
         return _json_bytes(msgspec.json.encode({"queries": found}))
 
     return [overview, history, events, decisions]
 
 
-def history_of(watch: Watch, minutes: int) -> dict[str, Any]:
-    """Raises BadRequest for a window that nothing is kept for."""
-    if minutes not in WINDOWS_MIN:
-        known = ", ".join(map(str, WINDOWS_MIN))
-        raise BadRequest(f"minutes is one of {known}", param="minutes")
+def history_of(watch: Watch, asked: str) -> dict[str, Any]:
+    """Seconds for the shortest window, else minutes. Raises BadRequest for one that nothing is kept for."""
+    known = {str(minutes): minutes for minutes in WINDOWS_MIN}
+    if asked not in known:
+        raise BadRequest(f"minutes is one of {', '.join(known)}", param="minutes")
+    minutes, kept = known[asked], watch.history
     since = watch.unix_time() - minutes * 60
-    kept = watch.history
-    return columns(kept.seconds(since) if WINDOWS_MIN[minutes] == "seconds" else kept.minutes(since))
+    return columns(kept.seconds(since) if minutes == WINDOWS_MIN[0] else kept.minutes(since))
 
 
 def _json_bytes(body: bytes) -> Response[bytes]:

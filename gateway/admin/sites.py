@@ -43,10 +43,10 @@ def site_routes(
         return {"sites": [describe(site, backend.clock(), orders) for site in directory.sites]}
 
     @post("/admin/api/sites/{name:str}/{verb:str}", status_code=200)
-    async def act(request: AnyRequest, name: str, verb: str) -> dict[str, Any]:
+    async def act(request: AnyRequest) -> dict[str, Any]:
         operator = await access.acting(request)
         asked = await asked_of(request)
-        action = action_of(name, verb, asked)
+        action = action_of(request.path_params["name"], request.path_params["verb"], asked)
         assert desk is not None
         if asked.dry_run:
             return {"done": False, "preview": msgspec.to_builtins(desk.preview(action))}

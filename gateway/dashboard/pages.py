@@ -52,7 +52,8 @@ def page_routes() -> list[HTTPRouteHandler]:
         return _answer(request, files["index.html"])
 
     @get("/admin/static/{name:str}")
-    async def static(request: AnyRequest, name: str) -> Response[bytes]:
+    async def static(request: AnyRequest) -> Response[bytes]:
+        name = request.path_params["name"]
         if name not in files:
             raise NotFoundException
         return _answer(request, files[name])

@@ -44,8 +44,8 @@ class EventLog:
         self._kept.append(event)
 
     def latest(self, most: int = MOST_KEPT) -> list[Event]:
-        newest = sorted(self._kept, key=lambda event: -event.at)
-        return newest[:most]
+        by_time = sorted(self._kept, key=lambda event: event.at)
+        return by_time[::-1][:most]
 
     def states(self, now: float, sites: Iterable[tuple[str, str, SiteState]]) -> None:
         """(name, boot id, state) of every site that is listed; what changed since the last call is noted."""

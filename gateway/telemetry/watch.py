@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Protocol
 
@@ -61,7 +61,8 @@ class Watch:
         self._rates = Rates()
         self._news = asyncio.Event()
         self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticking: asyncio.Task[None] | None = None
+        self.saving: set[asyncio.Task[None]] = set()
         self.encoded = b""
         self.snapshot: Snapshot | None = None
 
@@ -74,13 +75,13 @@ class Watch:
             except Exception:
                 log.exception("yesterday's figures could not be read")
         self.tick()
-        self._run(self._tick_for_ever())
+        self._ticking = asyncio.create_task(self._tick_for_ever())
 
     def close(self) -> None:
         """Every listener ends."""
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
+        if self._ticking is not None:
+            self._ticking.cancel()
         self._wake()
 
     def observe(self, outcome: Outcome) -> None:
@@ -133,18 +134,15 @@ class Watch:
 
     def _minute_is_over(self, minute: int, sample: Sample) -> None:
         if self._keeper is not None:
-            self._run(self._save(self._keeper, minute, sample))
+            task = asyncio.create_task(self._save(self._keeper, minute, sample))
+            self.saving.add(task)
+            task.add_done_callback(self.saving.discard)
 
     async def _save(self, keeper: Keeper, minute: int, sample: Sample) -> None:
         try:
             await keeper.save(minute, asdict(sample))
         except Exception:
             log.exception("a minute of figures could not be kept")
-
-    def _run(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _moved(now: float, move: Move, number: int) -> Event:

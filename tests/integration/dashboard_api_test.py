@@ -1,0 +1,417 @@
+"""The operator's API over the real core of a gateway and a real database: what it shows, what acts do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.admin.access import COOKIE, SESSION_S
+from gateway.admin.desk import Desk
+from gateway.admin.routes import Office, admin_routes
+from gateway.admin.stream import columns_after, event, seen_before
+from gateway.answer import answer
+from gateway.api.app import create_http
+from gateway.api.backend import Backend, Readiness
+from gateway.domain import Caller, Delta, Piece
+from gateway.errors import NoSite
+from gateway.store.engine import open_engine
+from gateway.store.figures import Figures
+from gateway.store.orders import OrderBook
+from gateway.telemetry.watch import Watch
+from migrations import upgrade
+from tests.fakes.federation import Scene, scene, until
+
+ADMIN, USER = "admin-key", "user-key"
+BEARER = {"authorization": f"Bearer {ADMIN}"}
+
+
+@dataclass
+class Replica:
+    """One replica's operator side. `now` moves unix time; `callers` are the keys that are good now."""
+
+    here: Scene
+    watch: Watch
+    desk: Desk
+    book: OrderBook
+    http: httpx2.AsyncClient
+    callers: dict[str, Caller]
+    shift_s: list[float] = field(default_factory=lambda: [0.0])
+
+    async def act(self, site: str, verb: str, **body: Any) -> httpx2.Response:
+        asked = {"reason": "a test", **body}
+        return await self.http.post(f"/admin/api/sites/{site}/{verb}", json=asked, headers=BEARER)
+
+    async def state(self, site: str) -> str:
+        listed = (await self.http.get("/admin/api/sites", headers=BEARER)).json()["sites"]
+        return str(next(each["state"] for each in listed if each["name"] == site))
+
+    def pass_time(self, seconds: float) -> None:
+        self.shift_s[0] += seconds
+
+
+@asynccontextmanager
+async def office(here: Scene, url: str) -> AsyncIterator[Replica]:
+    engine = open_engine(url)
+    shift = [0.0]
+
+    def unix_time() -> float:
+        return time.time() + shift[0]
+
+    callers = {ADMIN: Caller("key-a", "ops", admin=True), USER: Caller("key-u", "shop")}
+    watch = Watch(here.gateway.directory, "g1", unix_time=unix_time, keeper=Figures(engine))
+    book = OrderBook(engine)
+    desk = Desk(book, here.gateway.directory, here.gateway.federation.links, watch, unix_time=unix_time)
+    by_id = {caller.key_id: secret for secret, caller in callers.items()}
+    backend = Backend(
+        answer=partial(answer, here.gateway),
+        models=lambda: list(here.gateway.directory.served.values()),
+        authenticate=callers.get,
+        ready=lambda: Readiness(True, ""),
+        version="0",
+        clock=here.gateway.clock,
+        unix_time=unix_time,
+    )
+    doors = Office(
+        directory=here.gateway.directory,
+        watch=watch,
+        desk=desk,
+        reads=None,
+        still_valid=lambda key_id: callers.get(by_id.get(key_id, "")),
+        session_key=b"k" * 32,
+    )
+    transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, doors)))
+    await desk.start()
+    await watch.start()
+    async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        try:
+            yield Replica(here, watch, desk, book, http, callers, shift)
+        finally:
+            watch.close()
+            await desk.close()
+            await engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("database") / "mico.db"
+    upgrade(f"sqlite:///{path}")
+    return path.read_bytes()
+
+
+@pytest.fixture
+def url(template: bytes, tmp_path: Path) -> str:
+    (tmp_path / "mico.db").write_bytes(template)
+    return f"sqlite:///{tmp_path}/mico.db"
+
+
+def play(url: str, scenario: Callable[[Replica], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), scene() as here, office(here, url) as desk:
+            await scenario(desk)
+
+    asyncio.run(main())
+
+
+async def text_of(here: Scene, **sampling: Any) -> str:
+    pieces: list[Piece] = [piece async for piece in answer(here.gateway, here.query(**sampling))]
+    return "".join(piece.text for piece in pieces if isinstance(piece, Delta))
+
+
+def test_a_drained_site_gets_nothing_new_finishes_what_runs_and_is_resumed(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        site = await o.here.site("a")
+        running = asyncio.create_task(text_of(o.here))
+        assign = await site.assigned()
+        o.watch.tick()
+        done = await o.act("a", "drain")
+        assert done.json()["preview"]["refused_models"] == ["m"]
+        assert await o.state("a") == "draining"
+        with pytest.raises(NoSite, match="a: draining"):
+            await text_of(o.here)
+        await site.finish(assign, "done", 1)
+        assert await running == "done"
+        assert (await o.act("a", "resume")).status_code == 200
+        again = asyncio.create_task(text_of(o.here))
+        await site.finish(await site.assigned(), "again", 1)
+        assert await again == "again"
+        acts = [(entry.action, entry.before, entry.after) for entry in await o.book.entries(10)]
+        assert acts == [
+            ("resume", "service: drain", "service: default"),
+            ("drain", "service: default", "service: drain"),
+        ]
+
+    play(url, scenario)
+
+
+def test_a_pause_moves_what_still_runs_once_its_time_has_passed(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        slow = await o.here.site("a")
+        running = asyncio.create_task(text_of(o.here))
+        assign = await slow.assigned()
+        await slow.step(assign, "Hel", 3)
+        await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
+        other = await o.here.site("b")
+        o.watch.tick()
+        assert (await o.act("a", "pause", within_s=60)).status_code == 200
+        assert await o.state("a") == "paused"
+        assert other.inbox.empty()
+        o.pass_time(61)
+        resumed = await other.assigned()
+        assert list(resumed.resume.token_ids) == [ord(letter) for letter in "Hel"]
+        assert (await slow.next()).cancel.attempt_id == assign.attempt_id
+        await other.finish(resumed, "lo", 5)
+        assert await running == "Hello"
+        assert [attempt.ended for attempt in o.here.outcomes[0].attempts] == ["draining", "finished"]
+
+    play(url, scenario)
+
+
+def test_what_can_not_go_on_elsewhere_is_left_to_finish(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        site = await o.here.site("a")
+        running = asyncio.create_task(text_of(o.here, n=2))
+        assign = await site.assigned()
+        await site.step(assign, "x", 1)
+        await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
+        await o.here.site("b")
+        o.watch.tick()
+        await o.act("a", "pause", within_s=0)
+        await site.finish(assign, "y", 2)
+        await site.finish(assign, "z", 1, index=1)
+        assert sorted(await running) == ["x", "y", "z"]
+        assert len(o.here.outcomes[0].attempts) == 1
+
+    play(url, scenario)
+
+
+def test_an_order_ends_by_itself_and_the_audit_says_so(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site("a")
+        o.watch.tick()
+        await o.act("a", "weight", weight=0, for_s=600)
+        assert o.here.gateway.directory.sites[0].weight == 0
+        o.pass_time(601)
+        await until(lambda: o.here.gateway.directory.sites[0].weight == 1.0, "the weight is back")
+        await until(lambda: o.desk.orders == [], "the order is removed")
+        assert [entry.action for entry in await o.book.entries(10)] == ["expired", "weight 0"]
+
+    play(url, scenario)
+
+
+def test_an_order_holds_at_every_replica_and_after_a_restart(url: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), scene() as first, scene() as second:
+            for here in (first, second):
+                await here.site("a")
+            async with office(first, url) as one, office(second, url) as two:
+                one.watch.tick()
+                assert (await one.act("a", "pin-off", model="m")).status_code == 200
+                await until(lambda: "m" in second.gateway.directory.sites[0].pinned_off, "the other replica")
+                await until(
+                    lambda: any(e.kind == "operator" for e in two.watch.events.latest()), "its event there"
+                )
+            async with office(second, url) as reborn:
+                assert second.gateway.directory.sites[0].pinned_off == {"m"}
+                assert [e.who for e in reborn.watch.events.latest() if e.kind == "operator"] == ["key-a"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("site", "verb", "body", "param"),
+    [
+        ("a", "drain", {"reason": ""}, "reason"),
+        ("nowhere", "drain", {}, "site"),
+        ("a", "explode", {}, "verb"),
+        ("a", "weight", {"weight": 101}, "weight"),
+        ("a", "drain", {"for_s": -1}, "for_s"),
+        ("a", "pin-off", {"model": "gpt-9"}, "model"),
+        ("a", "drain", {"colour": "red"}, None),
+    ],
+)
+def test_an_act_that_makes_no_sense_is_refused(
+    url: str, site: str, verb: str, body: dict[str, Any], param: str | None
+) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site("a")
+        o.watch.tick()
+        refused = await o.act(site, verb, **body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert await o.book.entries(5) == []
+
+    play(url, scenario)
+
+
+def test_nobody_sees_or_acts_without_an_admin_key(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site("a")
+        for path in (
+            "/admin/api/sites",
+            "/admin/api/overview",
+            "/admin/api/history",
+            "/admin/api/events",
+            "/admin/api/decisions/x",
+            "/admin/stream",
+        ):
+            assert (await o.http.get(path)).status_code == 401, path
+            user = await o.http.get(path, headers={"authorization": f"Bearer {USER}"})
+            assert user.status_code == 403, path
+        refused = await o.http.post("/admin/api/sites/a/drain", json={"reason": "x"})
+        assert refused.status_code == 401
+        assert (await o.http.get("/admin/api/session")).json() == {"who": "", "may_act": False}
+
+    play(url, scenario)
+
+
+async def sign_in(o: Replica, **more: Any) -> httpx2.Response:
+    return await o.http.post("/admin/api/session", json={"key": ADMIN, **more})
+
+
+def test_a_session_is_a_cookie_that_acts_only_from_our_own_page(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site("a")
+        o.watch.tick()
+        cookie = (await sign_in(o)).headers["set-cookie"]
+        for word in ("HttpOnly", "SameSite=strict", "Path=/admin", f"Max-Age={SESSION_S}"):
+            assert word.lower() in cookie.lower()
+        assert ADMIN not in cookie
+        assert (await o.http.get("/admin/api/overview")).json()["replica"] == "g1"
+        path, body = "/admin/api/sites/a/drain", {"reason": "a test"}
+        for foreign in (
+            {"origin": "https://evil.example"},
+            {"sec-fetch-site": "cross-site"},
+            {"sec-fetch-site": "same-site"},
+        ):
+            assert (await o.http.post(path, json=body, headers=foreign)).status_code == 403
+        form = await o.http.post(
+            path, content=b"reason=x", headers={"content-type": "application/x-www-form-urlencoded"}
+        )
+        assert form.status_code == 403
+        own = {"origin": "http://gateway", "sec-fetch-site": "same-origin"}
+        assert (await o.http.post(path, json=body, headers=own)).status_code == 200
+
+    play(url, scenario)
+
+
+def test_a_session_ends_with_its_time_its_key_or_its_signature(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await sign_in(o)
+        whole = o.http.cookies[COOKIE]
+        claim, _, signature = whole.partition(".")
+        forged = (bytes.fromhex(claim).replace(b"key-a", b"key-u")).hex()
+        for cookie in (f"{forged}.{signature}", f"{claim}.{signature[:-1]}", claim, "zz.zz", ""):
+            o.http.cookies.set(COOKIE, cookie)
+            assert (await o.http.get("/admin/api/overview")).status_code == 401
+            o.http.cookies.clear()
+        await sign_in(o)
+        o.pass_time(SESSION_S + 1)
+        assert (await o.http.get("/admin/api/overview")).status_code == 401
+        await sign_in(o)
+        assert (await o.http.get("/admin/api/overview")).status_code == 200
+        del o.callers[ADMIN]
+        assert (await o.http.get("/admin/api/overview")).status_code == 401
+
+    play(url, scenario)
+
+
+def test_a_session_may_be_for_looking_only(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site("a")
+        assert (await sign_in(o, view_only=True)).json() == {"may_act": False}
+        assert (await o.http.get("/admin/api/sites")).status_code == 200
+        refused = await o.http.post("/admin/api/sites/a/drain", json={"reason": "x"})
+        assert (refused.status_code, "only look" in refused.text) == (403, True)
+
+    play(url, scenario)
+
+
+def test_a_listener_gets_the_newest_skips_what_it_missed_and_ends_with_the_watch(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        first = await o.watch.after(0)
+        assert first is not None
+        waiting = asyncio.create_task(o.watch.after(first.seq + 2))
+        for _ in range(3):
+            o.watch.tick()
+        newest = await waiting
+        assert newest is not None
+        assert newest.seq == first.seq + 3
+        assert json.loads(o.watch.encoded)["seq"] == newest.seq
+        missed = json.loads(columns_after(o.watch, first.seq + 1))
+        assert (missed["resumed"], len(missed["columns"]["at"])) == (True, 2)
+        everything = json.loads(columns_after(o.watch, seen_before(o.watch, "other-9")))
+        assert (everything["resumed"], len(everything["columns"]["at"])) == (False, newest.seq)
+        last = asyncio.create_task(o.watch.after(newest.seq))
+        o.watch.close()
+        assert await last is None
+
+    play(url, scenario)
+
+
+def test_the_stream_opens_with_history_then_snapshots_with_ids_and_ends(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site("a")
+        o.watch.tick()
+        reading = asyncio.create_task(o.http.get("/admin/stream", headers=BEARER))
+        seen = o.watch.snapshot.seq if o.watch.snapshot else 0
+        await o.watch.after(seen)
+        o.watch.close()
+        answered = await reading
+        assert answered.headers["content-type"].startswith("text/event-stream")
+        assert "content-encoding" not in answered.headers
+        blocks = answered.text.split("\n\n")
+        assert blocks[0].startswith("retry: 2000\nevent: history\ndata: ")
+        ids = [block.splitlines()[0] for block in blocks[1:] if block]
+        assert ids
+        assert all(line.startswith(f"id: {o.watch.boot_id}-") for line in ids)
+        assert event("x", b"{}") == b"event: x\ndata: {}\n\n"
+
+    play(url, scenario)
+
+
+def test_the_snapshot_shows_load_where_it_is_and_minutes_outlive_the_process(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        site = await o.here.site("a", seconds_per_token=0.1)
+        await site.report(token_load=200.0, running=2, tokens_per_s=40.0)
+        await until(lambda: o.here.gateway.directory.sites[0].load.running == 2, "the report")
+        shown = o.watch.tick().sites[0]
+        assert (shown.capacity_tokens, shown.load, shown.running) == (400, 0.5, 2)
+        o.pass_time(60)
+        o.watch.tick()
+        keeper = Figures(open_engine(url))
+        await asyncio.gather(*o.watch.saving)
+        assert (await keeper.since(0))[0][1]["load"] == {"a": 0.5}
+        async with office(o.here, url) as reborn:
+            answered = await reborn.http.get("/admin/api/history?minutes=1440", headers=BEARER)
+            assert answered.json()["load"]["a"][0] == 0.5
+            wrong = await reborn.http.get("/admin/api/history?minutes=7", headers=BEARER)
+            assert wrong.json()["error"]["param"] == "minutes"
+        await keeper._engine.dispose()
+
+    play(url, scenario)
+
+
+def test_the_page_and_its_files_are_served_under_a_strict_policy(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        page = await o.http.get("/admin")
+        assert page.status_code == 200
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        script = await o.http.get("/admin/static/page.js")
+        assert script.headers["content-type"].startswith("text/javascript")
+        unchanged = await o.http.get(
+            "/admin/static/page.js", headers={"if-none-match": script.headers["etag"]}
+        )
+        assert (unchanged.status_code, unchanged.content) == (304, b"")
+        for name in ("nope.js", "..%2fpages.py", "__init__.py"):
+            assert (await o.http.get(f"/admin/static/{name}")).status_code == 404
+
+    play(url, scenario)

@@ -1,0 +1,79 @@
+"""The page's files: small, nothing inline, nothing from elsewhere, every label where it belongs."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+from gateway.dashboard.pages import FOLDER, POLICY, read_files
+
+LIMIT_BYTES = 60_000
+
+
+class Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.inline: list[str] = []
+        self._in: str = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._in = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in in ("script", "style") and data.strip():
+            self.inline.append(data)
+
+
+def page() -> Page:
+    parsed = Page()
+    parsed.feed((FOLDER / "index.html").read_text())
+    return parsed
+
+
+def test_everything_together_is_small() -> None:
+    files = read_files()
+    assert sum(len(file.body) for file in files.values()) < LIMIT_BYTES
+    assert set(files) == {path.name for path in FOLDER.iterdir()}
+
+
+def test_nothing_is_inline_and_the_policy_forbids_it() -> None:
+    parsed = page()
+    assert parsed.inline == []
+    handlers = [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
+    styles = [tag for tag, attributes in parsed.elements if "style" in attributes]
+    assert handlers + styles == []
+    assert "default-src 'none'" in POLICY
+    assert "unsafe" not in POLICY
+
+
+def test_no_file_points_away_from_the_gateway() -> None:
+    for path in FOLDER.iterdir():
+        found = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"']*", path.read_text()))
+        assert found <= {"http://www.w3.org/2000/svg"}, path.name
+
+
+def test_text_is_never_parsed_as_html() -> None:
+    assert len(list(FOLDER.glob("*.js"))) > 3
+    for path in FOLDER.glob("*.js"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", path.read_text()
+        )
+
+
+def test_every_field_has_a_label_and_every_id_is_there_once() -> None:
+    parsed = page()
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    labelled = {attributes.get("for") for tag, attributes in parsed.elements if tag == "label"}
+    for tag, attributes in parsed.elements:
+        if tag in ("input", "select") and attributes.get("type") != "checkbox":
+            assert attributes["id"] in labelled or "aria-label" in attributes, attributes
+    wanted = set(re.findall(r"\$\(\"([\w-]+)\"\)", "".join(p.read_text() for p in FOLDER.glob("*.js"))))
+    assert wanted <= set(ids)
+    for attribute in ("aria-labelledby",):
+        assert {a[attribute] for _, a in parsed.elements if attribute in a} <= set(ids)

@@ -1,0 +1,66 @@
+"""What plots are drawn from: bounded, honest about gaps, the same figures however they are laid out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.telemetry.history import MINUTES_KEPT, SECONDS_KEPT, History, Sample, columns, fold
+
+figure = st.none() | st.floats(0, 1e6)
+samples = st.lists(
+    st.builds(
+        Sample,
+        at=st.floats(1e9, 2e9),
+        output_per_s=st.floats(0, 1e6),
+        ttft_p95_s=figure,
+        headroom=figure,
+        clouds=st.dictionaries(st.sampled_from("ab"), st.floats(0, 1e6)),
+        load=st.dictionaries(st.sampled_from("xyz"), st.floats(0, 20)),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+def test_both_windows_are_bounded_and_minutes_are_handed_on_once() -> None:
+    kept: list[int] = []
+    history = History(lambda minute, sample: kept.append(minute))
+    for second in range(26 * 3600):
+        if second % 7 == 0 or second > 26 * 3600 - 1000:
+            history.add(Sample(at=float(second), output_per_s=2.0))
+    assert len(history.seconds()) == SECONDS_KEPT
+    assert len(history.minutes()) == MINUTES_KEPT + 1  # the last one is not over yet
+    assert kept == list(range(26 * 60 - 1))
+    assert {sample.output_per_s for sample in history.minutes()} == {2.0}
+
+
+def test_what_an_earlier_process_kept_comes_before_what_is_new() -> None:
+    history = History()
+    history.add(Sample(at=600.0))
+    history.restore([Sample(at=480.0), Sample(at=540.0)])
+    assert [sample.at for sample in history.minutes()] == [480.0, 540.0, 600.0]
+    assert [sample.at for sample in history.minutes(since=500.0)] == [540.0, 600.0]
+
+
+@given(samples)
+def test_a_minute_lies_between_its_seconds_and_keeps_its_worst(seconds: list[Sample]) -> None:
+    minute = fold(seconds, 60.0)
+    rates = [sample.output_per_s for sample in seconds]
+    assert min(rates) - 1e-3 <= minute.output_per_s <= max(rates) + 1e-3
+    waits = [sample.ttft_p95_s for sample in seconds if sample.ttft_p95_s is not None]
+    assert minute.ttft_p95_s == (round(max(waits), 4) if waits else None)
+    for site, load in minute.load.items():
+        assert load == max(sample.load[site] for sample in seconds if site in sample.load)
+
+
+@given(samples)
+def test_columns_say_what_the_samples_say(kept: list[Sample]) -> None:
+    laid_out = columns(kept)
+    for i, sample in enumerate(kept):
+        assert laid_out["at"][i] == sample.at
+        assert laid_out["headroom"][i] == sample.headroom
+        assert {name: values[i] for name, values in laid_out["load"].items() if values[i] is not None} == (
+            sample.load
+        )
+    assert all(len(values) == len(kept) for values in laid_out["clouds"].values())

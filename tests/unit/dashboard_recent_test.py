@@ -1,0 +1,97 @@
+"""What the last five minutes say: whose failure it was, what moved and why, how good the forecasts were."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.domain import Attempt, Decision, Outcome, SiteState, Status
+from gateway.telemetry.events import EventLog
+from gateway.telemetry.recent import MOST_KEPT, Move, Quality, Recent, Route, is_failure
+from predictor.forecast import Forecast
+
+
+def attempt(site: str, ended: str = "finished", reason: str = "earliest finish: in 1 s") -> Attempt:
+    return Attempt(Decision("q", f"at-{site}", site, "mico", reason, (), {}, 0.0), ended, 5, 9, 0.2)
+
+
+ANSWERED = Outcome(
+    query_id="q",
+    request_id="r",
+    tenant="t",
+    key_id="k",
+    model="m",
+    status=Status.ANSWERED,
+    error="",
+    prompt_tokens=5,
+    completion_tokens=9,
+    forecast=Forecast((0, 100), (1.0,), "flat"),
+    attempts=(attempt("a"),),
+    received_at=0.0,
+    queue_s=0.01,
+    first_token_s=0.2,
+    total_s=1.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, False),
+        ({"status": Status.FAILED}, True),
+        ({"status": Status.CANCELLED}, False),
+        ({"status": Status.REFUSED, "attempts": (attempt("a", "full"),)}, True),
+        ({"status": Status.REFUSED, "attempts": ()}, True),
+        ({"status": Status.REFUSED, "attempts": (attempt("a", "context_length"),)}, False),
+        ({"status": Status.REFUSED, "attempts": (), "forecast": None}, False),
+    ],
+)
+def test_a_clients_mistake_is_no_failure_of_ours(changes: dict[str, object], ours: bool) -> None:
+    assert is_failure(replace(ANSWERED, **changes)) is ours  # type: ignore[arg-type]
+
+
+def test_attempts_are_counted_by_reason_and_moves_by_pair() -> None:
+    recent = Recent()
+    moved = (attempt("a", "released"), attempt("b", "lost"), attempt("c"))
+    for _ in range(3):
+        recent.observe(replace(ANSWERED, attempts=moved), 10.0)
+    assert set(recent.routes()) == {
+        Route("earliest finish", "a", 3),
+        Route("offloaded to an idle site", "b", 3),
+        Route("moved after: lost", "c", 3),
+    }
+    expected = {(Move("offload", "a", "b", "released"), 3), (Move("failover", "b", "c", "lost"), 3)}
+    assert set(recent.take_moves()) == expected
+    assert recent.take_moves() == []
+    assert recent.waits(10.0)["b"].errors_per_min == 3.0
+
+
+def test_forecasts_are_compared_with_answers_only() -> None:
+    recent = Recent()
+    assert recent.quality() is None
+    for tokens in (10, 60, 95, 99):
+        recent.observe(replace(ANSWERED, completion_tokens=tokens), 0.0)
+    recent.observe(replace(ANSWERED, status=Status.CANCELLED, completion_tokens=1), 0.0)
+    assert recent.quality() == Quality("flat", 4, 0.25, 0.5, 45)
+
+
+def test_what_is_old_or_too_much_is_forgotten() -> None:
+    recent = Recent()
+    for number in range(MOST_KEPT + 10):
+        recent.observe(ANSWERED, float(number) / 100)
+    recent.forget(300.0 + 40.0)
+    assert len(recent._ended) <= MOST_KEPT
+    assert min(each.at for each in recent._ended) >= 40.0
+
+
+def test_events_tell_of_changes_once() -> None:
+    log = EventLog()
+    log.states(1.0, [("a", "boot", SiteState.READY)])
+    log.states(2.0, [("a", "boot", SiteState.READY)])
+    log.states(3.0, [("a", "boot", SiteState.STALE)])
+    log.states(4.0, [("a", "boot", SiteState.DOWN)])
+    log.states(5.0, [("a", "again", SiteState.READY)])
+    texts = [event.text.partition(":")[0] for event in reversed(log.latest())]
+    assert texts == ["joined", "is stale", "is down", "joined again", "is ready"]
+    assert [event.at for event in log.latest(2)] == [5.0, 5.0]

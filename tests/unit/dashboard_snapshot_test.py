@@ -1,0 +1,101 @@
+"""What a page is shown of sites: rates from totals, stale as a state, one sentence of how it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.domain import IterationCost, LoadReport, Site, SiteIdentity, SiteState
+from gateway.telemetry.banner import banner
+from gateway.telemetry.recent import SiteWaits
+from gateway.telemetry.snapshot import Rate, Rates, SiteView, headroom, totals, views
+
+IDENTITY = SiteIdentity("a", "boot", "aws", "us", {}, slots=4, kv_capacity_tokens=100)
+
+
+def site(name: str = "a", state: SiteState = SiteState.READY, **load: float) -> Site:
+    figures = {"seq": 1, "received_s": 100.0, "kv_free_tokens": 100, "tokens_per_s": 10.0, **load}
+    return Site(replace(IDENTITY, name=name), state, LoadReport(**figures))  # type: ignore[arg-type]
+
+
+def shown(*sites: Site, now_s: float = 100.0) -> list[SiteView]:
+    return views(sites, {s.name: Rate(1.0, 1.0) for s in sites}, {"a": SiteWaits(0.5, 0.01, 0.0)}, now_s)
+
+
+def test_rates_are_differences_of_the_sites_own_totals() -> None:
+    rates = Rates()
+    for second in range(10):
+        found = rates.observe([site(tokens_total=50 * second, prompt_tokens_total=7 * second)], float(second))
+    assert found["a"] == Rate(50.0, 7.0)
+
+
+def test_a_restarted_site_never_shows_a_negative_rate() -> None:
+    rates = Rates()
+    rates.observe([site(tokens_total=1000)], 0.0)
+    assert rates.observe([site(tokens_total=5)], 1.0)["a"] == Rate(0.0, 0.0)
+    reborn = site(tokens_total=2000)
+    reborn = replace(reborn, identity=replace(reborn.identity, boot_id="next"))
+    assert rates.observe([reborn], 2.0)["a"] == Rate(0.0, 0.0)
+
+
+def test_rates_forget_sites_that_are_listed_no_more() -> None:
+    rates = Rates()
+    rates.observe([site("a"), site("b")], 0.0)
+    rates.observe([site("b")], 1.0)
+    assert set(rates._seen) == {"b"}
+
+
+def test_silence_is_a_state_of_its_own_but_not_louder_than_down() -> None:
+    assert shown(site(), now_s=101.9)[0].state is SiteState.READY
+    assert shown(site(), now_s=102.1)[0].state is SiteState.STALE
+    assert shown(site(state=SiteState.DOWN), now_s=200.0)[0].state is SiteState.DOWN
+
+
+def test_capacity_is_that_of_a_full_site_and_unknown_is_not_zero() -> None:
+    cost = IterationCost(base_s=0.1)
+    full = shown(replace(site(), load=replace(site().load, iteration=cost, token_load=100.0)))[0]
+    assert (full.capacity_tokens, full.load) == (400, 0.25)
+    assert shown(site(tokens_per_s=0.0))[0].load is None
+    assert headroom(shown(site(tokens_per_s=0.0))) is None
+
+
+def test_headroom_counts_only_sites_that_take_work() -> None:
+    drained = site("b", SiteState.DRAINING, token_load=90.0)
+    assert headroom(shown(site(token_load=25.0), drained)) == 0.75
+    assert headroom(shown(drained)) is None
+
+
+SERVING = replace(shown(site())[0], models=["m"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "words"),
+    [
+        ({}, "calm", "All well: 1 site ready"),
+        (
+            {"load": 0.95, "pending": 7},
+            "degraded",
+            "a at 95% of token capacity, 7 queued; worked off in 10 s",
+        ),
+        ({"state": SiteState.DRAINING, "running": 2}, "critical", "no site can serve m"),
+        ({"state": SiteState.DRAINING, "running": 2}, "critical", "a draining, 2 left"),
+        ({"pinned_off": ["m"]}, "critical", "no site can serve m"),
+        ({"weight": 0.0}, "critical", "no site can serve m"),
+        ({"state": SiteState.STALE}, "critical", "a stale (reports stopped)"),
+    ],
+)
+def test_the_banner_says_what_is_wrong_and_where(changes: dict[str, object], level: str, words: str) -> None:
+    sites = [replace(SERVING, **changes)]  # type: ignore[arg-type]
+    said = banner(sites, totals(sites, 0.0, 0.0))
+    assert said.level == level
+    assert words in said.text
+
+
+@pytest.mark.parametrize(("failed", "level"), [(0.0, "calm"), (2.0, "degraded"), (10.0, "critical")])
+def test_errors_are_judged_by_their_share(failed: float, level: str) -> None:
+    assert banner([SERVING], totals([SERVING], failed, 100.0)).level == level
+
+
+def test_no_site_at_all_is_critical() -> None:
+    assert banner([], totals([], 0.0, 0.0)).text == "Critical: no site has joined, so every query is refused."
