@@ -27,7 +27,7 @@ REPLAY_ROWS_PER_ROW, LEAST_REPLAY_ROWS, MOST_REPLAY_ROWS = 4, 2_000, 20_000
 ELSEWHERE_ROWS = 4_000
 JUDGED_LENGTH = 1024
 OWN_SHARPNESS_ROWS = 25
-NEAREST_ROWS = 200
+NEAREST_ROWS = 64
 BATCH_ROWS = 64
 HEAD_RATE, MODELS_RATE = 1e-3, 2e-2
 
@@ -102,22 +102,27 @@ def update(
 
     begin = _with_new_models(served, own.taken(learn))
     rehearsed, judged = _elsewhere(elsewhere, served, int(learn.sum()), seed, progress)
-    tuned = _tuned(
-        begin.head,
-        own.taken(learn),
-        rehearsed,
-        edges=served.card.edges,
-        steps=steps,
-        seed=seed,
-        progress=progress,
-    )
-    end = _sharpened(Weights(tuned, begin.sharpness), own.taken(calibration), served.card.edges)
+    heads = [begin.head] + [
+        _tuned(
+            begin.head,
+            own.taken(learn),
+            rehearsed,
+            edges=served.card.edges,
+            steps=some,
+            seed=seed,
+            progress=progress,
+        )
+        for some in (steps // 8, steps)
+    ]
+    end = _best([Weights(head, begin.sharpness) for head in heads], own.taken(calibration), served.card.edges)
 
-    before, after = (figures(each, own.taken(held_out), served.card.edges) for each in (begin, end))
+    now, aside = _serving(served), own.taken(held_out)
+    before = figures(now, _as_known(aside, len(served.card.models)), served.card.edges)
+    after = figures(end, aside, served.card.edges)
     report: dict[str, Any] = {"outcomes": {"before": before.told(), "after": after.told()}}
     _demand_better(before, after)
     if judged is not None:
-        there = [figures(each, judged, served.card.edges) for each in (begin, end)]
+        there = [figures(each, judged, served.card.edges) for each in (now, end)]
         report["elsewhere"] = {"before": there[0].told(), "after": there[1].told()}
         _demand_no_loss(there[0], there[1], margin)
     learned = {"file": outcomes.name, "sha256": dataset.file_digest(outcomes), "figures": report}
@@ -177,7 +182,7 @@ def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
 
 def _with_new_models(served: Served, rows: Outcomes) -> Weights:
     """What serves now, with a row for each new model: that of the known model whose forecasts fit it best."""
-    head, sharpness = graft.head_of(served.graph), graft.sharpness_of(served.graph)
+    head, sharpness = _serving(served)
     known = len(served.card.models)
     nearest = [
         _nearest(head, sharpness, rows.taken(rows.model == new), served.card.edges)
@@ -273,6 +278,23 @@ def _sharpened(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Weig
             logits = lexical.logits_of(net, rows.inputs, rows.prompt[own], rows.model[own]).astype(np.float64)
             factors[model] = calibrate.sharpness(logits, rows.length[own], edges)
     return Weights(weights.head, factors)
+
+
+def _best(candidates: list[Weights], rows: Outcomes, edges: tuple[int, ...]) -> Weights:
+    """Of the heads, each sharpened, the one with the least log loss on rows that none learned from."""
+    if len(rows.length) == 0:
+        return candidates[-1]
+    sharpened = [_sharpened(each, rows, edges) for each in candidates]
+    return min(sharpened, key=lambda each: figures(each, rows, edges).log_loss)
+
+
+def _serving(served: Served) -> Weights:
+    return Weights(graft.head_of(served.graph), graft.sharpness_of(served.graph))
+
+
+def _as_known(rows: Outcomes, known: int) -> Outcomes:
+    """The rows as the artifact in force sees them: to it a new model is an unknown one."""
+    return replace(rows, model=np.where(rows.model < known, rows.model, lexical.UNKNOWN_MODEL))
 
 
 def _demand_better(before: Figures, after: Figures) -> None:

@@ -1,0 +1,77 @@
+"""An evaluation says by source and model how good an artifact is, and leaves rows to check it by."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from predictor.artifact import LEXICAL_NAME, SHIPPED
+from predictor.dataset import HELD_OUT_PERCENT, prompt_percent, split
+from predictor.evaluate import evaluate
+from predictor.runtime import Features, OnnxForecaster
+
+LEXICAL = SHIPPED / LEXICAL_NAME
+MODELS = ("text-davinci-003", "vicuna-7b@T0.0", "vicuna-7b@T0.5")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each model answers questions with 10 tokens and stories with 300, give or take one a row."""
+    rows = [
+        {
+            "source": "test",
+            "prompt_id": f"p{index}",
+            "prompt": f"Write a story about {index}." if index % 2 else f"What is {index}?",
+            "model": model,
+            "response_tokens": (300 if index % 2 else 10) + index % 5,
+        }
+        for index in range(60)
+        for model in MODELS
+    ]
+    path = tmp_path_factory.mktemp("data") / "data.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+def test_every_source_and_model_is_a_group_with_its_figures(data: Path) -> None:
+    found = evaluate(data, artifact=LEXICAL)
+    assert json.loads(json.dumps(found)) == found
+    assert [group["model"] for group in found["groups"]] == list(MODELS)
+    assert found["ms_per_query"] > 0
+    for group in found["groups"]:
+        assert group["rows"] == 60
+        assert group["majority_1024"] == 0.5
+        assert group["spearman"] > 0.5
+        assert group["lexical"]["mae"] == group["mae"]
+        assert group["peers"]["constant"]["spearman"] is None
+
+
+def test_other_samples_of_one_model_are_the_ceiling(data: Path) -> None:
+    davinci, cold, warm = evaluate(data, artifact=LEXICAL)["groups"]
+    assert davinci["ceiling"] is None
+    assert cold["ceiling"]["mae"] == warm["ceiling"]["mae"] == 0.0
+    assert cold["ceiling"]["accuracy_512"] == 1.0
+
+
+def test_the_rows_written_are_the_forecasts_served(data: Path, tmp_path: Path) -> None:
+    evaluate(data, artifact=LEXICAL, out=tmp_path / "rows.parquet")
+    told, asked = pd.read_parquet(tmp_path / "rows.parquet"), pd.read_parquet(data)
+    assert len(told) == len(asked)
+    queries = [Features(row.prompt, row.model) for row in asked.itertuples()]
+    for row, forecast in zip(told.itertuples(), OnnxForecaster(LEXICAL).forecast(queries), strict=True):
+        assert row.expected_tokens == pytest.approx(forecast.expected(), rel=1e-4)
+        assert abs(row.p50 - forecast.quantile(0.5)) <= 1
+        assert abs(row.p90 - forecast.quantile(0.9)) <= 1
+        assert row.bucket_512 == forecast.likeliest_bucket(512, 10)
+
+
+def test_held_out_prompts_are_those_the_split_keeps_aside(data: Path) -> None:
+    frame = pd.read_parquet(data)
+    aside = frame.prompt_id.map(prompt_percent) < HELD_OUT_PERCENT
+    assert evaluate(data, artifact=LEXICAL, held_out_only=True)["rows"] == aside.sum() > 0
+    parts = split(frame)
+    ids = [set(part.prompt_id) for part in (parts.train, parts.calibration, parts.held_out)]
+    assert sum(map(len, ids)) == len(set.union(*ids)) == 60
+    assert np.isclose(aside.mean(), 0.1, atol=0.1)
