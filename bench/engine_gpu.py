@@ -27,7 +27,6 @@ from site_engine.attention.triton_launch import DecodeWork, Tile
 from site_engine.context import Scoring
 from site_engine.cuda.engine import AheadEngine, fast_forward
 from site_engine.cuda.layout import MIXED_TOKENS
-from site_engine.cuda.lean import LeanForward
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine import EngineSettings
 from site_engine.hf_bridge import LoadedModel, from_model
@@ -366,7 +365,6 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
-    parser.add_argument("--no-read-ahead", action="store_true")
     parser.add_argument("--cold", action="store_true", help="make few graphs before the first request")
     asked = parser.parse_args()
     do = asked.do.split(",")
@@ -385,8 +383,6 @@ def main() -> None:
     model: LoadedModel = from_model(plain, eos_token_ids=())
     lap("certified")
     forward = fast_forward(model)
-    if asked.no_read_ahead and isinstance(forward, LeanForward):
-        forward._side = None
     lap(f"made fast: {type(forward).__name__}")
     settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
     engine = AheadEngine(model, settings, seconds, forward=forward)

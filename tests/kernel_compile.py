@@ -16,13 +16,13 @@ from site_engine.cuda import kernels
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
-    "added", "residual", "weight", "gate", "up", "heads", "memory",
+    "added", "residual", "weight", "gate", "up", "heads",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums"}
 LONGS = {"ids", "positions", "wanted_out"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
-    "width", "gate_row", "up_row", "size",
+    "width", "gate_row", "up_row", "token_stride",
 }  # fmt: skip
 LLAMA = {"KV_HEADS": 8, "GROUP": 4, "GROUP_PAD": 16, "KEY_DIM": 128, "KEY_PAD": 128, "VALUE_DIM": 128, "VALUE_PAD": 128}
 QWEN = {"KV_HEADS": 2, "GROUP": 7, "GROUP_PAD": 16, "KEY_DIM": 64, "KEY_PAD": 64, "VALUE_DIM": 64, "VALUE_PAD": 64}
@@ -46,8 +46,7 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (triton_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
         (kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096, "ADD": True}, {"num_warps": 8}),
         (kernels.silu_times, {"BLOCK": 1024}, {}),
-        (kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
-        (kernels.touch, {"BLOCK": 4096}, {}),
+        (triton_kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (kernels.prepare_inputs, {"BLOCK": 256}, {}),
         (kernels.best_of_span, {"SPAN": 8192}, {"num_warps": 8}),
         (kernels.best_of_row, {"SPANS_PAD": 32}, {"num_warps": 1}),
@@ -74,7 +73,7 @@ def compile_all(architecture: int) -> list[str]:
         aligned = {
             (at,): [["tt.divisibility", 16]]
             for at, name in enumerate(kernel.arg_names)
-            if signature[name].startswith("*") or name.endswith(("_token", "_head", "_row"))
+            if signature[name].startswith("*") or name.endswith(("_token", "_head", "_row", "_stride"))
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)

@@ -32,9 +32,11 @@ def write_kv(
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
 ):
-    """One program per token."""
+    """One program per token; slot 0 is nobody's."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
+    if slot == 0:
+        return
     heads = tl.arange(0, KV_HEADS_PAD)
     dims = tl.arange(0, KEY_PAD)
     keep = (heads < KV_HEADS)[:, None] & (dims < KEY_DIM)[None, :]
@@ -44,6 +46,40 @@ def write_kv(
     keep = (heads < KV_HEADS)[:, None] & (dims < VALUE_DIM)[None, :]
     new = tl.load(value + token * value_token + heads[:, None] * value_head + dims[None, :], mask=keep)
     tl.store(values + (slot * KV_HEADS + heads[:, None]) * VALUE_DIM + dims[None, :], new, mask=keep)
+
+
+@triton.jit
+def turn_heads(
+    heads,  # [tokens, HEADS, DIM], in place
+    positions,  # [tokens]
+    slots,  # [tokens]; 0: leave this one
+    cosines,  # [places, DIM]
+    sines,
+    token_stride,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+):
+    """The rotary embedding of queries and keys that lie side by side."""
+    token = tl.program_id(0).to(tl.int64)
+    if tl.load(slots + token) == 0:
+        return
+    place = tl.load(positions + token).to(tl.int64) * DIM
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    dim = tl.arange(0, HALF_PAD)[None, :]
+    half: tl.constexpr = DIM // 2
+    seen = dim < half
+    here = (head < HEADS) & seen
+    at = heads + token * token_stride + head * DIM + dim
+    low = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    high = tl.load(at + half, mask=here, other=0.0).to(tl.float32)
+    cos_low = tl.load(cosines + place + dim, mask=seen, other=0.0).to(tl.float32)
+    cos_high = tl.load(cosines + place + half + dim, mask=seen, other=0.0).to(tl.float32)
+    sin_low = tl.load(sines + place + dim, mask=seen, other=0.0).to(tl.float32)
+    sin_high = tl.load(sines + place + half + dim, mask=seen, other=0.0).to(tl.float32)
+    tl.store(at, (low * cos_low - high * sin_low).to(heads.dtype.element_ty), mask=here)
+    tl.store(at + half, (high * cos_high + low * sin_high).to(heads.dtype.element_ty), mask=here)
 
 
 @triton.jit

@@ -56,7 +56,8 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    slots: torch.Tensor  # [tokens]: where every packed token's key and value go; decode rows': the trash page
+    slots: torch.Tensor  # [tokens]: where every packed token's key and value go; 0: not a prompt's token
+    positions: torch.Tensor  # [tokens]
     blocks: torch.Tensor  # [blocks, 4]
 
 
@@ -99,6 +100,17 @@ def write(
         key.stride(1), key.stride(0), value.stride(1), value.stride(0),
         KV_HEADS=kv_heads, KV_HEADS_PAD=2 ** math.ceil(math.log2(kv_heads)),
         KEY_DIM=key_dim, KEY_PAD=_pad(key_dim), VALUE_DIM=value_dim, VALUE_PAD=_pad(value_dim),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def turn_in_place(query: torch.Tensor, key: torch.Tensor, work: PrefillWork, turn: Turn) -> None:
+    """Give the prompts' queries and keys, side by side in one tensor, their rotary embedding."""
+    heads, tokens, dim = query.shape
+    heads += key.shape[0]
+    kernels.turn_heads[(tokens,)](
+        query, work.positions, work.slots, turn.cosines, turn.sines, query.stride(1),
+        HEADS=heads, HEADS_PAD=2 ** math.ceil(math.log2(heads)), DIM=dim, HALF_PAD=_pad(dim) // 2,
         num_warps=4,
     )  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from inspect import signature
 from typing import NamedTuple
@@ -33,6 +34,7 @@ class DeviceContext:
         decode: DecodeWork | None,
         prefill: PrefillWork | None,
         fresh: Fresh | None = None,
+        side: torch.cuda.Stream | None = None,
     ) -> None:
         self.layer = 0
         self._arena = arena
@@ -40,6 +42,7 @@ class DeviceContext:
         self._decode = decode
         self._prefill = prefill
         self._fresh = fresh
+        self._side = side if decode is not None and prefill is not None else None
 
     @property
     def decodes_only(self) -> bool:
@@ -55,23 +58,53 @@ class DeviceContext:
         turn: Turn | None = None,
     ) -> torch.Tensor:
         """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> [tokens, heads, value dim].
-        `turn`, for decodes only: the rotary embedding that query and key still lack.
+        `turn`: the rotary embedding that query and key, side by side in one tensor, still lack.
         """
         query, key, value = (_rowwise(one) for one in (query, key, value))
         keys, values = self._arena.keys[self.layer], self._arena.values[self.layer]
         self.layer += 1
         out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
-        if self._prefill is not None:
-            triton_launch.write(key, value, keys, values, self._prefill.slots)
+        with self._beside():
+            if self._prefill is not None:
+                self._prompts(self._prefill, query, key, value, keys, values, out, scoring, turn)
         if self._decode is not None:
             triton_launch.decode(
                 query, key, value, keys, values, self._table, self._decode, out, scoring, turn
             )
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        return out
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Prompts and decode rows touch different pages and tokens: in a graph they run at the same time."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+    def _prompts(
+        self,
+        work: PrefillWork,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scoring: Scoring,
+        turn: Turn | None,
+    ) -> None:
+        """All keys and values are written before any is read: prompts may share pages of the same step."""
+        if turn is not None:
+            triton_launch.turn_in_place(query, key, work, turn)
+        triton_launch.write(key, value, keys, values, work.slots)
         if self._fresh is not None and _plain(scoring):
             out[self._fresh.begin :] = _packed(self._fresh, query, key, value, scoring.scale)
-        elif self._prefill is not None:
-            triton_launch.prefill(query, keys, values, self._table, self._prefill.blocks, out, scoring)
-        return out
+        else:
+            triton_launch.prefill(query, keys, values, self._table, work.blocks, out, scoring)
 
 
 def _rowwise(tensor: torch.Tensor) -> torch.Tensor:

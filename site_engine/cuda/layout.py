@@ -16,14 +16,14 @@ from site_engine.scheduler import Entry, Plan
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 FINE_ROWS = 64  # up to here row buckets are 8 apart, then 16
-MIXED_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+MIXED_TOKENS = (*range(32, 545, 32), 640, 768, 1024)
 """Sizes of mixed steps; larger ones run outside a graph: there the host is faster than the device."""
 MIXED_MOST_CHUNKS = 32
 FEW_ROWS = 32
 ITEMS_OF_FEW = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 ITEMS_OF_MANY = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
 """Work items per row that graphs are made for; each unused item costs its empty program a little."""
-ITEMS_OF_MIXED = (4.0, 8.0)
+ITEMS_OF_MIXED = (1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
 
 
 class Shape(NamedTuple):

@@ -22,8 +22,6 @@ from site_engine.hf_bridge import LoadedModel
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 GATE_BLOCK = 1024
-FEW_TOKENS = 64  # up to so many, memory idles while attention runs: the next weights are read meanwhile
-TOUCH_BLOCK = 4096
 
 
 class Product(NamedTuple):
@@ -82,9 +80,6 @@ class LeanForward:
         self._embedding = body.embed_tokens.weight
         self._last = _norm(body.norm)
         self._head = Product(model.model.lm_head.weight, model.model.lm_head.bias)
-        self._read_ahead = read_ahead and model.device.type == "cuda"
-        self._side = torch.cuda.Stream() if self._read_ahead else None
-        self._nothing = torch.zeros(1, dtype=torch.int32, device=model.device)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         step = context.current()
@@ -93,42 +88,17 @@ class LeanForward:
         normed = self._layers[0].before.first(residual)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             joint = layer.query_key_value(normed)
-            ahead = self._begin_reading(layer) if len(ids[0]) <= FEW_TOKENS else None
-            attended = self._attend(step, joint, positions[0], layer.scoring)
-            if ahead is not None:
-                torch.cuda.current_stream().wait_stream(ahead)
+            attended = self._attend(step, joint, layer.scoring)
             normed = layer.between.add(layer.output(attended), residual)
             down = layer.down(_gated(layer, normed))
             normed = (self._last if after is None else after.before).add(down, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
 
-    def _attend(
-        self, step: DeviceContext, joint: torch.Tensor, positions: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
+    def _attend(self, step: DeviceContext, joint: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         tokens, heads = joint.shape[0], self._heads + self._kv_heads
-        if not step.decodes_only:
-            kernels.turn_heads[(tokens,)](
-                joint, positions, self._turn.cosines, self._turn.sines, joint.stride(0),
-                HEADS=heads, HEADS_PAD=1 << (heads - 1).bit_length(), DIM=self._dim,
-                HALF_PAD=1 << (self._dim // 2 - 1).bit_length(), num_warps=4,
-            )  # fmt: skip
         split = joint.view(tokens, -1, self._dim).transpose(0, 1)
         query, key, value = split[: self._heads], split[self._heads : heads], split[heads:]
-        turn = self._turn if step.decodes_only else None
-        return step.attend(query, key, value, scoring, turn).view(tokens, -1)
-
-    def _begin_reading(self, layer: Layer) -> torch.cuda.Stream | None:
-        """While attention waits for its keys, bring the next product's weights into the cache."""
-        if self._side is None:
-            return None
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            weight = layer.output.weight
-            size = weight.numel()
-            kernels.touch[(-(-size // TOUCH_BLOCK),)](
-                weight, self._nothing, size, BLOCK=TOUCH_BLOCK, num_warps=4
-            )
-        return self._side
+        return step.attend(query, key, value, scoring, self._turn).view(tokens, -1)
 
 
 def _gated(layer: Layer, normed: torch.Tensor) -> torch.Tensor:

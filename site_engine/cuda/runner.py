@@ -96,7 +96,7 @@ class DeviceRunner:
         for rows in reversed(row_buckets(self._slots)):
             for shape in decode_shapes(rows, -(-longest // chunk_tokens(rows))):
                 self._step(shape, keep_logits=False)
-        for tokens in MIXED_TOKENS:
+        for tokens in reversed(MIXED_TOKENS):
             self._step(self._packer.mixed_shape(tokens, 1), keep_logits=False)
         return len(self._steps)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from site_engine import context
@@ -28,6 +26,7 @@ class Device:
         self.table = torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=where)
         self.newest = torch.zeros(slots + 1, dtype=torch.int32, device=where)
         kv_heads = max(keys.shape[2] for keys in arena.keys)
+        self.side = torch.cuda.Stream() if where.type == "cuda" else None
         self.arrived = torch.zeros((slots + 8) * kv_heads, dtype=torch.int32, device=where)
 
 
@@ -76,7 +75,12 @@ class Step:
     def _pass(self) -> torch.Tensor:
         self._prepare()
         attention = DeviceContext(
-            self._device.arena, self._device.table, self._decode_work(), self._prefill_work(), self._fresh
+            self._device.arena,
+            self._device.table,
+            self._decode_work(),
+            self._prefill_work(),
+            self._fresh,
+            self._device.side if self._shape.graph else None,
         )
         with torch.no_grad(), context.use(attention):
             logits = self._forward(self._ids, self._positions, self._wanted)
@@ -121,7 +125,4 @@ class Step:
     def _prefill_work(self) -> PrefillWork | None:
         if not self._shape.blocks:
             return None
-        return PrefillWork(self._in.slot, self._in.blocks.view(-1, 4))
-
-
-Capture = Callable[[Step], None]
+        return PrefillWork(self._in.slot, self._in.position, self._in.blocks.view(-1, 4))
