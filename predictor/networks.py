@@ -225,17 +225,3 @@ def _copied(to: nn.LayerNorm, source: nn.LayerNorm) -> nn.LayerNorm:
     to.load_state_dict(source.state_dict())
     to.eps = source.eps
     return to
-
-
-def begin_from(student: Student, teacher: Teacher) -> None:
-    """Gives the student the teacher's word table and places, in as many directions as it has."""
-    embeddings = teacher.encoder.embeddings
-    words = embeddings.word_embeddings.weight.detach()
-    centred = words - words.mean(0)
-    _, _, directions = torch.linalg.svd(centred.T @ centred)
-    chosen = directions[: student.config.width].T
-    scale = 1.0 / (centred @ chosen).std()
-    with torch.no_grad():
-        student.table.copy_(centred @ chosen * scale * 0.5)
-        places = embeddings.position_embeddings.weight[: len(student.places)]
-        student.places.copy_((places - places.mean(0)) @ chosen * scale * 0.5)
