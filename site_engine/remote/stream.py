@@ -63,7 +63,7 @@ class _Usage(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _decoder = msgspec.json.Decoder(_Chunk)
@@ -134,7 +134,7 @@ class Stream:
             chunk = _decoder.decode(data)
         except msgspec.DecodeError as exc:
             raise Garbage(f"an event that is no chunk of an answer: {exc}") from exc
-        if chunk.error is not None and bytes(chunk.error) != b"null":
+        if bytes(chunk.error) != b"null":
             raise Garbage(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
         for choice in chunk.choices:
             self._choice(choice, outputs)

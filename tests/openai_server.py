@@ -1,0 +1,218 @@
+"""A server of the OpenAI kind on loopback that does what its test says: answers, hangs, fails, lies, dies.
+
+Answers a prompt with its own letters, again and again, one letter per token, until `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import cycle, islice
+from typing import Any
+
+
+class Mood(Enum):
+    ANSWERING = auto()
+    FAILING = auto()  # 500
+    FULL = auto()  # 429
+    GARBAGE = auto()
+    HALF = auto()  # breaks off after the first token
+    SILENT = auto()  # takes the request and says nothing
+    TOO_LONG = auto()  # 400 for the context
+    INVALID = auto()
+
+
+@dataclass
+class OpenAIServer:
+    mood: Mood = Mood.ANSWERING
+    models: tuple[str, ...] = ("letters",)
+    owner: str = "somebody"
+    metrics: str | None = None  # the page, None for 404; {running} and {waiting} are filled in
+    key: str = ""
+    counts: bool = True  # whether it sends usage
+    port: int = 0
+    running: int = 0
+    waiting: int = 0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    left: int = 0  # answers whose client went away in the middle
+    connections: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: answers stop after their first token
+
+    def __post_init__(self) -> None:
+        self.go.set()
+        self._open: set[asyncio.StreamWriter] = set()
+        self._changed = asyncio.Condition()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def die(self) -> None:
+        """As a killed process: every connection breaks, and nobody listens."""
+        assert self._server is not None
+        self._server.close()
+        for writer in list(self._open):
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def until(self, holds: Any) -> None:
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(holds)
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        self.connections += 1
+        try:
+            while (head := await _head(reader)) is not None:
+                _, _, headers = head
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                await self._reply(head, body, reader, writer)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def _reply(self, head: tuple[str, str, Any], body: bytes, reader: Any, writer: Any) -> None:
+        method, path, headers = head
+        if self.key and headers.get("authorization") != f"Bearer {self.key}":
+            _whole(writer, 401, {"error": {"message": "the key is wrong"}})
+        elif path == "/v1/models":
+            listed = [{"id": each, "owned_by": self.owner, "max_model_len": 64} for each in self.models]
+            _whole(writer, 200, {"data": listed})
+        elif path == "/metrics" and self.metrics is not None:
+            page = self.metrics.replace("{running}", str(self.running)).replace(
+                "{waiting}", str(self.waiting)
+            )
+            _whole(writer, 200, page)
+        elif method == "POST":
+            self.asked.append(json.loads(body))
+            self.running += 1
+            await self._tell()
+            try:
+                await self._answer(self.asked[-1], path, reader, writer)
+            finally:
+                self.running -= 1
+                await self._tell()
+        else:
+            _whole(writer, 404, {"detail": "Not Found"})
+
+    async def _answer(self, asked: dict[str, Any], path: str, reader: Any, writer: Any) -> None:
+        match self.mood:
+            case Mood.FAILING:
+                _whole(writer, 500, {"error": {"message": "the device is lost"}})
+            case Mood.FULL:
+                _whole(writer, 429, {"error": {"message": "slow down"}}, "retry-after: 20\r\n")
+            case Mood.TOO_LONG:
+                message = "This model's maximum context length is 64 tokens."
+                _whole(writer, 400, {"error": {"message": message, "code": 400, "param": "messages"}})
+            case Mood.INVALID:
+                _whole(
+                    writer, 400, {"object": "error", "message": "top_p must be in (0, 1]", "param": "top_p"}
+                )
+            case Mood.GARBAGE:
+                _begin(writer)
+                _chunk(writer, b"data: {nonsense\n\n")
+                _chunk(writer, b"")
+            case _:
+                await self._stream(asked, path, reader, writer)
+
+    async def _stream(self, asked: dict[str, Any], path: str, reader: Any, writer: Any) -> None:
+        if self.mood is Mood.SILENT:
+            await self._until_left(reader)
+            return
+        _begin(writer)
+        letters = text(asked)
+        for number, letter in enumerate(letters, start=1):
+            finish = "length" if number == len(letters) else None
+            for index in range(asked.get("n", 1)):
+                _event(writer, _piece(path, index, letter, finish))
+            await writer.drain()
+            if self.mood is Mood.HALF:
+                writer.transport.abort()
+                return
+            if not self.go.is_set() and not await self._may_go_on(reader):
+                return
+        if self.counts and asked.get("stream_options", {}).get("include_usage"):
+            used = {"prompt_tokens": 7, "completion_tokens": len(letters) * asked.get("n", 1)}
+            _event(writer, {"choices": [], "usage": used})
+        _chunk(writer, b"data: [DONE]\n\n")
+        _chunk(writer, b"")
+
+    async def _may_go_on(self, reader: asyncio.StreamReader) -> bool:
+        going = asyncio.create_task(self.go.wait())
+        leaving = asyncio.create_task(self._until_left(reader))
+        await asyncio.wait((going, leaving), return_when=asyncio.FIRST_COMPLETED)
+        for task in (going, leaving):
+            task.cancel()
+        return going.done()
+
+    async def _until_left(self, reader: asyncio.StreamReader) -> None:
+        with suppress(ConnectionError):
+            await reader.read(1)
+        self.left += 1
+        await self._tell()
+
+
+def text(asked: dict[str, Any]) -> str:
+    """What it answers to a request."""
+    prompt = asked["messages"][-1]["content"] if "messages" in asked else asked["prompt"]
+    return "".join(islice(cycle(prompt), asked.get("max_tokens", 4)))
+
+
+@asynccontextmanager
+async def openai_server(**settings: Any) -> AsyncIterator[OpenAIServer]:
+    server = OpenAIServer(**settings)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.die()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]] | None:
+    try:
+        raw = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.IncompleteReadError:
+        return None
+    first, *lines = raw.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines if ": " in line)
+    headers |= {line.split(": ", 1)[0].lower(): line.split(": ", 1)[1] for line in lines if ": " in line}
+    method, path, _ = first.split(" ")
+    return method, path, headers
+
+
+def _whole(writer: asyncio.StreamWriter, status: int, body: Any, more: str = "") -> None:
+    data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    writer.write(f"HTTP/1.1 {status} Told\r\ncontent-length: {len(data)}\r\n{more}\r\n".encode() + data)
+
+
+def _begin(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+
+
+def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
+    _chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def _piece(path: str, index: int, letter: str, finish: str | None) -> dict[str, Any]:
+    said = {"delta": {"content": letter}} if path.endswith("chat/completions") else {"text": letter}
+    return {"choices": [{"index": index, "finish_reason": finish, **said}]}

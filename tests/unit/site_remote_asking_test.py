@@ -1,0 +1,134 @@
+"""What a server is asked for an attempt, and what its refusals mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from site_engine import messages as m
+from site_engine.errors import NotServed, Reason
+from site_engine.remote.asking import asking, guessed_tokens
+from site_engine.remote.dialects import LLAMA_CPP, UNKNOWN, VLLM
+from site_engine.remote.server import RETRY_AFTER_MAX_S, refused
+from site_engine.request import Lane, RemainingCurve, Sampling
+
+
+def assign(prompt: m.Prompt, sampling: Sampling | None = None, **more: Any) -> m.Assign:
+    settings: dict[str, Any] = {"choices": 1, "echo": False, **more}
+    return m.Assign(
+        attempt_id="a",
+        query_id="q",
+        model="ours",
+        prompt=prompt,
+        sampling=sampling or Sampling(),
+        remaining=RemainingCurve(),
+        lane=Lane.CHAT,
+        priority=0,
+        deadline_s=None,
+        tenant="t",
+        **settings,
+    )
+
+
+def test_only_what_was_asked_for_is_passed_on() -> None:
+    path, body = asking(assign(m.TextPrompt("hi")), "theirs", UNKNOWN)
+    assert path == "/v1/completions"
+    assert body == {
+        "model": "theirs",
+        "prompt": "hi",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 1.0,
+        "top_p": 1.0,
+    }
+
+
+def test_a_chat_keeps_its_turns() -> None:
+    turns = (
+        m.ChatMessage("user", "hi", name="ann"),
+        m.ChatMessage("assistant", "", tool_calls_json='[{"id": "1"}]'),
+        m.ChatMessage("tool", "42", tool_call_id="1"),
+    )
+    sampling = Sampling(max_tokens=5, stop=("a",), seed=3, logit_bias={7: 1.5}, logprobs=2, top_k=4)
+    path, body = asking(assign(m.ChatPrompt(turns), sampling, choices=2), "theirs", VLLM)
+    assert path == "/v1/chat/completions"
+    assert [each["role"] for each in body["messages"]] == ["user", "assistant", "tool"]
+    assert body["messages"][1]["tool_calls"] == [{"id": "1"}]
+    passed = {name: body[name] for name in ("n", "max_tokens", "stop", "seed", "logit_bias", "top_k")}
+    assert passed == {
+        "n": 2,
+        "max_tokens": 5,
+        "stop": ["a"],
+        "seed": 3,
+        "logit_bias": {"7": 1.5},
+        "top_k": 4,
+    }
+    assert (body["logprobs"], body["top_logprobs"]) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "param"),
+    [
+        (assign(m.TextPrompt("a"), Sampling(top_k=3)), "top_k"),
+        (assign(m.TextPrompt("a"), Sampling(ignore_eos=True)), "ignore_eos"),
+        (assign(m.TextPrompt("a"), Sampling(logprobs=1)), "logprobs"),
+        (assign(m.TokenPrompt((1,)), echo=True), "echo"),
+        (assign(m.TextPrompt("a"), resumed=(1,), resumed_chars=1), ""),
+    ],
+)
+def test_what_it_could_not_honour_is_refused_with_the_field(attempt: m.Assign, param: str) -> None:
+    with pytest.raises(NotServed) as refusal:
+        asking(attempt, "theirs", UNKNOWN)
+    assert (refusal.value.reason, refusal.value.param) == (Reason.UNSUPPORTED, param)
+
+
+def test_servers_honour_different_fields() -> None:
+    attempt = assign(m.TextPrompt("a"), Sampling(repetition_penalty=1.1))
+    assert asking(attempt, "theirs", VLLM).body["repetition_penalty"] == 1.1
+    with pytest.raises(NotServed):
+        asking(attempt, "theirs", LLAMA_CPP)
+
+
+def test_prompts_are_guessed_by_their_length() -> None:
+    assert guessed_tokens(assign(m.TextPrompt("x" * 40))) == 11
+    assert guessed_tokens(assign(m.TokenPrompt((1, 2, 3)))) == 3
+    assert guessed_tokens(assign(m.ChatPrompt((m.ChatMessage("user", "x" * 40),)))) == 14
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (400, {"error": {"message": "too long", "code": "context_length_exceeded"}}, Reason.CONTEXT_LENGTH),
+        (400, {"message": "This model's maximum context length is 4096 tokens."}, Reason.CONTEXT_LENGTH),
+        (400, {"error": {"type": "exceed_context_size_error", "message": "no"}}, Reason.CONTEXT_LENGTH),
+        (422, {"error": "`inputs` tokens + `max_new_tokens` must be <= 4096"}, Reason.CONTEXT_LENGTH),
+        (422, {"detail": [{"loc": ["body", "top_p"]}]}, Reason.INVALID),
+        (400, "plain words", Reason.INVALID),
+        (401, {"error": {"message": "bad key"}}, Reason.INTERNAL),
+        (404, {"detail": "Not Found"}, Reason.UNSUPPORTED),
+        (429, {}, Reason.FULL),
+        (503, "<html>", Reason.FULL),
+        (500, None, Reason.INTERNAL),
+        (302, "", Reason.INTERNAL),
+    ],
+)
+def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: Any, reason: Reason) -> None:
+    found = refused(status, json.dumps(body).encode() if not isinstance(body, str) else body.encode(), {})
+    assert found.refusal.reason is reason
+    assert found.refusal.message
+    assert (found.retry_after_s is not None) is (reason is Reason.FULL)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"), [("7", 7.0), ("9999", RETRY_AFTER_MAX_S), ("soon", 1.0), ("-1", 0.0)]
+)
+def test_a_server_is_left_alone_as_long_as_it_asks_within_reason(asked: str, kept: float) -> None:
+    assert refused(429, b"", {"retry-after": asked}).retry_after_s == kept
+
+
+def test_the_field_that_the_server_names_is_passed_on() -> None:
+    body = {"error": {"message": "must be at most 1", "param": "top_p"}}
+    found = refused(400, json.dumps(body).encode(), {})
+    assert (found.refusal.message, found.refusal.param) == ("must be at most 1", "top_p")

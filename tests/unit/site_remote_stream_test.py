@@ -1,0 +1,123 @@
+"""A server's bytes become outputs: however the network cuts them, the same text, counts and finishes."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from site_engine.remote.stream import EVENT_BYTES_MAX, Garbage, Stream
+from site_engine.request import Finish, Output
+
+
+def event(**body: Any) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def piece(text: str, index: int = 0, finish: str | None = None, **more: Any) -> bytes:
+    return event(choices=[{"index": index, "delta": {"content": text}, "finish_reason": finish, **more}])
+
+
+DONE = b"data: [DONE]\n\n"
+USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 5})
+
+
+def read(stream: Stream, *parts: bytes) -> list[Output]:
+    return [output for part in parts for output in stream.feed(part)]
+
+
+def text(outputs: list[Output], request_id: str = "a") -> str:
+    return "".join(each.text for each in outputs if each.request_id == request_id)
+
+
+@given(
+    st.lists(st.text(max_size=5), max_size=8),
+    st.lists(st.integers(0, 4000), max_size=12),
+    st.sampled_from([b"\n", b"\r\n"]),
+)
+def test_cuts_change_nothing(words: list[str], cuts: list[int], newline: bytes) -> None:
+    whole = b": hello\n\n" + b"".join(map(piece, words)) + piece("", finish="stop") + USAGE + DONE
+    whole = whole.replace(b"\n", newline)
+    places = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
+    stream = Stream(["a"])
+    outputs = read(stream, *(whole[a:b] for a, b in pairwise(places)))
+    assert text(outputs) == "".join(words)
+    assert stream.done
+    (end,) = stream.end()
+    assert (end.finish, end.prompt_tokens) == (Finish.STOP, 9)
+    assert end.completion_tokens == max(5, sum(1 for each in words if each))
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"),
+    [("stop", Finish.STOP), ("length", Finish.LENGTH), ("eos_token", Finish.STOP), ("abort", Finish.FAILED)],
+)
+def test_reasons_to_end_are_ours_or_a_stop(reason: str, finish: Finish) -> None:
+    stream = Stream(["a"])
+    read(stream, piece("x"), piece("", finish=reason), DONE)
+    assert [each.finish for each in stream.end()] == [finish]
+
+
+def test_counts_of_the_server_beyond_the_chunks_are_kept() -> None:
+    stream = Stream(["a", "b"])
+    outputs = read(stream, piece("two tokens"), piece("x", 1), piece("", 0, "stop"), piece("", 1, "length"))
+    assert [each.completion_tokens for each in outputs] == [1, 1]
+    read(stream, USAGE, DONE)
+    assert [(each.completion_tokens, each.finish) for each in stream.end()] == [
+        (1, Finish.STOP),
+        (4, Finish.LENGTH),
+    ]
+
+
+def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
+    stream = Stream(["a"])
+    body = {"choices": [{"index": 0, "text": "abc"}], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
+    read(stream, event(**body))
+    assert (stream.tokens, stream.prompt_tokens) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [piece("x")],  # no end
+        [piece("x"), DONE],  # no finish
+        [b"data: {nonsense\n\n"],
+        [b'data: {"choices": 7}\n\n'],
+        [b"data: \xff\xfe\n\n"],
+        [event(error={"message": "out of memory"})],
+        [piece("x", index=1)],
+        [b"data: " + b"x" * (EVENT_BYTES_MAX + 1)],
+    ],
+)
+def test_what_is_no_whole_answer_is_garbage(parts: list[bytes]) -> None:
+    stream = Stream(["a"])
+    with pytest.raises(Garbage):
+        read(stream, *parts)
+        stream.end()
+
+
+def test_a_failure_in_the_stream_keeps_its_reason() -> None:
+    with pytest.raises(Garbage, match="out of memory"):
+        Stream(["a"]).feed(event(error={"message": "out of memory"}))
+    assert Stream(["a"]).feed(event(choices=[], error=None)) == []
+
+
+def test_log_probabilities_of_chats_and_of_completions() -> None:
+    of_chat = {
+        "token": "é",
+        "bytes": [195, 169],
+        "logprob": -0.5,
+        "top_logprobs": [{"token": "e", "logprob": -1}],
+    }
+    stream = Stream(["a"])
+    (output,) = stream.feed(piece("é", logprobs={"content": [of_chat]}))
+    (found,) = output.logprobs
+    assert (found.token, found.raw, found.logprob, found.top[0].token) == ("é", "é".encode(), -0.5, "e")
+    of_text = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0], "top_logprobs": [{"a": -1.0}, None]}
+    (output,) = stream.feed(event(choices=[{"index": 0, "text": "ab", "logprobs": of_text}]))
+    assert [each.logprob for each in output.logprobs] == [-1.0, -2.0]
+    assert output.completion_tokens == 3
