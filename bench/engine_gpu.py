@@ -330,14 +330,26 @@ def profile(engine: AheadEngine, context: int = 225) -> None:
     runner, pool = engine._device_runner, engine._pool
     if engine._scheduler.prefixes is not None:
         engine._scheduler.prefixes.clear()
-    for rows in (ROWS, 16):
+    for rows, prompt in ((ROWS, 0), (16, 0), (ROWS - 1, 161)):
         requests = []
         for row in range(rows):
             request = Request(f"profile {row}", [11] * context)
             request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
             requests.append(request)
         plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
+        if prompt:
+            request = Request("profile prompt", [11] * prompt)
+            request.row, request.pages = rows, pool.take(pool.pages_for(prompt)) or []
+            requests.append(request)
+            plan.prefills.append(Entry(request, 0, prompt, True))
         runner.launch(plan).land()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(8):
+            runner.launch(plan)
+        ended.record()
+        ended.synchronize()
+        print(f"STEP rows {rows} prompt {prompt}: {began.elapsed_time(ended) / 8:.3f} ms")
         with record(activities=[ProfilerActivity.CUDA]) as seen:
             for _ in range(4):
                 runner.launch(plan)
@@ -394,8 +406,6 @@ def main() -> None:
     lap(
         f"{engine.warm(0 if asked.cold else 1024)} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most"
     )
-    gc.collect()
-    gc.freeze()
     if "kernels" in do:
         kernels(engine)
         lap("kernels")

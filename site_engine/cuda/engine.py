@@ -6,6 +6,7 @@ answer ends in an iteration is known one iteration late: that row computes once 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from site_engine.cuda.lean import lean_forward
@@ -48,6 +49,8 @@ class AheadEngine(SiteEngine):
 
     def warm(self, longest: int = WARM_CONTEXT_TOKENS) -> int:
         """Make the graphs before the first request comes; their number. Others are made when they are met."""
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no search through it between two steps
         return self._device_runner.warm(min(longest, self._limit_tokens))
 
     def step(self) -> list[Output]:

@@ -5,13 +5,13 @@ Does not touch the device: shapes, buckets and the filling of the block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from site_engine.request import Request
-from site_engine.scheduler import Entry, Plan
+from site_engine.scheduler import Plan
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -68,17 +68,19 @@ def views(block: Any, shape: Shape) -> Sections:
 
 
 class PageTables:
-    """Which pages the device's table shows for every slot, and what must be patched before a step."""
+    """The page of every slot and place, as the device's table shows it once it is patched."""
 
     def __init__(self, slots: int, pages_per_row: int, page_size: int) -> None:
         self.pages_per_row = pages_per_row
+        self.table: Numbers = np.zeros((slots, pages_per_row), dtype=np.int32)
         self._page_size = page_size
         self._lists: list[list[int]] = [[] for _ in range(slots)]
         self._shown = [0] * slots
 
     def patches(self, plan: Plan) -> tuple[list[int], list[int]]:
-        """Places in the flat table and the pages that belong there. A decode row is new to a page where its
-        token is the first of it; whatever else happened to its pages, it was a prefill since."""
+        """Places in the flat table and the pages that belong there now. A decode row is new to a page where its
+        token is the page's first; whatever else happened to its pages, it was a prefill since.
+        """
         at: list[int] = []
         pages: list[int] = []
         size = self._page_size
@@ -88,6 +90,7 @@ class PageTables:
             self._shown[request.row] = len(request.pages)
         for entry in plan.prefills:
             self._show(entry.request, at, pages)
+        self.table.reshape(-1)[at] = pages
         return at, pages
 
     def _show(self, request: Request, at: list[int], pages: list[int]) -> None:
@@ -102,9 +105,18 @@ class PageTables:
 
 
 class Packer:
-    """From a plan to a shape and its filled block. `trash` is a slot that belongs to nobody."""
+    """From a plan to a shape and its filled block. The row after the last slot's belongs to nobody."""
 
-    def __init__(self, *, slots: int, page_size: int, block_tokens: int, chunk_tokens: Any) -> None:
+    def __init__(
+        self,
+        tables: PageTables,
+        *,
+        slots: int,
+        page_size: int,
+        block_tokens: int,
+        chunk_tokens: Callable[[int], int],
+    ) -> None:
+        self._tables = tables
         self._slots = slots
         self._page_size = page_size
         self._block_tokens = block_tokens
@@ -174,31 +186,37 @@ class Packer:
         to.items[total:] = -1
 
     def _fill_prefills(self, to: Sections, plan: Plan, sampled: list[Request]) -> None:
-        at = len(plan.decodes)
+        begin = at = len(plan.decodes)
+        ids: list[int] = []
         blocks: list[tuple[int, int, int, int]] = []
-        for entry in plan.prefills:
-            self._fill_chunk(to, entry, at)
-            blocks += self._blocks(at, entry.request.row, entry.start, entry.length)
-            if entry.samples:
-                to.wanted[len(sampled)] = at + entry.length - 1
-                to.owner[len(sampled)] = entry.request.row
-                sampled.append(entry.request)
-            at += entry.length
-        padding = len(to.source) - at
-        to.source[at:], to.position[at:], to.slot[at:] = 0, 0, 0
+        for request, start, length, samples in plan.prefills:
+            ids += request.tokens[start : start + length]
+            blocks += self._blocks(at, request.row, start, length)
+            at += length
+            if samples:
+                to.wanted[len(sampled)] = at - 1
+                to.owner[len(sampled)] = request.row
+                sampled.append(request)
+        to.source[begin:at], to.source[at:] = ids, 0
+        to.position[at:], to.slot[at:] = 0, 0
+        self._fill_places(to.position[begin:at], to.slot[begin:at], plan)
         if len(to.blocks):
+            padding = len(to.source) - at
             blocks += self._blocks(at, self._slots, -padding, padding) if padding else []
             to.blocks[: 4 * len(blocks)] = np.array(blocks, dtype=np.int32).reshape(-1)
             to.blocks[4 * len(blocks) :] = 0
 
-    def _fill_chunk(self, to: Sections, entry: Entry, at: int) -> None:
-        request, start, length, _ = entry
-        end = at + length
-        places = np.arange(start, start + length)
-        to.source[at:end] = request.tokens[start : start + length]
-        to.position[at:end] = places
-        pages = np.array(request.pages[: -(-(start + length) // self._page_size)], dtype=np.int32)
-        to.slot[at:end] = pages[places // self._page_size] * self._page_size + places % self._page_size
+    def _fill_places(self, position: Numbers, slot: Numbers, plan: Plan) -> None:
+        """Of the prompts' tokens, one chunk after the other."""
+        if not plan.prefills:
+            return
+        lengths = [entry.length for entry in plan.prefills]
+        ends = np.cumsum(lengths)
+        before = np.array([entry.start for entry in plan.prefills]) - (ends - lengths)
+        position[:] = np.arange(ends[-1]) + np.repeat(before, lengths)
+        rows = np.repeat([entry.request.row for entry in plan.prefills], lengths)
+        slot[:] = self._tables.table[rows, position // self._page_size] * self._page_size
+        slot += position % self._page_size
 
     def _blocks(self, at: int, row: int, place: int, length: int) -> list[tuple[int, int, int, int]]:
         """Padding has places before 0: its blocks end before they begin, and see nothing."""

@@ -66,6 +66,7 @@ class DeviceRunner:
         self._device = Device(arena, slots, pages_per_row)
         self._tables = PageTables(slots, pages_per_row, arena.page_size)
         self._packer = Packer(
+            self._tables,
             slots=slots,
             page_size=arena.page_size,
             block_tokens=block_tokens(heads_per_kv_head, 1),
