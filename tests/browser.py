@@ -119,13 +119,21 @@ class Browser:
         return answer["result"].get("value")
 
     def until(self, script: str, what: str, within_s: float = WITHIN_S) -> Any:
-        """The first true value of an expression."""
+        """The first true value of an expression, also across a reload of the page."""
         deadline_s = time.monotonic() + within_s
-        while not (value := self.run(script)):
+        while not (value := self._try(script)):
             if time.monotonic() > deadline_s:
                 raise Failed(f"not within {within_s:.0f} s: {what}")
-            self.run("new Promise((done) => setTimeout(done, 50))")
+            self._try("new Promise((done) => setTimeout(done, 50))")
         return value
+
+    def _try(self, script: str) -> Any:
+        try:
+            return self.run(script)
+        except Failed as failure:
+            if "navigated" in str(failure) or "context was destroyed" in str(failure):
+                return None
+            raise
 
     def text(self, selector: str) -> str:
         found = self.run(f"document.querySelector({json.dumps(selector)})?.innerText")

@@ -1,0 +1,171 @@
+"""The page in a real Chromium, beside a real federation: what an operator does, step by step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.browser import Browser, find_chromium
+from tests.local_federation import LocalFederation, mico
+
+pytestmark = pytest.mark.e2e
+
+NAMELESS = """
+[...document.querySelectorAll("button, input, select, a, svg[role=img]")]
+  .filter((e) => e.checkVisibility())
+  .filter((e) => !(e.innerText?.trim() || e.getAttribute("aria-label") || e.labels?.length || e.title))
+  .map((e) => e.outerHTML.slice(0, 120))
+"""
+FAINT = """
+(() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const colour = rgb(getComputedStyle(e).backgroundColor);
+      if (colour.length < 4 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const texts = [...document.querySelectorAll("main *, header *, footer *")]
+    .filter((e) => e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
+    .filter((e) => !e.closest("svg, tr.down, tr.stale"));
+  return texts.filter((e) => {
+    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05) < 4.5;
+  }).map((e) => e.outerHTML.slice(0, 120));
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line("NOT TESTED: the page in a browser. apt-get install chromium", red=True)
+        pytest.skip("no Chromium on this machine")
+    with Browser(program, tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Browser, federation: LocalFederation) -> Browser:
+    """The page, signed in, with its first figures."""
+    federation.wait_until_ready()
+    browser.complaints.clear()
+    browser.requested.clear()
+    browser.call("Network.clearBrowserCookies")
+    browser.size(1440, 1000)
+    browser.open(federation.base_url.removesuffix("/v1") + "/admin")
+    browser.until("document.querySelector('#sign-in').open", "the page asks for a key")
+    browser.type("#key", federation.api_key)
+    browser.key("Enter", 13)
+    sites = len(federation.running.sites)
+    browser.until(f"document.querySelectorAll('#site-table tbody tr').length === {sites}", "every site")
+    return browser
+
+
+def row(site: str) -> str:
+    """An expression for the table row of a site."""
+    name = json.dumps(site)
+    rows = "[...document.querySelectorAll('#site-table tbody tr')]"
+    return f"{rows}.find((r) => r.querySelector('.name span').innerText === {name})"
+
+
+def ask(federation: LocalFederation, tokens: int = 60) -> str:
+    """One query answered; its request id."""
+    body = {
+        "model": federation.model,
+        "messages": [{"role": "user", "content": "Say much."}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+    }
+    with federation.http() as http:
+        answered = http.post("/v1/chat/completions", json=body).raise_for_status()
+    return str(answered.headers["x-request-id"])
+
+
+def test_it_lives_shows_load_where_it_is_and_explains_a_query(
+    page: Browser, federation: LocalFederation
+) -> None:
+    before = page.text("#feed")
+    page.until(f"document.querySelector('#feed').innerText !== {json.dumps(before)}", "the page advances")
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, federation) for _ in range(12)]
+        busy = "[...document.querySelectorAll('#site-table progress')].some((bar) => bar.value > 0)"
+        page.until(busy, "the load is in a bar")
+        request_id = asked[0].result()
+    page.until("!document.querySelector('#routes').innerText.includes('No query')", "the reasons")
+    federation.recorded_once([request_id])
+    page.type("#request-id", request_id)
+    page.key("Enter", 13)
+    page.until("document.querySelector('#story tr.chosen') !== null", "the explanation")
+    story = page.text("#story")
+    for word in ("answered", "Attempt 1", "earliest finish", "60 response", "to the first token"):
+        assert word in story
+    federation.wait_until_idle()
+
+
+def test_a_site_is_drained_with_a_reason_and_resumed(page: Browser, federation: LocalFederation) -> None:
+    site = federation.running.sites[0].name
+    page.run(f"{row(site)}.querySelector('.acts button').click()")
+    page.until("document.querySelector('#preview p') !== null", "what it would do")
+    assert page.run("document.activeElement.id") == "reason"
+    page.key("Enter", 13)  # without a reason the browser itself objects
+    assert page.run("document.querySelector('#act').open")
+    page.type("#reason", "a rehearsal")
+    page.key("Enter", 13)
+    page.until(f"{row(site)}.className === 'draining'", "the table says so")
+    page.until("document.querySelector('#banner').innerText.includes('draining')", "the banner says so")
+    page.until("document.querySelector('#events').innerText.includes('a rehearsal')", "the event")
+    assert federation.sites()[site]["state"] == "draining"
+    assert federation.sites()[site]["orders"][0]["reason"] == "a rehearsal"
+    flags = ("--base-url", federation.base_url, "--api-key", federation.api_key)
+    mico(federation.folder.path, "sites", "resume", site, "--reason", "it is over", *flags)
+    page.until(f"{row(site)}.className === 'ready'", "it is ready again")
+
+
+def test_a_killed_site_is_shown_and_its_return_too(page: Browser, federation: LocalFederation) -> None:
+    site = federation.running.sites[-1].name
+    federation.kill(site)
+    try:
+        page.until(f"{row(site)}.className === 'down'", "the table says so")
+        page.until(f"document.querySelector('#banner').innerText.includes('{site} down')", "the banner")
+        assert page.text("#banner").startswith("Degraded: ")
+    finally:
+        federation.restart_dead()
+    page.until(f"{row(site)}.className === 'ready'", "it is back")
+
+
+def test_it_is_clean_accessible_and_fits_a_phone(
+    page: Browser, federation: LocalFederation, tmp_path: Path
+) -> None:
+    for width, dark in ((1440, False), (1440, True), (390, False)):
+        page.size(width, 900, dark=dark)
+        page.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.run(NAMELESS) == []
+        assert page.run(FAINT) == []
+        page.picture(tmp_path / f"{width}-{dark}.png")
+        assert (tmp_path / f"{width}-{dark}.png").stat().st_size > 10_000
+    page.run("document.querySelector('#load details').open = true")
+    page.until("document.querySelectorAll('#load table tbody tr').length > 1", "the plot as a table")
+    root = federation.base_url.removesuffix("/v1")
+    assert {url for url in page.requested if not url.startswith(root)} <= {"about:blank"}
+    assert page.complaints == []
+
+
+def test_signing_out_ends_the_feed(page: Browser) -> None:
+    page.click("#leave")
+    page.until("document.querySelector('#site-table tbody tr') === null", "the page is new")
+    page.until("document.querySelector('#sign-in').open", "it asks for a key again")
+    assert page.run("fetch('/admin/api/overview').then((answer) => answer.status)") == 401
+    assert page.text("#feed") == "connecting"
