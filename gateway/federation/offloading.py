@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
-from gateway.routing.offload import Pending, wins
+from gateway.routing.offload import Pending, crowded, wins
 
 ANSWER_WITHIN_S = 2.0
 """A donor that has not answered by then is not waited for; if it does answer, that still counts."""
@@ -60,12 +60,13 @@ class Offloading:
         return asked.bidder if asked else None
 
     def _pending(self) -> list[Pending]:
-        """What waits anywhere and is not being negotiated about already."""
+        """What waits at crowded sites and is not being negotiated about already."""
         talked_about = {each for asked in self._asked.values() for each in asked.attempt_ids}
         return [
             Pending(attempt.id, name, attempt.demand, attempt.moves)
-            for name, link in self._links.items()
-            for attempt in link.pending()
+            for name in crowded(self._directory.fleet)
+            if name in self._links
+            for attempt in self._links[name].pending()
             if attempt.id not in talked_about
         ]
 

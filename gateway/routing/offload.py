@@ -30,6 +30,13 @@ class Pending(NamedTuple):
     moves: int
 
 
+def crowded(fleet: Fleet) -> list[str]:
+    """The sites where one more query would have to wait: only these have something to give."""
+    at = fleet.figures
+    full = (at.too_many > 0.0) | (at.kv_room_tokens < at.kv_each_tokens)
+    return [fleet.sites[place].name for place in np.flatnonzero(full).tolist()]
+
+
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:
     """The attempts that would finish sooner at the bidder, as far as it has room, greatest gain first."""
     place = fleet.place(bidder)

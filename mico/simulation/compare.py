@@ -53,7 +53,8 @@ def rows(wanted: Comparison) -> Iterator[dict[str, Any]]:
         }
         for sites, load in product(wanted.sites, wanted.loads):
             specs = sites_of(sites)
-            fitting = [query for query in queries if fits(query, specs)]
+            most = min(spec.kv_tokens for spec in specs)  # longer ones are left out of run and `queries`
+            fitting = [query for query in queries if query.prompt_tokens + query.response_tokens <= most]
             scaled = workloads.at_rate(fitting, load * capacity(fitting, specs))
             where = {"trace": Path(trace).stem, "load": load, "sites": sites}
             yield from (where | row for row in _of_setting(wanted, specs, scaled, expected))
@@ -97,11 +98,6 @@ def _of_setting(
             "queries": len(queries),
             **figures(records, preemptions).row(),
         }
-
-
-def fits(query: Query, specs: Sequence[SiteSpec]) -> bool:
-    """Whether every site could hold it alone; the others are left out of the run and of its `queries`."""
-    return query.prompt_tokens + query.response_tokens <= min(spec.kv_tokens for spec in specs)
 
 
 def capacity(queries: Sequence[Query], specs: Sequence[SiteSpec]) -> float:

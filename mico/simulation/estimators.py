@@ -27,8 +27,9 @@ def shipped(queries: Sequence[Query]) -> list[Forecast]:
     """The predictor that gateways run, on the texts."""
     from predictor.runtime import Features, load
 
-    forecaster = load()
-    return forecaster.forecast([Features(query.text, query.model) for query in queries])
+    asked = list(dict.fromkeys(Features(query.text, query.model) for query in queries))
+    known = dict(zip(asked, load().forecast(asked), strict=True))
+    return [known[Features(query.text, query.model)] for query in queries]
 
 
 def oracle(queries: Sequence[Query]) -> list[Forecast]:
@@ -116,15 +117,15 @@ def estimator(name: str) -> Estimator:
 
 
 def expectations(queries: Sequence[Query], forecasts: Sequence[Forecast]) -> dict[int, Expected]:
-    """By a query's number: its forecast in the forms that gateway and site work with."""
-    return {
-        query.number: Expected(forecast, _demand(query, forecast), _curve(forecast))
-        for query, forecast in zip(queries, forecasts, strict=True)
-    }
-
-
-def _demand(query: Query, forecast: Forecast) -> Demand:
-    return Demand.of(MODEL, query.prompt_tokens, forecast, Sampling())
+    """By a query's number: its forecast as gateway and site work with it; like ones are made once."""
+    made: dict[tuple[int, int], Expected] = {}
+    for query, forecast in zip(queries, forecasts, strict=True):
+        key = id(forecast), query.prompt_tokens
+        if key not in made:
+            demand = Demand.of(MODEL, query.prompt_tokens, forecast, Sampling())
+            made[key] = Expected(forecast, demand, _curve(forecast))
+    pairs = zip(queries, forecasts, strict=True)
+    return {query.number: made[id(forecast), query.prompt_tokens] for query, forecast in pairs}
 
 
 def _curve(forecast: Forecast) -> RemainingCurve:
