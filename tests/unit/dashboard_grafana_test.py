@@ -1,0 +1,132 @@
+"""Dashboard and alerts name only what /metrics exports: each metric, label, state and outcome."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.domain import (
+    Attempt,
+    Decision,
+    LoadReport,
+    Outcome,
+    SiteIdentity,
+    SiteState,
+    Status,
+)
+from gateway.federation.directory import Directory
+from gateway.telemetry.metrics import Metrics
+from predictor.forecast import Forecast
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "infra" / "grafana"
+VALUES = {"state": {str(state) for state in SiteState}, "outcome": {str(status) for status in Status}}
+VALUES["type"] = {"prompt", "response"}
+
+
+def exported() -> dict[str, set[str]]:
+    """Every sample's name with its labels, once a query was offloaded, failed over and answered."""
+    directory = Directory()
+    directory.join(SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100), 0.0)
+    metrics = Metrics(directory, lambda: 0)
+    ends = ("released", "lost", "finished")
+    attempts = tuple(
+        Attempt(Decision("q", end, "a", "mico", "why", (), {}, 0.0), end, 5, 9, 0.2) for end in ends
+    )
+    metrics.observe(
+        Outcome(
+            "q",
+            "r",
+            "t",
+            "k",
+            "m",
+            Status.ANSWERED,
+            "",
+            5,
+            9,
+            Forecast((0, 19), (1.0,), "test"),
+            attempts,
+            0.0,
+            0.01,
+            0.2,
+            1.0,
+        )
+    )
+    directory.report("a", LoadReport(seq=1, received_s=0.0), directory.sites[0].credit)
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
+    return loaded
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+EXPRESSIONS = [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+EXPRESSIONS += [rule["expr"] for rule in rules()]
+
+
+@pytest.mark.parametrize("expression", sorted(set(EXPRESSIONS)))
+def test_an_expression_uses_only_what_is_exported(expression: str) -> None:
+    known = exported()
+    names = set(re.findall(r"\bmico_\w+", expression))
+    assert names
+    assert names <= set(known), names - set(known)
+    labels = {
+        label for group in re.findall(r"by \(([^)]*)\)", expression) for label in re.split(r",\s*", group)
+    }
+    matched = re.findall(r'(\w+)\s*(?:!=|=~|=)\s*"([^"]*)"', expression)
+    usable = set.union(*(known[name] for name in names))
+    assert labels | {label for label, _ in matched} <= usable
+    for label, value in matched:
+        assert value in VALUES[label]
+    assert expression.count("(") == expression.count(")")
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    shown = set(re.findall(r"\bmico_\w+", " ".join(EXPRESSIONS)))
+    plotted = {re.sub(r"_(bucket|total)$", "", name) for name in shown}
+    left_out = {"mico_site_tokens_per_second", "mico_site_rtt_seconds"}
+    families = {re.sub(r"_(bucket|count|sum|total|created)$", "", name) for name in exported()}
+    assert families - plotted <= left_out
+
+
+def test_panels_do_not_overlap_and_have_their_own_ids() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) == 23
+
+
+def test_every_alert_says_what_and_where_to_read_on() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text()
+    anchors = {
+        re.sub(r"[^a-z0-9 -]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", text, re.M)
+    }
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        file, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert file == "docs/operating.md"
+        assert anchor in anchors, rule["alert"]
