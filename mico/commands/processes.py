@@ -34,14 +34,21 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     raise typer.Exit(run(loaded))
 
 
-def site(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Run one site: it loads its model and dials the gateways. Ends in order on SIGTERM."""
+def site(
+    config: ConfigFile = None,
+    engine: Annotated[
+        str | None, typer.Option(help="native, or openai: a server that runs already, at --url.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Of that server: vLLM, SGLang, TGI, llama.cpp …")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run one site: it loads its model, or finds its server, and dials the gateways until SIGTERM."""
     from site_engine.app import run
     from site_engine.config import load
     from site_engine.errors import ConfigError
 
     try:
-        loaded = load(config, os.environ, **pairs(overrides))
+        loaded = load(config, os.environ, **{"engine": engine, "url": url, **pairs(overrides)})
     except ConfigError as error:
         raise CommandFailed(
             "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
