@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gateway.errors import MicoError
 from gateway.routing.policies import POLICIES
 
 
-class ConfigError(MicoError):
-    pass
+class ConfigError(Exception):
+    """Names the setting, where it came from and what it should be. Ends a process before it serves."""
 
 
 @dataclass(frozen=True, slots=True)
