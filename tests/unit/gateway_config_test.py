@@ -1,0 +1,51 @@
+"""Settings of a gateway: where they come from, and what a wrong one says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config import ConfigError, GatewayConfig, load
+
+
+def test_the_later_source_wins(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text('http_port = 1001\nname = "file"\npeers = ["a:1", "b:2"]\n')
+    config = load(file, {"MICO_GATEWAY_NAME": "environment", "MICO_OTHER": "x"}, {"http_port": 1003})
+    assert (config.http_port, config.name, config.peers) == (1003, "environment", ("a:1", "b:2"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"htp_port": 1}, "did you mean http_port"),
+        ({"http_port": "many"}, "must be int"),
+        ({"policy": "best"}, "there are: mico"),
+        ({"most_live": 0}, "must be above 0"),
+        ({"http_port": 8081}, "need two ports"),
+    ],
+)
+def test_a_wrong_setting_says_what_and_where(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(None, {}, given)
+
+
+def test_no_door_stands_open(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no site could join"):
+        GatewayConfig().tokens()
+    tokens = tmp_path / "tokens"
+    tokens.write_text("one\ntwo\n")
+    assert GatewayConfig(site_tokens=("zero",), site_token_file=tokens).tokens() == ("zero", "one", "two")
+
+
+def test_secrets_are_not_shown() -> None:
+    shown = repr(GatewayConfig(site_tokens=("canary-1",), key_pepper="canary-2", database_url="canary-3"))
+    assert "canary" not in shown
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text("= 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml can't be read"):
+        load(file)
