@@ -27,6 +27,8 @@ from site_engine.attention.triton_launch import DecodeWork, Tile
 from site_engine.context import Scoring
 from site_engine.cuda.engine import AheadEngine, fast_forward
 from site_engine.cuda.layout import MIXED_TOKENS
+from site_engine.cuda.lean import LeanForward
+from site_engine.cuda.model import TRIED_ROWS
 from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine import EngineSettings
 from site_engine.hf_bridge import LoadedModel, from_model
@@ -194,13 +196,14 @@ def kernels(engine: AheadEngine) -> None:
             (512, Tile(128, 4, 3)),
         ):
             items = [
-                row | at << 16 for row, one in enumerate(lens) for at in range(max(1, -(-(one - 1) // chunk)))
+                (row, at, one, row)
+                for row, one in enumerate(lens)
+                for at in range(max(1, -(-(one - 1) // chunk)))
             ]
+            counters = torch.zeros(rows * shape.kv_heads, dtype=torch.int32, device="cuda")
             work = DecodeWork(
-                torch.arange(rows, dtype=torch.int32).cuda(), torch.tensor(lens, dtype=torch.int32).cuda(),
-                torch.tensor(items, dtype=torch.int32).cuda(),
-                torch.zeros(rows * shape.kv_heads, dtype=torch.int32).cuda(), len(items) > rows, chunk,
-            )  # fmt: skip
+                torch.tensor(items, dtype=torch.int32, device="cuda"), counters, len(items) > rows, chunk
+            )
 
             def once(work: DecodeWork = work, tile: Tile = tile) -> None:
                 for layer in range(layers):
@@ -395,6 +398,8 @@ def main() -> None:
     model: LoadedModel = from_model(plain, eos_token_ids=())
     lap("certified")
     forward = fast_forward(model)
+    if isinstance(forward, LeanForward):
+        print("gate and up apart at rows", [rows for rows in TRIED_ROWS if forward._apart(rows)])
     lap(f"made fast: {type(forward).__name__}")
     settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
     engine = AheadEngine(model, settings, seconds, forward=forward)

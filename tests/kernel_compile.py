@@ -16,7 +16,7 @@ from site_engine.cuda import kernels
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
-    "added", "residual", "weight", "gate", "up", "heads",
+    "added", "residual", "weight", "embedding", "gate", "up", "heads",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums"}
 LONGS = {"ids", "positions", "wanted_out"}
@@ -44,7 +44,8 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         *decode,
         *prefill,
         (triton_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
-        (kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096, "ADD": True}, {"num_warps": 8}),
+        (kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
+        (kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
         (kernels.silu_times, {"BLOCK": 1024}, {}),
         (triton_kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (kernels.prepare_inputs, {"BLOCK": 256}, {}),

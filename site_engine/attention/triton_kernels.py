@@ -11,7 +11,6 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FAR_BELOW = tl.constexpr(-1e30)  # finite, so that the difference of two is a number
-ROW_MASK = tl.constexpr(0xFFFF)  # a work item is row | chunk << 16
 
 
 @triton.jit
@@ -90,9 +89,7 @@ def decode_rows(
     keys,
     values,
     table,  # [rows of the table, pages]
-    table_rows,  # [rows]
-    lens,  # [rows]: tokens of the row, the new one included; 0: padding
-    items,  # [work]: row | chunk << 16, the chunks of a row side by side and in order; -1: nothing to do
+    items,  # [work, 4]: row, chunk, tokens of the row with the new one, its row of the table; see DecodeWork
     out,  # [tokens, heads, value_dim], contiguous
     parts,  # [work, heads, value_dim], float32; with `tops` and `sums` [work, heads] only if SPLIT
     tops,
@@ -134,12 +131,13 @@ def decode_rows(
     """
     work = tl.program_id(0)
     head = tl.program_id(1)
-    item = tl.load(items + work)
-    if item < 0:
+    item = items + work * 4
+    row = tl.load(item)
+    chunk = tl.load(item + 1)
+    length = tl.load(item + 2)
+    of_table = tl.load(item + 3).to(tl.int64)
+    if row < 0:
         return
-    row = item & ROW_MASK
-    chunk = item >> 16
-    length = tl.load(lens + row)
     group = tl.arange(0, GROUP_PAD)
     in_group = group < GROUP
     heads = head * GROUP + group
@@ -153,7 +151,7 @@ def decode_rows(
         tl.store(out + out_at, tl.zeros([GROUP_PAD, VALUE_PAD], out.dtype.element_ty), mask=out_keep)
         return
     row64 = row.to(tl.int64)
-    pages = table + tl.load(table_rows + row).to(tl.int64) * table_row
+    pages = table + of_table * table_row
     q = tl.load(
         query + row64 * query_token + heads[:, None] * query_head + kdim[None, :],
         mask=in_group[:, None] & in_key[None, :],
@@ -220,7 +218,9 @@ def decode_rows(
         keep_v = seen[:, None]
         if VALUE_DIM < VALUE_PAD:
             keep_v = keep_v & in_value[None, :]
-        k = tl.load(keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None], mask=keep_k, other=0.0)
+        k = tl.load(
+            keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None], mask=keep_k, other=0.0
+        )
         v = tl.load(
             values + (slots[:, None] * KV_HEADS + head) * VALUE_DIM + vdim[None, :], mask=keep_v, other=0.0
         )
@@ -354,7 +354,9 @@ def prefill_blocks(
         keep_v = exists[:, None]
         if VALUE_DIM < VALUE_PAD:
             keep_v = keep_v & in_value[None, :]
-        k = tl.load(keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None], mask=keep_k, other=0.0)
+        k = tl.load(
+            keys + (slots[None, :] * KV_HEADS + head) * KEY_DIM + kdim[:, None], mask=keep_k, other=0.0
+        )
         v = tl.load(
             values + (slots[:, None] * KV_HEADS + head) * VALUE_DIM + vdim[None, :], mask=keep_v, other=0.0
         )

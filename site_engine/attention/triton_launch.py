@@ -44,12 +44,14 @@ def chunk_tokens(rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Rows that compute one token each: packed tokens 0 to `rows`. All int32, on the device."""
+    """Rows that compute one token each: packed tokens 0 to `rows`.
 
-    table_rows: torch.Tensor  # [rows]
-    lens: torch.Tensor  # [rows]; 0: padding
-    items: torch.Tensor  # [work]: row | chunk << 16
-    arrived: torch.Tensor  # [at least rows x kv_heads], zeros
+    `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its row of
+    the page table. The chunks of a row stand side by side and in order; row -1: nothing to do.
+    """
+
+    items: torch.Tensor
+    arrived: torch.Tensor  # [at least rows x kv_heads], int32 zeros
     split: bool  # some row may have more than one chunk
     chunk: int
 
@@ -75,7 +77,9 @@ def _whole_pages(page: int, block: int) -> bool:
 
 
 def _stages(dtype: torch.dtype, stages: int) -> int:
-    return stages if dtype.itemsize == 2 else 1  # float32 tiles take twice the room, and speed is not their use
+    return (
+        stages if dtype.itemsize == 2 else 1
+    )  # float32 tiles take twice the room, and speed is not their use
 
 
 def _scoring(scoring: Scoring, query: torch.Tensor) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def decode(
     tops = parts[ends * value_dim :] if work.split else parts
     sums = tops[ends:] if work.split else parts
     kernels.decode_rows[(work.items.shape[0], kv_heads)](
-        query, key, value, keys, values, table, work.table_rows, work.lens, work.items, out,
+        query, key, value, keys, values, table, work.items, out,
         parts, tops, sums, work.arrived,
         cosines=query if turn is None else turn.cosines, sines=query if turn is None else turn.sines,
         query_token=query.stride(1), query_head=query.stride(0),

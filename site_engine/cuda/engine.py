@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable
 
 from site_engine.cuda.lean import lean_forward
-from site_engine.cuda.model import QUERY_KEY_VALUE, compile_ends, compile_layers, join, joining_pays
+from site_engine.cuda.model import QUERY_KEY_VALUE, compile_ends, compile_layers, join
 from site_engine.cuda.runner import DeviceRunner, Flight
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.hf_bridge import LoadedModel
@@ -137,7 +137,7 @@ class AheadEngine(SiteEngine):
 
 def fast_forward(model: LoadedModel) -> Forward:
     """The model's pass with fewer kernels: by our own layers if it is of the Llama family, else compiled."""
-    lean = lean_forward(model, joining_pays)
+    lean = lean_forward(model)
     if lean is not None:
         return lean
     if model.device.type == "cuda":

@@ -83,6 +83,29 @@ def best_of_row(
 
 
 @triton.jit
+def embed_norm(
+    ids,  # [rows], int64
+    embedding,  # [vocabulary, SIZE]
+    residual,  # [rows, SIZE]: becomes the rows of the ids
+    weight,  # [SIZE]
+    out,  # [rows, SIZE]: their norm
+    epsilon,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    source = tl.load(ids + tl.program_id(0)) * SIZE
+    at = tl.arange(0, SIZE_PAD)
+    here = at < SIZE
+    found = tl.load(embedding + source + at, mask=here, other=0.0)
+    scale = tl.load(weight + at, mask=here, other=0.0)
+    tl.store(residual + row + at, found, mask=here)
+    wide = found.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)).to(found.dtype)
+    tl.store(out + row + at, (scale.to(tl.float32) * normed.to(tl.float32)).to(found.dtype), mask=here)
+
+
+@triton.jit
 def add_norm(
     added,  # [rows, SIZE]
     residual,  # [rows, SIZE]: becomes residual + added
@@ -91,7 +114,6 @@ def add_norm(
     epsilon,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     """Rounds where the model's own modules round: after the sum, and before the weight."""
     row = tl.program_id(0).to(tl.int64) * SIZE
@@ -99,10 +121,9 @@ def add_norm(
     here = at < SIZE
     total = tl.load(residual + row + at, mask=here, other=0.0)
     scale = tl.load(weight + at, mask=here, other=0.0)
-    if ADD:
-        more = tl.load(added + row + at, mask=here, other=0.0)
-        total = (total.to(tl.float32) + more.to(tl.float32)).to(total.dtype)
-        tl.store(residual + row + at, total, mask=here)
+    more = tl.load(added + row + at, mask=here, other=0.0)
+    total = (total.to(tl.float32) + more.to(tl.float32)).to(total.dtype)
+    tl.store(residual + row + at, total, mask=here)
     wide = total.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)).to(total.dtype)
     tl.store(out + row + at, (scale.to(tl.float32) * normed.to(tl.float32)).to(total.dtype), mask=here)

@@ -18,7 +18,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int32]]
 FINE_ROWS = 64  # up to here row buckets are 8 apart, then 16
 MIXED_TOKENS = (*range(32, 545, 32), 640, 768, 1024)
 """Sizes of mixed steps; larger ones run outside a graph: there the host is faster than the device."""
-MIXED_MOST_CHUNKS = 32
+MIXED_MOST_CHUNKS = 64
 FEW_ROWS = 32
 ITEMS_OF_FEW = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 ITEMS_OF_MANY = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     @property
     def sections(self) -> tuple[int, ...]:
         t, s, p = self.tokens, self.samples, self.patches
-        return (t, t, t, s, s, s, s, p, p, self.items, 4 * self.blocks)
+        return (t, t, t, s, s, p, p, 4 * self.items, 4 * self.blocks)
 
 
 class Sections(NamedTuple):
@@ -49,13 +49,11 @@ class Sections(NamedTuple):
     source: Any  # [tokens]: an id, or -1 - slot for that slot's newest token
     position: Any  # [tokens]
     slot: Any  # [tokens]: where key and value go; 0, in the trash page, where the decode kernel writes them
-    table_row: Any  # [samples]
-    length: Any  # [samples]: context of a decode row, the new token included; 0: padding
     wanted: Any  # [samples]
     owner: Any  # [samples]
     patch_at: Any  # [patches]
     patch_page: Any  # [patches]
-    items: Any  # [items]
+    items: Any  # [4 x items], as the decode kernel takes them
     blocks: Any  # [4 x blocks]
 
 
@@ -160,30 +158,30 @@ class Packer:
         starts = np.array([entry.start for entry in plan.decodes], dtype=np.int32)
         to.position[:rows] = starts
         to.slot[:rows] = 0
-        to.table_row[:rows] = slots = [entry.request.row for entry in plan.decodes]
-        to.table_row[rows:] = self._slots
-        to.length[:rows] = starts + 1
-        to.length[rows:] = 0
+        slots = np.array([entry.request.row for entry in plan.decodes], dtype=np.int32)
         to.wanted[:rows] = np.arange(rows)
         to.owner[:rows] = slots
-        self._fill_items(to, shape, starts)
+        self._fill_items(to.items.reshape(-1, 4), shape, starts, slots)
         sampled = [entry.request for entry in plan.decodes]
         self._fill_prefills(to, plan, sampled)
         to.wanted[len(sampled) :] = 0
         to.owner[len(sampled) :] = self._slots
         return sampled
 
-    def _fill_items(self, to: Sections, shape: Shape, starts: Numbers) -> None:
-        """One item per chunk of a row; where no prefill follows, padding rows have one too and become zeros."""
-        if shape.blocks == 0:
-            starts = np.concatenate([starts, np.zeros(shape.samples - len(starts), dtype=np.int32)])
+    def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:
+        """One item per chunk of a row; where no prompt follows, padding rows have one too and become zeros."""
+        rows = len(starts)
         chunk = self._chunk_tokens(shape.samples)
         chunks = np.maximum(1, -(-starts // chunk))
         total = int(chunks.sum())
-        rows = np.repeat(np.arange(len(starts)), chunks)
-        first = np.repeat(np.cumsum(chunks) - chunks, chunks)
-        to.items[:total] = rows | (np.arange(total) - first) << 16
-        to.items[total:] = -1
+        owner = np.repeat(np.arange(rows), chunks)
+        items[:total, 0] = owner
+        items[:total, 1] = np.arange(total) - np.repeat(np.cumsum(chunks) - chunks, chunks)
+        items[:total, 2] = starts[owner] + 1
+        items[:total, 3] = slots[owner]
+        padding = shape.samples - rows if shape.blocks == 0 else 0
+        items[total:] = (-1, 0, 0, self._slots)
+        items[total : total + padding, 0] = np.arange(rows, rows + padding)
 
     def _fill_prefills(self, to: Sections, plan: Plan, sampled: list[Request]) -> None:
         begin = at = len(plan.decodes)

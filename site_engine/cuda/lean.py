@@ -17,6 +17,7 @@ from site_engine.attention.triton_launch import Turn
 from site_engine.context import Scoring
 from site_engine.cuda import kernels
 from site_engine.cuda.attention import DeviceContext
+from site_engine.cuda.model import TRIED_LAYERS, faster_apart
 from site_engine.hf_bridge import LoadedModel
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "MistralForCausalLM")
@@ -33,24 +34,26 @@ class Product(NamedTuple):
 
 
 class Norm(NamedTuple):
+    """A root-mean-square norm and the sum before it."""
+
     weight: torch.Tensor
     epsilon: float
 
-    def first(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._launch(hidden, hidden, add=False)
+    def embed(self, ids: torch.Tensor, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embedding's rows of the ids, and their norm."""
+        residual = embedding.new_empty(ids.shape[0], embedding.shape[1])
+        return residual, self._launch(kernels.embed_norm, ids, embedding, residual)
 
     def add(self, added: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual` grows by `added`; the norm of the sum."""
-        return self._launch(added, residual, add=True)
+        return self._launch(kernels.add_norm, added, residual)
 
-    def _launch(self, added: torch.Tensor, residual: torch.Tensor, *, add: bool) -> torch.Tensor:
-        rows, size = residual.shape
-        out = torch.empty_like(residual)
+    def _launch(self, kernel: Any, *given: torch.Tensor) -> torch.Tensor:
+        rows, size = given[-1].shape
+        out = torch.empty_like(given[-1])
         pad = 1 << (size - 1).bit_length()
-        kernels.add_norm[(rows,)](
-            added, residual, self.weight, out, self.epsilon,
-            SIZE=size, SIZE_PAD=pad, ADD=add, num_warps=8 if pad > 2048 else 4,
-        )  # fmt: skip
+        warps = 8 if pad > 2048 else 4
+        kernel[(rows,)](*given, self.weight, out, self.epsilon, SIZE=size, SIZE_PAD=pad, num_warps=warps)
         return out
 
 
@@ -60,8 +63,7 @@ class Layer(NamedTuple):
     scoring: Scoring
     output: Product
     between: Norm
-    gate: Product  # gate and up together if `up` is None
-    up: Product | None
+    gate_up: Product
     down: Product
 
 
@@ -69,7 +71,7 @@ class LeanForward:
     """(ids, positions, wanted) -> logits, in the current DeviceContext; as `LoadedModel.forward`."""
 
     def __init__(
-        self, model: LoadedModel, layers: list[Layer], turn: Turn, *, read_ahead: bool = True
+        self, model: LoadedModel, layers: list[Layer], turn: Turn, apart: Callable[[int], bool]
     ) -> None:
         config, body = model.model.config, model.model.model
         self._heads = config.num_attention_heads
@@ -77,6 +79,7 @@ class LeanForward:
         self._dim = model.layers[0].key_dim
         self._layers = layers
         self._turn = turn
+        self._apart = apart  # by rows: whether gate and up are faster as two products
         self._embedding = body.embed_tokens.weight
         self._last = _norm(body.norm)
         self._head = Product(model.model.lm_head.weight, model.model.lm_head.bias)
@@ -84,15 +87,29 @@ class LeanForward:
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         step = context.current()
         assert isinstance(step, DeviceContext)
-        residual = F.embedding(ids[0], self._embedding)
-        normed = self._layers[0].before.first(residual)
+        residual, normed = self._layers[0].before.embed(ids[0], self._embedding)
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             joint = layer.query_key_value(normed)
             attended = self._attend(step, joint, layer.scoring)
             normed = layer.between.add(layer.output(attended), residual)
-            down = layer.down(_gated(layer, normed))
+            down = layer.down(self._gated(layer, normed))
             normed = (self._last if after is None else after.before).add(down, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
+
+    def _gated(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
+        rows, width = normed.shape[0], layer.down.weight.shape[1]
+        if self._apart(rows):
+            weight, bias = layer.gate_up
+            low, high = (None, None) if bias is None else (bias[:width], bias[width:])
+            gate, up = F.linear(normed, weight[:width], low), F.linear(normed, weight[width:], high)
+        else:
+            both = layer.gate_up(normed)
+            gate, up = both[:, :width], both[:, width:]
+        out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
+        kernels.silu_times[(rows, -(-width // GATE_BLOCK))](
+            gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=GATE_BLOCK, num_warps=4
+        )
+        return out
 
     def _attend(self, step: DeviceContext, joint: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         tokens, heads = joint.shape[0], self._heads + self._kv_heads
@@ -101,47 +118,31 @@ class LeanForward:
         return step.attend(query, key, value, scoring, self._turn).view(tokens, -1)
 
 
-def _gated(layer: Layer, normed: torch.Tensor) -> torch.Tensor:
-    gate = layer.gate(normed)
-    width = layer.down.weight.shape[1]
-    up = gate[:, width:] if layer.up is None else layer.up(normed)
-    out = torch.empty(gate.shape[0], width, dtype=gate.dtype, device=gate.device)
-    kernels.silu_times[(gate.shape[0], -(-width // GATE_BLOCK))](
-        gate, up, out, width, gate.stride(0), up.stride(0), BLOCK=GATE_BLOCK, num_warps=4
-    )
-    return out
-
-
-def lean_forward(
-    model: LoadedModel, join_gate: Callable[[torch.Tensor, torch.Tensor], bool]
-) -> LeanForward | None:
+def lean_forward(model: LoadedModel) -> LeanForward | None:
     """For a model of the family, or None. The model's own projections become views of the joint ones."""
     config = model.model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if type(model.model).__name__ not in FAMILIES or rope not in STATIC_ROPES or config.hidden_act != "silu":
         return None
     body = model.model.model
-    first = body.layers[0].mlp
-    joined = join_gate(first.gate_proj.weight, first.up_proj.weight)
     window = config.sliding_window if type(model.model).__name__ == "MistralForCausalLM" else None
-    layers = [_layer(one, window, join_gate=joined) for one in body.layers]
+    layers = [_layer(one, window) for one in body.layers]
+    apart = faster_apart([one.gate_up.weight for one in layers[:TRIED_LAYERS]])
     places = torch.arange(model.context_tokens, device=model.device)[None]
     with torch.no_grad():
         cosines, sines = body.rotary_emb(body.embed_tokens.weight[:1, None], places)
-    return LeanForward(model, layers, Turn(cosines[0].contiguous(), sines[0].contiguous()))
+    return LeanForward(model, layers, Turn(cosines[0].contiguous(), sines[0].contiguous()), apart)
 
 
-def _layer(layer: Any, window: int | None, *, join_gate: bool) -> Layer:
+def _layer(layer: Any, window: int | None) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    gate = _joint(mlp.gate_proj, mlp.up_proj) if join_gate else _product(mlp.gate_proj)
     return Layer(
         before=_norm(layer.input_layernorm),
         query_key_value=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
         scoring=Scoring(attention.scaling, getattr(attention, "sliding_window", window)),
         output=_product(attention.o_proj),
         between=_norm(layer.post_attention_layernorm),
-        gate=gate,
-        up=None if join_gate else _product(mlp.up_proj),
+        gate_up=_joint(mlp.gate_proj, mlp.up_proj),
         down=_product(mlp.down_proj),
     )
 

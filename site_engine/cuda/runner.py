@@ -131,9 +131,11 @@ class DeviceRunner:
     def _padding(self, shape: Shape) -> torch.Tensor:
         block = torch.zeros(sum(shape.sections), dtype=torch.int32)
         to = views(block.numpy(), shape)
-        to.table_row[:], to.owner[:], to.patch_at[:], to.items[:] = self._slots, self._slots, -1, -1
+        to.owner[:], to.patch_at[:] = self._slots, -1
+        items = to.items.reshape(-1, 4)
+        items[:] = (-1, 0, 0, self._slots)
         if not shape.blocks:
-            to.items[: shape.samples] = range(shape.samples)
+            items[: shape.samples, 0] = range(shape.samples)
         return block
 
     def _fresh(self, plan: Plan, shape: Shape) -> Fresh | None:

@@ -118,9 +118,7 @@ class Step:
         if not shape.items:
             return None
         chunk = chunk_tokens(shape.samples)
-        return DecodeWork(
-            given.table_row, given.length, given.items, self._device.arrived, shape.split, chunk
-        )
+        return DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)
 
     def _prefill_work(self) -> PrefillWork | None:
         if not self._shape.blocks:
