@@ -174,7 +174,9 @@ def show_ready(here: Session, running: Running, *, as_json: bool) -> None:
         facts = {"base_url": running.base_url, "api_key": key, "model": model, "sites": sites}
         here.terminal.json({**facts, "processes": [process_facts(each) for each in running.processes]})
         return
-    facts_rows = [["gateway", running.base_url, "ready"], ["API key", key, ""], ["model", model, ""]]
+    page = running.base_url.removesuffix("/v1") + "/admin"
+    facts_rows = [["gateway", running.base_url, "ready"], ["dashboard", page, ""]]
+    facts_rows += [["API key", key, ""], ["model", model, ""]]
     here.terminal.table(["", "Mico", "state"], facts_rows + [site_row(site) for site in sites])
     here.terminal.data("\n" + curl(running, key, model))
 

@@ -226,7 +226,7 @@ function path(points) {
   for (const point of points) {
     if (point == null) pen = "M";
     else {
-      d += `${pen}${point[0].toFixed(1)} ${point[1].toFixed(1)}`;
+      d += pen + Math.round(point[0] * 10) / 10 + " " + Math.round(point[1] * 10) / 10;
       pen = "L";
     }
   }

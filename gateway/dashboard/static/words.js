@@ -28,11 +28,14 @@ export function mark(element, className) {
   if (element.className !== className) element.className = className;
 }
 
+const NUMBERS = [0, 1, 2].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits }));
+const TIMES = [false, true].map((full) => new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: full ? "2-digit" : undefined, hour12: false }));
+
 export function number(value, digits = 0) {
   if (value == null) return "–";
   if (Math.abs(value) >= 1e6) return (value / 1e6).toFixed(1) + " M";
   if (Math.abs(value) >= 1e4) return (value / 1e3).toFixed(1) + " k";
-  return value.toLocaleString("en", { maximumFractionDigits: digits });
+  return NUMBERS[digits].format(value);
 }
 
 export function rate(value) {
@@ -51,9 +54,7 @@ export function seconds(value) {
 }
 
 export function clock(unix, withSeconds = true) {
-  const options = { hour: "2-digit", minute: "2-digit", hour12: false };
-  if (withSeconds) options.second = "2-digit";
-  return new Date(unix * 1000).toLocaleTimeString("en-GB", options);
+  return TIMES[Number(withSeconds)].format(unix * 1000);
 }
 
 // One request of the operator's API. Throws an Error whose message a person can act on.

@@ -1,0 +1,104 @@
+"""The page's figures and acts from the terminal, against a real federation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.local_federation import LocalFederation, eventually
+
+pytestmark = pytest.mark.e2e
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(federation: LocalFederation) -> Iterator[Run]:
+    """One command: its exit status, stdout and stderr. All orders are lifted afterwards."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("MICO_", "OPENAI_"))}
+    told = {"MICO_BASE_URL": federation.base_url, "MICO_API_KEY": federation.api_key}
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        ran = subprocess.run(
+            [sys.executable, "-m", "mico", *arguments],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env=outside | told,
+            check=False,
+            timeout=60,
+        )
+        return ran.returncode, ran.stdout, ran.stderr
+
+    federation.wait_until_ready()
+    try:
+        yield command
+    finally:
+        with federation.http() as http:
+            for site in federation.running.sites:
+                for verb in ("resume", "weight"):
+                    path = f"/admin/api/sites/{site.name}/{verb}"
+                    http.post(path, json={"reason": "the test is over"}).raise_for_status()
+        federation.wait_until_ready()
+
+
+def test_top_shows_every_site_and_speaks_json(run: Run, federation: LocalFederation) -> None:
+    status, out, _ = run("top", "-n", "1")
+    assert status == 0
+    for site in federation.running.sites:
+        assert site.name in out
+    snapshot = json.loads(run("top", "-n", "1", "--json")[1])
+    assert {"seq", "at", "banner", "totals", "sites", "events", "routes", "quality"} <= set(snapshot)
+    assert {site["name"] for site in snapshot["sites"]} == {s.name for s in federation.running.sites}
+
+
+def test_an_act_needs_a_reason_and_says_what_it_does(run: Run, federation: LocalFederation) -> None:
+    site = federation.running.sites[0].name
+    assert run("sites", "drain", site)[0] == 2
+    assert run("sites", "drain", site, "--reason", "x", "--for", "soon")[0] == 2
+    status, out, err = run("sites", "drain", site, "--dry-run", "--json")
+    assert (status, json.loads(out)["done"]) == (0, False)
+    assert federation.sites()[site]["state"] == "ready"
+    status, out, err = run("sites", "drain", site, "--reason", "a rehearsal", "--for", "10m")
+    assert (status, out) == (0, "")
+    assert f"drain {site}" in err
+    (order,) = federation.sites()[site]["orders"]
+    assert (order["what"], order["reason"]) == ("drain", "a rehearsal")
+    assert order["until_at"] - order["given_at"] == pytest.approx(600)
+
+
+def test_what_hurts_is_not_done_unless_somebody_says_yes(run: Run, federation: LocalFederation) -> None:
+    first, *others = [site.name for site in federation.running.sites]
+    for site in others:
+        assert run("sites", "pause", site, "--reason", "x", "--yes")[0] == 0
+    ready = {name for name, site in federation.sites().items() if site["state"] == "ready"}
+    assert ready == {first}
+    told = "No other site can serve"
+    eventually(
+        lambda: told in run("sites", "drain", first, "--dry-run", "--json")[1], "it knows of the others"
+    )
+    status, _, err = run("sites", "drain", first, "--reason", "x")
+    assert status == 1
+    assert told in err
+    assert "--yes" in err
+    assert federation.sites()[first]["state"] == "ready"
+
+
+def test_a_weight_changes_the_expected_shares(run: Run, federation: LocalFederation) -> None:
+    site = federation.running.sites[0].name
+    status, out, _ = run("sites", "weight", site, "0", "--reason", "x", "--yes", "--json")
+    shares = {share["site"]: share for share in json.loads(out)["preview"]["shares"]}
+    assert status == 0
+    assert shares[site]["after"] == 0.0 < shares[site]["before"]
+    assert federation.sites()[site]["weight"] == 0.0
+
+
+def test_an_unknown_site_is_named_with_those_there_are(run: Run, federation: LocalFederation) -> None:
+    status, _, err = run("sites", "drain", "nowhere", "--reason", "x")
+    assert status == 1
+    assert federation.running.sites[0].name in err
