@@ -15,6 +15,7 @@ from mico.commands import (
     config,
     database,
     doctor,
+    drill,
     federation,
     keys,
     operate,
@@ -73,6 +74,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)
 app.command()(doctor.doctor)
+app.add_typer(drill.app, name="drill")
 app.command()(simulate.simulate)
 app.command()(processes.gateway)
 app.command()(processes.site)

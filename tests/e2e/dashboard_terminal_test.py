@@ -102,3 +102,19 @@ def test_an_unknown_site_is_named_with_those_there_are(run: Run, federation: Loc
     status, _, err = run("sites", "drain", "nowhere", "--reason", "x")
     assert status == 1
     assert federation.running.sites[0].name in err
+
+
+def test_drills_break_what_they_say_and_mend_it(run: Run, federation: LocalFederation) -> None:
+    here = ("--folder", str(federation.folder.path), "drill")
+    site = federation.running.sites[1].name
+    status, _, err = run(*here, "stale", site, "--for", "4s")
+    assert status == 0, err
+    snapshot = json.loads(run("top", "-n", "1", "--json")[1])
+    told = [event["text"] for event in snapshot["events"] if event["site"] == site]
+    assert "is stale: its reports stopped" in told
+    federation.wait_until_ready()
+    status, _, err = run(*here, "overload", "--clients", "2", "--for", "1s")
+    assert status == 0, err
+    assert "0 refused" in err
+    assert run(*here, "kill-site", "nowhere")[0] == 2
+    assert run("drill", "kill-site")[0] == 1  # no federation in this folder

@@ -140,7 +140,7 @@ function drawRoutes({ routes, quality }) {
     body.replaceChildren(...rows);
   }
   put($("quality"), quality
-    ? `${number(quality.answers)} answers, by ${quality.source}: ${percent(quality.under_p50)} were under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s were off by less than ${number(quality.error_p50_tokens)} tokens.`
+    ? `${number(quality.answers)} answers, by ${quality.source}: ${percent(quality.under_p50)} were under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s were off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended.`
     : "No answer to compare with.");
 }
 

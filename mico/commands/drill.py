@@ -1,0 +1,123 @@
+"""`mico drill …`: break the local federation on purpose, and watch the page say so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mico.errors import CommandFailed, ExitCode
+from mico.session import Session, session
+
+if TYPE_CHECKING:
+    from mico.local.folder import Running
+    from mico.local.processes import Process
+
+app = typer.Typer(help="Rehearse trouble on the local federation.", no_args_is_help=True)
+
+Site = Annotated[str | None, typer.Argument(help="Which site. [default: the last one]")]
+For = Annotated[str, typer.Option("--for", help="How long, such as 20s.")]
+
+
+@app.command("kill-site")
+def kill_site(context: typer.Context, site: Site = None) -> None:
+    """As a power failure would. The page shows it stale, then down; answers go on elsewhere."""
+    here = session(context)
+    process = chosen(running(here), site)
+    os.kill(process.pid, signal.SIGKILL)
+    here.terminal.say(f"killed {process.name}; mico up --detach starts it again")
+
+
+@app.command("stale")
+def stale(context: typer.Context, site: Site = None, lasts: For = "20s") -> None:
+    """Let a site hang: it keeps its connections and says nothing."""
+    from mico.commands.operate import duration
+
+    here = session(context)
+    process = chosen(running(here), site)
+    with stopped(process):
+        here.terminal.say(f"{process.name} hangs for {lasts}; Ctrl-C lets it go on")
+        wait(duration(lasts))
+    here.terminal.say(f"{process.name} goes on and joins again")
+
+
+@app.command("overload")
+def overload(
+    context: typer.Context,
+    clients: Annotated[int, typer.Option(min=1, max=256, help="How many ask at once.")] = 40,
+    lasts: For = "20s",
+) -> None:
+    """Ask more than the federation can answer at once. The page shows who is hot and what waits."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from mico.commands.operate import duration
+
+    here = session(context)
+    federation = running(here)
+    until_s = time.monotonic() + duration(lasts)
+    here.terminal.say(f"{clients} clients ask for {lasts}")
+    with ThreadPoolExecutor(clients) as pool:
+        answered = [
+            pool.submit(ask_until, federation.base_url, here.folder.key(), until_s) for _ in range(clients)
+        ]
+    counts = [each.result() for each in answered]
+    done, refused = (sum(column) for column in zip(*counts, strict=True))
+    here.terminal.say(f"{done} answered, {refused} refused")
+
+
+def ask_until(base_url: str, key: str | None, until_s: float) -> tuple[int, int]:
+    """One client's loop: how many of its queries were answered, and how many refused."""
+    from mico.client import Client
+
+    client, done, refused = Client(base_url, key), 0, 0
+    model = client.get("/v1/models")["data"][0]["id"]
+    question = [{"role": "user", "content": "Tell me all you know about rivers. " * 4}]
+    body = {"model": model, "messages": question, "max_tokens": 80}
+    while time.monotonic() < until_s:
+        try:
+            client.post("/v1/chat/completions", body)
+            done += 1
+        except CommandFailed:
+            refused += 1
+    client.http.close()
+    return done, refused
+
+
+@contextmanager
+def stopped(process: Process) -> Iterator[None]:
+    """Whatever happens meanwhile, it goes on afterwards."""
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def wait(seconds: float) -> None:
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        return
+
+
+def running(here: Session) -> Running:
+    found = here.folder.running()
+    if found is None or not found.gateway.alive:
+        raise CommandFailed("no federation runs here", tip="mico up --detach starts one")
+    return found
+
+
+def chosen(federation: Running, name: str | None) -> Process:
+    alive = [process for process in federation.sites if process.alive]
+    process = next((p for p in reversed(alive) if name in (None, p.name)), None)
+    if process is None:
+        names = ", ".join(p.name for p in alive) or "none"
+        raise CommandFailed(
+            f"no site {name} runs here", tip=f"sites: {names}", exit_code=ExitCode.WRONG_USAGE
+        )
+    return process
