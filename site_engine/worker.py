@@ -198,6 +198,7 @@ class Worker:
 
     def _submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
         self._calls.append(partial(reply, self._admit(group)))
+        self._want_load()  # figures from before must not be sent after the answer: they would not count it
 
     def _admit(self, group: Group) -> Admission | NotServed:
         if self._broken:

@@ -182,6 +182,14 @@ def test_outputs_of_an_iteration_arrive_in_one_call() -> None:
         assert desk.batches - before == 1
 
 
+def test_figures_that_follow_an_answer_count_what_was_taken() -> None:
+    with at_work(FakeEngine(slots=1), floor_s=1.0) as desk:
+        desk.submit(request("first", tokens=9))
+        desk.step()
+        desk.submit(request("second"))
+        assert desk.loads[-1].figures.pending == 1
+
+
 @pytest.mark.parametrize("prompt", ["x" * CONTEXT_TOKENS, "x" * (CONTEXT_TOKENS + 9)])
 def test_the_engines_own_refusal_becomes_ours(prompt: str) -> None:
     with at_work(FakeEngine()) as desk:
