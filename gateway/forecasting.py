@@ -53,7 +53,10 @@ class Forecasts:
 
     def _run(self, queries: list[Features]) -> list[Forecast]:
         try:
-            return self._forecaster.forecast(queries)
+            forecasts = self._forecaster.forecast(queries)
+            if len(forecasts) != len(queries):
+                raise ValueError(f"{len(forecasts)} forecasts for {len(queries)} queries")
+            return forecasts
         except Exception:
             log.exception("the forecaster %s failed", self._forecaster.name)
             return self._fallback.forecast(queries)
