@@ -67,7 +67,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
         gateway.policy,
         now_s=gateway.clock(),
         turn=next(gateway.turns),
-        avoid=this.avoid,
+        avoid=this.avoid | too_short(gateway, story),
         toward=this.toward,
     )
     if placed.site is None:
@@ -86,6 +86,15 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     attempt = link.assign(query, decision, demand, forecast, resume=this.resume, moves=this.moves)
     story.begin(attempt)
     return attempt
+
+
+def too_short(gateway: Gateway, story: Story) -> frozenset[str]:
+    """Sites that would refuse the prompt too: it did not fit a context as long as theirs."""
+    limit_tokens = story.too_short_tokens
+    if not limit_tokens:
+        return frozenset()
+    served = {site.name: site.identity.models.get(story.query.model) for site in gateway.directory.sites}
+    return frozenset(name for name, model in served.items() if model and model.context_tokens <= limit_tokens)
 
 
 async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:

@@ -333,7 +333,9 @@ Piece = Opening | Delta | Usage
 
 
 class Cause(StrEnum):
-    """Why an attempt broke. The first two are the client's mistakes: no other site would do better."""
+    """Why an attempt broke. The first two are the client's mistakes; the first only if no site has a longer
+    context, the second everywhere.
+    """
 
     CONTEXT_LENGTH = "context_length"
     INVALID = "invalid"

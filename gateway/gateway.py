@@ -7,7 +7,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from gateway.domain import Outcome, Query
@@ -76,8 +75,12 @@ class Gateway:
             await asyncio.gather(*self._settling)
 
     async def _record_when_ended(self, story: Story, attempt: LiveAttempt) -> None:
-        with suppress(TimeoutError):
+        try:
             await asyncio.wait_for(attempt.ended.wait(), LAST_COUNT_WITHIN_S)
+        except TimeoutError:
+            log.warning("site %s did not say that attempt %s ended", attempt.site.name, attempt.id)
+            if link := self.federation.links.get(attempt.site.name):
+                link.forget(attempt)
         self._record(story)
 
     def _record(self, story: Story) -> None:

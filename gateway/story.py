@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.domain import Attempt, Delta, Opening, Outcome, Query, Resume, Status, Usage
+from gateway.domain import Attempt, Cause, Delta, Opening, Outcome, Query, Resume, Status, Usage
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.federation.attempt import LiveAttempt
 from predictor.forecast import Forecast
@@ -42,13 +42,24 @@ class Story:
 
     @property
     def completion_tokens(self) -> int:
-        """As the sites counted them. A resumed attempt counts what it was given, so the largest is all."""
+        """As the sites counted them. A resumed attempt counts what it was given, so the largest is all.
+
+        Once there is an answer it is the last attempt's: what another lost before delivery is not in it.
+        """
+        if self.answered and self.current:
+            return self.current.completion_tokens
         return max((attempt.completion_tokens for attempt in self._attempts), default=0)
 
     @property
     def delivered(self) -> Resume | None:
         """What the client has by now; None before the first token."""
         return Resume(tuple(self._token_ids), self._chars) if self.opened else None
+
+    @property
+    def too_short_tokens(self) -> int:
+        """The longest context that a site found too short for the prompt; 0 if none did."""
+        tried = [a for a in self._attempts if a.broken and a.broken.cause is Cause.CONTEXT_LENGTH]
+        return max((a.site.models[self.query.model].context_tokens for a in tried), default=0)
 
     @property
     def usage(self) -> Usage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -27,6 +26,8 @@ from wire import federation_pb2 as pb
 PROTOCOL = 1
 MAX_NAME = 200
 MAX_MODELS = 1000
+MAX_AMOUNT = 1e12
+"""Of seconds, tokens or dollars; far beyond what is real, and sums and products of it stay finite."""
 
 
 class Garbage(Exception):
@@ -154,8 +155,8 @@ def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
 
 
 def _amount(value: float, name: str) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise Garbage(f"{name} is {value}, not a finite amount")
+    if not 0 <= value <= MAX_AMOUNT:  # false of a value that is no number, too
+        raise Garbage(f"{name} is {value}, not an amount from 0 to {MAX_AMOUNT:g}")
     return value
 
 

@@ -98,6 +98,11 @@ class Link:
         release = pb.Release(release_id=release_id, attempt_ids=attempt_ids)
         self.outbox.put_nowait(pb.GatewayMessage(release=release))
 
+    def forget(self, attempt: LiveAttempt) -> None:
+        """Do not wait for its end any longer; what the site may still say of it is dropped."""
+        if attempt.id in self._live:
+            self._end(attempt, Broken(self.name, Cause.CANCELLED, "the site did not say that it ended"))
+
     def move_away(self, served_elsewhere: Container[str], reason: str) -> int:
         """Break what another site can go on with, so that it is decided anew; the rest may finish here."""
         moving = [
@@ -127,7 +132,12 @@ class Link:
     # -- from the site --
 
     def receive(self, message: pb.SiteMessage) -> None:
-        """Take one message. Raises Garbage when no correct site would have sent it."""
+        """Take one message. Raises Garbage when no correct site would have sent it.
+
+        After `close` nothing is taken: the site may have joined again, and this is old news of it.
+        """
+        if self.closing is not None:
+            return
         self.heard_s = self._clock()
         body = message.WhichOneof("body")
         if body not in self._take:
@@ -160,6 +170,7 @@ class Link:
         try:
             attempt.count(message.index, message.completion_tokens)
             if message.finish == pb.Delta.FAILED:
+                self._cancel(attempt)  # its other choices would run on for nobody
                 self._end(attempt, Broken(self.name, Cause.FAILED, message.error or f"{self.name} failed"))
             elif message.finish == pb.Delta.CANCELLED:
                 attempt.close_choice(message.index, Broken(self.name, Cause.CANCELLED, "cancelled"))

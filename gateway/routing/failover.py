@@ -16,6 +16,8 @@ from gateway.errors import (
     UpstreamLost,
 )
 
+MOST_MOVES = 3
+"""A query changes its site at most so often: no ping-pong, whatever the estimates say."""
 RETRY_AFTER_S = 1.0
 
 
@@ -42,15 +44,16 @@ class Setback(NamedTuple):
 def tries(sampling: Sampling, most: int) -> Generator[Try, Setback, None]:
     """Until `most` tries have failed, never the same site twice. Raises the error for the client in the end.
 
-    To be released by a site is no failure: the query goes on to the site that bid for it.
+    To be released by a site is no failure: the query goes on to the site that bid for it. Nobody asks for
+    more than `MOST_MOVES` releases, so a site that gives up more than those has failed.
     """
     this, failures = Try(1), 0
     while True:
         broken, resume = yield this
-        if broken.cause is Cause.RELEASED:
-            this = this._replace(number=this.number + 1, toward=broken.toward, moves=this.moves + 1)
-            continue
         _check(broken, resume, sampling)
+        if broken.cause is Cause.RELEASED and this.moves < MOST_MOVES:
+            this = Try(this.number + 1, this.avoid, resume, broken.toward, this.moves + 1)
+            continue
         failures += 1
         if failures >= most:
             raise gave_up(broken, resume)
@@ -59,8 +62,6 @@ def tries(sampling: Sampling, most: int) -> Generator[Try, Setback, None]:
 
 def _check(broken: Broken, resume: Resume | None, sampling: Sampling) -> None:
     """Raise what no other site could better."""
-    if broken.cause is Cause.CONTEXT_LENGTH:
-        raise ContextTooLong(broken.message, param=broken.param)
     if broken.cause is Cause.INVALID:
         raise BadRequest(broken.message, param=broken.param)
     if resume is not None and not sampling.resumable:
@@ -71,6 +72,8 @@ def _check(broken: Broken, resume: Resume | None, sampling: Sampling) -> None:
 
 def gave_up(broken: Broken | None, resume: Resume | None, reason: str = "") -> MicoError:
     """The error for a query that no site takes: `broken` is how the last try ended, if there was one."""
+    if broken is not None and broken.cause is Cause.CONTEXT_LENGTH:
+        return ContextTooLong(broken.message, param=broken.param)
     if resume is not None and broken is not None:
         return UpstreamLost(f"{broken.message}, and no other site could go on")
     if broken is None:

@@ -11,11 +11,10 @@ import numpy as np
 from gateway.domain import Credit, Site
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, of_demands
+from gateway.routing.failover import MOST_MOVES
 from gateway.routing.filters import why_not
 from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_row
 
-MOST_MOVES = 3
-"""A query changes its site at most so often: no ping-pong, whatever the estimates say."""
 LEAST_GAIN_S = 0.05
 LEAST_GAIN_SHARE = 0.2
 """A move must save this much time, and this share of the wait: estimates err, and moving is not free."""

@@ -46,7 +46,14 @@ class ScriptedSite:
     """A site under the test's hand. `inbox` holds what the gateway sent; pings it answers itself."""
 
     def __init__(
-        self, name: str, address: str, *, slots: int = 4, token: str = TOKEN, seconds_per_token: float = 0.01
+        self,
+        name: str,
+        address: str,
+        *,
+        slots: int = 4,
+        token: str = TOKEN,
+        seconds_per_token: float = 0.01,
+        context_tokens: int = 1024,
     ):
         self.name, self.address, self.slots, self.token = name, address, slots, token
         self.seconds_per_token = seconds_per_token
@@ -54,6 +61,7 @@ class ScriptedSite:
         self.answers_pings = True
         self.features: tuple[str, ...] = ("chat", "logprobs", "resume")
         self.names_tokens = True
+        self.context_tokens = context_tokens
         self._seq = 0
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._channel: Any = None
@@ -65,7 +73,12 @@ class ScriptedSite:
         self._call = rpc.FederationStub(self._channel).Join(
             metadata=(("authorization", f"Bearer {self.token}"),)
         )
-        model = pb.Model(id="m", revision=f"rev-{self.name}", context_tokens=1024, features=self.features)
+        model = pb.Model(
+            id="m",
+            revision=f"rev-{self.name}",
+            context_tokens=self.context_tokens,
+            features=self.features,
+        )
         hello = pb.Hello(
             protocol=1,
             site=self.name,

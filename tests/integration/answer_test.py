@@ -20,6 +20,7 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamLost,
 )
+from gateway.routing.failover import MOST_MOVES
 from tests.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
@@ -481,5 +482,117 @@ def test_a_burst_on_one_old_report_spreads_over_equal_sites() -> None:
             while not site.inbox.empty():
                 await site.finish(await site.assigned(), "x", 1)
         assert all(text_of(pieces) == "x" for pieces in await asyncio.gather(*tasks))
+
+    run(scenario)
+
+
+def test_a_release_of_what_has_started_does_not_start_the_answer_again() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        pieces: list[Piece] = []
+
+        async def read() -> None:
+            async for piece in answer(here.gateway, here.query()):
+                pieces.append(piece)
+
+        task = asyncio.create_task(read())
+        assign = await site.assigned()
+        await site.step(assign, "Hel", 3)
+        await site.send(released=pb.Released(release_id="nobody asked", attempt_ids=[assign.attempt_id]))
+        resumed = await site.assigned()
+        assert resumed.resume.text_chars == 3
+        await site.finish(resumed, "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+
+    run(scenario)
+
+
+def test_a_site_that_gives_everything_up_is_given_up() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        for _ in range(MOST_MOVES + 1):
+            attempt = (await site.next()).assign.attempt_id
+            await site.send(released=pb.Released(release_id="nobody asked", attempt_ids=[attempt]))
+        with pytest.raises(UpstreamFailed):
+            await task
+        assert site.inbox.empty()
+
+    run(scenario)
+
+
+def test_a_choice_that_fails_ends_the_others_at_the_site() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query(n=2)))
+        assign = await site.assigned()
+        await site.step(assign, "x", 1, index=0)
+        await site.step(assign, "", 0, index=1, finish=pb.Delta.FAILED, error="out of memory")
+        assert (await site.next()).cancel.attempt_id == assign.attempt_id
+        with pytest.raises(UpstreamLost, match="out of memory"):
+            await task
+
+    run(scenario)
+
+
+def test_a_site_that_never_ends_what_was_cancelled_holds_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.gateway.LAST_COUNT_WITHIN_S", 0.01)
+
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = (await site.next()).assign
+        task.cancel()
+        assert (await site.next()).cancel.attempt_id == assign.attempt_id
+        await until(lambda: here.outcomes, "the outcome")
+        assert here.outcomes[0].status is Status.CANCELLED
+
+    run(scenario)
+
+
+def test_usage_counts_the_answer_that_was_given() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        task = asyncio.create_task(whole(here, here.query()))
+        failing, assign = await one_of(here, *sites)
+        await failing.step(assign, "lost words", 10, finish=pb.Delta.FAILED, error="out of memory")
+        other = next(s for s in sites if s is not failing)
+        await other.finish(await other.assigned(), "done", 4)
+        assert (await task)[-1] == Usage(prompt_tokens=7, completion_tokens=4)
+        assert here.outcomes[0].completion_tokens == 4
+
+    run(scenario)
+
+
+def test_absurd_figures_of_one_site_cost_the_others_nothing() -> None:
+    async def scenario(here: Scene) -> None:
+        mad = await here.site("a")
+        sane = await here.site("b")
+        await mad.report(
+            running=9, pending=9, running_remaining=[9], pending_response_tokens=1e308, token_load=1e308
+        )
+        await until(lambda: "a" not in here.gateway.federation.links, "the link to end")
+        task = asyncio.create_task(whole(here, here.query()))
+        await sane.finish(await sane.assigned(), "done", 1)
+        assert text_of(await task) == "done"
+
+    run(scenario)
+
+
+def test_a_prompt_too_long_for_one_site_goes_to_one_with_a_longer_context() -> None:
+    async def scenario(here: Scene) -> None:
+        short = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        attempt = (await short.next()).assign.attempt_id
+        await here.site("b")
+        long = await here.site("c", context_tokens=4096)
+        await short.send(
+            rejected=pb.Rejected(
+                attempt_id=attempt, reason=pb.Rejected.CONTEXT_LENGTH, message="2000 > 1024", param="messages"
+            )
+        )
+        await long.finish(await long.assigned(), "done", 1)
+        assert text_of(await task) == "done"
 
     run(scenario)

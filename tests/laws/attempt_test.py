@@ -152,3 +152,21 @@ def test_credit_is_what_was_assigned_and_no_report_covers(happened: list[tuple[s
         assert book.link.live == 0
 
     asyncio.run(scenario())
+
+
+def test_a_link_that_was_closed_changes_nothing_of_the_site_that_joined_again() -> None:
+    async def scenario() -> None:
+        book = Bookkeeping()
+        older = book.link
+        older.close("the site joined again")
+        book.directory.join(IDENTITY, 1.0)
+        book.link = Link(IDENTITY, book.directory, Offloading({}, book.directory, lambda: 1.0), lambda: 1.0)
+        book.report("")
+        book.assign("new")
+        before = book.directory.sites
+        older.receive(pb.SiteMessage(load=pb.Load(seq=9, pending=99)))
+        older.receive(pb.SiteMessage(bye=pb.Bye(reason="over")))
+        assert book.directory.sites == before
+        assert book.credit == 1
+
+    asyncio.run(scenario())

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.routing.demand import Demand
+from gateway.routing.failover import MOST_MOVES
 from gateway.routing.fleet import Fleet
-from gateway.routing.offload import MOST_MOVES, Pending, wins
+from gateway.routing.offload import Pending, wins
 
 NOW = 50.0
 

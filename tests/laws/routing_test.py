@@ -25,7 +25,7 @@ from gateway.errors import MicoError, UpstreamLost
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimate
-from gateway.routing.failover import Setback, tries
+from gateway.routing.failover import MOST_MOVES, Setback, tries
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES, mico
@@ -227,7 +227,7 @@ def test_tries_are_bounded_and_never_repeat_a_site(most: int, breaks: list[Cause
     assert len(used) == most
 
 
-@given(st.integers(1, 9))
+@given(st.integers(1, MOST_MOVES))
 def test_to_be_released_is_no_failure_and_leads_to_the_bidder(moves: int) -> None:
     plan = tries(Sampling(), 1)
     this = next(plan)
@@ -252,3 +252,12 @@ def test_what_can_not_be_resumed_is_refused_honestly(sampling: Sampling) -> None
     next(plan)
     with pytest.raises(UpstreamLost, match="gone"):
         plan.send(Setback(Broken("a", Cause.LOST, "gone"), Resume((1,), 1)))
+
+
+def test_more_free_memory_than_a_site_has_makes_it_no_faster() -> None:
+    def with_free(tokens: int) -> Site:
+        busy = site("busy", running=(500,) * 8, pending=9)
+        cost = IterationCost(base_s=0.1, per_kv_token_s=1e-6)
+        return replace(busy, load=replace(busy.load, kv_free_tokens=tokens, iteration=cost))
+
+    assert estimate(DEMAND, with_free(2**32 - 1), NOW) == estimate(DEMAND, with_free(10_000), NOW)
