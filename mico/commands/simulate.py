@@ -48,7 +48,7 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     estimator: Annotated[
         str, typer.Option(help="Who forecasts: shipped, oracle, noisy:0.5, constant, input, histogram, bins.")
     ] = "shipped",
-    order: Annotated[str, typer.Option(help="Order at a site: shortest, work, fcfs, longest.")] = "shortest",
+    order: Annotated[str, typer.Option(help="Order at a site: work, shortest, fcfs, longest.")] = "work",
     offload: Annotated[
         str, typer.Option(help="Whether idle sites take pending work: on, off or both.")
     ] = "on",

@@ -10,12 +10,8 @@ import numpy as np
 
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation.queries import Record
-from site_engine.admission import STARVING_AFTER_S, Score, shortest_forecast
+from site_engine.admission import STARVING_AFTER_S, Score, least_work
 from site_engine.request import Request
-
-PROMPT_TOKEN_WORK = 0.02
-"""What computing a prompt token takes of a site beside a response token, which shares its iteration."""
-WORK_AGEING_TOKENS_PER_S = 10.0
 
 
 def first_come(request: Request) -> float:
@@ -26,19 +22,21 @@ def longest_forecast(request: Request) -> float:
     return -request.expected_remaining()
 
 
-def least_work(request: Request) -> float:
-    """Like the engine's order, but the prompt counts too and waiting counts less."""
-    work = request.expected_remaining() + PROMPT_TOKEN_WORK * len(request.tokens)
-    return work + WORK_AGEING_TOKENS_PER_S * request.arrived_s
+def shortest_forecast(request: Request) -> float:
+    """Without the prompt, and waiting counts five times as much as in the engine's own order."""
+    return request.expected_remaining() + 50.0 * request.arrived_s
 
 
 ORDERS: dict[str, tuple[Score, float]] = {
+    "work": (least_work, STARVING_AFTER_S),
     "shortest": (shortest_forecast, STARVING_AFTER_S),
     "fcfs": (first_come, inf),
     "longest": (longest_forecast, inf),
-    "work": (least_work, STARVING_AFTER_S),
 }
-"""How a site orders what waits there, and after how long the oldest goes first whatever the order."""
+"""How a site orders what waits there, and after how long the oldest goes first whatever the order.
+
+The first is the engine's own.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def simulate(
     sites: tuple[SiteSpec, ...],
     *,
     policy: str = "mico",
-    order: str = "shortest",
+    order: str = "work",
     estimator: str = "oracle",
     **more: object,
 ) -> tuple[list[Record], Federation]:
