@@ -2,6 +2,7 @@
 
 Three processes on this machine: a server that sends tokens at an even pace, the site, and this one, which is
 the client of the one and the gateway of the other. Run: python -m bench.remote
+With `same --url URL --model NAME`: whether greedy answers of a real server are the same through a site.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +28,8 @@ from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc
 
 PROMPT = "Why is the sky blue? " * 20
+TOPICS = ("the sky", "bread", "rivers", "clocks", "winter", "glass", "maps", "salt")
+FORMS = ("Why is there {}?", "Write a line about {}.", "Explain {} to a child.")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -116,6 +120,7 @@ class Gateway(federation_pb2_grpc.FederationServicer):
     waiting: dict[str, asyncio.Future[Took]] = field(default_factory=dict)
     began: dict[str, float] = field(default_factory=dict)
     first: dict[str, float] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     context: Any = None
     number: int = 0
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)  # a stream takes one write at a time
@@ -129,17 +134,19 @@ class Gateway(federation_pb2_grpc.FederationServicer):
             now = time.perf_counter()
             for delta in message.step.deltas:
                 self.first.setdefault(delta.attempt_id, now)
+                self.texts[delta.attempt_id] = self.texts.get(delta.attempt_id, "") + delta.text
                 if delta.finish:
                     began = self.began[delta.attempt_id]
                     took = Took(self.first[delta.attempt_id] - began, now - began)
                     self.waiting[delta.attempt_id].set_result(took)
 
-    async def ask(self) -> Took:
+    async def ask(self, model: str = "m", prompt: str = PROMPT, most: int | None = None) -> Took:
+        """Greedy; the text of the n-th question is texts[str(n)]."""
         self.number += 1
         name = str(self.number)
         self.waiting[name] = asyncio.get_running_loop().create_future()
-        body = pb.Assign(attempt_id=name, model="m", sampling=pb.Sampling(n=1, temperature=1, top_p=1))
-        body.chat.messages.append(pb.ChatMessage(role="user", content=PROMPT))
+        body = pb.Assign(attempt_id=name, model=model, sampling=pb.Sampling(n=1, top_p=1, max_tokens=most))
+        body.chat.messages.append(pb.ChatMessage(role="user", content=prompt))
         self.began[name] = time.perf_counter()
         async with self.writing:
             await self.context.write(pb.GatewayMessage(assign=body))
@@ -164,23 +171,55 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     server = start("bench.remote", "serve", f"--tokens={options.tokens}", f"--pace-ms={options.pace_ms}")
     assert server.stdout is not None
     url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+    try:
+        async with (
+            site_before(url, max(options.at_once)) as (gateway, site),
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+        ):
+            return {"rows": [await row(client, gateway, site, options, each) for each in options.at_once]}
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@asynccontextmanager
+async def site_before(url: str, slots: int, *more: str) -> AsyncIterator[tuple[Gateway, int]]:
+    """A gateway that the site in front of `url` has joined, and the site's process id."""
     gateway, grpc_server = Gateway(), grpc.aio.server()
     federation_pb2_grpc.add_FederationServicer_to_server(gateway, grpc_server)  # type: ignore[no-untyped-call]
     address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
     await grpc_server.start()
-    settings = ("site=bench", f"gateways={address}", f"slots={max(options.at_once)}", "log_level=warning")
+    settings = ("site=bench", f"gateways={address}", f"slots={slots}", "log_level=warning", *more)
     flags = [flag for each in settings for flag in ("--set", each)]
     site = start("mico", "site", "--engine", "openai", "--url", url, *flags)
     try:
         await asyncio.wait_for(gateway.joined.wait(), 30)
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
-            rows = [await row(client, gateway, site.pid, options, each) for each in options.at_once]
-        return {"rows": rows}
+        yield gateway, site.pid
     finally:
-        for process in (site, server):
-            process.terminate()
-            process.wait()
+        site.terminate()
+        site.wait()
         await grpc_server.stop(None)
+
+
+async def same(options: argparse.Namespace) -> dict[str, Any]:
+    """Greedy texts of a running server, asked directly and through a site, four at a time."""
+    prompts = [form.format(topic) for form in FORMS for topic in TOPICS]
+    async with (
+        site_before(options.url, 4, f"model={options.model}", "served_model=m") as (gateway, _),
+        httpx.AsyncClient(base_url=options.url, timeout=120) as client,
+    ):
+        expected = [await text_of(client, options.model, each, options.tokens) for each in prompts]
+        await asyncio.gather(*(gateway.ask("m", each, options.tokens) for each in prompts))
+    got = [gateway.texts[str(number)] for number in range(1, len(prompts) + 1)]
+    different = [each for each, a, b in zip(prompts, expected, got, strict=True) if a != b]
+    return {"prompts": len(prompts), "characters": sum(map(len, expected)), "different": different}
+
+
+async def text_of(client: httpx.AsyncClient, model: str, prompt: str, most: int) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": most}
+    answer = await client.post("/v1/chat/completions", json=body)
+    return str(answer.raise_for_status().json()["choices"][0]["message"]["content"] or "")
 
 
 async def row(
@@ -220,12 +259,17 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=("compare", "serve"), default="compare")
+    parser.add_argument("what", nargs="?", choices=("compare", "serve", "same"), default="compare")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--pace-ms", type=float, default=10.0, help="between tokens")
     parser.add_argument("--answers", type=int, default=50, help="measured, by each of those at once")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--url", help="of the server to compare with, for `same`")
+    parser.add_argument("--model", help="as that server calls it")
     options = parser.parse_args()
+    if options.what == "same":
+        print(json.dumps(asyncio.run(same(options))))
+        return
     if options.what == "serve":
         asyncio.run(serve(options.tokens, options.pace_ms / 1e3))
         return

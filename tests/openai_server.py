@@ -38,6 +38,7 @@ class OpenAIServer:
     running: int = 0
     waiting: int = 0
     asked: list[dict[str, Any]] = field(default_factory=list)
+    drops: int = 0  # so many requests meet a connection that is closed
     left: int = 0  # answers whose client went away in the middle
     connections: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: answers stop after their first token
@@ -91,6 +92,13 @@ class OpenAIServer:
         method, path, headers = head
         if self.key and headers.get("authorization") != f"Bearer {self.key}":
             _whole(writer, 401, {"error": {"message": "the key is wrong"}})
+        elif method == "POST" and self.drops:
+            self.drops -= 1
+            writer.transport.abort()
+        elif path == "/health" and not self.models:
+            _whole(writer, 200, "")
+        elif path == "/v1/models" and not self.models:
+            _whole(writer, 500, "Internal Server Error")
         elif path == "/v1/models":
             listed = [{"id": each, "owned_by": self.owner, "max_model_len": 64} for each in self.models]
             _whole(writer, 200, {"data": listed})

@@ -45,10 +45,10 @@ class _Page:
 
 async def discover(server: Server, config: SiteConfig) -> Found:
     """Raises ServerLost while it is not there, ConfigError for what waiting won't mend."""
-    listed = await _listed(server)
+    health, _ = await server.get(HEALTH_PATH)
+    listed = await _listed(server, config, healthy=health == 200)
     wanted = _wanted(listed, config)
     page = await _page(server, listed, config)
-    health, _ = await server.get(HEALTH_PATH)
     models = tuple(_model(each, page.dialect, config) for each in wanted)
     context_tokens = min(each.context_tokens for each in models)
     source = "its metrics" if page.busy else f"an estimate: {page.why}"
@@ -84,7 +84,7 @@ async def alive(server: Server, path: str) -> None:
         raise ServerLost(f"{server.root}{path} answers {status}")
 
 
-async def _listed(server: Server) -> list[dict[str, Any]]:
+async def _listed(server: Server, config: SiteConfig, *, healthy: bool) -> list[dict[str, Any]]:
     status, body = await server.get(MODELS_PATH)
     if status in {401, 403}:
         raise ConfigError(f"the server at {server.root} wants a key ({status}); set key_env or key_file")
@@ -93,6 +93,11 @@ async def _listed(server: Server) -> list[dict[str, Any]]:
         listed = [each for each in data if isinstance(each, dict) and each.get("id")]
     except (ValueError, KeyError, TypeError):
         listed = []
+    if not listed and healthy and config.model:
+        log.warning(
+            "the server lists no models (%s answers %d): %s is taken", MODELS_PATH, status, config.model
+        )
+        return [{"id": config.model}]
     if not listed:
         raise ServerLost(f"{server.root}{MODELS_PATH} answers {status} and lists no models")
     return listed

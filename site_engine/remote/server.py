@@ -15,6 +15,10 @@ from site_engine.remote.asking import Asking
 
 CONNECT_S, PROBE_S = 5.0, 5.0
 PAGE_BYTES_MAX = 16 << 20
+KEEP_S = 2.0
+"""Connections are kept for less time than servers keep them (uvicorn: 5 s), so that few are found closed."""
+_CLOSED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+"""What a request meets on a connection that the server closed meanwhile; it is worth a second try."""
 RETRY_AFTER_S, RETRY_AFTER_MAX_S = 1.0, 30.0
 _CONTEXT = re.compile(
     r"context_length|context length|context size|context window|maximum context|max_model_len|"
@@ -53,7 +57,11 @@ class Server:
             base_url=root,
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(silence_s, connect=CONNECT_S, pool=silence_s),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            limits=httpx.Limits(
+                max_connections=connections,
+                max_keepalive_connections=connections,
+                keepalive_expiry=KEEP_S,
+            ),
             transport=transport,
             trust_env=not root.startswith(("http://127.", "http://localhost", "http://[::1]")),
         )
@@ -64,10 +72,13 @@ class Server:
     async def get(self, path: str) -> tuple[int, bytes]:
         """Raises ServerLost."""
         try:
-            response = await self._client.get(path, timeout=PROBE_S)
+            response = await self._send(self._client.build_request("GET", path, timeout=PROBE_S))
+            try:
+                return response.status_code, (await response.aread())[:PAGE_BYTES_MAX]
+            finally:
+                await response.aclose()
         except (httpx.HTTPError, OSError) as exc:
             raise ServerLost(f"{self.root} does not answer: {_told(exc)}") from exc
-        return response.status_code, response.content[:PAGE_BYTES_MAX]
 
     @asynccontextmanager
     async def answer(self, asking: Asking) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -76,12 +87,22 @@ class Server:
         Raises ServerRefused before the first byte, ServerLost at any time.
         """
         try:
-            async with self._client.stream("POST", asking.path, json=asking.body) as response:
+            response = await self._send(self._client.build_request("POST", asking.path, json=asking.body))
+            try:
                 if response.status_code != httpx.codes.OK:
                     raise refused(response.status_code, await response.aread(), response.headers)
                 yield response.aiter_bytes()
+            finally:
+                await response.aclose()
         except (httpx.HTTPError, httpx.StreamError, OSError) as exc:
             raise ServerLost(f"{self.root} broke off: {_told(exc)}") from exc
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        """Up to the headers of its response."""
+        try:
+            return await self._client.send(request, stream=True)
+        except _CLOSED:
+            return await self._client.send(request, stream=True)
 
 
 def refused(status: int, body: bytes, headers: Mapping[str, str]) -> ServerRefused:

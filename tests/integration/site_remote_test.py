@@ -140,6 +140,33 @@ def test_connections_are_used_again() -> None:
     run(scenario)
 
 
+def test_a_request_on_a_closed_connection_is_sent_again() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.drops = 1
+        await here.session.send(**assign("a"))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        here.server.drops = 2
+        await here.session.send(**assign("b"))
+        assert (await here.refused("b")).reason == pb.Rejected.INTERNAL
+
+    run(scenario)
+
+
+def test_a_server_that_lists_no_models_serves_the_one_that_is_configured() -> None:
+    async def scenario(here: Scene) -> None:
+        assert [each.id for each in here.hello.models] == ["letters"]
+        assert here.hello.models[0].context_tokens == 99
+        await here.session.send(**assign("a"))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert here.server.asked[0]["model"] == "some/folder"
+
+    run(
+        scenario,
+        models=(),
+        settings={"model": "some/folder", "served_model": "letters", "context_tokens": 99},
+    )
+
+
 def test_a_cancel_closes_the_stream_at_the_server() -> None:
     async def scenario(here: Scene) -> None:
         here.server.go.clear()
