@@ -16,8 +16,8 @@ Score = Callable[[Request], float]
 PROMPT_TOKEN_WORK = 0.02
 """What computing a prompt token takes of a site beside a response token, which shares its iteration."""
 AGEING_TOKENS_PER_S = 10.0
-"""What a second of waiting is worth. With 50 the order is nearly that of arrival after ten seconds of queue, and
-p99 latency per token on a real trace 1.7 times as long (bench/results/simulation.md).
+"""What a second of waiting is worth. With 50 the order is nearly that of arrival after ten seconds of queue,
+and p99 latency per token on a real trace 1.7 times as long (bench/results/simulation.md).
 """
 STARVING_AFTER_S = 60.0
 
