@@ -1,0 +1,182 @@
+"""A gateway over sites in front of servers and one of our own: answers, failing over, and what can't be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from gateway.answer import answer
+from gateway.domain import Delta, Query, Status, Usage
+from gateway.errors import BadRequest, ContextTooLong, UpstreamLost
+from site_engine.config import SiteConfig
+from site_engine.remote import process
+from site_engine.remote.process import serve
+from tests.fakes.federation import TOKEN, Scene, scene, until
+from tests.openai_server import Mood, OpenAIServer
+
+SAID = "Say something."
+
+
+@dataclass
+class Fleet:
+    here: Scene
+    servers: dict[str, OpenAIServer]
+
+    async def ask(self, query: Query) -> tuple[str, Usage]:
+        text, usage = "", Usage(0, 0)
+        async for piece in answer(self.here.gateway, query):
+            if isinstance(piece, Delta):
+                text += piece.text
+            elif isinstance(piece, Usage):
+                usage = piece
+        return text, usage
+
+    async def at_rest(self) -> None:
+        def idle() -> bool:
+            loads = [site.load for site in self.here.gateway.directory.sites if site.state == "ready"]
+            return self.here.nothing_is_left() and not any(load.running or load.pending for load in loads)
+
+        await until(idle, "every counter is back at zero")
+
+    def ready(self) -> set[str]:
+        return {site.name for site in self.here.gateway.directory.sites if site.state == "ready"}
+
+
+@asynccontextmanager
+async def fleet(*names: str) -> AsyncIterator[Fleet]:
+    sites: list[asyncio.Task[int]] = []
+    async with scene() as here:
+        made = Fleet(here, {})
+        try:
+            for name in names:
+                server = made.servers[name] = OpenAIServer(models=("m",))
+                await server.start()
+                config = SiteConfig(
+                    site=name,
+                    engine="openai",
+                    url=server.url,
+                    gateways=(here.address,),
+                    token=TOKEN,
+                    slots=4,
+                )
+                sites.append(asyncio.create_task(serve(config)))
+                await until(lambda name=name: name in made.ready(), f"{name} is ready")
+            yield made
+        finally:
+            for site in sites:
+                site.cancel()
+            await asyncio.gather(*sites, return_exceptions=True)
+            for server in made.servers.values():
+                await server.die()
+
+
+def run(scenario: Callable[[Fleet], Awaitable[None]], *names: str) -> None:
+    async def whole() -> None:
+        async with fleet(*names) as made:
+            await scenario(made)
+
+    asyncio.run(whole())
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOOK_EVERY_S", "LISTED_EVERY_S", "BACKOFF_FIRST_S"):
+        monkeypatch.setattr(process, name, 0.02)
+
+
+def test_three_servers_answer_as_one() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        queries = [fleet.here.query(max_tokens=9) for _ in range(12)]
+        answers = await asyncio.gather(*map(fleet.ask, queries))
+        assert answers == [(SAID[:9], Usage(prompt_tokens=7, completion_tokens=9))] * 12
+        assert all(server.asked for server in fleet.servers.values())
+        assert [outcome.status for outcome in fleet.here.outcomes] == [Status.ANSWERED] * 12
+        await fleet.at_rest()
+
+    run(scenario, "a", "b", "c")
+
+
+@pytest.mark.parametrize("mood", [Mood.FAILING, Mood.FULL, Mood.GARBAGE])
+def test_before_the_first_word_another_site_takes_over(mood: Mood) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers["a"].mood = mood
+        for _ in range(4):
+            text, usage = await fleet.ask(fleet.here.query(max_tokens=5))
+            assert (text, usage.completion_tokens) == (SAID[:5], 5)
+        await fleet.at_rest()
+
+    run(scenario, "a", "b")
+
+
+def test_half_an_answer_ends_with_an_error_that_says_why() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers.values():
+            server.mood = Mood.HALF
+        with pytest.raises(UpstreamLost, match="names no tokens"):
+            await fleet.ask(fleet.here.query(max_tokens=9))
+        assert sum(len(server.asked) for server in fleet.servers.values()) == 1
+        assert fleet.here.outcomes[0].completion_tokens == 1
+        await fleet.at_rest()
+
+    run(scenario, "a", "b")
+
+
+def test_what_our_own_site_began_is_not_given_to_a_server() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers["a"].mood = Mood.FULL  # the query goes to our own
+        own = await fleet.here.site("own")
+        asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
+        assign = await own.assigned()
+        fleet.servers["a"].mood = Mood.ANSWERING
+        asked = len(fleet.servers["a"].asked)
+        await own.step(assign, "Hel", 3)
+        await until(lambda: any(each.opened for each in fleet.here.gateway.stories.values()), "a first word")
+        await own.close()
+        with pytest.raises(UpstreamLost, match="no other site could go on"):
+            await asking
+        assert len(fleet.servers["a"].asked) == asked
+
+    run(scenario, "a")
+
+
+@pytest.mark.parametrize(("mood", "error"), [(Mood.TOO_LONG, ContextTooLong), (Mood.INVALID, BadRequest)])
+def test_a_clients_mistake_is_told_as_the_server_told_it(mood: Mood, error: type[Exception]) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers.values():
+            server.mood = mood
+        with pytest.raises(error, match=r"maximum context|top_p"):
+            await fleet.ask(fleet.here.query())
+        assert sum(len(server.asked) for server in fleet.servers.values()) == 1
+
+    run(scenario, "a", "b")
+
+
+def test_a_killed_server_leaves_the_federation_and_comes_back() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        server = fleet.servers["a"]
+        await server.die()
+        for _ in range(4):
+            text, _ = await fleet.ask(fleet.here.query(max_tokens=5))
+            assert text == SAID[:5]
+        await until(lambda: fleet.ready() == {"b"}, "a has left")
+        await server.start()
+        await until(lambda: fleet.ready() == {"a", "b"}, "a is back")
+
+    run(scenario, "a", "b")
+
+
+def test_a_client_that_leaves_frees_the_server() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        server = fleet.servers["a"]
+        server.go.clear()
+        asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
+        await server.until(lambda: server.running)
+        asking.cancel()
+        await server.until(lambda: server.left == 1 and not server.running)
+        await fleet.at_rest()
+
+    run(scenario, "a")
