@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from gateway.domain import Query
-from gateway.errors import Forbidden, ModelNotFound, Overloaded
+from gateway.errors import Forbidden, ModelNotFound, NoSite, Overloaded
 
 RETRY_AFTER_S = 1.0
 
 
 def admit(query: Query, *, models: Collection[str], live: int, most_live: int, has_room: bool) -> None:
-    """Raises ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
+    """Raises NoSite, ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
 
     `live` queries are being answered now, and at most `most_live` may be: memory is bounded. `has_room`:
     whether what the query uses could be recorded; nothing is served that can't be.
     """
+    if not models:  # a gateway that has just started can't know which models there are
+        raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
     if query.model not in models:
-        known = ", ".join(sorted(models)[:10]) or "none yet"
+        known = ", ".join(sorted(filter(query.caller.may_use, models))[:10]) or "none for this key"
         raise ModelNotFound(
             f"the model {query.model[:100]!r} does not exist; served here: {known}", param="model"
         )

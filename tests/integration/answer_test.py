@@ -350,8 +350,9 @@ def test_garbage_from_a_site_costs_the_site_its_link_not_the_client_its_answer()
 
 def test_unknown_models_and_absent_sites_are_different_errors() -> None:
     async def scenario(here: Scene) -> None:
-        with pytest.raises(ModelNotFound, match="none yet"):
+        with pytest.raises(NoSite, match="no site has joined") as failure:
             await whole(here, here.query())
+        assert failure.value.retry_after_s
         site = await here.site("a")
         with pytest.raises(ModelNotFound, match="served here: m"):
             await whole(here, here.query(model="gpt-9"))
