@@ -179,8 +179,14 @@ def load_engine(config: SiteConfig) -> Loaded:
     )
     try:
         model = hf_bridge.load(config.model, device=device, dtype=dtype)
-        engine = SiteEngine(model, settings, time.monotonic)
-    except (hf_bridge.CannotServe, ValueError, RuntimeError) as exc:
+        engine: SiteEngine
+        if model.device.type == "cuda":
+            from site_engine.cuda.engine import engine_on_gpu  # needs Triton, which not every platform has
+
+            engine = engine_on_gpu(model, settings, time.monotonic)
+        else:
+            engine = SiteEngine(model, settings, time.monotonic)
+    except (hf_bridge.CannotServe, ImportError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
     return Loaded(engine, model.tokenizer, model.name, model.revision, model.context_tokens, model.vocab_size)
 

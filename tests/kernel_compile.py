@@ -24,8 +24,24 @@ PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
     "width", "gate_row", "up_row", "token_stride",
 }  # fmt: skip
-LLAMA = {"KV_HEADS": 8, "GROUP": 4, "GROUP_PAD": 16, "KEY_DIM": 128, "KEY_PAD": 128, "VALUE_DIM": 128, "VALUE_PAD": 128}
-QWEN = {"KV_HEADS": 2, "GROUP": 7, "GROUP_PAD": 16, "KEY_DIM": 64, "KEY_PAD": 64, "VALUE_DIM": 64, "VALUE_PAD": 64}
+LLAMA = {
+    "KV_HEADS": 8,
+    "GROUP": 4,
+    "GROUP_PAD": 16,
+    "KEY_DIM": 128,
+    "KEY_PAD": 128,
+    "VALUE_DIM": 128,
+    "VALUE_PAD": 128,
+}
+QWEN = {
+    "KV_HEADS": 2,
+    "GROUP": 7,
+    "GROUP_PAD": 16,
+    "KEY_DIM": 64,
+    "KEY_PAD": 64,
+    "VALUE_DIM": 64,
+    "VALUE_PAD": 64,
+}
 PAGED = {"PAGE": 16, "WHOLE_PAGES": True, "BLOCK": 64, "WINDOW": 0, "SOFTCAP": False, "SINKS": False}
 ODD = {"PAGE": 1, "WHOLE_PAGES": False, "BLOCK": 64, "WINDOW": 100, "SOFTCAP": True, "SINKS": True}
 DECODE_OPTIONS = {"num_warps": 2, "num_stages": 4}
@@ -33,7 +49,11 @@ DECODE_OPTIONS = {"num_warps": 2, "num_stages": 4}
 
 def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     decode = [
-        (triton_kernels.decode_rows, {**model, **paged, "CHUNK": 256, "SPLIT": split, "TURN": split}, DECODE_OPTIONS)
+        (
+            triton_kernels.decode_rows,
+            {**model, **paged, "CHUNK": 256, "SPLIT": split, "TURN": split},
+            DECODE_OPTIONS,
+        )
         for model, paged, split in ((LLAMA, PAGED, True), (QWEN, PAGED, False), (QWEN, ODD, True))
     ]
     prefill = [

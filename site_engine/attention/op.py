@@ -10,8 +10,8 @@ import torch
 from site_engine import context
 
 
-@torch.library.custom_op("mico::attend", mutates_args=())
-def attend(
+@torch.library.custom_op("mico::attend", mutates_args=())  # type: ignore[untyped-decorator]
+def attend(  # noqa: PLR0917 - the tensors of one call
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -25,8 +25,8 @@ def attend(
     return context.current().attend(query[0], key[0], value[0], scoring)[None]
 
 
-@attend.register_fake
-def _(
+@attend.register_fake  # type: ignore[untyped-decorator]
+def _(  # noqa: PLR0917 - the tensors of one call
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

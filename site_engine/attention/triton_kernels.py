@@ -124,10 +124,10 @@ def decode_rows(
     SPLIT: tl.constexpr,
     TURN: tl.constexpr,  # query and key come without their rotary embedding: turn them here
 ):
-    """One program per chunk of a row's context and KV head; the heads of the group are the rows of its matrices.
+    """One program per chunk of a row's context and KV head; the group's heads are the rows of its matrices.
 
-    Chunks begin at multiples of CHUNK, so a row's sums do not depend on its neighbours. The first chunk takes the
-    new token from registers and writes it to its page. The last of a row's chunks to arrive joins them.
+    Chunks begin at multiples of CHUNK, so a row's sums do not depend on its neighbours. The first takes the new
+    token from registers and writes it to its page. The last of a row's chunks to arrive joins them.
     """
     work = tl.program_id(0)
     head = tl.program_id(1)
@@ -255,7 +255,7 @@ def decode_rows(
         top = tl.full([GROUP_PAD], FAR_BELOW, tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
-        for number in range(0, chunks):
+        for number in range(chunks):
             part = (work - chunk + number).to(tl.int64) * KV_HEADS * GROUP + heads
             its_top = tl.load(tops + part, mask=in_group, other=0.0, cache_modifier=".cg")
             its_sum = tl.load(sums + part, mask=in_group, other=1.0, cache_modifier=".cg")

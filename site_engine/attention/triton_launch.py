@@ -46,8 +46,8 @@ def chunk_tokens(rows: int) -> int:
 class DecodeWork:
     """Rows that compute one token each: packed tokens 0 to `rows`.
 
-    `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its row of
-    the page table. The chunks of a row stand side by side and in order; row -1: nothing to do.
+    `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its row
+    of the page table. The chunks of a row stand side by side and in order; row -1: nothing to do.
     """
 
     items: torch.Tensor
@@ -119,7 +119,7 @@ def turn_in_place(query: torch.Tensor, key: torch.Tensor, work: PrefillWork, tur
     )  # fmt: skip
 
 
-def decode(
+def decode(  # noqa: PLR0917 - the tensors of one call
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -132,8 +132,9 @@ def decode(
     turn: Turn | None = None,
     tile: Tile = DECODE,
 ) -> None:
-    """query [heads, tokens, dim], key and value [kv_heads, tokens, dim]; the answers go to out [tokens, heads,
-    value dim]. Writes the rows' keys and values into their pages."""
+    """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> out [tokens, heads, value dim].
+    Writes the rows' keys and values into their pages.
+    """
     heads, _, key_dim = query.shape
     kv_heads, value_dim = value.shape[0], value.shape[2]
     page = keys.shape[1]
@@ -161,7 +162,7 @@ def decode(
     )  # fmt: skip
 
 
-def prefill(
+def prefill(  # noqa: PLR0917 - the tensors of one call
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

@@ -27,7 +27,7 @@ class Fresh(NamedTuple):
 class DeviceContext:
     """One forward pass. Layers are counted as they call."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         arena: Arena,
         table: torch.Tensor,
@@ -85,7 +85,7 @@ class DeviceContext:
         with torch.cuda.stream(self._side):
             yield
 
-    def _prompts(
+    def _prompts(  # noqa: PLR0917 - the tensors of one call
         self,
         work: PrefillWork,
         query: torch.Tensor,

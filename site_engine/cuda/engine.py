@@ -1,7 +1,7 @@
 """The engine on a GPU: the next iteration is launched before the one that runs is read.
 
-Tokens stay on the device as the next inputs, so the host may plan and publish while the device computes. Whose
-answer ends in an iteration is known one iteration late: that row computes once more, and nobody reads it.
+Tokens stay on the device as the next inputs, so the host plans and publishes while the device computes. Whose
+answer ends is known one iteration late: that row computes once more, and nobody reads it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+from site_engine import certify
 from site_engine.cuda.lean import lean_forward
 from site_engine.cuda.model import QUERY_KEY_VALUE, compile_ends, compile_layers, join
 from site_engine.cuda.runner import DeviceRunner, Flight
 from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel
+from site_engine.hf_bridge import CannotServe, LoadedModel
 from site_engine.request import Admission, Output, Request, State
-from site_engine.runner import Forward
-from site_engine.scheduler import Plan
+from site_engine.runner import Forward, PackedRunner
+from site_engine.scheduler import Entry, Plan
 
 WARM_CONTEXT_TOKENS = 1024
 
@@ -45,13 +46,33 @@ class AheadEngine(SiteEngine):
             pages_per_row=self._pool.pages_for(self._limit_tokens),
             heads_per_kv_head=_heads_per_kv_head(model),
         )
-        self._runner = self._device_runner  # type: ignore[assignment]
+        reference, self._runner = self._runner, self._device_runner  # type: ignore[assignment]
+        self._certify(reference)
 
     def warm(self, longest: int = WARM_CONTEXT_TOKENS) -> int:
         """Make the graphs before the first request comes; their number. Others are made when they are met."""
         gc.collect()
         gc.freeze()  # what is loaded stays: no search through it between two steps
         return self._device_runner.warm(min(longest, self._limit_tokens))
+
+    def _certify(self, reference: PackedRunner) -> None:
+        """Raise CannotServe unless the device computes the reference's logits: a chunk, the rest, a token."""
+        tokens = certify.sample_prompts(self._model.vocab_size)[0][: self._limit_tokens - 1]
+        request = Request("certify", tokens)
+        request.row, request.pages = 0, self._pool.take(self._pool.pages_for(len(tokens))) or []
+        middle, last = len(tokens) // 2, len(tokens) - 1
+        chunks = [Entry(request, 0, middle, True), Entry(request, middle, last - middle, True)]
+        tolerance = certify.TOLERANCE.get(self._model.dtype, 0.0)
+        for plan in [*(Plan([], [chunk]) for chunk in chunks), Plan([Entry(request, last, 1, True)])]:
+            wanted = reference.run(plan).rows.float()
+            found = self._device_runner.run(plan).rows.float()
+            off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+            if not off <= tolerance:
+                raise CannotServe(
+                    f"{type(self._model.model).__name__} computes other logits here than the reference: "
+                    f"they differ by {off:.1e} of the largest (limit {tolerance:.0e})"
+                )
+        self._pool.drop(request.pages)
 
     def step(self) -> list[Output]:
         """One iteration: apply control, schedule, launch; publish the iteration before it."""
@@ -90,7 +111,7 @@ class AheadEngine(SiteEngine):
         self._publish_flight(flight, self._launched_s)
 
     def _advance(self, plan: Plan) -> None:
-        """What was launched counts as computed. A request whose last token is on its way is not planned again."""
+        """What was launched counts as computed. Whose last token is on its way is not planned again."""
         self._scheduler.advance(plan)
         for request, start, length, samples in plan.entries:
             if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
@@ -133,6 +154,13 @@ class AheadEngine(SiteEngine):
     def _forget(self, request: Request) -> None:
         self._careful.discard(request.id)
         super()._forget(request)
+
+
+def engine_on_gpu(model: LoadedModel, settings: EngineSettings, clock: Callable[[], float]) -> AheadEngine:
+    """Ready to serve: made fast, certified, its graphs made."""
+    engine = AheadEngine(model, settings, clock, forward=fast_forward(model))
+    engine.warm()
+    return engine
 
 
 def fast_forward(model: LoadedModel) -> Forward:

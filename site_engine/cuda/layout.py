@@ -1,4 +1,4 @@
-"""What one step needs to know, as one block of int32 numbers: one copy to the device, the same places each time.
+"""What one step needs to know, as one block of int32 numbers: one copy to the device.
 
 Does not touch the device: shapes, buckets and the filling of the block.
 """
@@ -76,8 +76,8 @@ class PageTables:
         self._shown = [0] * slots
 
     def patches(self, plan: Plan) -> tuple[list[int], list[int]]:
-        """Places in the flat table and the pages that belong there now. A decode row is new to a page where its
-        token is the page's first; whatever else happened to its pages, it was a prefill since.
+        """Places in the flat table and the pages that belong there now. A decode row is new to a page where
+        its token is the page's first; whatever else happened to its pages, it was a prefill since.
         """
         at: list[int] = []
         pages: list[int] = []
@@ -121,7 +121,7 @@ class Packer:
         self._chunk_tokens = chunk_tokens
 
     def shape(self, plan: Plan, patches: int) -> Shape:
-        """Decode alone and small mixed steps are padded to a shape that has a graph, others are as they are."""
+        """Decode steps and small mixed ones are padded to a shape that has a graph, others are as they are."""
         rows, tokens = len(plan.decodes), plan.tokens
         if not plan.prefills:
             bucket = row_bucket(rows, self._slots)
@@ -169,7 +169,7 @@ class Packer:
         return sampled
 
     def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:
-        """One item per chunk of a row; where no prompt follows, padding rows have one too and become zeros."""
+        """One item per chunk of a row; where no prompt follows, padding rows have one and become zeros."""
         rows = len(starts)
         chunk = self._chunk_tokens(shape.samples)
         chunks = np.maximum(1, -(-starts // chunk))

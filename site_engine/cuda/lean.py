@@ -1,4 +1,4 @@
-"""Forward passes of the Llama family with the fewest kernels: the same weights, in the same order, rounded alike.
+"""Forward passes of the Llama family with few kernels: the same weights in the same order, rounded alike.
 
 Four products a layer, and between them one kernel each: sum and norm, attention with the rotary embedding,
 gate. Does not know other families; they run compiled. Certified against the unmodified model at load.

@@ -27,8 +27,8 @@ class _Joined:
         self.product: torch.Tensor | None = None
 
 
-class _Part(nn.Module):
-    """One of several projections of the same input. The first multiplies for all; each gives out its columns."""
+class _Part(nn.Module):  # type: ignore[misc]
+    """One of several projections of one input. The first multiplies for all; each gives out its columns."""
 
     def __init__(self, joined: _Joined, begin: int, end: int, *, last: bool) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def faster_apart(weights: Sequence[torch.Tensor]) -> Callable[[int], bool]:
 
 
 def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
-    """Of the products with some layers' weights, so many that none stays in the cache, until the chip is warm."""
+    """Of the products with some layers' weights, more than the cache holds, once the chip is warm."""
     hidden = torch.randn(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
 
     def once() -> None:
@@ -120,7 +120,7 @@ def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
         graph.replay()
     ended.record()
     ended.synchronize()
-    return began.elapsed_time(ended)
+    return float(began.elapsed_time(ended))
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
@@ -136,7 +136,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
 
 
 def compile_ends(model: nn.Module, backend: str = "inductor") -> None:
-    """What runs once per step beside the layers: the rotary table and the last norm, a dozen small kernels."""
+    """What runs once per step beside the layers: rotary table and last norm, a dozen small kernels."""
     layers = decoder_layers(model)
     owner = next((one for one in model.modules() if _has_layers(one, layers)), None)
     if owner is None:

@@ -79,7 +79,7 @@ class DeviceRunner:
             self._pool = torch.cuda.graph_pool_handle()
 
     def launch(self, plan: Plan) -> Flight:
-        """Queue a plan on the device and return at once; tokens not known yet are taken from the step before."""
+        """Queue a plan and return at once; tokens not known yet are taken from the step before."""
         step, requests = self._start(plan, keep_logits=False)
         return Flight(plan, requests, step.chosen)
 

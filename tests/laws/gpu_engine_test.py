@@ -1,0 +1,127 @@
+"""The engine that runs one step ahead gives the tokens the model gives alone. Kernels run interpreted."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from tests import interpreted  # noqa: F401 - chooses the interpreter before the kernels are made
+
+# isort: split
+from site_engine.cuda.engine import AheadEngine
+from site_engine.cuda.lean import lean_forward
+from site_engine.engine import EngineSettings
+from site_engine.hf_bridge import from_model
+from site_engine.request import Finish
+from tests.engine_models import (
+    FAMILIES,
+    Collected,
+    Family,
+    Ticks,
+    drain,
+    family,
+    gather,
+    greedy,
+    random_model,
+)
+
+
+def ahead(of: Family, *, lean: bool = False, **settings: int) -> AheadEngine:
+    chosen = {"slots": 4, "token_budget": 40, "page_size": 4, "kv_tokens": 256} | settings
+    forward = lean_forward(of.served) if lean else None
+    return AheadEngine(of.served, EngineSettings(**chosen, debug_poison=True), Ticks(), forward=forward)
+
+
+def requests(count: int, seed: int = 3) -> list[tuple[list[int], int]]:
+    rnd = random.Random(seed)
+    return [
+        ([rnd.randrange(1, 300) for _ in range(rnd.choice((1, 5, 17, 30)))], rnd.choice((1, 2, 5, 8)))
+        for _ in range(count)
+    ]
+
+
+def lean_family(name: str) -> Family:
+    plain = random_model(FAMILIES[name]())
+    return Family(from_model(copy.deepcopy(plain), eos_token_ids=()), plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "lean"), [("gemma2", False), ("llama", True), ("mistral", True), ("qwen2", True)]
+)
+def test_tokens_equal_those_of_generate(name: str, lean: bool) -> None:
+    of = lean_family(name) if lean else family(name)
+    engine = ahead(of, lean=lean)
+    asked = requests(5)
+    for number, (prompt, tokens) in enumerate(asked):
+        engine.submit(greedy(str(number), prompt, tokens))
+    got = drain(engine)
+    for number, (prompt, tokens) in enumerate(asked):
+        assert got[str(number)].token_ids == of.generate(prompt, tokens), number
+
+
+def test_gate_and_up_may_be_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("site_engine.cuda.lean.faster_apart", lambda weights: lambda rows: True)
+    of = lean_family("llama")
+    engine = ahead(of, lean=True)
+    engine.submit(greedy("one", [5, 6, 7], 4))
+    assert drain(engine)["one"].token_ids == of.generate([5, 6, 7], 4)
+
+
+def test_a_tight_pool_preempts_and_changes_no_token() -> None:
+    of = family("llama")
+    engine = ahead(of, kv_tokens=72)
+    asked = requests(5, seed=11)
+    for number, (prompt, tokens) in enumerate(asked):
+        engine.submit(greedy(str(number), prompt, tokens + 6))
+    got = drain(engine)
+    for number, (prompt, tokens) in enumerate(asked):
+        assert got[str(number)].token_ids == of.generate(prompt, tokens + 6), number
+
+
+def test_who_is_cancelled_or_stops_while_its_next_token_is_computed_leaves_nothing() -> None:
+    of = family("llama")
+    prompt = [9, 8, 7, 6]
+    answer = of.generate(prompt, 8)
+    stop = next(at for at in range(8) if answer[at] not in answer[:at] and at >= 2)
+    engine = ahead(of)
+    engine.submit(greedy("stops", prompt, 8, stop_token_ids=(answer[stop],)))
+    engine.submit(greedy("goes", [4, 4, 4], 8))
+    collected: dict[str, Collected] = {}
+    for _ in range(3):
+        gather(engine.step(), collected)
+    engine.cancel("goes")
+    drain(engine, collected)
+    assert collected["stops"].token_ids == answer[: stop + 1]
+    last = collected["goes"].last
+    assert last is not None and last.finish is Finish.CANCELLED
+    prefixes = engine._scheduler.prefixes
+    assert prefixes is not None
+    prefixes.clear()
+    assert engine._pool.free == engine._pool.capacity
+
+
+def test_rules_that_need_the_tokens_switch_the_lead_off_and_on_again() -> None:
+    of = family("llama")
+    engine = ahead(of)
+    engine.submit(greedy("plain", [1, 2, 3], 8))
+    engine.step()
+    engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1))
+    got = drain(engine)
+    assert got["plain"].token_ids == of.generate([1, 2, 3], 8)
+    assert got["ruled"].token_ids == of.generate([3, 2, 1], 3)
+
+
+def test_logits_that_are_not_finite_fail_the_request_and_no_other() -> None:
+    of = lean_family("llama")
+    engine = ahead(of)
+    with torch.no_grad():
+        of.served.model.model.embed_tokens.weight[77] = float("nan")
+    engine.submit(greedy("sick", [77, 2, 3], 4))
+    engine.submit(greedy("well", [1, 2, 3], 4))
+    got = drain(engine)
+    last = got["sick"].last
+    assert last is not None and last.finish is Finish.FAILED
+    assert got["well"].token_ids == of.generate([1, 2, 3], 4)
