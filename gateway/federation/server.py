@@ -64,7 +64,6 @@ class Federation(rpc.FederationServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
         log.info("site %s joined with %d attempts of an earlier link", link.name, abandoned)
         reason = await self._serve(link, context)
-        log.warning("site %s left: %s", link.name, reason)
         if reason != BYE:
             await context.abort(grpc.StatusCode.ABORTED, reason)
 
@@ -107,18 +106,20 @@ class Federation(rpc.FederationServicer):
                 ("watch", self._watch(link)),
             )
         }
+        reason = "the connection ended"  # then gRPC cancels this coroutine
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = next(iter(done)).result()
         finally:
+            self._unlink(link, reason)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._unlink(link, "the connection ended")
         return reason
 
     def _unlink(self, link: Link, reason: str) -> None:
         link.close(link.closing or reason)
+        log.warning("site %s left: %s", link.name, link.closing)
         if self._links.get(link.name) is link:
             del self._links[link.name]
             self.directory.leave(link.name)

@@ -597,3 +597,22 @@ def test_a_prompt_too_long_for_one_site_goes_to_one_with_a_longer_context() -> N
         assert text_of(await task) == "done"
 
     run(scenario)
+
+
+def test_why_a_site_is_gone_is_told_to_its_clients_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(here: Scene) -> None:
+        cut = await here.site("a")
+        await cut.close()
+        await until(lambda: not here.gateway.federation.links, "the link to end")
+        silent = await here.site("b")
+        task = asyncio.create_task(whole(here, here.query(n=2)))
+        assign = await silent.assigned()
+        await silent.step(assign, "x", 1)
+        silent.answers_pings = False
+        with pytest.raises(UpstreamLost, match="b was lost: silent for"):
+            await task
+
+    run(scenario)
+    left = [record.message for record in caplog.records if " left: " in record.message]
+    assert left[0] == "site a left: the connection ended"
+    assert left[1].startswith("site b left: silent for")
