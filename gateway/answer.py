@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
 
 from gateway.admission import admit
 from gateway.domain import Decision, Piece, Query
@@ -15,6 +16,8 @@ from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, gave_up, tries
 from gateway.story import Story
+
+T = TypeVar("T")
 
 
 async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
@@ -33,7 +36,7 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
             has_room=gateway.has_room(),
         )
         gateway.stories[query.id] = story
-        story.forecast = await gateway.forecasts.of(query)
+        story.forecast = await in_time(gateway, query, gateway.forecasts.of(query))
         plan = tries(query.sampling, gateway.most_tries)
         this = next(plan)
         while not story.answered:
@@ -101,12 +104,7 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
     """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken or DeadlinePassed."""
     query = story.query
     while True:
-        try:
-            async with asyncio.timeout(query.deadline_s - gateway.clock()):
-                deltas = await attempt.next()
-        except TimeoutError as exc:
-            waited = gateway.clock() - query.received_s
-            raise DeadlinePassed(f"the answer was not complete after {waited:.0f} s") from exc
+        deltas = await in_time(gateway, query, attempt.next())
         if not deltas:
             return
         if not story.opened:
@@ -114,3 +112,13 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
         for delta in deltas:
             story.take(attempt, delta)
             yield delta
+
+
+async def in_time(gateway: Gateway, query: Query, work: Awaitable[T]) -> T:
+    """Raises DeadlinePassed."""
+    try:
+        async with asyncio.timeout(query.deadline_s - gateway.clock()):
+            return await work
+    except TimeoutError as exc:
+        waited = gateway.clock() - query.received_s
+        raise DeadlinePassed(f"the answer was not complete after {waited:.0f} s") from exc

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamLost,
 )
+from gateway.forecasting import Forecasts
 from gateway.routing.failover import MOST_MOVES
-from tests.fakes.federation import Scene, ScriptedSite, scene, until
+from predictor.forecast import Forecast
+from predictor.runtime import Features
+from tests.fakes.federation import DEADLINE_S, FlatForecaster, Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
 
@@ -616,3 +620,26 @@ def test_why_a_site_is_gone_is_told_to_its_clients_and_in_the_log(caplog: pytest
     left = [record.message for record in caplog.records if " left: " in record.message]
     assert left[0] == "site a left: the connection ended"
     assert left[1].startswith("site b left: silent for")
+
+
+def test_the_deadline_holds_while_the_forecast_is_waited_for() -> None:
+    held = threading.Event()
+
+    class Stuck(FlatForecaster):
+        def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
+            assert held.wait(DEADLINE_S)
+            return super().forecast(queries)
+
+    async def scenario(here: Scene) -> None:
+        await here.site("a")
+        await here.gateway.forecasts.close()
+        here.gateway.forecasts = Forecasts(Stuck(), FlatForecaster())
+        try:
+            async with asyncio.timeout(DEADLINE_S / 4):
+                with pytest.raises(DeadlinePassed):
+                    await whole(here, here.query(within_s=0.05))
+        finally:
+            held.set()
+            await here.gateway.forecasts.close()
+
+    run(scenario)
