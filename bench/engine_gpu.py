@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +98,11 @@ def check(engine: AheadEngine, forced: Forced) -> str:
     found: list[list[torch.Tensor]] = [[] for _ in requests]
     prompts = [len(ids) - CHECKED_STEPS for ids in forced.sequences]
     half = CHECKED_ROWS // 2
+    later = range(half, CHECKED_ROWS)
     plans = [
         Plan([], [Entry(requests[i], 0, prompts[i], True) for i in range(half)]),
         Plan([], [Entry(requests[i], 0, prompts[i] // 2, False) for i in range(half, CHECKED_ROWS)]),
-        Plan([], [Entry(requests[i], prompts[i] // 2, prompts[i] - prompts[i] // 2, True) for i in range(half, CHECKED_ROWS)]),
+        Plan([], [Entry(requests[i], prompts[i] // 2, -(-prompts[i] // 2), True) for i in later]),
     ]  # fmt: skip
     plans += [
         Plan([Entry(request, prompts[i] + step, 1, True) for i, request in enumerate(requests)])
@@ -151,7 +153,7 @@ def timed_graph(once: Callable[[], None], calls: int, reps: int = 7) -> float:
         ended.record()
         ended.synchronize()
         took.append(began.elapsed_time(ended) / calls * 1e3)
-    return statistics.median(took)
+    return float(statistics.median(took))
 
 
 def steady_lengths(workload: str, rows: int) -> list[int]:
@@ -160,6 +162,20 @@ def steady_lengths(workload: str, rows: int) -> list[int]:
     rnd = random.Random(1)
     picked = rnd.choices(pairs, weights=[response for _, response in pairs], k=rows)
     return [prompt + rnd.randrange(response) + 1 for prompt, response in picked]
+
+
+def decode_layers(  # noqa: PLR0917
+    engine: AheadEngine,
+    layers: int,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    work: DecodeWork,
+    out: torch.Tensor,
+    tile: Tile,
+) -> None:
+    scoring = Scoring(inputs[0].shape[2] ** -0.5)
+    for keys, values in zip(engine._arena.keys[:layers], engine._arena.values[:layers], strict=True):
+        triton_launch.decode(*inputs, keys, values, table, work, out, scoring, tile=tile)
 
 
 def kernels(engine: AheadEngine) -> None:
@@ -205,10 +221,7 @@ def kernels(engine: AheadEngine) -> None:
                 torch.tensor(items, dtype=torch.int32, device="cuda"), counters, len(items) > rows, chunk
             )
 
-            def once(work: DecodeWork = work, tile: Tile = tile) -> None:
-                for layer in range(layers):
-                    triton_launch.decode(query, key, value, arena.keys[layer], arena.values[layer], table, work, out, Scoring(dim**-0.5), tile=tile)  # fmt: skip
-
+            once = partial(decode_layers, engine, layers, (query, key, value), table, work, out, tile)
             told.append(f"{chunk} {tuple(tile)}: {timed_graph(once, layers):.1f}")
         print(
             f"KERNEL {workload} rows {rows} mean context {sum(lens) / rows:.0f}, floor {floor:.1f} us; "
@@ -326,7 +339,7 @@ def serve(engine: AheadEngine, workload: str, repetition: int) -> Pass:
     return Pass(tokens, wall_s, len(step_s), step_s, kinds)
 
 
-def profile(engine: AheadEngine, context: int = 225) -> None:
+def profile(engine: AheadEngine, context: int = 225) -> None:  # noqa: C901 - a table
     """Where a step goes. Last: after the profiler ran, every replay costs the host more."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -375,6 +388,44 @@ def profile(engine: AheadEngine, context: int = 225) -> None:
             pool.drop(request.pages)
 
 
+def costs(engine: AheadEngine, do: list[str], lap: Callable[[str], None]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "kernels" in do:
+        kernels(engine)
+        lap("kernels")
+    if "buckets" in do:
+        buckets(engine, (2, 8, 16, 32, 64, 96, 128, 192, 256))
+        lap("buckets")
+    if "prefill" in do:
+        prompts = ((16, 512), (50, 161), (100, 161))
+        found["prefill_tok_s"] = [round(prefill_rate(engine, *one)) for one in prompts]
+        print("PREFILL tokens/s of 16 x 512, 50 x 161, 100 x 161:", found["prefill_tok_s"])
+        lap("prefill")
+    for context in (161, 600) if "steps" in do else ():
+        fixed_steps(engine, context, 16)
+        found[f"step_{context}"] = fixed_steps(engine, context)
+        print(f"STEP 256 rows, context {context}-{context + 128}: {found[f'step_{context}']}", flush=True)
+    return found
+
+
+def rate(engine: AheadEngine, workload: str, reps: int) -> dict[str, Any]:
+    serve(engine, workload, 99)
+    passes = [serve(engine, workload, repetition) for repetition in range(reps)]
+    rates = [one.tokens / one.wall_s for one in passes]
+    found = {
+        "out_tok_s": round(statistics.median(rates)),
+        "all": [round(one) for one in rates],
+        "wall_s": round(statistics.median([one.wall_s for one in passes]), 3),
+        "iterations": passes[0].iterations,
+        "graphs": len(engine._device_runner._steps),
+        "slowest_steps_ms": [round(one * 1e3, 1) for one in sorted(passes[-1].step_s)[-8:]],
+    }
+    print(f"SERVE {workload}: {found}", flush=True)
+    for kind, step_s in sorted(passes[-1].kinds.items()):
+        print(f"   {kind}: {len(step_s)} x {statistics.fmean(step_s) * 1e3:.3f} ms = {sum(step_s):.3f} s")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
@@ -382,7 +433,6 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
-    parser.add_argument("--cold", action="store_true", help="make few graphs before the first request")
     asked = parser.parse_args()
     do = asked.do.split(",")
     result: dict[str, Any] = {"model": asked.model, "device": torch.cuda.get_device_name()}
@@ -397,64 +447,20 @@ def main() -> None:
 
     plain = plain_model(asked.model)
     forced = force_plain(plain, plain.config.vocab_size) if "check" in do else None
-    lap("plain model")
     model: LoadedModel = from_model(plain, eos_token_ids=())
     lap("certified")
     forward = fast_forward(model)
     if isinstance(forward, LeanForward):
         print("gate and up apart at rows", [rows for rows in TRIED_ROWS if forward._apart(rows)])
-    lap(f"made fast: {type(forward).__name__}")
     settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
     engine = AheadEngine(model, settings, seconds, forward=forward)
     if forced is not None:
-        told = check(engine, forced)
-        print(told, flush=True)
-        result["check"] = told
-        lap("checked")
-    made = engine.warm(0 if asked.cold else 1024)
-    lap(f"{made} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
-    if "kernels" in do:
-        kernels(engine)
-        lap("kernels")
-    if "buckets" in do:
-        buckets(engine, (2, 8, 16, 32, 64, 96, 128, 192, 256))
-        lap("buckets")
-    if "prefill" in do:
-        result["prefill_tok_s"] = [
-            round(prefill_rate(engine, *one)) for one in ((16, 512), (50, 161), (100, 161))
-        ]
-        print("PREFILL tokens/s of 16 x 512, 50 x 161, 100 x 161:", result["prefill_tok_s"])
-        lap("prefill")
-    if "steps" in do:
-        for context in (161, 600):
-            fixed_steps(engine, context, 16)
-            result[f"step_{context}"] = fixed_steps(engine, context)
-            print(
-                f"STEP 256 rows, context {context}-{context + 128}: {result[f'step_{context}']}", flush=True
-            )
-        lap("steps")
+        result["check"] = check(engine, forced)
+        print(result["check"], flush=True)
+    lap(f"{engine.warm()} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
+    result |= costs(engine, do, lap)
     for workload in [name for name in SHAPES if name in do]:
-        serve(engine, workload, 99)
-        lap(f"{workload} warm")
-        passes = [serve(engine, workload, repetition) for repetition in range(asked.reps)]
-        rates = [one.tokens / one.wall_s for one in passes]
-        result[workload] = {
-            "out_tok_s": round(statistics.median(rates)),
-            "all": [round(rate) for rate in rates],
-            "wall_s": round(statistics.median([one.wall_s for one in passes]), 3),
-            "iterations": passes[0].iterations,
-            "graphs": len(engine._device_runner._steps),
-            "slowest_steps_ms": [round(one * 1e3, 1) for one in sorted(passes[-1].step_s)[-8:]],
-        }
-        print(f"SERVE {workload}: {result[workload]}", flush=True)
-        kinds = sorted(passes[-1].kinds.items())
-        print(
-            "   steps, ms each, s: "
-            + "; ".join(
-                f"{kind}: {len(all_s)} x {statistics.fmean(all_s) * 1e3:.3f} = {sum(all_s):.3f}"
-                for kind, all_s in kinds
-            )
-        )
+        result[workload] = rate(engine, workload, asked.reps)
         lap(workload)
     if "profile" in do:
         profile(engine)

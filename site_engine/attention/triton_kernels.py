@@ -126,8 +126,8 @@ def decode_rows(
 ):
     """One program per chunk of a row's context and KV head; the group's heads are the rows of its matrices.
 
-    Chunks begin at multiples of CHUNK, so a row's sums do not depend on its neighbours. The first takes the new
-    token from registers and writes it to its page. The last of a row's chunks to arrive joins them.
+    Chunks begin at multiples of CHUNK, so a row's sums do not depend on its neighbours. The first takes the
+    new token from registers and writes it to its page. The last of a row's chunks to arrive joins them.
     """
     work = tl.program_id(0)
     head = tl.program_id(1)

@@ -15,7 +15,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Turn(NamedTuple):
-    """The rotary embedding by place: cosines and sines [places, dim], as the model's own module gives them."""
+    """The rotary embedding by place, as the model's own module gives it: [places, dim]."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -46,8 +46,8 @@ def chunk_tokens(rows: int) -> int:
 class DecodeWork:
     """Rows that compute one token each: packed tokens 0 to `rows`.
 
-    `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its row
-    of the page table. The chunks of a row stand side by side and in order; row -1: nothing to do.
+    `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its
+    row of the page table. The chunks of a row stand side by side and in order; row -1: nothing to do.
     """
 
     items: torch.Tensor

@@ -121,7 +121,7 @@ class Packer:
         self._chunk_tokens = chunk_tokens
 
     def shape(self, plan: Plan, patches: int) -> Shape:
-        """Decode steps and small mixed ones are padded to a shape that has a graph, others are as they are."""
+        """Decode steps and small mixed ones are padded to a shape with a graph, others are as they are."""
         rows, tokens = len(plan.decodes), plan.tokens
         if not plan.prefills:
             bucket = row_bucket(rows, self._slots)

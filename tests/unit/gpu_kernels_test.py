@@ -95,7 +95,8 @@ class Scene:
         out = torch.full((self.query.shape[1], case.heads, case.value_dim), float("nan"))
         triton_launch.write(self.key, self.value, self.keys, self.values, prompts.slots)
         triton_launch.decode(
-            self.query, self.key, self.value, self.keys, self.values, self.table, work, out, self.scoring, tile=SMALL
+            self.query, self.key, self.value, self.keys, self.values, self.table, work, out, self.scoring,
+            tile=SMALL,
         )  # fmt: skip
         triton_launch.prefill(
             self.query, self.keys, self.values, self.table, prompts.blocks, out, self.scoring, SMALL
