@@ -51,6 +51,9 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
     except MicoError as error:
         story.error = error
         raise
+    except Exception as error:
+        story.error = MicoError(f"the gateway failed unexpectedly: {type(error).__name__}")
+        raise
     finally:
         gateway.settle(story)
 

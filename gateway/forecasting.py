@@ -45,8 +45,15 @@ class Forecasts:
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
             queries = [features for features, _ in batch]
-            forecasts = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, queries)
-            for (_, future), forecast in zip(batch, forecasts, strict=True):
+            waiting = [future for _, future in batch]
+            try:
+                forecasts = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, queries)
+            except Exception as exc:  # noqa: BLE001 - told to those who wait: nobody else could
+                for future in waiting:
+                    if not future.done():
+                        future.set_exception(exc)
+                continue
+            for future, forecast in zip(waiting, forecasts, strict=True):
                 if not future.done():
                     future.set_result(forecast)
         self._worker = None

@@ -643,3 +643,16 @@ def test_the_deadline_holds_while_the_forecast_is_waited_for() -> None:
             await here.gateway.forecasts.close()
 
     run(scenario)
+
+
+def test_a_fault_of_the_gateway_is_not_recorded_as_the_clients() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        here.gateway.policy_name = "no such policy"
+        with pytest.raises(KeyError):
+            await whole(here, here.query())
+        assert site.inbox.empty()
+        assert "unexpectedly" in here.outcomes[0].error
+        assert here.outcomes[0].status is not Status.CANCELLED
+
+    run(scenario)

@@ -34,3 +34,23 @@ def test_a_forecaster_that_answers_too_few_is_replaced_by_the_fallback() -> None
         await forecasts.close()
 
     asyncio.run(scenario())
+
+
+class Broken:
+    name = "broken"
+
+    def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
+        raise RuntimeError("no such luck")
+
+
+def test_a_failure_of_the_fallback_reaches_those_who_wait_and_those_who_come_later() -> None:
+    async def scenario() -> None:
+        forecasts = Forecasts(Broken(), Broken())
+        for round_ in range(2):
+            async with asyncio.timeout(10.0):
+                waiting = (forecasts.of(query(f"q{round_}{i}")) for i in range(3))
+                found = await asyncio.gather(*waiting, return_exceptions=True)
+            assert all(isinstance(each, RuntimeError) for each in found)
+        await forecasts.close()
+
+    asyncio.run(scenario())
