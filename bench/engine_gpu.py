@@ -22,6 +22,7 @@ import torch
 import transformers
 import triton
 
+from bench.forced import check, force_plain
 from bench.workload import SHAPES, lengths, queries
 from site_engine.attention import triton_launch
 from site_engine.attention.triton_launch import DecodeWork, Tile
@@ -30,15 +31,12 @@ from site_engine.cuda.engine import AheadEngine, fast_forward
 from site_engine.cuda.layout import MIXED_TOKENS
 from site_engine.cuda.lean import LeanForward
 from site_engine.cuda.model import TRIED_ROWS
-from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine import EngineSettings
 from site_engine.hf_bridge import LoadedModel, from_model
 from site_engine.request import Request, Sampling
 from site_engine.scheduler import Entry, Plan
 
 ROWS = 256
-CHECKED_ROWS = 24
-CHECKED_STEPS = 6
 LATER_LAYERS = 8  # kernels are timed over so many layers' pages, so that none stays in the cache
 
 
@@ -56,83 +54,6 @@ def plain_model(folder: str) -> Any:
         if name.endswith("bias"):
             parameter.normal_(std=0.1)
     return model
-
-
-# ---- is it right
-
-
-class Forced(NamedTuple):
-    """Sequences, and the plain model's logits [places, vocabulary] at the end of each."""
-
-    sequences: list[list[int]]
-    logits: list[torch.Tensor]
-
-
-def force_plain(model: Any, vocab_size: int) -> Forced:
-    rnd = random.Random(5)
-    sequences = [
-        [
-            rnd.randrange(10, vocab_size - 300)
-            for _ in range(rnd.choice((3, 40, 161, 300, 700)) + CHECKED_STEPS)
-        ]
-        for _ in range(CHECKED_ROWS)
-    ]
-    with torch.no_grad():
-        logits = [
-            model(input_ids=torch.tensor([ids], device="cuda"), use_cache=False).logits[
-                0, -CHECKED_STEPS - 1 : -1
-            ]
-            for ids in sequences
-        ]
-    return Forced(sequences, logits)
-
-
-def check(engine: AheadEngine, forced: Forced) -> str:
-    """Prompts packed, the rest token by token through graphs, against the plain model's logits."""
-    requests = []
-    for row, ids in enumerate(forced.sequences):
-        request = Request(f"check {row}", ids)
-        request.row, request.pages = row, engine._pool.take(engine._pool.pages_for(len(ids))) or []
-        requests.append(request)
-    runner: DeviceRunner = engine._device_runner
-    found: list[list[torch.Tensor]] = [[] for _ in requests]
-    prompts = [len(ids) - CHECKED_STEPS for ids in forced.sequences]
-    half = CHECKED_ROWS // 2
-    later = range(half, CHECKED_ROWS)
-    plans = [
-        Plan([], [Entry(requests[i], 0, prompts[i], True) for i in range(half)]),
-        Plan([], [Entry(requests[i], 0, prompts[i] // 2, False) for i in range(half, CHECKED_ROWS)]),
-        Plan([], [Entry(requests[i], prompts[i] // 2, -(-prompts[i] // 2), True) for i in later]),
-    ]  # fmt: skip
-    plans += [
-        Plan([Entry(request, prompts[i] + step, 1, True) for i, request in enumerate(requests)])
-        for step in range(CHECKED_STEPS - 1)
-    ]
-    for plan in plans:
-        logits = runner.run(plan)
-        for at, request in enumerate(logits.sampled):
-            found[request.row].append(logits.rows[at].clone())
-    for request in requests:
-        engine._pool.drop(request.pages)
-    return _agreement(torch.cat([torch.stack(one) for one in found]), torch.cat(forced.logits))
-
-
-def _agreement(found: torch.Tensor, wanted: torch.Tensor) -> str:
-    found, wanted = found.float(), wanted.float()
-    off = (found - wanted).norm() / wanted.norm()
-    tolerance = 2 * float(
-        (found - wanted).abs().quantile(0.999)
-        if found.numel() < 1e7
-        else (found - wanted).abs()[:, ::97].flatten().quantile(0.999)
-    )
-    best = wanted.topk(2, dim=-1).values
-    clear = (best[:, 0] - best[:, 1]) > tolerance
-    same = found.argmax(-1) == wanted.argmax(-1)
-    verdict = "right" if bool(same[clear].all()) and bool(torch.isfinite(found).all()) else "WRONG"
-    return (
-        f"CHECK {verdict}: {int(same[clear].sum())} of {int(clear.sum())} with a margin over {tolerance:.3f} "
-        f"agree, {int(same.sum())} of {len(same)} in all; relative error {float(off):.2e}"
-    )
 
 
 # ---- what a step costs
