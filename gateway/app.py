@@ -93,13 +93,14 @@ async def _core(config: GatewayConfig, store: Store) -> AsyncIterator[Core]:
     watch = Watch(directory, config.name, clock=gateway_clock, keeper=store.figures)
 
     def record(outcome: Outcome) -> None:
+        """Usage first: what only watches may fail without costing a record."""
+        used_nothing = outcome.status is Status.REFUSED
+        if store.recorder.has_room or not used_nothing:  # the last room is for those that used something
+            store.recorder.record(outcome)
         metrics.observe(outcome)
         watch.observe(outcome)
-        if outcome.status is Status.REFUSED and not store.recorder.has_room:
-            return  # it used nothing, and the room that is left is for those that did
         if outcome.status is Status.ANSWERED:
             histogram.observe(outcome.model, outcome.completion_tokens)
-        store.recorder.record(outcome)
 
     gateway = Gateway(
         directory,

@@ -21,7 +21,7 @@ Corpus = Annotated[
         exists=True, dir_okay=False, help="A parquet file of prompts with the lengths of answers."
     ),
 ]
-FIGURES = ("rows", "spearman", "mae_of_mean", "mae_of_p50", "p90_coverage", "accuracy_512", "majority_512")
+FIGURES = ("rows", "spearman", "mae", "mae_p50", "p90_coverage", "accuracy_512", "majority_512")
 
 app = typer.Typer(help="The length predictor.", no_args_is_help=True)
 
@@ -54,16 +54,40 @@ def forecast(
 
 
 @app.command("evaluate")
-def evaluate(context: typer.Context, data: Corpus, artifact: Artifact = None, as_json: Json = False) -> None:
-    """Score an artifact on the held-out part of a corpus, by source and answering model."""
-    from predictor import dataset
-    from predictor.train import held_out_figures
+def evaluate(
+    context: typer.Context,
+    *,
+    data: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, help="A parquet file of prompts and answer lengths.")
+    ],
+    artifact: Artifact = None,
+    out: Annotated[Path | None, typer.Option(help="A parquet file for the forecast of every row.")] = None,
+    held_out: Annotated[bool, typer.Option(help="Only prompts that training never sees.")] = False,
+    least_rows: Annotated[
+        int | None, typer.Option(min=1, help="Leave out smaller groups. [default: 100; 1 with --json]")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Score an artifact on a corpus, by source and answering model, beside baselines and the ceiling."""
+    from predictor.errors import PredictorError
+    from predictor.evaluate import evaluate as scored
 
     here = session(context)
-    forecaster = opened(artifact)
-    with here.terminal.spinner(f"scoring {forecaster.name}"):
-        found: dict[str, Any] = held_out_figures(forecaster, dataset.split(dataset.read(data)).held_out)
-    rows = [{"answers": name, **{key: each[key] for key in FIGURES}} for name, each in found.items()]
+    try:
+        found = scored(
+            data,
+            artifact=artifact,
+            out=out,
+            held_out_only=held_out,
+            least_rows=least_rows or (1 if as_json else 100),
+            progress=here.terminal.say,
+        )
+    except PredictorError as error:
+        raise CommandFailed("the corpus can't be scored", cause=str(error)) from error
+    rows = [
+        {"answers": f"{each['source']}, {each['model']}", **{key: each[key] for key in FIGURES}}
+        for each in found["groups"]
+    ]
     show(here, rows, as_json=as_json, whole=found)
 
 
@@ -73,20 +97,50 @@ def train(
     *,
     data: Corpus,
     out: Annotated[Path, typer.Argument(help="The folder for the new artifact.")],
-    name: Annotated[str, typer.Option(help="What forecasts made by it are called.")] = "lexical",
+    kind: Annotated[str, typer.Option(help="lexical, or small: distilled from an encoder.")] = "lexical",
+    encoder: Annotated[str | None, typer.Option(help="A folder or Hub id; only `small` needs it.")] = None,
+    name: Annotated[str | None, typer.Option(help="What forecasts made by it are called.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed and data give the same artifact.")] = 7,
     as_json: Json = False,
 ) -> None:
-    """Train the lexical model and write it with its card. Serve it with `predictor = FOLDER` of a gateway."""
-    from predictor.train import train_lexical
+    """Train an artifact and write it with its card. Serve it with `predictor = FOLDER` of a gateway."""
+    from predictor.errors import PredictorError
+    from predictor.train import train as trained
 
     here = session(context)
-    card = train_lexical(data, out, name=name, seed=seed, progress=here.terminal.say)
+    try:
+        card = trained(
+            data, out, kind=kind, encoder=encoder, name=name, seed=seed, progress=here.terminal.say
+        )
+    except PredictorError as error:
+        raise CommandFailed("the artifact can't be trained", cause=str(error)) from error
     here.terminal.say(f"{card.name} is in {out}")
-    rows = [
-        {"answers": key, **{each: value[each] for each in FIGURES}} for key, value in card.figures.items()
-    ]
-    show(here, rows, as_json=as_json, whole=card.figures)
+    facts = [{"answers": key, **value} for key, value in card.figures.items()]
+    show(here, facts, as_json=as_json, whole=card.figures)
+
+
+@app.command("update")
+def update(
+    context: typer.Context,
+    *,
+    artifact: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The artifact's folder.")],
+    outcomes: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="Recent outcomes, in the form of a corpus.")
+    ],
+    elsewhere: Annotated[Path | None, typer.Option(help="A corpus of what else is served.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write it. [default: in its place]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Learn from outcomes; the artifact is replaced only if it is better on a part of them kept aside."""
+    from predictor.errors import PredictorError
+    from predictor.update import update as updated
+
+    here = session(context)
+    try:
+        found = updated(artifact, outcomes, out=out, elsewhere=elsewhere, progress=here.terminal.say)
+    except PredictorError as error:
+        raise CommandFailed("the artifact stays as it is", cause=str(error)) from error
+    show(here, [found], as_json=as_json, whole=found)
 
 
 def opened(folder: Path | None) -> OnnxForecaster:

@@ -100,7 +100,7 @@ class RemoteEngine:
         room = max(1, self._terms.context_tokens - tokens)
         reply(Admission(position, min(room, held.request.sampling.max_tokens or room)))
         self.pump()
-        self._show_load()
+        self._tell_load()  # with each admission, so that no older figures follow it
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         for held in self.holding.of(request_ids):
