@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from tests import interpreted  # noqa: F401 - chooses the interpreter before the kernels are made
+from tests import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
 from site_engine.cuda.engine import AheadEngine

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests import interpreted  # noqa: F401 - chooses the interpreter before the kernels are made
+from tests import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
 from site_engine.attention import triton_launch
