@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from site_engine.errors import NotServed
-from site_engine.messages import Accepted, Assign, Delta, Rejected, Release, Released
+from site_engine.messages import Accepted, Assign, ChatPrompt, Delta, Rejected, Release, Released
 from site_engine.outbox import Outbox
 from site_engine.prompts import Prepared
 from site_engine.request import Admission, Finish, Output, Request
@@ -99,9 +99,13 @@ class Desk:
         return [self._request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
     def refused(self, attempt_id: str, refusal: NotServed) -> None:
-        if attempt_id in self._attempts:
+        """What the engine calls the prompt, the client of a chat knows as its messages."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None:
+            is_chat = isinstance(attempt.assign.prompt, ChatPrompt)
+            param = "messages" if is_chat and refusal.param == "prompt" else refusal.param
             self._forget(attempt_id)
-            self.outbox.put(Rejected(attempt_id, refusal.reason, refusal.message, refusal.param))
+            self.outbox.put(Rejected(attempt_id, refusal.reason, refusal.message, param))
 
     def admitted(self, attempt_id: str, admission: Admission) -> None:
         attempt = self._attempts.get(attempt_id)

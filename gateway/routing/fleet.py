@@ -16,7 +16,7 @@ from gateway.domain import Credit, Site, SiteState
 Numbers = NDArray[np.float64]
 
 UNKNOWN_SECONDS_PER_TOKEN = 0.05
-"""Assumed of a site that has measured nothing yet; it warms up before it joins, so this is a last resort."""
+"""Assumed of a site that has measured nothing yet: until their first answers, sites differ by price alone."""
 REMAINING_VALUES = 64
 """At most so many in a report."""
 

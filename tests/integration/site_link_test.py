@@ -134,17 +134,21 @@ def test_what_cannot_be_served_is_rejected_with_the_reason() -> None:
             await session.send(assign=tools)
             await session.send(assign=nothing)
             await session.send(**assign("long", "x" * CONTEXT_TOKENS))
+            chat = assign("long chat")["assign"]
+            chat.chat.CopyFrom(pb.Chat(messages=[pb.ChatMessage(role="user", content="x" * CONTEXT_TOKENS)]))
+            await session.send(assign=chat)
             await session.send(**assign("bias", logit_bias={5000: 1.0}))
             await session.send(**assign("warm", temperature=float("nan")))
             await session.send(**assign("waits"))
             await session.send(**assign("full"))
             await session.send(**assign("wide", n=2))
-            rejected = {each.attempt_id: each for each in await session.heard("rejected", 8)}
+            rejected = {each.attempt_id: each for each in await session.heard("rejected", 9)}
             assert {name: (each.reason, each.param) for name, each in rejected.items()} == {
                 "model": (reasons.MODEL_UNKNOWN, "model"),
                 "tools": (reasons.UNSUPPORTED, "tools"),
                 "nothing": (reasons.INVALID, "prompt"),
                 "long": (reasons.CONTEXT_LENGTH, "prompt"),
+                "long chat": (reasons.CONTEXT_LENGTH, "messages"),
                 "bias": (reasons.INVALID, "logit_bias"),
                 "warm": (reasons.INVALID, "temperature"),
                 "full": (reasons.FULL, ""),
