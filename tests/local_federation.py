@@ -122,7 +122,7 @@ class LocalFederation:
         async def read(store: Store) -> dict[str, list[Explained]]:
             return {query_id: await store.read.explain(query_id) for query_id in query_ids}
 
-        return with_store(self.folder.database_url, self.folder.path, read)
+        return with_store(self.running.database_url, self.folder.path, read)
 
     def recorded_once(self, query_ids: list[str]) -> dict[str, Explained]:
         """The record of each query, as soon as all are written. Fails when one is there twice."""

@@ -117,8 +117,8 @@ def database(here: Session) -> Finding:
 def port(here: Session) -> Finding:
     number = here.settings.value("port")
     running = here.folder.running()
-    if running and running.gateway.alive:
-        return Finding("port", Verdict.OK, f"{running.http_port} is the gateway's")
+    if running and any(gateway.alive for gateway in running.gateways):
+        return Finding("port", Verdict.OK, f"{running.http_ports[0]} is the gateway's")
     with socket.socket() as probe:
         taken = probe.connect_ex(("127.0.0.1", number)) == 0
     if taken:

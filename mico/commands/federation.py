@@ -24,25 +24,30 @@ def up(
     context: typer.Context,
     *,
     sites: Annotated[int | None, typer.Option(min=1, max=32, help="How many sites. [default: 3]")] = None,
+    gateways: Annotated[int, typer.Option(min=1, max=8, help="How many gateway replicas.")] = 1,
     model: Annotated[
         str | None, typer.Option(help="A folder or Hub id. [default: the built-in demo model]")
     ] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port, 0 for any free one. [default: 8080]")] = None,
+    database: Annotated[
+        str | None, typer.Option(help="Its address, Postgres or SQLite. [default: a file in the folder]")
+    ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it is ready.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Start a gateway and its sites on this machine. Ctrl-C drains and leaves nothing running."""
+    """Start gateways and sites on this machine. Ctrl-C drains and leaves nothing running."""
     here = session(context)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     here.folder.make()
     with here.folder.locked():
         already = here.folder.running()
-        runs_already = already is not None and already.gateway.alive
+        runs_already = already is not None and any(each.alive for each in already.gateways)
         if already and runs_already:
             here.terminal.say(f"a federation runs here since {already.started_at}; mico down stops it")
             running = mend(here, already)
         else:
-            running = begin(here, sites, model, port)
+            plan = planned(here, sites=sites, gateways=gateways, model=model, port=port, database=database)
+            running = begin(here, plan)
     ours = not detach and not runs_already
     try:
         show_ready(here, running, as_json=as_json)
@@ -86,7 +91,7 @@ def status(context: typer.Context, as_json: Json = False) -> None:
         raise typer.Exit(ExitCode.PARTLY_FAILED)
 
 
-def begin(here: Session, sites: int | None, model: str | None, port: int | None) -> Running:
+def begin(here: Session, plan: Plan) -> Running:
     """A federation with every site ready; when that fails, or is interrupted, nothing is left running."""
     from mico.local.database import prepare
     from mico.local.federation import start_all, wait_until_ready
@@ -95,9 +100,8 @@ def begin(here: Session, sites: int | None, model: str | None, port: int | None)
     left = here.folder.running()
     if left:
         end(here, left)
-    plan = planned(here, sites, model, port)
     with here.terminal.spinner("preparing the database"):
-        key = prepare(here.folder)
+        key = prepare(here.folder, plan.database_url)
     try:
         running = start_all(plan)
         with progress(here.terminal) as tell:
@@ -121,17 +125,27 @@ def mend(here: Session, running: Running) -> Running:
     return running
 
 
-def planned(here: Session, sites: int | None, model: str | None, port: int | None) -> Plan:
+def planned(
+    here: Session,
+    *,
+    sites: int | None,
+    gateways: int,
+    model: str | None,
+    port: int | None,
+    database: str | None,
+) -> Plan:
     from mico import demo_model
     from mico.local.plan import Plan, choose_ports
     from mico.local.profiles import profiles
 
-    http_port, grpc_port = choose_ports(here.settings.value("port", port))
+    first = choose_ports(here.settings.value("port", port))
+    ports = (first, *(choose_ports(0) for _ in range(gateways - 1)))
     places = tuple(profiles(here.settings.value("sites", sites)))
+    database_url = database or here.folder.database_url
     chosen = here.settings.value("up_model", model)
     if chosen:
-        return Plan(here.folder, http_port, grpc_port, chosen, places)
-    return Plan(here.folder, http_port, grpc_port, str(demo_model.FOLDER), places, demo_model.NAME)
+        return Plan(here.folder, ports, chosen, places, database_url)
+    return Plan(here.folder, ports, str(demo_model.FOLDER), places, database_url, demo_model.NAME)
 
 
 def stay(here: Session) -> None:
@@ -145,8 +159,8 @@ def stay(here: Session) -> None:
     try:
         while running := here.folder.running():
             tell(states(running, here.folder.key()))
-            if not running.gateway.alive:
-                raise CommandFailed("the gateway ended", cause=last_lines(running.gateway.log))
+            if not any(gateway.alive for gateway in running.gateways):
+                raise CommandFailed("the gateway ended", cause=last_lines(running.gateways[0].log))
             time.sleep(WATCH_EVERY_S)
     except KeyboardInterrupt:
         here.terminal.say("draining; Ctrl-C again stops at once")
@@ -171,11 +185,14 @@ def show_ready(here: Session, running: Running, *, as_json: bool) -> None:
     sites = client.get("/admin/api/sites")["sites"]
     key = here.folder.key() or ""
     if as_json:
-        facts = {"base_url": running.base_url, "api_key": key, "model": model, "sites": sites}
+        base_urls = [f"{root_url}/v1" for root_url in running.root_urls]
+        facts = {"base_url": running.base_url, "base_urls": base_urls}
+        facts |= {"api_key": key, "model": model, "sites": sites}
         here.terminal.json({**facts, "processes": [process_facts(each) for each in running.processes]})
         return
     page = running.base_url.removesuffix("/v1") + "/admin"
-    facts_rows = [["gateway", running.base_url, "ready"], ["dashboard", page, ""]]
+    facts_rows = [["gateway", f"{root_url}/v1", "ready"] for root_url in running.root_urls]
+    facts_rows += [["dashboard", page, ""]]
     facts_rows += [["API key", key, ""], ["model", model, ""]]
     here.terminal.table(["", "Mico", "state"], facts_rows + [site_row(site) for site in sites])
     here.terminal.data("\n" + curl(running, key, model))

@@ -8,12 +8,12 @@ from mico.store_access import with_store
 KEY_NAME = "local"
 
 
-def prepare(folder: Folder) -> str:
+def prepare(folder: Folder, database_url: str) -> str:
     """The owner's API key. A key that is kept in the folder and still valid stays as it is."""
     from gateway.store.store import Store
     from migrations import upgrade
 
-    upgrade(folder.database_url)
+    upgrade(database_url)
     kept = folder.key()
 
     async def key(store: Store) -> str:
@@ -23,7 +23,7 @@ def prepare(folder: Folder) -> str:
         _, secret = await store.keys.create_key(KEY_NAME, admin=True)
         return secret
 
-    secret = with_store(folder.database_url, folder.path, key)
+    secret = with_store(database_url, folder.path, key)
     if secret != kept:
         write_private(folder.key_file, secret)
     return secret

@@ -26,19 +26,18 @@ States = Mapping[str, str]
 
 
 def start_all(plan: Plan) -> Running:
-    """One gateway and its sites. What started is noted at once, so that `mico down` always finds it."""
+    """Gateways and sites. What started is noted at once, so that `mico down` always finds it."""
     plan.write()
-    gateway = start_process(plan.folder, "gateway", "gateway")
     running = Running(
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        http_port=plan.http_port,
-        grpc_port=plan.grpc_port,
+        http_ports=tuple(ports.http for ports in plan.gateways),
         model=plan.model,
-        processes=(gateway,),
+        database_url=plan.database_url,
+        processes=(),
     )
-    plan.folder.remember(running)
-    for site in plan.sites:
-        process = start_process(plan.folder, site.name, "site")
+    roles = [(name, "gateway") for name in plan.gateway_names] + [(site.name, "site") for site in plan.sites]
+    for name, role in roles:
+        process = start_process(plan.folder, name, role)
         running = replace(running, processes=(*running.processes, process))
         plan.folder.remember(running)
     return running
@@ -51,7 +50,7 @@ def start_process(folder: Folder, name: str, role: str) -> Process:
 
 
 def restart_dead(folder: Folder, running: Running) -> Running:
-    """The same federation with every dead site started again from its settings."""
+    """The same federation with every dead process started again from its settings."""
     processes = tuple(
         each if each.alive else start_process(folder, each.name, each.role) for each in running.processes
     )
@@ -61,16 +60,29 @@ def restart_dead(folder: Folder, running: Running) -> Running:
 
 
 def states(running: Running, key: str | None) -> dict[str, str]:
-    """What each process is doing now. A process that ended stays in the list as `ended`."""
-    alive = {process.name: process.alive for process in running.processes}
+    """What each process is doing now. A process that ended stays in the list as `ended`.
+
+    A site is `ready` when every living gateway says so.
+    """
     listed: dict[str, str] = {}
-    if alive[running.gateway.name]:
-        try:
-            sites = Client(running.base_url, key).get("/admin/api/sites")["sites"]
-            listed = {running.gateway.name: "ready", **{site["name"]: site["state"] for site in sites}}
-        except CommandFailed:
-            listed = {}
-    return {name: listed.get(name, "starting") if live else "ended" for name, live in alive.items()}
+    for gateway, root_url in zip(running.gateways, running.root_urls, strict=True):
+        if gateway.alive:
+            for name, state in told_by(gateway, f"{root_url}/v1", key, running).items():
+                if listed.get(name, "ready") == "ready":
+                    listed[name] = state
+    return {
+        each.name: listed.get(each.name, "starting") if each.alive else "ended" for each in running.processes
+    }
+
+
+def told_by(gateway: Process, base_url: str, key: str | None, running: Running) -> dict[str, str]:
+    """The states of that gateway and of all sites, as it sees them."""
+    unseen = {site.name: "starting" for site in running.sites}
+    try:
+        sites = Client(base_url, key).get("/admin/api/sites")["sites"]
+    except CommandFailed:
+        return {gateway.name: "starting", **unseen}
+    return {gateway.name: "ready", **unseen, **{site["name"]: site["state"] for site in sites}}
 
 
 def wait_until_ready(running: Running, key: str | None, tell: Callable[[States], None]) -> None:
@@ -97,8 +109,8 @@ def wait_until_ready(running: Running, key: str | None, tell: Callable[[States],
 
 
 def stop_all(folder: Folder, running: Running) -> list[Process]:
-    """The gateway first: it finishes what it answers. Then the sites. Returns what had to be killed."""
-    killed = end([running.gateway], GATEWAY_DRAIN_S)
+    """The gateways first: they finish what they answer. Then the sites. Returns what had to be killed."""
+    killed = end(running.gateways, GATEWAY_DRAIN_S)
     killed += end(running.sites, SITE_END_S)
     folder.forget()
     return killed

@@ -21,26 +21,30 @@ class Running:
     """What `mico up` started, as kept in state.json."""
 
     started_at: str
-    http_port: int
-    grpc_port: int
+    http_ports: tuple[int, ...]  # of the gateways, in their order
     model: str
+    database_url: str
     processes: tuple[Process, ...]
 
     @property
+    def root_urls(self) -> tuple[str, ...]:
+        return tuple(f"http://127.0.0.1:{port}" for port in self.http_ports)
+
+    @property
     def root_url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return self.root_urls[0]
 
     @property
     def base_url(self) -> str:
         return f"{self.root_url}/v1"
 
     @property
-    def gateway(self) -> Process:
-        return self.processes[0]
+    def gateways(self) -> tuple[Process, ...]:
+        return tuple(process for process in self.processes if process.role == "gateway")
 
     @property
     def sites(self) -> tuple[Process, ...]:
-        return self.processes[1:]
+        return tuple(process for process in self.processes if process.role == "site")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,10 @@ class Folder:
     @property
     def key_file(self) -> Path:
         return self.path / "key"
+
+    @property
+    def pepper_file(self) -> Path:
+        return self.path / "key-pepper"
 
     @property
     def token_file(self) -> Path:
@@ -81,7 +89,8 @@ class Folder:
         if not state.exists():
             return None
         note = json.loads(state.read_text())
-        return Running(**{**note, "processes": tuple(Process(**each) for each in note["processes"])})
+        processes = tuple(Process(**each) for each in note["processes"])
+        return Running(**{**note, "http_ports": tuple(note["http_ports"]), "processes": processes})
 
     def remember(self, running: Running) -> None:
         write_private(self.path / "state.json", json.dumps(asdict(running), indent=2))
@@ -92,11 +101,10 @@ class Folder:
     def found(self) -> dict[str, Any]:
         """Settings that a federation in this folder provides to client commands."""
         running, key = self.running(), self.key()
-        settings: dict[str, Any] = {"base_url": running.base_url} if running else {}
-        if running and key:
-            settings["api_key"] = key
-        if self.path.exists():
-            settings["database_url"] = self.database_url
+        settings: dict[str, Any] = {"database_url": self.database_url} if self.path.exists() else {}
+        if running:
+            settings |= {"base_url": running.base_url, "database_url": running.database_url}
+            settings |= {"api_key": key} if key else {}
         return settings
 
     @contextmanager

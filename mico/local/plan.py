@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mico.errors import CommandFailed, ExitCode
 from mico.local.folder import Folder, write_private
@@ -15,33 +16,53 @@ HOST = "127.0.0.1"
 KV_TOKENS_PER_SLOT = 512
 
 
+class Ports(NamedTuple):
+    """Where one gateway listens: for clients and for sites."""
+
+    http: int
+    grpc: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`model` is a folder or a Hub id; every site serves it, as `served_model` or under its own name."""
+    """`model` is a folder or a Hub id; every site serves it, as `served_model` or under its own name.
+
+    Every gateway is a replica: one database, one pepper, a journal of its own, the same sites.
+    """
 
     folder: Folder
-    http_port: int
-    grpc_port: int
+    gateways: tuple[Ports, ...]
     model: str
     sites: tuple[Profile, ...]
+    database_url: str
     served_model: str = ""
 
+    @property
+    def gateway_names(self) -> tuple[str, ...]:
+        return tuple("gateway" if n == 1 else f"gateway-{n}" for n in range(1, len(self.gateways) + 1))
+
     def write(self) -> None:
-        write_private(self.folder.config("gateway"), toml(self.gateway()))
+        for name, ports in zip(self.gateway_names, self.gateways, strict=True):
+            write_private(self.folder.config(name), toml(self.gateway(name, ports)))
         for site in self.sites:
             write_private(self.folder.config(site.name), toml(self.site(site)))
 
-    def gateway(self) -> dict[str, object]:
-        return {
-            "name": "local",
+    def gateway(self, name: str, ports: Ports) -> dict[str, object]:
+        """Raises FileNotFoundError when several share keys and the database was not prepared yet."""
+        settings: dict[str, object] = {
+            "name": "local" if name == "gateway" else name,
             "host": HOST,
-            "http_port": self.http_port,
+            "http_port": ports.http,
             "grpc_host": HOST,
-            "grpc_port": self.grpc_port,
-            "database_url": self.folder.database_url,
-            "folder": str(self.folder.path),
+            "grpc_port": ports.grpc,
+            "database_url": self.database_url,
+            "folder": str(self.folder.path if name == "gateway" else self.folder.path / name),
             "site_token_file": str(self.folder.token_file),
         }
+        if len(self.gateways) > 1:
+            settings["key_pepper"] = self.folder.pepper_file.read_text().strip()
+            settings["peers"] = [f"{HOST}:{other.grpc}" for other in self.gateways if other != ports]
+        return settings
 
     def site(self, profile: Profile) -> dict[str, object]:
         """One thread each: the sites of a laptop share its few cores."""
@@ -51,7 +72,7 @@ class Plan:
             "region": profile.region,
             "model": self.model,
             "served_model": self.served_model,
-            "gateways": [f"{HOST}:{self.grpc_port}"],
+            "gateways": [f"{HOST}:{ports.grpc}" for ports in self.gateways],
             "token_file": str(self.folder.token_file),
             "slots": profile.slots,
             "kv_tokens": profile.slots * KV_TOKENS_PER_SLOT,
@@ -68,7 +89,7 @@ def toml(settings: Mapping[str, object]) -> str:
     return "".join(lines).replace("\x7f", "\\u007f")
 
 
-def choose_ports(http_port: int) -> tuple[int, int]:
+def choose_ports(http_port: int) -> Ports:
     """The HTTP port as asked (0: any free one) and a free one for sites, the next if possible."""
     if http_port == 0:
         http_port = free_port()
@@ -78,7 +99,7 @@ def choose_ports(http_port: int) -> tuple[int, int]:
             cause=f"another program listens on {HOST}:{http_port}",
             tip="--port chooses another, --port 0 takes a free one",
         )
-    return http_port, http_port + 1 if is_free(http_port + 1) else free_port()
+    return Ports(http_port, http_port + 1 if is_free(http_port + 1) else free_port())
 
 
 def is_free(port: int) -> bool:

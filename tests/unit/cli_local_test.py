@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gateway.config import load as load_gateway
 from mico.errors import CommandFailed
 from mico.local.folder import Folder, Running, write_private
-from mico.local.plan import Plan, choose_ports, toml
+from mico.local.plan import Plan, Ports, choose_ports, toml
 from mico.local.processes import Process, end, last_lines, start_stamp
 from mico.local.profiles import profiles
 from site_engine.config import load as load_site
@@ -46,15 +46,31 @@ def test_sites_have_names_of_their_own_and_the_first_three_differ_in_cloud_and_s
 def test_each_process_understands_its_file(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "mico")
     folder.make()
-    plan = Plan(folder, 8080, 8081, "some/model", tuple(profiles(3)))
+    plan = Plan(folder, (Ports(8080, 8081),), "some/model", tuple(profiles(3)), "sqlite:///there.db")
     plan.write()
     gateway = load_gateway(folder.config("gateway"))
+    assert gateway.database_url == "sqlite:///there.db"
     assert gateway.tokens() == (folder.token_file.read_text(),)
     for profile in plan.sites:
         site = load_site(folder.config(profile.name), {})
         assert (site.site, site.slots, site.threads) == (profile.name, profile.slots, 1)
         assert site.gateways == (f"127.0.0.1:{gateway.grpc_port}",)
         assert site.secret() in gateway.tokens()
+
+
+def test_gateway_replicas_share_keys_and_sites_but_no_journal(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "mico")
+    folder.make()
+    write_private(folder.pepper_file, "a pepper of many characters")
+    ports = (Ports(8080, 8081), Ports(8090, 8091))
+    plan = Plan(folder, ports, "some/model", tuple(profiles(2)), folder.database_url)
+    plan.write()
+    first, second = (load_gateway(folder.config(name)) for name in plan.gateway_names)
+    assert first.key_pepper == second.key_pepper == folder.pepper_file.read_text()
+    assert (first.peers, second.peers) == (("127.0.0.1:8091",), ("127.0.0.1:8081",))
+    assert first.folder != second.folder
+    site = load_site(folder.config(plan.sites[0].name), {})
+    assert site.gateways == ("127.0.0.1:8081", "127.0.0.1:8091")
 
 
 def test_only_the_owner_can_read_the_folder(tmp_path: Path) -> None:
@@ -75,7 +91,7 @@ def test_what_runs_is_remembered_and_forgotten(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     assert folder.running() is None
     process = Process("gateway", "gateway", 1, "stamp", "log")
-    running = Running("2026-11-21T11:00:00+00:00", 8080, 8081, "demo", (process,))
+    running = Running("2026-11-21T11:00:00+00:00", (8080, 8090), "demo", "sqlite:///there.db", (process,))
     folder.remember(running)
     assert folder.running() == running
     assert folder.found()["base_url"] == "http://127.0.0.1:8080/v1"
