@@ -9,7 +9,7 @@ from typing import Final
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Double, ForeignKey, Integer, MetaData, String, Table
 
-SCHEMA: Final = "0002"
+SCHEMA: Final = "0003"
 """The migration that this program was written for."""
 
 metadata = MetaData(
@@ -26,6 +26,8 @@ tenants = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("created_at", Double, nullable=False),
+    Column("best_priority", Integer, nullable=False, server_default="0"),  # no query of it goes before this
+    Column("stamp", BigInteger, nullable=False, server_default="0"),  # as that of keys
 )
 
 keys = Table(
@@ -38,6 +40,8 @@ keys = Table(
     Column("pepper_id", String, nullable=False),  # which pepper the digest was made with
     Column("hint", String, nullable=False),  # the secret's last characters, for people
     Column("models", JSON(none_as_null=True)),  # list of model ids; null means every model
+    Column("regions", JSON(none_as_null=True)),  # list of sites' regions; null means every region
+    Column("first_id", String),  # of a key that replaces another: the first of them, whose quotas it shares
     Column("admin", Boolean, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
@@ -86,6 +90,38 @@ decisions = Table(
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("first_token_s", Double),
+)
+
+quotas = Table(
+    "quotas",
+    metadata,
+    Column("scope", String, primary_key=True),  # "tenant" or "key"
+    Column("subject", String, primary_key=True),  # the tenant's name or the first id of the key
+    Column("kind", String, primary_key=True),
+    Column("amount", BigInteger, nullable=False),
+    Column("stamp", BigInteger, nullable=False),  # as that of keys
+)
+
+replicas = Table(
+    "replicas",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("boot_id", String, nullable=False),  # tells a restarted process from another one of the same name
+    Column("expires_at", Double, nullable=False),  # on the database's clock: then its leases have ended
+)
+
+quota_slices = Table(
+    "quota_slices",
+    metadata,
+    Column("scope", String, primary_key=True),
+    Column("subject", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("replica", String, primary_key=True),  # "": what replicas that are gone have used of a month
+    Column("period", BigInteger, nullable=False),  # the month that it is of; 0 for what has no calendar
+    Column("amount", BigInteger, nullable=False),  # how much may be in use there within the quota's window
+    Column("used", BigInteger, nullable=False),
+    Column("used_at", Double, nullable=False),
+    Column("want", BigInteger, nullable=False),
 )
 
 site_orders = Table(
