@@ -7,9 +7,22 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import JSON, BigInteger, Boolean, Column, Double, ForeignKey, Integer, MetaData, String, Table
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+)
 
-SCHEMA: Final = "0003"
+SCHEMA: Final = "0004"
 """The migration that this program was written for."""
 
 metadata = MetaData(
@@ -156,4 +169,73 @@ history = Table(
     metadata,
     Column("minute", BigInteger, primary_key=True, autoincrement=False),  # unix time / 60
     Column("sample", JSON, nullable=False),
+)
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("tenant", String, nullable=False, index=True),
+    Column("filename", String, nullable=False),
+    Column("purpose", String, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False, index=True),
+    Column("complete", Boolean, nullable=False),  # else it is still being written, and nobody sees it
+)
+
+file_parts = Table(
+    "file_parts",
+    metadata,
+    Column("file_id", String, primary_key=True),
+    Column("part", Integer, primary_key=True, autoincrement=False),  # all of one size, but for the last
+    Column("data", LargeBinary, nullable=False),
+)
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("tenant", String, nullable=False, index=True),
+    Column("key_id", String, nullable=False),
+    Column("endpoint", String, nullable=False),
+    Column("input_file_id", String, nullable=False),
+    Column("completion_window", String, nullable=False),
+    Column("about", JSON(none_as_null=True)),  # the client's metadata
+    Column("model", String),  # null until the file is validated
+    Column("status", String, nullable=False, index=True),
+    Column("created_at", Double, nullable=False, index=True),
+    Column("expires_at", Double, nullable=False),
+    Column("in_progress_at", Double),
+    Column("finalizing_at", Double),
+    Column("completed_at", Double),
+    Column("failed_at", Double),
+    Column("expired_at", Double),
+    Column("cancelling_at", Double),
+    Column("cancelled_at", Double),
+    Column("total", Integer, nullable=False),
+    Column("completed", Integer, nullable=False),  # as of its end; until then the lines are counted
+    Column("failed", Integer, nullable=False),
+    Column("errors", JSON(none_as_null=True)),  # why the file is no batch
+    Column("output_file_id", String),
+    Column("error_file_id", String),
+    Column("output_kept_s", Double, nullable=False),
+    Column("leased_by", String),  # one run of one replica
+    Column("leased_until", Double),
+)
+
+batch_lines = Table(
+    "batch_lines",
+    metadata,
+    Column("batch_id", String, primary_key=True),
+    Column("line", Integer, primary_key=True, autoincrement=False),  # from 1, as people count
+    Column("place", Integer, nullable=False),  # in the order of running
+    Column("custom_id", String, nullable=False),
+    Column("begins", BigInteger, nullable=False),  # its bytes in the input file
+    Column("size", Integer, nullable=False),
+    Column("runs", Integer, nullable=False),  # that ended without an outcome
+    Column("failures", Integer, nullable=False),  # how many of those were a site's or our fault
+    Column("outcome", LargeBinary),  # the line of the output or error file, written once
+    Column("failed", Boolean),
+    Index("ix_batch_lines_place", "batch_id", "place"),
 )
