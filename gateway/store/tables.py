@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0004"
+SCHEMA: Final = "0005"
 """The migration that this program was written for."""
 
 metadata = MetaData(
@@ -238,4 +238,16 @@ batch_lines = Table(
     Column("outcome", LargeBinary),  # the line of the output or error file, written once
     Column("failed", Boolean),
     Index("ix_batch_lines_place", "batch_id", "place"),
+)
+
+site_certificates = Table(
+    "site_certificates",
+    metadata,
+    Column("site", String, primary_key=True),
+    Column("serial", String),  # of its newest certificate, hex; null: none issued, or void by now
+    Column("issued_at", Double),
+    Column("expires_at", Double),
+    Column("renewals", Integer, nullable=False),  # since it enrolled
+    Column("revoked_at", Double),  # whatever was issued by then is void
+    Column("reason", String, nullable=False),  # of the revocation
 )
