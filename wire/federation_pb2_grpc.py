@@ -39,6 +39,11 @@ class FederationStub:
                 request_serializer=wire_dot_federation__pb2.SiteMessage.SerializeToString,
                 response_deserializer=wire_dot_federation__pb2.GatewayMessage.FromString,
                 _registered_method=True)
+        self.Enrol = channel.stream_stream(
+                '/mico.federation.v1.Federation/Enrol',
+                request_serializer=wire_dot_federation__pb2.EnrolRequest.SerializeToString,
+                response_deserializer=wire_dot_federation__pb2.EnrolReply.FromString,
+                _registered_method=True)
 
 
 class FederationServicer:
@@ -51,6 +56,14 @@ class FederationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Enrol(self, request_iterator, context):
+        """A certificate for a site: one question, one answer. Metadata: "authorization: Bearer <join secret>", or the site's
+        certificate so far. Streams, so that the gateway reads nothing of who may not ask.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FederationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_FederationServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=wire_dot_federation__pb2.SiteMessage.FromString,
                     response_serializer=wire_dot_federation__pb2.GatewayMessage.SerializeToString,
+            ),
+            'Enrol': grpc.stream_stream_rpc_method_handler(
+                    servicer.Enrol,
+                    request_deserializer=wire_dot_federation__pb2.EnrolRequest.FromString,
+                    response_serializer=wire_dot_federation__pb2.EnrolReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class Federation:
             '/mico.federation.v1.Federation/Join',
             wire_dot_federation__pb2.SiteMessage.SerializeToString,
             wire_dot_federation__pb2.GatewayMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Enrol(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/mico.federation.v1.Federation/Enrol',
+            wire_dot_federation__pb2.EnrolRequest.SerializeToString,
+            wire_dot_federation__pb2.EnrolReply.FromString,
             options,
             channel_credentials,
             insecure,
