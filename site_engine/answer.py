@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from site_engine.detokenize import TextStream, Vocabulary
+from site_engine.detokenize import ShowingDecoder, TextStream, Vocabulary
 from site_engine.request import Finish, Output, Request, Timings, TokenLogprob
 from site_engine.sampler import Alternatives, rank
 
@@ -20,7 +20,10 @@ class Answer:
         sampling = request.sampling
         self.request = request
         self._vocabulary = vocabulary
-        self._stream = TextStream(vocabulary.decoder(), sampling.stop, request.resumed_chars)
+        decoder = vocabulary.decoder()
+        if request.shown:
+            decoder = ShowingDecoder(decoder, request.shown)
+        self._stream = TextStream(decoder, sampling.stop, request.resumed_chars)
         self._ends = frozenset(sampling.stop_token_ids) | frozenset(
             () if sampling.ignore_eos else eos_token_ids
         )
@@ -87,10 +90,14 @@ class Answer:
 
     def _read(self, token_id: int, generated: int) -> tuple[str, Finish | None]:
         """The text that is certain after this token, and the end if this token brings it."""
-        long_enough = generated >= self.request.sampling.min_tokens
+        guide = self.request.guide
+        ended = guide is not None and guide.take(token_id) and guide.ended
+        long_enough = ended or generated >= self.request.sampling.min_tokens
         if long_enough and token_id in self._ends:
             return self._stream.flush(), Finish.STOP
         text = self._stream.push(token_id, long_enough)
+        if ended:  # a grammar that is at its end needs no token that says so
+            return text + self._stream.flush(), Finish.STOP
         if self._stream.stopped:
             return text, Finish.STOP
         if generated >= self.request.max_tokens:

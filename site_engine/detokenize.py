@@ -6,7 +6,7 @@ Joined, the pieces are what the tokenizer makes of all tokens, less an unfinishe
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 UNFINISHED = "\ufffd"
@@ -118,6 +118,18 @@ class _TailDecoder:
             self._ids = self._ids[self._known :]
             self._known, self._given = len(self._ids), 0
         return fresh
+
+
+class ShowingDecoder:
+    """A decoder that writes some special tokens by their names: where calls of functions begin and end."""
+
+    def __init__(self, decoder: Decoder, names: Mapping[int, str]) -> None:
+        self._decoder = decoder
+        self._names = names
+
+    def push(self, token_id: int) -> str:
+        name = self._names.get(token_id)
+        return self._decoder.push(token_id) if name is None else name
 
 
 class NoText:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 from site_engine import intake
 from site_engine.admission import DEFAULT_POLICY, AdmissionQueue, Policy
@@ -22,6 +23,9 @@ from site_engine.request import Admission, Finish, Output, Refused, RefusedReaso
 from site_engine.runner import Logits, PackedRunner
 from site_engine.sampler import Sampled, Sampler
 from site_engine.scheduler import Plan, Scheduler
+
+if TYPE_CHECKING:
+    from site_engine.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class SiteEngine:
         plan = self._scheduler.plan(began)
         if plan:
             try:
+                if self._sampler.masks is not None:
+                    self._sampler.masks.begin(entry.request for entry in plan.entries if entry.samples)
                 logits = self._runner.run(plan)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
@@ -108,16 +114,27 @@ class SiteEngine:
         wanted = request.sampling.max_tokens
         request.max_tokens = room if wanted is None else min(wanted, room)
         position = len(self._scheduler.queue)
-        answer = self._answers[request.id] = Answer(
-            request, self._model.vocabulary, self._model.eos_token_ids
-        )
+        if request.grammar is not None:
+            self._guide(request, request.grammar)
+        answer = Answer(request, self._model.vocabulary, self._model.eos_token_ids)
         finish = answer.replay()
+        if request.guide is not None and request.guide.error:
+            raise Refused(RefusedReason.INVALID, "what was delivered is not what was asked for", "resume")
+        self._answers[request.id] = answer
         self._scheduler.queue.push(request)
         if finish is not None:
             self._finish(answer, finish)
         elif request.deadline_s is not None:
             self._watch(request.deadline_s, request.id)
         return Admission(position, request.max_tokens)
+
+    def _guide(self, request: Request, grammar: Grammar) -> None:
+        """From the beginning, also when it is taken again: the answer replays what there is of it."""
+        if self._sampler.masks is None:
+            from site_engine.masks import Masks  # only where grammars are used
+
+            self._sampler.masks = Masks(self.settings.slots, self._model.vocab_size, self._model.device)
+        request.guide = grammar.start()
 
     def cancel(self, request_id: str) -> None:
         """End a request in any state with the next step; an unknown id is nobody's concern."""
@@ -203,6 +220,9 @@ class SiteEngine:
             answer = self._answers[request.id]
             if row in broken:
                 self._fail(answer, "the model's output was not finite")
+                continue
+            if request.guide is not None and request.guide.error:
+                self._fail(answer, f"the answer's grammar: {request.guide.error}")
                 continue
             if request.first_token_s is None:
                 self._meter.prompt_tokens_total += request.prompt_len

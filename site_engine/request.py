@@ -9,7 +9,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from site_engine.grammar import Grammar, Guide
 
 
 class Lane(IntEnum):
@@ -22,6 +25,7 @@ class Lane(IntEnum):
 class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # an end that the engine does not know: text and calls are told apart outside
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -140,6 +144,8 @@ class Request:
     choice: int = 0  # of n: part of the seed
     resumed: Sequence[int] = ()  # generated elsewhere before: output that is never emitted again
     resumed_chars: int = 0  # text beyond this many characters of the output is emitted
+    grammar: Grammar | None = None  # what the answer may be
+    shown: Mapping[int, str] = field(default_factory=dict)  # special tokens that are text in this answer
     # ---- the engine's own
     state: State = field(default=State.WAITING, init=False)
     tokens: list[int] = field(default_factory=list, init=False)  # prompt and output
@@ -155,6 +161,7 @@ class Request:
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)
+    guide: Guide | None = field(default=None, init=False)  # where it stands in its grammar
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.resumed]
@@ -189,6 +196,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """News of one call of a function: id and name when it begins, then its arguments piece by piece."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     queued_s: float  # taken until first planned
     prefill_s: float  # first planned until first token
@@ -211,3 +228,4 @@ class Output:
     timings: Timings | None = None
     completion_tokens: int = 0
     prompt_tokens: int = 0  # of an engine that counts them only at the end; else they are known before
+    tool_calls: tuple[ToolCall, ...] = ()  # of an engine that tells them from text by itself

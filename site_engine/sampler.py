@@ -1,6 +1,7 @@
 """From logits to tokens, all rows at once. A row's token depends on its own logits, rules, seed and place.
 
-Order of the rules: penalties, logit bias, minimum length, temperature, top-k, top-p, min-p.
+Order of the rules: penalties, logit bias, grammar, minimum length, temperature, top-k, top-p, min-p. Log
+probabilities are those of the model before any rule.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from site_engine.request import Request
+
+if TYPE_CHECKING:
+    from site_engine.masks import Masks
 
 NEVER = float("-inf")
 TOP_P_FIRST_LOOK = 64  # the nucleus usually lies in so many tokens; a full sort otherwise
@@ -47,6 +51,7 @@ class _Rules:
     min_p: torch.Tensor | None
     penalised: list[int]
     biased: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, tokens, numbers
+    guided: list[int]  # rows that follow a grammar
     least: list[int]  # rows with a minimum length
     logprobs: list[int]
 
@@ -59,6 +64,7 @@ class Sampler:
         self._device = device
         self._known: Sequence[Request] = []
         self._rules: _Rules | None = None
+        self.masks: Masks | None = None  # from the first request on that has a grammar
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         """logits [rows, vocabulary], one row per request; changed in place."""
@@ -86,16 +92,25 @@ class Sampler:
         return self._rules
 
     def _edit(self, rules: _Rules, requests: Sequence[Request], logits: torch.Tensor) -> bool:
-        """Penalties, bias and minimum length, in place. Whether anything may have changed."""
+        """Penalties, bias, grammar and minimum length, in place. Whether anything may have changed."""
         for row in rules.penalised:
             _penalise(logits[row], requests[row])
         if rules.biased is not None:
             rows, tokens, numbers = rules.biased
             logits.index_put_((rows, tokens), numbers, accumulate=True)
-        short = [row for row in rules.least if requests[row].generated < requests[row].sampling.min_tokens]
+        if rules.guided and self.masks is not None:
+            self.masks.allow(requests, rules.guided, logits)
+        short = [row for row in rules.least if self._too_short(requests[row])]
         for row in short:
             logits[row, [*self._eos, *requests[row].sampling.stop_token_ids]] = NEVER
-        return bool(rules.penalised or rules.biased is not None or short)
+        return bool(rules.penalised or rules.biased is not None or rules.guided or short)
+
+    def _too_short(self, request: Request) -> bool:
+        """To end now. What a grammar leaves no other way for may."""
+        if request.generated >= request.sampling.min_tokens:
+            return False
+        ends = [*self._eos, *request.sampling.stop_token_ids]
+        return request.guide is None or self.masks is None or not self.masks.must_end(request, ends)
 
     def _uniforms(self, rules: _Rules, requests: Sequence[Request]) -> torch.Tensor:
         at = np.array([requests[row].generated for row in rules.random], dtype=np.uint64)
@@ -155,6 +170,7 @@ def _rules(requests: Sequence[Request], device: torch.device) -> _Rules:
         min_p=column([one.min_p for _, one in random]) if any(one.min_p > 0.0 for _, one in random) else None,
         penalised=[row for row, one in rows if _has_penalty(requests[row])],
         biased=_biased(biases, device) if biases else None,
+        guided=[row for row, _ in rows if requests[row].guide is not None],
         least=[row for row, one in rows if one.min_tokens > 0],
         logprobs=[row for row, one in rows if one.logprobs is not None],
     )

@@ -180,6 +180,7 @@ def _plain(request: Request) -> bool:
     sampling = request.sampling
     return (
         sampling.greedy
+        and request.grammar is None
         and not sampling.logit_bias
         and sampling.min_tokens == 0
         and sampling.logprobs is None

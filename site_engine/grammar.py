@@ -1,0 +1,122 @@
+"""What an answer may be, as a grammar over a model's tokens: compiled once, followed token by token.
+
+By llguidance: one small wheel that needs no other package and makes no table of states beforehand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+
+from site_engine.errors import NotServed, Reason
+
+GRAMMARS_KEPT = 256
+SOURCE_CHARS_MAX = 1 << 18
+_TRIAL = '{"a": [1, -2.5e3, true, null], "é": "日本 \\n 👩‍🚀"}'
+
+
+class NoGrammars(Exception):
+    """Answers of this model can't be held to a grammar; the message says why."""
+
+
+class Guide:
+    """Where one answer stands in its grammar."""
+
+    __slots__ = ("matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def take(self, token_id: int) -> bool:
+        """Go on by a token; False if the grammar does not have it here."""
+        return self.matcher.consume_token(token_id)
+
+    @property
+    def ended(self) -> bool:
+        """The grammar is satisfied and nothing can follow."""
+        return self.matcher.is_stopped()
+
+    @property
+    def error(self) -> str:
+        return self.matcher.get_error()
+
+
+class Grammar:
+    """A compiled grammar. Every answer that follows it starts a guide of its own."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def start(self) -> Guide:
+        return Guide(self._matcher.deep_copy())
+
+
+class Grammars:
+    """Of one model. `compile` may be called from any thread and takes from a millisecond to a second."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """Raises NoGrammars."""
+        known = [*eos_token_ids, getattr(tokenizer, "eos_token_id", None)]
+        ends = list(dict.fromkeys(each for each in known if each is not None))
+        if not ends:
+            raise NoGrammars("the model has no token that ends an answer")
+        try:
+            self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends)
+        except Exception as exc:
+            raise NoGrammars(f"its tokenizer is of a kind that llguidance does not read: {exc}") from exc
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+        self._try_out(tokenizer)
+
+    def compile(self, source: str, param: str) -> Grammar:
+        """`source` is in llguidance's dialect of Lark. Raises NotServed that names `param`."""
+        with self._lock:
+            if source in self._kept:
+                self._kept.move_to_end(source)
+                return self._kept[source]
+        grammar = Grammar(self._matcher(source, param))
+        with self._lock:
+            self._kept[source] = grammar
+            if len(self._kept) > GRAMMARS_KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def written(self, text: str) -> str:
+        """A piece of text as a grammar must name it: by its token, if the model has a special one for it."""
+        ids = self._tokens.tokenize_str(text, parse_special=True)
+        if len(ids) == 1 and self._tokens.is_special_token(ids[0]):
+            return f"<[{ids[0]}]>"
+        return quoted(text)
+
+    def _matcher(self, source: str, param: str) -> LLMatcher:
+        if len(source) > SOURCE_CHARS_MAX:
+            raise NotServed(Reason.INVALID, f"the schema is longer than {SOURCE_CHARS_MAX} characters", param)
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(source), log_level=0)
+        if matcher.is_error():
+            raise _refusal(matcher.get_error(), param)
+        return matcher
+
+    def _try_out(self, tokenizer: Any) -> None:
+        """Text that the tokenizer writes must be text that a grammar reads."""
+        guide = self.compile("start: %json {}", "").start()
+        ids = tokenizer.encode(_TRIAL, add_special_tokens=False)
+        if not all(guide.take(token_id) for token_id in ids) or not guide.matcher.is_accepting():
+            raise NoGrammars("its tokenizer writes JSON that a grammar over its tokens does not read")
+
+
+def quoted(text: str) -> str:
+    """A literal of the grammar's language."""
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n"}
+    return '"' + "".join(escapes.get(char, char) for char in text) + '"'
+
+
+def _refusal(error: str, param: str) -> NotServed:
+    """Another engine may know what this one has not implemented; a wrong schema is wrong everywhere."""
+    reason = Reason.UNSUPPORTED if "nimplemented" in error else Reason.INVALID
+    said = " ".join(error.split())[:300]
+    return NotServed(reason, f"the schema can't be enforced: {said}", param)

@@ -1,0 +1,168 @@
+"""How models write calls of functions: known from the chat template; as a grammar, and as tokens to show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+_ANYTHING = "/(.|\\n)*/"
+_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""No room for endless white space, which small models fall into."""
+
+
+class ToolChoice(StrEnum):
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions a model may call, as OpenAI's tools array has them. `name` is the one it must call."""
+
+    offered: tuple[Mapping[str, Any], ...]
+    choice: ToolChoice = ToolChoice.AUTO
+    name: str = ""
+    single: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(str(each["function"]["name"]) for each in self.offered)
+
+    @property
+    def forced(self) -> bool:
+        return self.choice is not ToolChoice.AUTO
+
+    @property
+    def strict(self) -> bool:
+        return any(each["function"].get("strict") for each in self.offered)
+
+    @property
+    def callable(self) -> tuple[Mapping[str, Any], ...]:
+        functions = (each["function"] for each in self.offered)
+        return tuple(each for each in functions if not self.name or each["name"] == self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Calls are objects of a name and arguments: each between `begin` and `end`, or all of them in one list.
+
+    Without `begin` an answer that opens with a brace is a call. `id_chars`: what ids its template takes.
+    """
+
+    name: str
+    begin: str
+    end: str
+    arguments: str  # the key they stand under
+    between: str
+    opening: str = ""  # after `begin`
+    closing: str = ""  # before `end`
+    is_list: bool = False
+    id_prefix: str = "call_"
+    id_chars: int = 24
+
+
+HERMES = Format("hermes", "<tool_call>", "</tool_call>", "arguments", "\n", "\n", "\n")
+MISTRAL = Format(
+    "mistral", "[TOOL_CALLS]", "]", "arguments", ", ", "[", is_list=True, id_prefix="", id_chars=9
+)
+LLAMA = Format("llama", "", "", "parameters", "; ")
+
+_KNOWN: tuple[tuple[Format, str, tuple[str, ...]], ...] = (
+    (MISTRAL, "[TOOL_CALLS]", ("[ARGS]",)),
+    (HERMES, "<tool_call>", ("<function=", "<arg_key>")),
+    (LLAMA, '"parameters": dictionary of argument name', ()),
+)
+"""A format, what a template that teaches it says, and what only relatives say that are not known here."""
+
+
+def format_of(template: str) -> Format | None:
+    """The format that a chat template teaches its model; None if it takes no tools or teaches another."""
+    if "tools" not in template:
+        return None
+    known = (
+        each
+        for each, sign, others in _KNOWN
+        if sign in template and not any(other in template for other in others)
+    )
+    return next(known, None)
+
+
+def guided_source(
+    schema: Mapping[str, Any] | None,
+    tools: Tools | None,
+    form: Format | None,
+    written: Callable[[str], str],
+) -> str:
+    """The grammar of an answer, empty where anything goes. `written`: how a grammar names a piece of text."""
+    if tools is None or form is None:
+        return "" if schema is None else f"start: answer\nanswer: {_json(schema)}\n"
+    if not tools.forced and schema is None and not tools.strict:
+        return ""
+    begin, end = (written(mark) if mark else "" for mark in (form.begin, form.end))
+    rules = _calls(tools, form, begin, end)
+    if tools.forced:
+        return f"start: calls\n{rules}"
+    if schema is not None:
+        return f"start: calls | answer\nanswer: {_json(schema)}\n{rules}"
+    return _free(tools, form, begin) + rules
+
+
+def _free(tools: Tools, form: Format, begin: str) -> str:
+    """Text at will, but what begins as a call must be one."""
+    if not begin:
+        return f"start: calls | TEXT\nTEXT: /([^{{ \\t\\n]{_ANYTHING[1:-1]})?/\n"
+    if begin.startswith("<["):  # a token that text does not have
+        return f"start: TEXT calls?\nTEXT: {_ANYTHING}\n"
+    times = "?" if tools.single else "*"
+    return f"start: (lead rest){times} TEXT\nlead[lazy]: {_ANYTHING} {begin}\nTEXT: {_ANYTHING}\n"
+
+
+def _calls(tools: Tools, form: Format, begin: str, end: str) -> str:
+    """`calls`, which begin with `begin`, and `rest`, which is what follows it."""
+    between, opening, closing = (_literal(each) for each in (form.between, form.opening, form.closing))
+    if form.is_list:
+        call, again = "object", f"{between}object"
+        rest = f'" "? {opening}{call}{{}} {closing}{end}'
+    else:
+        call = f"{opening}object {closing}{end}"
+        again, rest = f"{between}{begin} {call}", f"{call}{{}}"
+    functions = tools.callable
+    rules = [
+        f"calls: {begin} rest",
+        "rest: " + rest.format("" if tools.single else f" ({again})*"),
+        "object: " + " | ".join(f"object_{number}" for number in range(len(functions))),
+    ]
+    for number, function in enumerate(functions):
+        head = _literal(f'{{"name": "{function["name"]}", "{form.arguments}": ')
+        rules.append(f'object_{number}: {head}arguments_{number} "}}"')
+        rules.append(f"arguments_{number}: {_json(_parameters(function))}")
+    return "\n".join(rules) + "\n"
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A function without parameters takes none."""
+    found = function.get("parameters")
+    return found or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _STYLE})
+
+
+def _literal(text: str) -> str:
+    return f"{json.dumps(text)} " if text else ""
+
+
+def hidden(
+    form: Format, decode: Callable[[list[int]], str], id_of: Callable[[str], int | None]
+) -> dict[int, str]:
+    """The marks of a format that are special tokens, which text leaves out, and how to write them."""
+    marks: Sequence[str] = [mark for mark in (form.begin, form.end) if mark]
+    found = {id_of(mark): mark for mark in marks}
+    return {
+        token_id: mark for token_id, mark in found.items() if token_id is not None and not decode([token_id])
+    }
