@@ -68,8 +68,7 @@ def local(terraform: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         "folder": str(applied.folder),
         "source_folder": str(SOURCE.parents[1]),
         "mico": [sys.executable, "-m", "mico"],
-        "http_port": http,
-        "grpc_port": grpc,
+        "gateways": {"gateway": {"region": "local", "http_port": http, "grpc_port": grpc}},
     }
     (applied.workspace.root / ROOT / "terraform.tfvars.json").write_text(json.dumps(settings))
     applied.configure(SITES)

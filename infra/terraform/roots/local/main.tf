@@ -21,16 +21,10 @@ variable "mico" {
   default     = ["python3", "-m", "mico"]
 }
 
-variable "http_port" {
-  description = "Port of the API."
-  type        = number
-  default     = 18080
-}
-
-variable "grpc_port" {
-  description = "Port that the sites dial."
-  type        = number
-  default     = 18081
+variable "gateways" {
+  description = "The gateway replicas by name: the region each stands for, the port of the API and the port that the sites dial."
+  type        = map(object({ region = string, http_port = number, grpc_port = number }))
+  default     = { gateway = { region = "local", http_port = 18080, grpc_port = 18081 } }
 }
 
 variable "model" {
@@ -59,7 +53,8 @@ locals {
   source   = abspath(coalesce(var.source_folder, "${path.module}/../../../.."))
   folder   = abspath(var.folder)
   database = "sqlite:///${local.folder}/mico.db"
-  url      = "http://127.0.0.1:${var.http_port}"
+  urls     = { for name, gateway in var.gateways : name => "http://127.0.0.1:${gateway.http_port}" }
+  dialled  = [for name, gateway in var.gateways : "127.0.0.1:${gateway.grpc_port}"]
   python   = { PYTHONPATH = local.source, OMP_NUM_THREADS = "1" }
 }
 
@@ -79,26 +74,38 @@ resource "terraform_data" "store" {
   }
 }
 
+# Each replica keeps its own journal; they share the key pepper, or a key made by one would be unknown to the other.
+resource "terraform_data" "pepper" {
+  for_each         = var.gateways
+  triggers_replace = { folder = "${local.folder}/gateways/${each.key}", pepper = "${local.folder}/key-pepper" }
+
+  provisioner "local-exec" {
+    command = "umask 077 && mkdir -p '${self.triggers_replace.folder}' && cp '${self.triggers_replace.pepper}' '${self.triggers_replace.folder}/'"
+  }
+
+  depends_on = [terraform_data.store]
+}
+
 module "gateway" {
-  source = "../../modules/pool-local"
-  pool   = { name = "gateway", role = "gateway", region = "local", machine_types = ["process"], min = 1, max = 1 }
-  ports  = { api = var.http_port, sites = var.grpc_port }
+  source   = "../../modules/pool-local"
+  for_each = var.gateways
+  pool     = { name = each.key, role = "gateway", region = each.value.region, machine_types = ["process"], min = 1, max = 1 }
+  ports    = { api = each.value.http_port, sites = each.value.grpc_port }
   local = {
     folder  = "${local.folder}/processes"
     command = concat(var.mico, ["gateway"])
-    ready   = { url = "${local.url}/health" }
+    ready   = { url = "${local.urls[each.key]}/health" }
     environment = merge(local.python, {
-      MICO_GATEWAY_NAME            = "local"
-      MICO_GATEWAY_HTTP_PORT       = tostring(var.http_port)
-      MICO_GATEWAY_GRPC_PORT       = tostring(var.grpc_port)
+      MICO_GATEWAY_NAME            = each.key
+      MICO_GATEWAY_HTTP_PORT       = tostring(each.value.http_port)
+      MICO_GATEWAY_GRPC_PORT       = tostring(each.value.grpc_port)
       MICO_GATEWAY_DATABASE_URL    = local.database
-      MICO_GATEWAY_FOLDER          = local.folder
+      MICO_GATEWAY_FOLDER          = terraform_data.pepper[each.key].triggers_replace.folder
       MICO_GATEWAY_SITE_TOKEN_FILE = "${local.folder}/site-token"
       MICO_GATEWAY_DRAIN_S         = "5"
     })
   }
-  user_data  = ""
-  depends_on = [terraform_data.store]
+  user_data = ""
 }
 
 module "site" {
@@ -108,12 +115,12 @@ module "site" {
   local = {
     folder  = "${local.folder}/processes"
     command = concat(var.mico, ["site"])
-    ready   = { url = "${local.url}/ready", contains = "{name}" } # the gateway names the sites that can serve
+    ready   = { url = "${values(local.urls)[0]}/ready", contains = "{name}" } # a gateway names the sites that can serve
     environment = merge(local.python, {
       MICO_SITE_SITE                = "{name}"
       MICO_SITE_CLOUD               = split("-", each.key)[0]
       MICO_SITE_REGION              = each.value.region
-      MICO_SITE_GATEWAYS            = "${module.gateway.pool.endpoint}:${var.grpc_port}"
+      MICO_SITE_GATEWAYS            = join(",", local.dialled)
       MICO_SITE_TOKEN_FILE          = "${local.folder}/site-token"
       MICO_SITE_MODEL               = var.model == "" ? "${local.source}/mico/demo_model/weights" : var.model
       MICO_SITE_SERVED_MODEL        = var.model == "" ? "mico-demo" : ""
@@ -125,15 +132,16 @@ module "site" {
       MICO_SITE_DRAIN_S             = "5"
     })
   }
-  user_data = ""
+  user_data  = ""
+  depends_on = [module.gateway]
 }
 
-output "url" {
-  description = "Base URL for clients; the API key is in FOLDER/key."
-  value       = "${local.url}/v1"
+output "urls" {
+  description = "Base URL for clients of each gateway; the API key is in FOLDER/key."
+  value       = { for name, url in local.urls : name => "${url}/v1" }
 }
 
 output "pools" {
-  description = "The gateway's pool and each site's."
-  value       = { gateway = module.gateway.pool, sites = { for name, site in module.site : name => site.pool } }
+  description = "Each gateway's pool and each site's."
+  value       = { gateways = { for name, gateway in module.gateway : name => gateway.pool }, sites = { for name, site in module.site : name => site.pool } }
 }
