@@ -10,14 +10,28 @@ from gateway.errors import Forbidden, ModelNotFound, NoSite, Overloaded
 RETRY_AFTER_S = 1.0
 
 
-def admit(query: Query, *, models: Collection[str], live: int, most_live: int, has_room: bool) -> None:
+def admit(
+    query: Query,
+    *,
+    models: Collection[str],
+    live: int,
+    most_live: int,
+    has_room: bool,
+    complete: bool = True,
+) -> None:
     """Raises NoSite, ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
 
     `live` queries are being answered now, and at most `most_live` may be: memory is bounded. `has_room`:
-    whether what the query uses could be recorded; nothing is served that can't be.
+    whether what the query uses could be recorded; nothing is served that can't be. `complete`: whether every
+    site that an earlier process of this gateway knew has had the time to join again.
     """
     if not models:  # a gateway that has just started can't know which models there are
         raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
+    if query.model not in models and not complete:
+        raise NoSite(
+            f"no site that serves {query.model[:100]!r} has joined yet; this gateway has just started",
+            retry_after_s=RETRY_AFTER_S,
+        )
     if query.model not in models:
         known = ", ".join(sorted(filter(query.caller.may_use, models))[:10]) or "none for this key"
         raise ModelNotFound(

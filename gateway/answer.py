@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from gateway.admission import admit
 from gateway.domain import Decision, Piece, Query
-from gateway.errors import DeadlinePassed, MicoError
+from gateway.errors import DeadlinePassed, Ending, MicoError
 from gateway.federation.attempt import AttemptBroken, LiveAttempt
 from gateway.gateway import Gateway
 from gateway.routing.decide import decide
@@ -34,10 +34,11 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
             live=gateway.live,
             most_live=gateway.most_live,
             has_room=gateway.has_room(),
+            complete=gateway.complete,
         )
         gateway.stories[query.id] = story
-        story.forecast = await in_time(gateway, query, gateway.forecasts.of(query))
-        plan = tries(query.sampling, gateway.most_tries)
+        story.forecast = await in_time(gateway, story, gateway.forecasts.of(query))
+        plan = tries(query.sampling, gateway.most_tries, query.toward)
         this = next(plan)
         while not story.answered:
             attempt = dispatch(gateway, story, this)
@@ -75,6 +76,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
         turn=next(gateway.turns),
         avoid=this.avoid | too_short(gateway, story),
         toward=this.toward,
+        because=this.because,
     )
     if placed.site is None:
         raise gave_up(story.current.broken if story.current else None, this.resume, placed.reason)
@@ -104,10 +106,9 @@ def too_short(gateway: Gateway, story: Story) -> frozenset[str]:
 
 
 async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:
-    """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken or DeadlinePassed."""
-    query = story.query
+    """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken, DeadlinePassed, Ending."""
     while True:
-        deltas = await in_time(gateway, query, attempt.next())
+        deltas = await in_time(gateway, story, attempt.next())
         if not deltas:
             return
         if not story.opened:
@@ -117,11 +118,14 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
             yield delta
 
 
-async def in_time(gateway: Gateway, query: Query, work: Awaitable[T]) -> T:
-    """Raises DeadlinePassed."""
+async def in_time(gateway: Gateway, story: Story, work: Awaitable[T]) -> T:
+    """Raises DeadlinePassed, and Ending when this process can wait no longer."""
+    left_s = 0.0 if gateway.ending else story.query.deadline_s - gateway.clock()
     try:
-        async with asyncio.timeout(query.deadline_s - gateway.clock()):
+        async with asyncio.timeout(left_s) as story.waiting:
             return await work
     except TimeoutError as exc:
-        waited = gateway.clock() - query.received_s
+        if gateway.ending:
+            raise Ending("this gateway is shutting down; send the request again") from exc
+        waited = gateway.clock() - story.query.received_s
         raise DeadlinePassed(f"the answer was not complete after {waited:.0f} s") from exc

@@ -6,13 +6,12 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import NamedTuple
 
-import uvicorn
 from litestar import Response, get
 
 from gateway.admin.desk import Desk
@@ -20,8 +19,10 @@ from gateway.admin.routes import Office, admin_routes
 from gateway.answer import answer
 from gateway.api.app import create_http
 from gateway.api.backend import Backend, Readiness
+from gateway.api.serving import HttpServer, http_server
 from gateway.config import GatewayConfig
 from gateway.domain import Outcome, SiteState, Status
+from gateway.doors import Doors, open_doors
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.forecasting import Forecasts
@@ -35,6 +36,11 @@ from predictor.histogram import HistogramForecaster
 from predictor.runtime import Forecaster, load
 
 log = logging.getLogger(__name__)
+
+REJOIN_S = 15.0
+"""By then every site has dialled again: the longest a site rests between two tries, and a little more."""
+FAREWELL_S = 2.0
+"""For clients to take the error that ends their answers, once the time to drain is up."""
 
 
 class Core(NamedTuple):
@@ -61,10 +67,10 @@ async def serve(config: GatewayConfig) -> int:
     pepper = config.key_pepper or None
     async with (
         open_store(config.database_url, config.folder, pepper=pepper) as store,
-        _core(config, store) as core,
+        _core(config, store, doors := await open_doors(config, store.certificates)) as core,
         _office(core, store) as office,
     ):
-        server = _http(config, core, store, office)
+        server = _http(config, core, store, office, doors)
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
         serving = asyncio.create_task(server.serve())
@@ -74,6 +80,7 @@ async def serve(config: GatewayConfig) -> int:
             log.info("draining %d queries for at most %.0f s", core.gateway.live, config.drain_s)
             core.watch.close()  # or the pages that listen would hold the server up
             server.should_exit = True
+            asyncio.get_running_loop().call_later(config.drain_s, core.gateway.end)
         stopping.cancel()
         await serving
         await core.gateway.settled()
@@ -81,11 +88,11 @@ async def serve(config: GatewayConfig) -> int:
 
 
 @asynccontextmanager
-async def _core(config: GatewayConfig, store: Store) -> AsyncIterator[Core]:
+async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncIterator[Core]:
     directory = Directory()
     settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
     gateway_clock = asyncio.get_running_loop().time
-    federation = Federation(settings, directory, gateway_clock)
+    federation = Federation(settings, directory, gateway_clock, doors.certificates)
     histogram = HistogramForecaster()
     forecasts = Forecasts(_forecaster(config, histogram), histogram)
 
@@ -112,8 +119,10 @@ async def _core(config: GatewayConfig, store: Store) -> AsyncIterator[Core]:
         most_live=config.most_live,
         most_tries=config.most_tries,
         clock=gateway_clock,
+        complete_s=gateway_clock() + REJOIN_S,
     )
-    server, port = await listen(federation, f"{config.grpc_host}:{config.grpc_port}")
+    address = f"{config.grpc_host}:{config.grpc_port}"
+    server, port = await listen(federation, address, doors.link, doors.mutual)
     log.info("sites join at %s:%d", config.grpc_host, port)
     try:
         yield Core(gateway, metrics, watch)
@@ -154,7 +163,7 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
         return histogram
 
 
-def _http(config: GatewayConfig, core: Core, store: Store, office: Office) -> uvicorn.Server:
+def _http(config: GatewayConfig, core: Core, store: Store, office: Office, doors: Doors) -> HttpServer:
     gateway, metrics, _ = core
 
     def ready() -> Readiness:
@@ -181,27 +190,13 @@ def _http(config: GatewayConfig, core: Core, store: Store, office: Office) -> uv
         body_limit_bytes=config.body_limit_bytes,
         keep_alive_s=config.keep_alive_s,
     )
-    return _Server(
-        uvicorn.Config(
-            create_http(backend, [*admin_routes(backend, office), export]),
-            host=config.host,
-            port=config.http_port,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_keep_alive=75,  # longer than what balancers and pooled clients keep open
-            timeout_graceful_shutdown=round(config.drain_s),
-        )
+    return http_server(
+        create_http(backend, [*admin_routes(backend, office), export]),
+        host=config.host,
+        port=config.http_port,
+        end_within_s=config.drain_s + FAREWELL_S,
+        certificate=doors.http,
     )
-
-
-class _Server(uvicorn.Server):
-    """Signals are the process's, not the server's."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _on_signals() -> asyncio.Event:

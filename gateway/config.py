@@ -29,6 +29,11 @@ class GatewayConfig:
     folder: Path = Path(".mico")
     site_tokens: tuple[str, ...] = field(default=(), repr=False)
     site_token_file: Path | None = None
+    tls_cert: Path | None = None  # PEM chain, shown to clients and to sites; without it TLS ends elsewhere
+    tls_key: Path | None = None
+    pki: Path | None = None  # the folder of `mico pki init`: certificates for sites are issued and taken
+    mtls_port: int = 8082  # where sites that have a certificate join; open with `pki`
+    tls_names: tuple[str, ...] = ("localhost", "127.0.0.1")  # of this gateway, where `pki` issues its own
     key_pepper: str = field(
         default="", repr=False
     )  # replicas on one database share one; empty: a file in `folder`
@@ -59,13 +64,17 @@ class GatewayConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError(f"http_port and grpc_port are both {self.http_port}; they need two ports")
+        if self.pki is not None and self.mtls_port in {self.http_port, self.grpc_port} - {0}:
+            raise ConfigError(f"mtls_port is {self.mtls_port} as another port is; it needs one of its own")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key belong together")
 
     def tokens(self) -> tuple[str, ...]:
-        """Every token that lets a site in. Raises ConfigError when there is none: no door stands open."""
+        """Every token that lets a site in. Raises ConfigError: some door has to open."""
         lines = self.site_token_file.read_text().split() if self.site_token_file else []
         tokens = (*self.site_tokens, *lines)
-        if not tokens:
-            raise ConfigError("no site could join: set site_tokens or site_token_file")
+        if not tokens and self.pki is None:
+            raise ConfigError("no site could join: set site_tokens, site_token_file or pki")
         return tokens
 
 

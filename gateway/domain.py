@@ -70,12 +70,23 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the API key and its tenant. `models` None means every model."""
+    """Who asks: the API key and its tenant. `models` and `regions` None means every one of them.
+
+    `first_id`: of the keys that replaced one another the first, whose quotas they share; empty: its own id.
+    `best_priority`: no query of the caller goes before others of this priority.
+    """
 
     key_id: str
     tenant: str
     models: frozenset[str] | None = None
     admin: bool = False
+    regions: frozenset[str] | None = None
+    first_id: str = ""
+    best_priority: int = 0
+
+    @property
+    def quota_id(self) -> str:
+        return self.first_id or self.key_id
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -85,7 +96,8 @@ class Caller:
 class Query:
     """One user request. `id` is ours and unique; `request_id` is what the client sees and may have chosen.
 
-    Times are seconds on the gateway's monotonic clock.
+    `toward` is the site that it was assigned to with others of its window, None if it is decided alone. Times
+    are seconds on the gateway's monotonic clock.
     """
 
     id: str
@@ -97,6 +109,7 @@ class Query:
     deadline_s: float
     lane: Lane = Lane.INTERACTIVE
     priority: int = 0
+    toward: str | None = None
     request_id: str = ""
     traceparent: str = ""
 

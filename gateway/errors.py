@@ -8,11 +8,14 @@ MicoError
 │   ├── Forbidden            403
 │   ├── ModelNotFound        404
 │   └── TooMany              429, Retry-After
+│       ├── BudgetSpent      429, the month's tokens are spent: trying again is useless
+│       └── AboveQuota       429, one query needs more than the quota: trying again is useless
 ├── Overloaded               503, no site has room now, Retry-After
 ├── NoSite                   503, no site serves this model now, Retry-After
 ├── UpstreamFailed           502, a site failed before the first token and no other could take over
 ├── UpstreamLost             in the stream: a site failed after the first token and resuming is impossible
-└── DeadlinePassed           504
+├── DeadlinePassed           504
+└── Ending                   503, or in the stream: this gateway ends before the answer does
 """
 
 from __future__ import annotations
@@ -61,6 +64,14 @@ class TooMany(ClientMistake):
     pass
 
 
+class BudgetSpent(TooMany):
+    pass
+
+
+class AboveQuota(TooMany):
+    pass
+
+
 class Overloaded(MicoError):
     pass
 
@@ -78,4 +89,8 @@ class UpstreamLost(MicoError):
 
 
 class DeadlinePassed(MicoError):
+    pass
+
+
+class Ending(MicoError):
     pass

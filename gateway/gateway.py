@@ -43,6 +43,8 @@ class Gateway:
     wall_clock: Callable[[], float] = time.time
     stories: dict[str, Story] = field(default_factory=dict)
     turns: itertools.count[int] = field(default_factory=itertools.count)
+    complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
+    ending: bool = False
     _settling: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     @property
@@ -55,6 +57,16 @@ class Gateway:
 
     def tell(self, query: Query) -> Story:
         return Story(query, self.clock, self.wall_clock())
+
+    @property
+    def complete(self) -> bool:
+        return self.clock() >= self.complete_s
+
+    def end(self) -> None:
+        """Wait for no answer any longer: each query ends now with an error that its client can read."""
+        self.ending = True
+        for story in self.stories.values():
+            story.hurry()
 
     def settle(self, story: Story) -> None:
         """End the query: nothing of it runs on, and its outcome is recorded once its last count is known."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from gateway.domain import Attempt, Cause, Delta, Opening, Outcome, Query, Resume, Status, Usage
 from gateway.errors import ClientMistake, MicoError, Overloaded
@@ -19,6 +21,7 @@ class Story:
         self.error: MicoError | None = None
         self.answered = False
         self.ended_s: float | None = None
+        self.waiting: asyncio.Timeout | None = None  # what it waited for last, and may wait for still
         self._now = now
         self._received_at = received_at
         self._attempts: list[LiveAttempt] = []
@@ -81,6 +84,12 @@ class Story:
             prompt_tokens=self.prompt_tokens,
             fingerprint=attempt.site.models[self.query.model].revision,
         )
+
+    def hurry(self) -> None:
+        """What it waits for is late from now on."""
+        if self.waiting is not None:
+            with suppress(RuntimeError):  # it does not wait
+                self.waiting.reschedule(0.0)
 
     def end(self) -> None:
         """Nothing more goes to the client; counts may still arrive."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from litestar import Request
 from litestar.datastructures import State
 
-from gateway.api.auth import caller_of
+from gateway.api.auth import address_of, caller_of, owner_of
 from gateway.api.backend import Backend
 from gateway.domain import Caller
 from gateway.errors import Forbidden, Unauthenticated
@@ -59,13 +59,9 @@ class Access:
             raise Forbidden("This session may only look: sign in again without 'view only' to act.")
         return operator
 
-    async def open_session(self, secret: str, *, view_only: bool) -> str:
-        """The value of the cookie. Raises Unauthenticated or Forbidden."""
-        caller = None
-        if secret.isascii():
-            caller = self._backend.authenticate(secret) or await self._backend.look_again(secret)
-        if caller is None:
-            raise Unauthenticated("This API key is unknown or was revoked.")
+    async def open_session(self, request: AnyRequest, secret: str, *, view_only: bool) -> str:
+        """The value of the cookie. Raises Unauthenticated, TooMany or Forbidden."""
+        caller = await owner_of(secret, self._backend, address_of(request.scope))
         self._admin(caller)
         until = int(self._backend.unix_time()) + SESSION_S
         claim = f"{caller.key_id} {until} {'view' if view_only else 'act'}".encode()

@@ -26,7 +26,7 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
             login = msgspec.json.decode(await request.body(), type=Login)
         except msgspec.MsgspecError as exc:
             raise BadRequest("send {'key': …, 'view_only': false} as JSON") from exc
-        value = await access.open_session(login.key.strip(), view_only=login.view_only)
+        value = await access.open_session(request, login.key.strip(), view_only=login.view_only)
         return Response({"may_act": not login.view_only}, cookies=[cookie(request, value, SESSION_S)])
 
     @get("/admin/api/session")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import uuid4
 
 from gateway.domain import Caller, Model, Piece, Query
+from gateway.failures import Failures
 
 Answer = Callable[[Query], AsyncGenerator[Piece, None]]
 """Yields Opening, Delta …, Usage, or raises a MicoError. Closing it cancels the query at its site."""
@@ -45,6 +46,7 @@ class Backend:
     clock: Callable[[], float] = time.monotonic
     unix_time: Callable[[], float] = time.time
     new_id: Callable[[], str] = hex_id
+    failures: Failures = field(default_factory=Failures)  # to authenticate
     timeout_s: float = 600.0
     body_limit_bytes: int = 8 * 1024 * 1024
     keep_alive_s: float = 15.0

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
-_REPEATS_PAID_WORK = ((b"x-should-retry", b"false"),)
+_REPEATS_PAID_WORK = _USELESS_AGAIN = ((b"x-should-retry", b"false"),)
 _KINDS: dict[type[errors.MicoError], Kind] = {
     errors.BadRequest: Kind(400, _INVALID, None),
     errors.Unauthenticated: Kind(
@@ -53,11 +53,18 @@ _KINDS: dict[type[errors.MicoError], Kind] = {
     errors.Forbidden: Kind(403, _INVALID, "permission_denied"),
     errors.ModelNotFound: Kind(404, _INVALID, "model_not_found"),
     errors.TooMany: Kind(429, "rate_limit_error", "rate_limit_exceeded", wait_s=1.0),
+    errors.BudgetSpent: Kind(
+        429, "insufficient_quota", "insufficient_quota", wait_s=RETRY_AFTER_LIMIT_S, headers=_USELESS_AGAIN
+    ),
+    errors.AboveQuota: Kind(
+        429, "rate_limit_error", "rate_limit_exceeded", wait_s=RETRY_AFTER_LIMIT_S, headers=_USELESS_AGAIN
+    ),
     errors.ClientMistake: Kind(400, _INVALID, None),
     errors.Overloaded: Kind(503, _SERVER, "overloaded", wait_s=1.0),
     errors.NoSite: Kind(503, _SERVER, "no_site", wait_s=2.0),
     errors.UpstreamFailed: Kind(502, _SERVER, "upstream_error"),
     errors.UpstreamLost: Kind(502, _SERVER, "upstream_lost", headers=_REPEATS_PAID_WORK),
+    errors.Ending: Kind(503, _SERVER, "shutting_down", wait_s=1.0),
     errors.DeadlinePassed: Kind(504, _SERVER, "timeout", headers=_REPEATS_PAID_WORK),
 }
 _HTTP_CODES = {404: "unknown_url", 405: "method_not_supported", 413: "request_too_large"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,10 +11,13 @@ from typing import Any
 
 import grpc
 
+from gateway.domain import SiteIdentity
 from gateway.federation import codec
-from gateway.federation.directory import Directory
+from gateway.federation.directory import MAX_SITES, Directory
+from gateway.federation.entrance import Certificates, Entrance, Refusal
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
+from gateway.pki.authority import SiteCertificate
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -24,6 +26,9 @@ log = logging.getLogger(__name__)
 HELLO_WITHIN_S = 10.0
 MISSED_HEARTBEATS = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
+HANDSHAKE_WITHIN_MS = 20_000
+STREAMS_A_CONNECTION = 16
+METADATA_BYTES = 16 * 1024
 BYE = "it said bye"
 
 
@@ -39,14 +44,21 @@ class FederationSettings:
 
 
 class Federation(rpc.FederationServicer):
-    """All links of this replica. A site that joins again replaces its older link, which is then lost."""
+    """All links of this replica. A process that joins again replaces its older link, which is then lost;
+    another process with the name of a site that is linked is turned away until that link is gone.
+    """
 
     def __init__(
-        self, settings: FederationSettings, directory: Directory, clock: Callable[[], float]
+        self,
+        settings: FederationSettings,
+        directory: Directory,
+        clock: Callable[[], float],
+        certificates: Certificates | None = None,
     ) -> None:
         self.directory = directory
         self._settings = settings
         self._clock = clock
+        self._entrance = Entrance(settings.site_tokens, certificates)
         self._links: dict[str, Link] = {}
         self._offloading = Offloading(self._links, directory, clock)
 
@@ -55,32 +67,40 @@ class Federation(rpc.FederationServicer):
         return MappingProxyType(self._links)
 
     async def Join(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
-        if not self._authentic(dict(context.invocation_metadata())):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the site token is missing or wrong")
         try:
-            link, abandoned = await self._welcome(context)
+            shown = self._entrance.identify(context)
+            link, abandoned = await self._welcome(context, shown)
+        except Refusal as exc:
+            await context.abort(exc.code, str(exc))
         except codec.Garbage as exc:
             log.warning("a site was turned away: %s", exc)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
         log.info("site %s joined with %d attempts of an earlier link", link.name, abandoned)
-        reason = await self._serve(link, context)
+        reason = await self._serve(link, context, shown)
         if reason != BYE:
             await context.abort(grpc.StatusCode.ABORTED, reason)
 
-    def _authentic(self, metadata: Mapping[str, str]) -> bool:
-        given = metadata.get("authorization", "").removeprefix("Bearer ").encode()
-        matches = [hmac.compare_digest(given, token.encode()) for token in self._settings.site_tokens]
-        return any(matches)  # every token is compared, so that time tells nothing
+    async def Enrol(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
+        async def csr() -> bytes:
+            asked: pb.EnrolRequest = await _first(context, "request")
+            return asked.csr
 
-    async def _welcome(self, context: Any) -> tuple[Link, int]:
-        """Hello, Welcome. What the site still runs for an older link is not wanted: it was decided anew."""
         try:
-            first = await asyncio.wait_for(context.read(), HELLO_WITHIN_S)
-        except TimeoutError as exc:
-            raise codec.Garbage(f"no Hello within {HELLO_WITHIN_S:.0f} s") from exc
-        if first is grpc.aio.EOF or first.WhichOneof("body") != "hello":
+            pem = await self._entrance.enrol(context, csr)
+        except Refusal as exc:
+            await context.abort(exc.code, str(exc))
+        except codec.Garbage as exc:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
+        await context.write(pb.EnrolReply(certificate=pem))
+
+    async def _welcome(self, context: Any, shown: SiteCertificate | None) -> tuple[Link, int]:
+        """Hello, Welcome. What the site still runs for an older link is not wanted: it was decided anew."""
+        first = await _first(context, "Hello")
+        if first.WhichOneof("body") != "hello":
             raise codec.Garbage("the first message of a site is Hello")
-        link = Link(codec.identity(first.hello), self.directory, self._offloading, self._clock)
+        identity = codec.identity(first.hello)
+        self._check_name(identity, shown)
+        link = Link(identity, self.directory, self._offloading, self._clock)
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
@@ -92,7 +112,21 @@ class Federation(rpc.FederationServicer):
         await context.write(pb.GatewayMessage(welcome=welcome))
         return link, len(first.hello.attempts)
 
-    async def _serve(self, link: Link, context: Any) -> str:
+    def _check_name(self, identity: SiteIdentity, shown: SiteCertificate | None) -> None:
+        """Raises Refusal for a name that is another's. What runs is not cut for who comes later."""
+        name = identity.name
+        if shown is not None and shown.site != name:
+            reason = f"the certificate is that of site {shown.site}, not of {name}"
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
+        linked = self._links.get(name)
+        if linked is not None and linked.identity.boot_id != identity.boot_id:
+            log.warning(
+                "a second process calls itself site %s; it is turned away while the first is here", name
+            )
+            reason = f"another process is linked as site {name}: stop it, or give this one a name of its own"
+            raise Refusal(grpc.StatusCode.ALREADY_EXISTS, reason)
+
+    async def _serve(self, link: Link, context: Any, shown: SiteCertificate | None) -> str:
         """Read, write and watch until one of them ends, for a reason; what lived on the link is then lost."""
         if older := self._links.get(link.name):
             older.close("the site joined again")
@@ -103,7 +137,7 @@ class Federation(rpc.FederationServicer):
             for name, work in (
                 ("read", self._read(link, context)),
                 ("write", self._write(link, context)),
-                ("watch", self._watch(link)),
+                ("watch", self._watch(link, shown)),
             )
         }
         reason = "the connection ended"  # then gRPC cancels this coroutine
@@ -141,8 +175,8 @@ class Federation(rpc.FederationServicer):
         except grpc.RpcError as exc:
             return f"connection lost ({exc})"
 
-    async def _watch(self, link: Link) -> str:
-        """Heartbeats: a site that hangs keeps its socket open, so silence is what tells.
+    async def _watch(self, link: Link, shown: SiteCertificate | None) -> str:
+        """Heartbeats: a site that hangs keeps its socket open, so silence tells. A certificate can end, too.
 
         Silence is counted in heartbeats that this process slept through on time: if it was stalled itself,
         the answers wait unread, and that is not the fault of the site.
@@ -151,6 +185,8 @@ class Federation(rpc.FederationServicer):
         while link.closing is None:
             if missed >= MISSED_HEARTBEATS:
                 return f"silent for {self._clock() - link.heard_s:.1f} s"
+            if complaint := self._entrance.complaint(shown):
+                return complaint
             link.ping()
             began_s = self._clock()
             await asyncio.sleep(heartbeat_s)
@@ -159,18 +195,42 @@ class Federation(rpc.FederationServicer):
         return link.closing
 
 
-async def listen(federation: Federation, address: str, credentials: Any | None = None) -> tuple[Any, int]:
-    """Start the gRPC server: (server, bound port). Raises RuntimeError when the address is taken."""
+async def _first(context: Any, what: str) -> Any:
+    """Raises Garbage."""
+    try:
+        message = await asyncio.wait_for(context.read(), HELLO_WITHIN_S)
+    except TimeoutError as exc:
+        raise codec.Garbage(f"no {what} within {HELLO_WITHIN_S:.0f} s") from exc
+    if message is grpc.aio.EOF:
+        raise codec.Garbage(f"the stream ended before its {what}")
+    return message
+
+
+async def listen(
+    federation: Federation,
+    address: str,
+    credentials: Any | None = None,
+    mutual: tuple[str, Any] | None = None,
+) -> tuple[Any, int]:
+    """Start the gRPC server: (server, bound port). Raises RuntimeError when an address is taken.
+
+    `mutual`: the address for sites with certificates, and the credentials that ask for one.
+    """
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_WITHIN_MS),
+        ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
+        ("grpc.max_metadata_size", METADATA_BYTES),
     ]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_SITES)
     rpc.add_FederationServicer_to_server(federation, server)  # type: ignore[no-untyped-call]
     if credentials is None:
         port = server.add_insecure_port(address)
     else:
         port = server.add_secure_port(address, credentials)
+    if mutual is not None:
+        server.add_secure_port(*mutual)
     await server.start()
     return server, port

@@ -37,7 +37,9 @@ def decide(
     turn: int,
     avoid: Collection[str] = (),
     toward: str | None = None,
+    because: str = "",
 ) -> Placement:
+    """`toward`: the site to take if it still can, and `because` is why."""
     at = fleet.figures
     candidates = Candidates(
         sites=fleet.sites,
@@ -49,9 +51,9 @@ def decide(
     excluded = _excluded(demand, candidates, now_s, avoid)
     if not candidates.may.any():
         return Placement(None, "no site can serve it: " + _list(excluded), (), excluded)
-    bidder = fleet.place(toward) if toward is not None else None
-    if bidder is not None and candidates.may[bidder]:
-        place, reason = bidder, f"offloaded: {toward} was idle and bid for it"
+    wanted = fleet.place(toward) if toward is not None else None
+    if wanted is not None and candidates.may[wanted]:
+        place, reason = wanted, because
     else:
         place, reason = policy(demand, candidates, turn)
     return Placement(fleet.sites[place], reason, _told(demand, candidates, place, now_s), excluded)

@@ -24,7 +24,8 @@ RETRY_AFTER_S = 1.0
 class Try(NamedTuple):
     """`avoid`: sites not to be used again. `resume`: what the client has, None before the first token.
 
-    `toward`: the site that bid for the query, which then moves there for the `moves`-th time.
+    `toward`: the site that bid for the query, which then moves there for the `moves`-th time; of the first
+    try, the site that it was assigned to with others.
     """
 
     number: int
@@ -32,6 +33,13 @@ class Try(NamedTuple):
     resume: Resume | None = None
     toward: str | None = None
     moves: int = 0
+
+    @property
+    def because(self) -> str:
+        """Why `toward`, in an operator's words."""
+        if self.moves:
+            return f"offloaded: {self.toward} was idle and bid for it"
+        return "assigned jointly: with the other lines of its batch that start now"
 
 
 class Setback(NamedTuple):
@@ -41,13 +49,13 @@ class Setback(NamedTuple):
     delivered: Resume | None
 
 
-def tries(sampling: Sampling, most: int) -> Generator[Try, Setback, None]:
+def tries(sampling: Sampling, most: int, toward: str | None = None) -> Generator[Try, Setback, None]:
     """Until `most` tries have failed, never the same site twice. Raises the error for the client in the end.
 
     To be released by a site is no failure: the query goes on to the site that bid for it. Nobody asks for
     more than `MOST_MOVES` releases, so a site that gives up more than those has failed.
     """
-    this, failures = Try(1), 0
+    this, failures = Try(1, toward=toward), 0
     while True:
         broken, resume = yield this
         _check(broken, resume, sampling)

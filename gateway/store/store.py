@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gateway.store.certificates import CertificateRegister
 from gateway.store.engine import check_schema, open_engine
 from gateway.store.figures import Figures
 from gateway.store.keys import KeyRing
@@ -28,6 +29,7 @@ class Store:
     read: Reads
     orders: OrderBook
     figures: Figures
+    certificates: CertificateRegister
 
 
 @asynccontextmanager
@@ -40,6 +42,7 @@ async def open_store(
     must be there (`migrations.upgrade(url)`). Raises StoreError.
     """
     engine = open_engine(url)
+    certificates = CertificateRegister(engine)
     keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
     retention = Retention(engine, keep)
@@ -49,8 +52,9 @@ async def open_store(
             await keys.start()
             await recorder.start()
             retention.start()
-        yield Store(keys, recorder, Reads(engine), OrderBook(engine), Figures(engine))
+        yield Store(keys, recorder, Reads(engine), OrderBook(engine), Figures(engine), certificates)
     finally:
+        await certificates.close()
         await retention.close()
         await recorder.close()
         await keys.close()

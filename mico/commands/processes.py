@@ -26,12 +26,12 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from gateway.config import ConfigError, load
 
     try:
-        loaded = load(config, os.environ, pairs(overrides))
+        status = run(load(config, os.environ, pairs(overrides)))
     except ConfigError as error:
         raise CommandFailed(
             "the gateway can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
-    raise typer.Exit(run(loaded))
+    raise typer.Exit(status)
 
 
 def site(

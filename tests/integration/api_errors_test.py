@@ -30,6 +30,7 @@ TREE = [
     (errors.UpstreamFailed("Broke."), 502, "upstream_error", openai.InternalServerError),
     (errors.UpstreamLost("Lost."), 502, "upstream_lost", openai.InternalServerError),
     (errors.DeadlinePassed("Too late."), 504, "timeout", openai.InternalServerError),
+    (errors.Ending("Going down."), 503, "shutting_down", openai.InternalServerError),
 ]
 
 

@@ -1,0 +1,147 @@
+"""The HTTP server: uvicorn, with limits on how slowly, how much and how often one connection may send.
+
+Limits the sending only: what an answer may take is limited where it is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvicorn
+from litestar.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.tls import CertificateFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A request has `slow_s`, and a second more for every `bytes_per_s` of it, to arrive in full.
+
+    `header_bytes` bounds what comes before a body, `unread_bytes` what is still sent after the answer.
+    """
+
+    connections: int = 20_000
+    slow_s: float = 20.0
+    bytes_per_s: int = 32 * 1024
+    header_bytes: int = 64 * 1024
+    unread_bytes: int = 16 * 2**20
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. What breaks a limit is cut off: whoever sends like that does not wait for an answer."""
+
+    def __init__(self, *args: Any, limits: Limits, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._limits = limits
+        self._late: asyncio.TimerHandle | None = None
+        self._began_s = 0.0
+        self._received = 0
+        self._in_head = True
+        self._unread = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            transport.abort()
+        else:
+            self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        super().data_received(data)
+        if self._in_head and self._received > self._limits.header_bytes:
+            self.transport.abort()
+        elif self._late is None and self._at_rest():
+            self._expect()  # it sent something that begins no request, and so lost its time of rest
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._received, self._unread = True, 0, 0
+        self._expect()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._unread += len(body)
+            if self._unread > self._limits.unread_bytes:
+                self.transport.abort()
+
+    def on_message_complete(self) -> None:
+        self._arrived()
+        super().on_message_complete()
+
+    def _at_rest(self) -> bool:
+        """Nothing is being answered, and no timer of uvicorn's runs."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and self.timeout_keep_alive_task is None and not self.transport.is_closing()
+
+    def _expect(self) -> None:
+        """A request is due from now on."""
+        self._arrived()
+        self._began_s = self.loop.time()
+        self._late = self.loop.call_later(self._limits.slow_s, self._look)
+
+    def _arrived(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _look(self) -> None:
+        """Cut the connection, unless what came meanwhile earns it more time or nobody reads it here."""
+        allowed_s = self._limits.slow_s + self._received / self._limits.bytes_per_s
+        rest_s = self._began_s + allowed_s - self.loop.time()
+        if self.flow is not None and self.flow.read_paused:
+            rest_s = max(rest_s, self._limits.slow_s)  # it is us who do not read
+        if rest_s <= 0:
+            self.transport.abort()
+        else:
+            self._late = self.loop.call_later(rest_s, self._look)
+
+
+class HttpServer(uvicorn.Server):
+    """Signals are the process's, not the server's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def http_server(
+    app: ASGIApp,
+    *,
+    host: str,
+    port: int,
+    end_within_s: float,
+    certificate: CertificateFiles | None = None,
+    limits: Limits = Limits(),
+) -> HttpServer:
+    """`end_within_s`: how long answers may go on once the server is told to end."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=75,  # longer than what balancers and pooled clients keep open
+        timeout_graceful_shutdown=max(1, round(end_within_s)),
+        ssl_context_factory=None if certificate is None else lambda *_: certificate.context(),
+    )
+    return HttpServer(config)
