@@ -7,6 +7,7 @@ MicoError
 │   ├── Unauthenticated      401
 │   ├── Forbidden            403
 │   ├── ModelNotFound        404
+│   ├── NotFound             404, no such file or batch
 │   └── TooMany              429, Retry-After
 │       ├── BudgetSpent      429, the month's tokens are spent: trying again is useless
 │       └── AboveQuota       429, one query needs more than the quota: trying again is useless
@@ -57,6 +58,10 @@ class Forbidden(ClientMistake):
 
 
 class ModelNotFound(ClientMistake):
+    pass
+
+
+class NotFound(ClientMistake):
     pass
 
 

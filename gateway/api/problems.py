@@ -52,6 +52,7 @@ _KINDS: dict[type[errors.MicoError], Kind] = {
     ),
     errors.Forbidden: Kind(403, _INVALID, "permission_denied"),
     errors.ModelNotFound: Kind(404, _INVALID, "model_not_found"),
+    errors.NotFound: Kind(404, _INVALID, "not_found"),
     errors.TooMany: Kind(429, "rate_limit_error", "rate_limit_exceeded", wait_s=1.0),
     errors.BudgetSpent: Kind(
         429, "insufficient_quota", "insufficient_quota", wait_s=RETRY_AFTER_LIMIT_S, headers=_USELESS_AGAIN

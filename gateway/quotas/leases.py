@@ -1,0 +1,143 @@
+"""Leases slices of the quotas in the background, ahead of need: no query waits for the database.
+
+While the database is away the slices held go on being used. What happens once the lease has run out is a
+setting: go on with them (`hold`), or turn away the callers that have quotas (`refuse`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from enum import StrEnum
+from typing import Final, Protocol
+
+from gateway.quotas.book import Quotas
+from gateway.quotas.limits import Claim, LimitId
+from gateway.store.errors import StoreUnavailable
+from gateway.store.slices import Left, NameTaken, Round
+
+log = logging.getLogger(__name__)
+
+EVERY_S: Final = 0.5
+REST_S: Final = 0.1
+"""The least time between two rounds, however many queries find a slice too small."""
+MORE_WITHIN_S: Final = 2.0
+"""How long a query waits for its replica to lease more, before it is told that its quota is used up."""
+
+
+class WhenAway(StrEnum):
+    HOLD = "hold"
+    REFUSE = "refuse"
+
+
+class Slices(Protocol):
+    @property
+    def lease_s(self) -> float: ...
+
+    async def join(self) -> list[Left]: ...
+
+    async def leave(self) -> None: ...
+
+    def rename(self) -> None: ...
+
+    async def limits(self) -> dict[LimitId, int] | None: ...
+
+    async def round(self, restless: Iterable[LimitId], ask: Callable[[LimitId], Claim | None]) -> Round: ...
+
+
+class Leases:
+    def __init__(
+        self, slices: Slices, when_away: WhenAway, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.quotas = Quotas(lapse=self._lapsed)
+        self._slices = slices
+        self._when_away = when_away
+        self._clock = clock
+        self._leased_until = 0.0
+        self._away = False
+        self._wanted = asyncio.Event()
+        self._round = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, *, background: bool = True) -> None:
+        """Raises StoreUnavailable."""
+        left = await self._slices.join()
+        await self._learn()
+        for each in left:
+            self.quotas.take_over(*each)
+        await self.renew()
+        if background:
+            self._task = asyncio.create_task(self._renew_for_ever())
+
+    async def close(self) -> None:
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+        with suppress(StoreUnavailable, NameTaken):
+            await self._renew_once()  # what was used since the last round counts, of a month at least
+            await self._slices.leave()
+
+    async def more(self) -> None:
+        """For a query that found a slice too small: returns when there may be more, in vain if need be."""
+        if self._away:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(MORE_WITHIN_S):
+                for _ in range(3):  # ours asks, the others give up, ours takes
+                    self._wanted.set()
+                    await self._round.wait()
+
+    async def renew(self) -> None:
+        """One round. Raises StoreUnavailable, and what is held stays."""
+        try:
+            await self._renew_once()
+        except NameTaken as exc:
+            log.error("another gateway is called %s too: give each replica a name of its own", exc)
+            self._slices.rename()
+            self.quotas.forget_slices()
+
+    async def _renew_once(self) -> None:
+        began_s = self._clock()
+        await self._learn()
+        done = await self._slices.round(list(self.quotas.restless()), self.quotas.claim)
+        self._leased_until = began_s + self._slices.lease_s
+        self.quotas.replicas = done.replicas
+        for each in done.grants:
+            if self.quotas.granted(*each):
+                self._wanted.set()
+
+    async def _learn(self) -> None:
+        limits = await self._slices.limits()
+        if limits is not None:
+            self.quotas.learn(limits)
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), EVERY_S - REST_S)
+            self._wanted.clear()
+            done, self._round = self._round, asyncio.Event()
+            await self._renew_or_log()
+            done.set()
+            await asyncio.sleep(REST_S)
+
+    async def _renew_or_log(self) -> None:
+        try:
+            await self.renew()
+        except StoreUnavailable as exc:
+            if not self._away:
+                log.warning("quotas go on with the slices leased last: %s", exc)
+            self._away = True
+        except Exception:
+            log.exception("leasing went wrong in an unforeseen way")
+            self._away = True
+        else:
+            self._away = False
+
+    def _lapsed(self) -> bool:
+        return self._when_away is WhenAway.REFUSE and self._clock() >= self._leased_until

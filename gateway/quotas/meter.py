@@ -1,0 +1,128 @@
+"""How much of a limit is in use here, within its window. Pure; times are unix seconds."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from math import ceil
+from typing import Protocol
+
+from gateway.quotas.limits import WINDOW_S, Kind
+
+
+class Meter(Protocol):
+    def used(self, now: float) -> int: ...
+
+    def take(self, amount: int, now: float) -> None: ...
+
+    def give_back(self, amount: int, taken_at: float, now: float) -> None:
+        """What was taken at that time was not needed."""
+
+    def until_less(self, amount: int, now: float) -> float:
+        """Seconds until at least `amount` less is in use, if nothing more is taken."""
+
+    def period(self, now: float) -> int:
+        """The month that it counts, 0 if it has no calendar."""
+
+
+class Minute:
+    """Over the last 60 seconds, by the second: in no 60 seconds is more used than `used` has said."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, int] = {}  # in order
+        self._total = 0
+
+    def used(self, now: float) -> int:
+        while self._seconds and (first := next(iter(self._seconds))) + 1 + WINDOW_S <= now:
+            self._total -= self._seconds.pop(first)
+        return self._total
+
+    def take(self, amount: int, now: float) -> None:
+        second = max(int(now), next(reversed(self._seconds), 0))  # a clock that was set back changes nothing
+        self._seconds[second] = self._seconds.get(second, 0) + amount
+        self._total += amount
+
+    def give_back(self, amount: int, taken_at: float, now: float) -> None:
+        self.used(now)
+        second = next((each for each in self._seconds if each >= int(taken_at)), None)
+        if second is None or int(taken_at) + 1 + WINDOW_S <= now:
+            return
+        amount = min(amount, self._seconds[second])
+        self._seconds[second] -= amount
+        self._total -= amount
+
+    def until_less(self, amount: int, now: float) -> float:
+        gone = 0
+        for second, taken in self._seconds.items():
+            gone += taken
+            if gone >= amount:
+                return max(0.0, second + 1 + WINDOW_S - now)
+        return WINDOW_S
+
+    def period(self, now: float) -> int:
+        return 0
+
+
+class Now:
+    """What runs at this moment."""
+
+    SOON_S = 1.0
+
+    def __init__(self) -> None:
+        self._live = 0
+
+    def used(self, now: float) -> int:
+        return self._live
+
+    def take(self, amount: int, now: float) -> None:
+        self._live += amount
+
+    def give_back(self, amount: int, taken_at: float, now: float) -> None:
+        self._live -= amount
+
+    def until_less(self, amount: int, now: float) -> float:
+        return self.SOON_S
+
+    def period(self, now: float) -> int:
+        return 0
+
+
+class Month:
+    """Since the first of the month, in UTC."""
+
+    def __init__(self) -> None:
+        self._period = 0
+        self._total = 0
+
+    def used(self, now: float) -> int:
+        if (period := month_of(now)) > self._period:
+            self._period, self._total = period, 0
+        return self._total
+
+    def take(self, amount: int, now: float) -> None:
+        self._total = self.used(now) + amount
+
+    def give_back(self, amount: int, taken_at: float, now: float) -> None:
+        if month_of(taken_at) == month_of(now):
+            self._total = max(0, self.used(now) - amount)
+
+    def until_less(self, amount: int, now: float) -> float:
+        return ceil(next_month(now) - now)
+
+    def period(self, now: float) -> int:
+        return month_of(now)
+
+
+def month_of(now: float) -> int:
+    day = datetime.fromtimestamp(now, UTC)
+    return day.year * 12 + day.month - 1
+
+
+def next_month(now: float) -> float:
+    year, month = divmod(month_of(now) + 1, 12)
+    return datetime(year, month + 1, 1, tzinfo=UTC).timestamp()
+
+
+def meter_of(kind: Kind) -> Meter:
+    if kind is Kind.QUERIES:
+        return Now()
+    return Month() if kind is Kind.MONTH else Minute()

@@ -1,0 +1,50 @@
+"""How one quota is shared out between replicas. Pure: every replica works it out alike for itself.
+
+Each holds a slice, and never has more in use within the quota's window than its slice. Slices add up to the
+quota at most: one grows only by what is free, and another shrinks only by what it does not use. So the
+replicas together never use more than the quota, whatever each of them knows of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gateway.quotas.limits import Claim, Grant
+
+STANDING_PARTS = 20
+"""A replica where nothing is asked wants this part of its even share, so that a first query need not wait."""
+
+
+class Slice(NamedTuple):
+    """As written down for a replica. One that is not `alive` holds it and wants nothing."""
+
+    replica: str
+    amount: int
+    used: int
+    want: int
+    alive: bool
+
+
+def fair_shares(limit: int, wants: Mapping[str, int]) -> dict[str, int]:
+    """Wants as far as they go, the small ones first; what nobody wants is shared out evenly."""
+    shares: dict[str, int] = {}
+    left, waiting = max(0, limit), sorted(wants, key=lambda name: (wants[name], name))
+    for place, name in enumerate(waiting):
+        shares[name] = min(max(0, wants[name]), left // (len(waiting) - place))
+        left -= shares[name]
+    for place, name in enumerate(waiting):
+        part = left // (len(waiting) - place)
+        shares[name] += part
+        left -= part
+    return shares
+
+
+def granted(limit: int, me: str, claim: Claim, others: Sequence[Slice], alive: Sequence[str]) -> Grant:
+    """What becomes of my slice, given what is written down for all the others. `alive`: who may share."""
+    wants = dict.fromkeys(alive, 0) | {each.replica: each.want for each in others if each.alive}
+    lost = sum(each.amount for each in others if not each.alive)
+    target = fair_shares(limit - lost, wants | {me: claim.want})[me]
+    free = limit - sum(each.amount for each in others)
+    amount = max(claim.ceiling, min(target, free))
+    return Grant(amount, target, sum(each.used for each in others))

@@ -1,0 +1,208 @@
+"""Slices of quotas on real databases: replicas that come, share, die and return."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from sqlalchemy import insert
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.domain import Caller
+from gateway.errors import Overloaded
+from gateway.quotas import leases
+from gateway.quotas.book import Full
+from gateway.quotas.leases import Leases, WhenAway
+from gateway.quotas.limits import WINDOW_S, Kind, LimitId, Scope
+from gateway.store.engine import open_engine
+from gateway.store.errors import StoreUnavailable
+from gateway.store.slices import SliceTable
+from gateway.store.tables import quotas, replicas
+from tests.integration.store_databases.server import PostgresServer
+
+CALLER = Caller("key-1", "shop")
+TOKENS = LimitId(Scope.TENANT, "shop", Kind.TOKENS)
+MONTH = LimitId(Scope.TENANT, "shop", Kind.MONTH)
+
+
+@asynccontextmanager
+async def database(url: str, limits: dict[LimitId, int]) -> AsyncIterator[AsyncEngine]:
+    engine = open_engine(url)
+    try:
+        async with engine.begin() as connection:
+            rows = [{**each._asdict(), "amount": amount, "stamp": 1} for each, amount in limits.items()]
+            await connection.execute(insert(quotas), rows)
+        yield engine
+    finally:
+        await engine.dispose()
+
+
+async def replica(
+    engine: AsyncEngine, name: str, *, lease_s: float = 15.0, when_away: WhenAway = WhenAway.HOLD
+) -> Leases:
+    """Joined and leased once; its rounds are the test's."""
+    found = Leases(SliceTable(engine, name, lease_s=lease_s), when_away)
+    await found.start(background=False)
+    return found
+
+
+def offer(replica: Leases, tokens: int) -> int:
+    try:
+        replica.quotas.open(CALLER, tokens)
+    except Full:
+        return 0
+    return tokens
+
+
+def test_two_replicas_never_grant_more_than_the_quota_and_little_less(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000}) as engine:
+            both = [await replica(engine, name) for name in ("a", "b")]
+            granted = 0
+            for _ in range(12):  # all of it is asked of one, three times over, then of both
+                granted += sum(offer(both[0], 50) for _ in range(5))
+                for each in both:
+                    await each.renew()
+            granted += sum(offer(each, 10) for each in both for _ in range(20))
+            assert 950 <= granted <= 1_000
+
+    asyncio.run(main())
+
+
+def test_a_restarted_replica_goes_on_with_what_its_predecessor_held(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000, MONTH: 5_000}) as engine:
+            killed = await replica(engine, "a")
+            assert offer(killed, 700) == 700
+            await killed.renew()
+            again = await replica(engine, "a")
+            assert again.quotas.in_use(TOKENS) == again.quotas.in_use(MONTH) == 700
+            assert [offer(again, tokens) for tokens in (400, 300)] == [0, 300]
+
+    asyncio.run(main())
+
+
+def test_the_slice_of_a_dead_replica_is_free_again_and_its_month_is_kept(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000, MONTH: 1_000}) as engine:
+            alive, dead = await replica(engine, "a"), await replica(engine, "b")
+            for each in (alive, dead, alive, dead):
+                await each.renew()
+            assert offer(dead, 300) == 300
+            await dead.renew()
+            await alive.renew()
+            assert offer(alive, 701) == 0
+            async with engine.begin() as connection:
+                gone = replicas.update().where(replicas.c.name == "b")
+                await connection.execute(gone.values(expires_at=replicas.c.expires_at - WINDOW_S - 16))
+            for _ in range(3):
+                assert offer(alive, 701) == 0
+                await alive.renew()
+            assert offer(alive, 701) == 0  # of the month
+            assert offer(alive, 700) == 700
+            assert alive.quotas.in_use(MONTH) == 1_000
+            assert alive.quotas.in_use(TOKENS) == 700
+
+    asyncio.run(main())
+
+
+def test_two_replicas_of_one_name_do_not_share_a_slice(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000}) as engine:
+            both = [await replica(engine, "same") for _ in range(2)]
+            for _ in range(4):
+                for each in both:
+                    await each.renew()
+            granted = sum(offer(each, 10) for each in both for _ in range(100))
+            assert 0 < granted <= 1_000
+
+    asyncio.run(main())
+    assert "another gateway is called same too" in caplog.text
+
+
+def test_a_limit_that_is_lowered_holds_everywhere(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000}) as engine:
+            both = [await replica(engine, name) for name in ("a", "b")]
+            async with engine.begin() as connection:
+                await connection.execute(quotas.update().values(amount=100, stamp=2))
+            for _ in range(3):
+                for each in both:
+                    await each.renew()
+            assert 90 <= sum(offer(each, 1) for each in both for _ in range(1_000)) <= 100
+
+    asyncio.run(main())
+
+
+def test_rounds_at_once_on_many_quotas_do_not_lock_each_other_out(url: str) -> None:
+    many = {LimitId(Scope.KEY, f"key-{n}", Kind.TOKENS): 100 for n in range(450)}
+
+    async def main() -> None:
+        async with database(url, many) as engine:
+            both = [await replica(engine, name) for name in ("a", "b")]
+            for _ in range(5):
+                await asyncio.gather(*(each.renew() for each in both))
+            for limit_id in many:
+                claims = [each.quotas.claim(limit_id) for each in both]
+                ceilings = [claim.ceiling for claim in claims if claim]
+                assert sum(ceilings) <= 100
+                assert min(ceilings) > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when_away", WhenAway)
+def test_without_its_database_a_replica_goes_on_with_what_it_leased(
+    postgres: PostgresServer, postgres_url: str, when_away: WhenAway
+) -> None:
+    async def main() -> None:
+        async with database(postgres_url, {TOKENS: 1_000}) as engine:
+            here = await replica(engine, "a", when_away=when_away)
+            await asyncio.to_thread(postgres.kill)
+            try:
+                with pytest.raises(StoreUnavailable):
+                    await here.renew()
+                assert offer(here, 600) == 600
+                here._leased_until = 0.0  # the lease has run out
+                if when_away is WhenAway.HOLD:
+                    assert [offer(here, tokens) for tokens in (500, 400)] == [0, 400]
+                else:
+                    with pytest.raises(Overloaded, match="lease"):
+                        offer(here, 1)
+            finally:
+                await asyncio.to_thread(postgres.start)
+            await here.renew()
+            assert here.quotas.in_use(TOKENS) >= 600
+
+    asyncio.run(main())
+
+
+def test_a_query_waits_for_a_larger_slice_only_while_the_database_answers(
+    postgres: PostgresServer, postgres_url: str
+) -> None:
+    async def main() -> None:
+        async with database(postgres_url, {TOKENS: 1_000}) as engine:
+            one, two = Leases(SliceTable(engine, "a"), WhenAway.HOLD), await replica(engine, "b")
+            await one.start()
+            try:
+                async with asyncio.timeout(30):
+                    while not offer(two, 800):
+                        await two.renew()
+                        await one.more()
+                await asyncio.to_thread(postgres.kill)
+                try:
+                    async with asyncio.timeout(30):
+                        while not one._away:
+                            await one.more()
+                    began_s = asyncio.get_running_loop().time()
+                    for _ in range(1_000):
+                        await one.more()
+                    assert asyncio.get_running_loop().time() - began_s < leases.MORE_WITHIN_S
+                finally:
+                    await asyncio.to_thread(postgres.start)
+            finally:
+                await one.close()
+
+    asyncio.run(main())
