@@ -19,6 +19,7 @@ from mico.commands import (
     federation,
     keys,
     operate,
+    pki,
     predictor,
     processes,
     simulate,
@@ -71,6 +72,7 @@ for act in (operate.drain, operate.pause, operate.resume, operate.weight, operat
 app.add_typer(sites.app, name="sites")
 app.command()(top.top)
 app.add_typer(keys.app, name="keys")
+app.add_typer(pki.app, name="pki")
 app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)
 app.command()(doctor.doctor)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -19,6 +20,7 @@ import grpc
 from site_engine import logs
 from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
+from site_engine.identity import Asking, Identity
 from site_engine.link import Link, Links, Patience, dial, is_loopback
 from site_engine.messages import Hello, Model
 from site_engine.prompts import Prompts
@@ -216,15 +218,18 @@ def _hello(config: SiteConfig, loaded: Loaded, prompts: Prompts) -> Hello:
 
 
 class Dialling(NamedTuple):
-    """What every link of this process needs."""
+    """What every link of this process needs. `identity`: of a site that gets its certificates itself."""
 
     token: str
-    credentials: Any
+    credentials: Callable[[], Any]
+    identity: Identity | None
 
     @classmethod
     def of(cls, config: SiteConfig) -> Dialling:
         """Raises ConfigError. Warns of links that anybody on the way can read."""
-        dialling = cls(config.secret(), _credentials(config))
+        identity = identity_of(config)
+        fixed = _credentials(config)
+        dialling = cls(config.secret(), identity.credentials if identity else lambda: fixed, identity)
         open_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
         if open_links:
             log.warning("links to %s are plain text, the token too; set tls", ", ".join(open_links))
@@ -237,25 +242,39 @@ class Dialling(NamedTuple):
             return Link(
                 address,
                 site=site,
-                dial=lambda where: dial(where, self.credentials),
+                dial=lambda where: dial(where, self.credentials()),
                 token=self.token,
                 peers=peers,
                 clock=time.monotonic,
                 patience=patience,
                 random=Random(),
+                refused=self.identity.refused if self.identity else lambda: None,
             )
 
-        return Links(make, patience)
+        return Links(make, patience, beside=self.identity.keep if self.identity else None)
+
+
+def identity_of(config: SiteConfig) -> Identity | None:
+    """Raises ConfigError."""
+    if config.identity is None:
+        return None
+    ca = None if config.tls_ca is None else _bytes(config.tls_ca)
+    asking = Asking(config.site, config.enrol_at, config.invitation(), config.gateways, ca)
+    return Identity(config.identity, asking, dial)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"tls: {exc}") from exc
 
 
 def _credentials(config: SiteConfig) -> Any:
     if not config.tls:
         return None
     paths = (config.tls_ca, config.tls_key, config.tls_cert)
-    try:
-        ca, key, cert = (path.read_bytes() if path else None for path in paths)
-    except OSError as exc:
-        raise ConfigError(f"tls: {exc}") from exc
+    ca, key, cert = (_bytes(path) if path else None for path in paths)
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 

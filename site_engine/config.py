@@ -47,6 +47,12 @@ class SiteConfig:
     tls_ca: Path | None = None
     tls_cert: Path | None = None  # with tls_key: who this site is, instead of a token
     tls_key: Path | None = None
+    identity: Path | None = None  # a folder: the site makes its key there and gets its certificates itself
+    enrol_at: str = (
+        ""  # host:port where it asks for the first one; `gateways` are then ports for certificates
+    )
+    join_secret: str = field(default="", repr=False)  # what it asks with, of `mico pki invite`
+    join_secret_file: Path | None = None
 
     engine: str = "native"  # or openai: a server that runs already, at `url`
     url: str = ""  # of that server, with or without /v1
@@ -94,13 +100,24 @@ class SiteConfig:
             f"is {self.token_budget}; it must cover one token of each of {self.slots} slots",
         )
         _require((self.tls_cert is None) == (self.tls_key is None), "tls_cert", "and tls_key belong together")
-        _require(self.tls or not (self.tls_ca or self.tls_cert), "tls", "is off, but certificates are set")
+        certified = self.tls_ca or self.tls_cert or self.identity
+        _require(self.tls or not certified, "tls", "is off, but certificates are set")
+        _require(not (self.identity and self.tls_cert), "identity", "and tls_cert exclude each other")
+        joins = bool(self.join_secret or self.join_secret_file)
+        _require(self.identity is not None or not joins, "join_secret", "is set without identity")
+        _require(not joins or _is_address(self.enrol_at), "enrol_at", "must be host:port, where to join")
         _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
 
     def secret(self) -> str:
         """The token, from its file if there is one. Raises ConfigError if that cannot be read or is empty."""
         return self.token if self.token_file is None else _read("token_file", self.token_file)
+
+    def invitation(self) -> str:
+        """The join secret, empty if there is none. Raises ConfigError."""
+        if self.join_secret_file is None:
+            return self.join_secret
+        return _read("join_secret_file", self.join_secret_file)
 
     def server_key(self, environ: Mapping[str, str]) -> str:
         """The key that the server asks for, empty if none is configured. Raises ConfigError."""
@@ -164,7 +181,7 @@ def _parsed(name: str, value: Any) -> Any:
     try:
         return _PARSERS[name](value)
     except (TypeError, ValueError) as exc:
-        shown = "" if name == "token" else f" {value!r}"
+        shown = "" if name in {"token", "join_secret"} else f" {value!r}"
         raise ConfigError(f"{name} cannot be{shown}: {exc}") from exc
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -63,8 +63,11 @@ class Link:
         patience: Patience,
         random: Random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        refused: Callable[[], None] = lambda: None,
     ) -> None:
+        """`refused` is told when a gateway does not believe who this is."""
         self.address = address
+        self._refused = refused
         self._site = site
         self._dial = dial
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -100,12 +103,22 @@ class Link:
     def _report(self, exc: Exception) -> None:
         if isinstance(exc, grpc.RpcError):
             told = f"{exc.code().name}, {exc.details()}"
+            self._consider(exc.code())
         elif isinstance(exc, LinkLost | WrongMessage | OSError | asyncio.InvalidStateError):
             told = str(exc) or type(exc).__name__
         else:
             log.error("link to %s: a fault of ours", self.address, exc_info=exc)
             return
         log.log(logging.WARNING if self._bye is None else logging.INFO, "link to %s: %s", self.address, told)
+
+    async def _ended(self, stream: Any) -> str:
+        code, details = await stream.code(), await stream.details()
+        self._consider(code)
+        return f"the gateway ended the stream: {code.name}{f', {details}' if details else ''}"
+
+    def _consider(self, code: grpc.StatusCode) -> None:
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            self._refused()
 
     async def _stand_by(self) -> None:
         """This address is another name of a replica that is linked: of use only when no link is left."""
@@ -157,7 +170,7 @@ class Link:
         except TimeoutError as exc:
             raise LinkLost(f"no Welcome within {self._patience.hello_s:g} s") from exc
         if answer is grpc.aio.EOF:
-            raise LinkLost(await _ended(stream))
+            raise LinkLost(await self._ended(stream))
         welcome = codec.decode(answer)
         if not isinstance(welcome, Welcome):
             raise WrongMessage(f"expected Welcome, got {type(welcome).__name__}")
@@ -188,7 +201,7 @@ class Link:
             await self._wait_for_room(connection)
             message = await stream.read()
             if message is grpc.aio.EOF:
-                raise LinkLost(await _ended(stream))
+                raise LinkLost(await self._ended(stream))
             self._heard_s = self._clock()
             decoded = codec.decode(message)
             if decoded is not None:
@@ -234,13 +247,18 @@ class Links:
     """A link per address: the configured ones for good, the peers that gateways name while they answer."""
 
     def __init__(
-        self, make: Callable[[str, Callable[[Iterable[str]], None]], Link], patience: Patience
+        self,
+        make: Callable[[str, Callable[[Iterable[str]], None]], Link],
+        patience: Patience,
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        """`beside` runs for as long as there are links: it sees to what they show."""
         self._make = make
         self._patience = patience
         self._links: dict[str, Link] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
+        self._beside = asyncio.create_task(beside()) if beside else None
 
     def add(self, addresses: Iterable[str], *, failures_max: int | None = None) -> None:
         for address in addresses:
@@ -259,6 +277,9 @@ class Links:
         tasks = list(self._tasks.values())
         for link in self._links.values():
             link.close(reason)
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
         if tasks:
             await asyncio.wait(tasks, timeout=self._patience.goodbye_s)
         for task in tasks:
@@ -298,8 +319,3 @@ def dial(address: str, credentials: Any = None) -> Any:
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-async def _ended(stream: Any) -> str:
-    code, details = await stream.code(), await stream.details()
-    return f"the gateway ended the stream: {code.name}{f', {details}' if details else ''}"

@@ -1,0 +1,148 @@
+"""`mico pki …`: the authority that names sites is a folder of gateways; what it issued is in the database."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mico.errors import CommandFailed
+from mico.session import Database, Json, session
+
+if TYPE_CHECKING:
+    from gateway.store.certificates import Registered
+    from gateway.store.store import Store
+
+SECONDS_A_DAY = 86_400
+TIP = "mico pki init makes one; --pki names its folder"
+
+app = typer.Typer(help="Certificates of sites.", no_args_is_help=True)
+
+PkiFolder = Annotated[Path, typer.Option("--pki", envvar="MICO_GATEWAY_PKI", help="The authority's folder.")]
+Site = Annotated[str, typer.Argument(help="The name that the site joins with.")]
+
+
+@app.command("init")
+def init(
+    context: typer.Context,
+    pki: PkiFolder = Path("pki"),
+    name: Annotated[str, typer.Option(help="How the authority calls itself.")] = "Mico sites",
+) -> None:
+    """Make the authority. Its key belongs on gateways and nowhere else; sites get its certificate."""
+    from gateway.pki.authority import CERTIFICATE, KEY, Authority, PkiError
+
+    try:
+        Authority.create(pki, name, datetime.now(UTC))
+    except PkiError as error:
+        raise CommandFailed("no authority was made", cause=str(error)) from error
+    session(context).terminal.say(
+        f"{pki / KEY} is secret: for gateways only. Sites need {pki / CERTIFICATE}."
+    )
+
+
+@app.command("invite")
+def invite(
+    context: typer.Context,
+    site: Site,
+    pki: PkiFolder = Path("pki"),
+    days: Annotated[int, typer.Option(min=1, help="How long it lets the site ask for certificates.")] = 365,
+) -> None:
+    """Make a join secret: with it the site, and only a site of that name, gets certificates by itself."""
+    from gateway.pki import invitation
+    from gateway.pki.authority import Authority, PkiError
+
+    try:
+        key = Authority.open(pki).secret(invitation.PURPOSE)
+    except PkiError as error:
+        raise CommandFailed("no join secret was made", cause=str(error), tip=TIP) from error
+    now = int(time.time())
+    made = invitation.Invitation(site, now, now + days * SECONDS_A_DAY)
+    here = session(context)
+    here.terminal.say(f"for site {site}, {days} days; give it as join_secret or in join_secret_file:")
+    here.terminal.data(invitation.write(made, key))
+
+
+@app.command("list")
+def list_sites(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
+    """Every site that was issued a certificate, and those that were revoked."""
+    from mico.commands.keys import visit
+
+    here = session(context)
+
+    async def work(store: Store) -> list[Registered]:
+        return await store.certificates.every()
+
+    rows = [facts(each) for each in visit(here, database, work)]
+    if as_json:
+        here.terminal.json(rows)
+        return
+    shown = ("site", "state", "expires_at", "renewals", "revoked_at", "reason")
+    here.terminal.table(shown, [[str(row[column] or "") for column in shown] for row in rows])
+
+
+@app.command("revoke")
+def revoke(
+    context: typer.Context,
+    site: Site,
+    reason: Annotated[str, typer.Option(help="Why, for who looks at the list.")] = "",
+    database: Database = None,
+) -> None:
+    """Void what the site was issued, join secrets too. Gateways cut its links within seconds."""
+    from mico.commands.keys import visit
+
+    here = session(context)
+
+    async def work(store: Store) -> None:
+        await store.certificates.revoke(site, reason, time.time())
+
+    visit(here, database, work)
+    here.terminal.say(f"{site} is revoked; mico pki invite {site} lets it back in")
+
+
+@app.command("renew")
+def renew(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option("--config", help="The site's TOML file.")] = None,
+) -> None:
+    """At a site: get a new certificate now. A site that runs does so by itself."""
+    from site_engine.app import identity_of
+    from site_engine.config import load
+    from site_engine.errors import ConfigError, LinkLost
+
+    async def work() -> str:
+        identity = identity_of(load(config, os.environ))
+        if identity is None:
+            raise ConfigError("identity is not set: this site has no certificate of our authority")
+        await identity.renew()
+        return f"good for {identity.due_s / 1800:.0f} h"
+
+    try:
+        session(context).terminal.say(asyncio.run(work()))
+    except (ConfigError, LinkLost) as error:
+        raise CommandFailed("there is no new certificate", cause=str(error)) from error
+
+
+def facts(each: Registered) -> dict[str, Any]:
+    from mico.commands.keys import moment
+
+    return {
+        "site": each.site,
+        "state": state(each, time.time()),
+        "serial": each.serial,
+        "issued_at": moment(each.issued_at),
+        "expires_at": moment(each.expires_at),
+        "renewals": each.renewals,
+        "revoked_at": moment(each.revoked_at),
+        "reason": each.reason,
+    }
+
+
+def state(each: Registered, now: float) -> str:
+    if each.expires_at is None:
+        return "revoked"
+    return "ready" if now < each.expires_at else "expired"

@@ -1,0 +1,235 @@
+"""A real site gets its certificate from a real gateway, is cut off when revoked, renews without a break."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import migrations
+from gateway.domain import SiteState
+from gateway.federation.directory import Directory
+from gateway.federation.entrance import Certificates
+from gateway.federation.server import Federation, FederationSettings, listen
+from gateway.pki import invitation
+from gateway.pki.authority import Authority
+from gateway.pki.own import OwnPair
+from gateway.store.store import Store, open_store
+from gateway.tls import grpc_credentials
+from site_engine.app import Loaded, identity_of, serve
+from site_engine.config import SiteConfig
+from site_engine.errors import LinkLost
+from tests.fakes.federation import until
+from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+
+PEPPER = "p" * 32
+
+
+@dataclass
+class Scene:
+    folder: Path
+    authority: Authority
+    store: Store
+    federation: Federation
+    enrol_at: str
+    gateways: tuple[str, ...]
+    now_s: float = 0.0  # beyond the real time
+
+    def invite(self, site: str) -> str:
+        now = int(time.time() + self.now_s)
+        made = invitation.Invitation(site, now + 1, now + 3600)  # a second after any revocation before
+        return invitation.write(made, self.authority.secret(invitation.PURPOSE))
+
+    def config(self, site: str, **more: Any) -> SiteConfig:
+        (self.folder / "ca.pem").write_bytes(self.authority.pem)
+        return SiteConfig(
+            site=site,
+            model="letters",
+            gateways=self.gateways,
+            tls=True,
+            tls_ca=self.folder / "ca.pem",
+            identity=self.folder / site,
+            enrol_at=self.enrol_at,
+            **more,
+        )
+
+    def state(self, name: str) -> SiteState | None:
+        return next((site.state for site in self.federation.directory.sites if site.name == name), None)
+
+    @asynccontextmanager
+    async def site(self, config: SiteConfig) -> AsyncIterator[None]:
+        loaded = Loaded(FakeEngine(), FakeTokenizer(), "letters", "r1", CONTEXT_TOKENS, VOCABULARY)
+        running = asyncio.create_task(serve(config, lambda _: loaded))
+        try:
+            yield
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
+    async def main() -> None:
+        url = f"sqlite:///{folder / 'mico.db'}"
+        await asyncio.to_thread(migrations.upgrade, url)
+        authority = Authority.create(folder / "pki", "test", datetime.now(UTC))
+        async with asyncio.timeout(30), open_store(url, folder, pepper=PEPPER) as store:
+            await store.certificates.start()
+            here = Scene(folder, authority, store, None, "", ())  # type: ignore[arg-type]
+            certificates = Certificates(authority, store.certificates, lambda: time.time() + here.now_s)
+            settings = FederationSettings("east", (), heartbeat_s=0.05)
+            clock = asyncio.get_running_loop().time
+            here.federation = Federation(settings, Directory(), clock, certificates)
+            shown = OwnPair(authority, ("127.0.0.1",))
+            mutual = f"127.0.0.1:{free_port()}"
+            server, port = await listen(
+                here.federation,
+                "127.0.0.1:0",
+                grpc_credentials(shown),
+                (mutual, grpc_credentials(shown, authority.pem)),
+            )
+            here.enrol_at, here.gateways = f"127.0.0.1:{port}", (mutual,)
+            try:
+                await scenario(here)
+            finally:
+                await server.stop(None)
+
+    asyncio.run(main())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_site_joins_by_a_certificate_that_it_got_with_its_join_secret(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        config = here.config("alpha", join_secret=here.invite("alpha"))
+        async with here.site(config):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
+        (row,) = await here.store.certificates.every()
+        assert (row.site, row.renewals, row.revoked_at) == ("alpha", 0, None)
+        assert (tmp_path / "alpha" / "site-key.pem").stat().st_mode & 0o777 == 0o600
+        await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is gone")
+        async with here.site(replace(config, join_secret="")):  # the certificate in the folder is enough
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready again")
+
+    play(tmp_path, scenario)
+
+
+def test_a_certificate_is_for_the_name_that_was_invited(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        config = here.config("beta", join_secret=here.invite("alpha"))
+        async with here.site(config):
+            await until((tmp_path / "beta" / "site.pem").exists, "the certificate is issued")
+            (row,) = await here.store.certificates.every()
+            assert row.site == "alpha"
+        identity = identity_of(config)
+        assert identity is not None
+        status = await joining_as("beta", here.gateways[0], identity.credentials())
+        assert status == (
+            grpc.StatusCode.PERMISSION_DENIED,
+            "the certificate is that of site alpha, not of beta",
+        )
+        assert here.state("beta") is None
+
+    play(tmp_path, scenario)
+
+
+def test_a_revoked_site_is_cut_off_and_comes_back_only_when_invited_again(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        config = here.config("alpha", join_secret=here.invite("alpha"))
+        async with here.site(config):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
+            here.now_s = 2.0  # certificates are dated in whole seconds
+            began_s = time.monotonic()
+            await here.store.certificates.revoke("alpha", "stolen", time.time() + here.now_s)
+            await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is cut off")
+            assert time.monotonic() - began_s < 3.0
+        identity = identity_of(config)
+        assert identity is not None and identity.good
+        code, reason = await joining_as("alpha", here.gateways[0], identity.credentials())
+        assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "alpha: its certificate was revoked")
+        identity.refused()
+        with pytest.raises(LinkLost, match="the join secret was revoked"):
+            await identity.renew()
+        (row,) = await here.store.certificates.every()
+        assert (row.serial, row.reason) == (None, "stolen")
+        here.now_s = 4.0  # what is issued from now on is later than the revocation
+        async with here.site(replace(config, join_secret=here.invite("alpha"))):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is back")
+
+    play(tmp_path, scenario)
+
+
+def test_a_link_outlives_its_first_certificate_if_that_is_renewed(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        config = here.config("alpha", join_secret=here.invite("alpha"))
+        async with here.site(config):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
+            link = here.federation.links["alpha"]
+            here.now_s = 13 * 3600.0
+            identity = identity_of(replace(config, join_secret="", enrol_at=""))
+            assert identity is not None
+            await identity.renew()
+            (row,) = await here.store.certificates.every()
+            assert row.renewals == 1
+            here.now_s = 25 * 3600.0  # the first one has expired by now
+            heard_s = link.heard_s
+            await until(lambda: link.heard_s > heard_s, "a heartbeat later")
+            assert here.federation.links["alpha"] is link
+            here.now_s = 38 * 3600.0
+            await until(lambda: link.closing, "and nobody renewed the second")
+            assert link.closing == "its certificate has expired and was not renewed"
+
+    play(tmp_path, scenario)
+
+
+def test_without_a_certificate_or_with_a_foreign_secret_nobody_is_let_in(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        other = Authority.create(tmp_path / "other", "other", datetime.now(UTC))
+        pair = other.issue_server(["x"], datetime.now(UTC))
+        for shown in (
+            grpc.ssl_channel_credentials(here.authority.pem),
+            grpc.ssl_channel_credentials(here.authority.pem, pair.key, pair.chain),
+        ):
+            code, _ = await joining_as("alpha", here.gateways[0], shown)
+            assert code is grpc.StatusCode.UNAVAILABLE  # TLS itself refuses
+        now = int(time.time())
+        forged = invitation.write(
+            invitation.Invitation("alpha", now, now + 99), other.secret(invitation.PURPOSE)
+        )
+        identity = identity_of(here.config("alpha", join_secret=forged))
+        assert identity is not None
+        with pytest.raises(LinkLost, match="UNAUTHENTICATED, the join secret is missing or wrong"):
+            await identity.renew()
+        assert await here.store.certificates.every() == []
+
+    play(tmp_path, scenario)
+
+
+async def joining_as(site: str, address: str, credentials: Any) -> tuple[grpc.StatusCode, str]:
+    """How the gateway refuses a Hello."""
+    from wire import federation_pb2 as pb
+    from wire import federation_pb2_grpc as rpc
+
+    model = pb.Model(id="m", context_tokens=9)
+    hello = pb.Hello(protocol=1, site=site, boot_id="b", models=[model], slots=1, kv_capacity_tokens=9)
+    async with grpc.aio.secure_channel(address, credentials) as channel:
+        call = rpc.FederationStub(channel).Join()
+        try:
+            await call.write(pb.SiteMessage(hello=hello))
+            assert await call.read() is grpc.aio.EOF
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass
+        return await call.code(), await call.details()
