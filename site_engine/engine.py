@@ -20,7 +20,7 @@ from site_engine.kv import PagePool
 from site_engine.load import LoadFigures, Meter, condense
 from site_engine.radix import PrefixTree
 from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request, State
-from site_engine.runner import Logits, PackedRunner
+from site_engine.runner import Logits, PackedRunner, Runner
 from site_engine.sampler import Sampled, Sampler
 from site_engine.scheduler import Plan, Scheduler
 
@@ -68,7 +68,7 @@ class SiteEngine:
             token_budget=settings.token_budget,
             policy=settings.policy,
         )
-        self._runner = PackedRunner(
+        self._runner: Runner = PackedRunner(
             model.forward,
             self._arena,
             slots=settings.slots,
@@ -177,6 +177,10 @@ class SiteEngine:
             tokens_total=self._meter.tokens_total,
             prompt_tokens_total=self._meter.prompt_tokens_total,
         )
+
+    def forget_totals(self) -> None:
+        """What was computed so far does not count as served; what it cost is remembered."""
+        self._meter.tokens_total = self._meter.prompt_tokens_total = 0
 
     def _swap_space(self) -> HostSwap:
         copy_s = copy_seconds_per_token(self._arena, self._clock)

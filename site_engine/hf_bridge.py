@@ -62,7 +62,23 @@ def load(source: str, *, device: str = "cpu", dtype: str = "float32") -> LoadedM
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise CannotServe(f"cannot load {source!r}: {error}") from error
-    return from_model(model.to(device), tokenizer, name=Path(source).name, revision=_revision(source, model))
+    model = store_by_columns(model.to(device))
+    return from_model(model, tokenizer, name=Path(source).name, revision=_revision(source, model))
+
+
+def store_by_columns(model: Any) -> Any:
+    """Lay out float32 weights on a CPU so that a product with few rows reads memory in order: 1.6 times as
+    fast for one row (bench/results/engine.md). The numbers are the same.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if (
+            isinstance(module, torch.nn.Linear)
+            and weight.device.type == "cpu"
+            and weight.dtype is torch.float32
+        ):
+            weight.data = weight.data.t().contiguous().t()
+    return model
 
 
 def from_model(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,12 @@ class Logits(NamedTuple):
     sampled: list[Request]
     rows: torch.Tensor
     prompts: list[tuple[Entry, torch.Tensor]]
+
+
+class Runner(Protocol):
+    """The engine's way through the model. What a plan computed before it failed may be computed again."""
+
+    def run(self, plan: Plan) -> Logits: ...
 
 
 class PackedRunner:
@@ -55,7 +61,7 @@ class PackedRunner:
             rows = self._forward(self._tensor(ids)[None], self._tensor(positions)[None], self._tensor(wanted))
         if step.layer != len(self._arena.keys):
             raise RuntimeError(f"{step.layer} attention calls in a model of {len(self._arena.keys)}")
-        return _split(plan, rows)
+        return split(plan, rows)
 
     def _show(self, request: Request) -> None:
         """Bring the row's page table up to date; past its pages it points at the trash page."""
@@ -82,7 +88,7 @@ class PackedRunner:
         wanted, begins = list(range(at)), []
         for entry in plan.prefills:
             begins.append(at)
-            if _wants_prompt(entry):
+            if wants_prompt(entry):
                 wanted += range(at, at + entry.length)
             elif entry.samples:
                 wanted.append(at + entry.length - 1)
@@ -129,14 +135,14 @@ def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np
     return groups
 
 
-def _split(plan: Plan, rows: torch.Tensor) -> Logits:
+def split(plan: Plan, rows: torch.Tensor) -> Logits:
     sampled = [entry.request for entry in plan.decodes]
     picked = list(range(len(sampled)))
     prompts: list[tuple[Entry, torch.Tensor]] = []
     at = len(sampled)
     for entry in plan.prefills:
         begin = at
-        if _wants_prompt(entry):
+        if wants_prompt(entry):
             at += entry.length
             prompts.append((entry, rows[begin:at]))
         elif entry.samples:
@@ -147,7 +153,7 @@ def _split(plan: Plan, rows: torch.Tensor) -> Logits:
     return Logits(sampled, rows if len(picked) == rows.shape[0] else rows[picked], prompts)
 
 
-def _wants_prompt(entry: Entry) -> bool:
+def wants_prompt(entry: Entry) -> bool:
     """Log probabilities of the prompt itself: every place of the chunk that predicts a prompt token."""
     request = entry.request
     return request.sampling.prompt_logprobs and entry.start < request.prompt_len - 1

@@ -70,7 +70,7 @@ class ReferenceContext:
         q = query[:, group.begin : group.end].transpose(0, 1).reshape(rows, k.shape[1], -1, query.shape[2])
         sinks = None if scoring.sinks is None else scoring.sinks.view(1, k.shape[1], -1, 1)
         mask = self._row_mask(number, scoring.window, query.dtype)
-        out = _attend(q, k, v, mask, scoring._replace(sinks=sinks))
+        out = weigh(q, k, v, mask, scoring._replace(sinks=sinks))
         return out.reshape(rows, query.shape[0], v.shape[3])
 
     def _chunk(self, query: torch.Tensor, scoring: Scoring, number: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ class ReferenceContext:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         sinks = None if scoring.sinks is None else scoring.sinks.view(1, -1, 1, 1)
         mask = self._chunk_mask(number, scoring.window, query.dtype)
-        return _attend(q, k, v, mask, scoring._replace(sinks=sinks))[0].transpose(0, 1)
+        return weigh(q, k, v, mask, scoring._replace(sinks=sinks))[0].transpose(0, 1)
 
     def _gather(
         self, which: tuple[str, int], pages: torch.Tensor, arrange: Callable[[torch.Tensor], torch.Tensor]
@@ -110,7 +110,7 @@ class ReferenceContext:
             seen = at < group.kv_lens[:, None]
             if window is not None:
                 seen &= at >= group.kv_lens[:, None] - window
-            mask = self._masks["rows", number, window] = _additive(seen, dtype)[:, None, None]
+            mask = self._masks["rows", number, window] = additive(seen, dtype)[:, None, None]
         return mask
 
     def _chunk_mask(self, number: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -123,15 +123,15 @@ class ReferenceContext:
             seen = at <= own
             if window is not None:
                 seen &= at > own - window
-            mask = self._masks["chunk", number, window] = _additive(seen, dtype)
+            mask = self._masks["chunk", number, window] = additive(seen, dtype)
         return mask
 
 
-def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
-def _attend(
+def weigh(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """q [rows, heads, queries, dim], k and v [rows, heads, slots, dim] -> [rows, heads, queries, value dim];

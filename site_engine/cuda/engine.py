@@ -34,6 +34,8 @@ class AheadEngine(SiteEngine):
         forward: Forward | None = None,
     ) -> None:
         super().__init__(model, settings, clock)
+        reference = self._runner
+        assert isinstance(reference, PackedRunner)
         self._flight: Flight | None = None
         self._launched_s = 0.0  # when the flight began
         self._published_s = 0.0  # when the one before it was read
@@ -41,12 +43,12 @@ class AheadEngine(SiteEngine):
         self._device_runner = DeviceRunner(
             forward or model.forward,
             self._arena,
-            self._runner,
+            reference,
             slots=settings.slots,
             pages_per_row=self._pool.pages_for(self._limit_tokens),
             heads_per_kv_head=_heads_per_kv_head(model),
         )
-        reference, self._runner = self._runner, self._device_runner  # type: ignore[assignment]
+        self._runner = self._device_runner
         self._certify(reference)
 
     def warm(self, longest: int = WARM_CONTEXT_TOKENS) -> int:
