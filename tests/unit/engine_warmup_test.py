@@ -1,0 +1,37 @@
+"""The first short answers of a site: they measure, and leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from site_engine.warmup import warm_up
+from tests.engine_models import VOCAB, assert_idle, engine_for, family
+
+
+def test_a_warm_engine_knows_what_an_iteration_costs_and_counts_nothing() -> None:
+    engine = engine_for(family("llama").served, iteration_floor_s=0.05)
+    free = engine.load().kv_free_tokens
+    warm_up(engine, VOCAB, free)
+    load = engine.load()
+    assert_idle(engine)
+    assert (load.tokens_total, load.prompt_tokens_total, load.kv_free_tokens) == (0, 0, free)
+    assert load.seconds_per_iteration == pytest.approx(0.05)
+    assert load.iteration.seconds(rows=1, tokens=1, kv_tokens=40) == pytest.approx(0.05, rel=0.1)
+    assert load.tokens_per_s > 0
+
+
+def test_a_site_without_room_for_an_answer_is_left_alone() -> None:
+    engine = engine_for(family("llama").served)
+    warm_up(engine, VOCAB, room_tokens=8)
+    assert engine.load().tokens_per_s == 0
+
+
+def test_an_answer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(family("llama").served)
+
+    def broken(plan: object) -> None:
+        raise ValueError("no kernel image")
+
+    monkeypatch.setattr(engine._runner, "run", broken)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        warm_up(engine, VOCAB, 1000)
