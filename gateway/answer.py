@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 from gateway.admission import admit
@@ -12,10 +12,12 @@ from gateway.domain import Decision, Piece, Query
 from gateway.errors import DeadlinePassed, Ending, MicoError
 from gateway.federation.attempt import AttemptBroken, LiveAttempt
 from gateway.gateway import Gateway
+from gateway.quotas.book import Full
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, gave_up, tries
 from gateway.story import Story
+from predictor.forecast import Forecast
 
 T = TypeVar("T")
 
@@ -32,12 +34,15 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
             query,
             models=gateway.directory.models,
             live=gateway.live,
+            of_tenant=gateway.live_of(query.caller.tenant),
             most_live=gateway.most_live,
             has_room=gateway.has_room(),
             complete=gateway.complete,
         )
-        gateway.stories[query.id] = story
+        gateway.begin(story)
+        await reserve_prompt(gateway, story)
         story.forecast = await in_time(gateway, story, gateway.forecasts.of(query))
+        await reserve_answer(gateway, story, story.forecast)
         plan = tries(query.sampling, gateway.most_tries, query.toward)
         this = next(plan)
         while not story.answered:
@@ -66,7 +71,14 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     delivered = len(this.resume.token_ids) if this.resume else 0
     prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
     demand = Demand.of(
-        query.model, prompt_tokens, forecast, query.sampling, delivered=delivered, lane=query.lane
+        query.model,
+        prompt_tokens,
+        forecast,
+        query.sampling,
+        delivered=delivered,
+        lane=query.lane,
+        needs=query.needs,
+        regions=query.caller.regions,
     )
     placed = decide(
         demand,
@@ -106,7 +118,10 @@ def too_short(gateway: Gateway, story: Story) -> frozenset[str]:
 
 
 async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:
-    """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken, DeadlinePassed, Ending."""
+    """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken, DeadlinePassed, Ending.
+
+    An answer that has used up the caller's quota ends like one that has reached its length.
+    """
     while True:
         deltas = await in_time(gateway, story, attempt.next())
         if not deltas:
@@ -116,6 +131,52 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
         for delta in deltas:
             story.take(attempt, delta)
             yield delta
+        if story.hold.bound and not attempt.ended.is_set() and not await covered(gateway, story):
+            for delta in attempt.cut():
+                story.take(attempt, delta)
+                yield delta
+            return
+
+
+async def reserve_prompt(gateway: Gateway, story: Story) -> None:
+    """Hold a place and the prompt's tokens of the caller's quotas. Raises TooMany, before any forecast."""
+    query = story.query
+
+    def reserve() -> None:
+        story.hold = gateway.quotas.open(query.caller, query.prompt_tokens_guess)
+
+    await reserved(gateway, story, reserve)
+
+
+async def reserve_answer(gateway: Gateway, story: Story, forecast: Forecast) -> None:
+    """Hold the tokens of nine answers in ten of its kind. Raises TooMany."""
+    sampling = story.query.sampling
+    capped = forecast if sampling.max_tokens is None else forecast.capped(sampling.max_tokens)
+    tokens = capped.quantile(0.9) * sampling.n
+    await reserved(gateway, story, lambda: gateway.quotas.reserve(story.hold, tokens))
+
+
+async def reserved(gateway: Gateway, story: Story, reserve: Callable[[], None]) -> None:
+    """Where only this replica's slice of a quota is full, others are asked for more of it, once."""
+    try:
+        reserve()
+        return
+    except Full as full:
+        if not full.elsewhere:
+            raise full.refusal from full
+    await in_time(gateway, story, gateway.lease_more())
+    try:
+        reserve()
+    except Full as full:
+        raise full.refusal from full
+
+
+async def covered(gateway: Gateway, story: Story) -> bool:
+    """Whether the answer may go on: what it has used is reserved, or could be topped up."""
+    if gateway.quotas.covers(story.hold, story.prompt_tokens + story.completion_tokens):
+        return True
+    await in_time(gateway, story, gateway.lease_more())
+    return gateway.quotas.covers(story.hold, story.prompt_tokens + story.completion_tokens)
 
 
 async def in_time(gateway: Gateway, story: Story, work: Awaitable[T]) -> T:

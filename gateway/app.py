@@ -6,13 +6,14 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import NamedTuple
 
 from litestar import Response, get
+from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.desk import Desk
 from gateway.admin.routes import Office, admin_routes
@@ -20,6 +21,7 @@ from gateway.answer import answer
 from gateway.api.app import create_http
 from gateway.api.backend import Backend, Readiness
 from gateway.api.serving import HttpServer, http_server
+from gateway.batches.opening import open_batches
 from gateway.config import GatewayConfig
 from gateway.domain import Outcome, SiteState, Status
 from gateway.doors import Doors, open_doors
@@ -27,6 +29,8 @@ from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.forecasting import Forecasts
 from gateway.gateway import Gateway
+from gateway.quotas.leases import Leases
+from gateway.quotas.limits import WhenAway
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -66,11 +70,18 @@ async def serve(config: GatewayConfig) -> int:
     stop = _on_signals()
     pepper = config.key_pepper or None
     async with (
-        open_store(config.database_url, config.folder, pepper=pepper) as store,
+        open_store(config.database_url, config.folder, name=config.name, pepper=pepper) as store,
         _core(config, store, doors := await open_doors(config, store.certificates)) as core,
         _office(core, store) as office,
+        open_batches(
+            config.database_url,
+            config.name,
+            backend=(backend := _backend(config, core, store)),
+            gateway=core.gateway,
+            caller=store.keys.still_valid,
+        ) as batches,
     ):
-        server = _http(config, core, store, office, doors)
+        server = _http(config, core, backend, [*admin_routes(backend, office), *batches.routes], doors)
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
         serving = asyncio.create_task(server.serve())
@@ -79,6 +90,7 @@ async def serve(config: GatewayConfig) -> int:
         if not serving.done():
             log.info("draining %d queries for at most %.0f s", core.gateway.live, config.drain_s)
             core.watch.close()  # or the pages that listen would hold the server up
+            batches.runner.drain()
             server.should_exit = True
             asyncio.get_running_loop().call_later(config.drain_s, core.gateway.end)
         stopping.cancel()
@@ -109,6 +121,8 @@ async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncItera
         if outcome.status is Status.ANSWERED:
             histogram.observe(outcome.model, outcome.completion_tokens)
 
+    leases = Leases(store.slices, WhenAway(config.quotas_when_away))
+    await leases.start()
     gateway = Gateway(
         directory,
         federation,
@@ -119,6 +133,8 @@ async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncItera
         most_live=config.most_live,
         most_tries=config.most_tries,
         clock=gateway_clock,
+        quotas=leases.quotas,
+        lease_more=leases.more,
         complete_s=gateway_clock() + REJOIN_S,
     )
     address = f"{config.grpc_host}:{config.grpc_port}"
@@ -129,6 +145,7 @@ async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncItera
     finally:
         await server.stop(grace=1.0)
         await gateway.settled()
+        await leases.close()
         await forecasts.close()
 
 
@@ -163,8 +180,8 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
         return histogram
 
 
-def _http(config: GatewayConfig, core: Core, store: Store, office: Office, doors: Doors) -> HttpServer:
-    gateway, metrics, _ = core
+def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
+    gateway = core.gateway
 
     def ready() -> Readiness:
         up = [site.name for site in gateway.directory.sites if site.state is SiteState.READY]
@@ -174,15 +191,12 @@ def _http(config: GatewayConfig, core: Core, store: Store, office: Office, doors
         degraded = f"; degraded: the database is away ({health.last_error})" if health.failing_since else ""
         return Readiness(True, ", ".join(up) + degraded)
 
-    @get("/metrics")
-    async def export() -> Response[bytes]:
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
-
-    backend = Backend(
+    return Backend(
         answer=partial(answer, gateway),
         models=lambda: list(gateway.directory.served.values()),
         authenticate=store.keys.authenticate,
         look_again=store.keys.look_again,
+        shown_quota=gateway.quotas.shown,
         ready=ready,
         version=version("mico"),
         clock=gateway.clock,
@@ -190,8 +204,17 @@ def _http(config: GatewayConfig, core: Core, store: Store, office: Office, doors
         body_limit_bytes=config.body_limit_bytes,
         keep_alive_s=config.keep_alive_s,
     )
+
+
+def _http(
+    config: GatewayConfig, core: Core, backend: Backend, routes: Sequence[HTTPRouteHandler], doors: Doors
+) -> HttpServer:
+    @get("/metrics")
+    async def export() -> Response[bytes]:
+        return Response(core.metrics.text(), media_type=CONTENT_TYPE)
+
     return http_server(
-        create_http(backend, [*admin_routes(backend, office), export]),
+        create_http(backend, [*routes, export]),
         host=config.host,
         port=config.http_port,
         end_within_s=config.drain_s + FAREWELL_S,

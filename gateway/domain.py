@@ -32,8 +32,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
+    """`tools_json` is OpenAI's array as text, empty where nothing may be called. `tool_choice` is auto (or
+    empty), required, or named: then `tool_name` must be called.
+    """
+
     messages: tuple[Message, ...]
     tools_json: str = ""
+    tool_choice: str = ""
+    tool_name: str = ""
+    single_tool_call: bool = False
 
 
 Prompt = Chat | str | tuple[int, ...]
@@ -42,7 +49,10 @@ Prompt = Chat | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens; defaults are OpenAI's. `max_tokens` None means as long as the context allows."""
+    """How to draw tokens; defaults are OpenAI's. `max_tokens` None means as long as the context allows.
+
+    `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
+    """
 
     max_tokens: int | None = None
     n: int = 1
@@ -61,6 +71,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     echo: bool = False
+    guided_json: str = ""
 
     @property
     def resumable(self) -> bool:
@@ -121,6 +132,16 @@ class Query:
         if isinstance(self.prompt, Chat):
             return next((m.content for m in reversed(self.prompt.messages) if m.role == "user"), "")
         return ""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Features of a model without which it can't be answered."""
+        wanted = {
+            "logprobs": self.sampling.logprobs is not None,
+            "guided": bool(self.sampling.guided_json),
+            "tools": isinstance(self.prompt, Chat) and bool(self.prompt.tools_json),
+        }
+        return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
 
     @property
     def prompt_tokens_guess(self) -> int:
@@ -314,6 +335,16 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """News of one call of a function: id and name when it begins, then its arguments piece by piece."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New output of one choice; `completion_tokens` counts so far, `finish` is set in its last delta only."""
 
@@ -324,6 +355,7 @@ class Delta:
     finish: Finish | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,10 +404,19 @@ class Broken(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """What the client already has of an answer: exact token ids, and how many characters of text."""
+    """What the client already has of an answer: exact token ids, and how many characters of text.
+
+    Of calls of functions: how many have begun, and the characters of the last one's arguments.
+    """
 
     token_ids: tuple[int, ...]
     text_chars: int
+    tool_calls: int = 0
+    argument_chars: int = 0
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.text_chars or self.tool_calls)
 
 
 # ---- what really happened ------------------------------------------------------------------------

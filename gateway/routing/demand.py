@@ -13,7 +13,7 @@ class Demand:
     """One attempt to be placed. `forecast` is of the tokens still to come, already capped by max_tokens.
 
     `kv_tokens` is the room it reserves: the prompt (with what a resumed answer has so far) and the 90%
-    quantile of each choice. Worked out once per query, not once per site.
+    quantile of each choice. `regions` None means every one. Worked out once per query, not once per site.
     """
 
     model: str
@@ -22,6 +22,7 @@ class Demand:
     kv_tokens: int
     lane: Lane = Lane.INTERACTIVE
     needs: frozenset[str] = frozenset()
+    regions: frozenset[str] | None = None
 
     @staticmethod
     def of(
@@ -32,8 +33,13 @@ class Demand:
         *,
         delivered: int = 0,
         lane: Lane = Lane.INTERACTIVE,
+        needs: frozenset[str] = frozenset(),
+        regions: frozenset[str] | None = None,
     ) -> Demand:
-        """`delivered` tokens of the answer exist: they are prompt now; the forecast is of the rest."""
+        """`delivered` tokens of the answer exist: they are prompt now; the forecast is of the rest.
+
+        Only some sites can go on from tokens that another has generated.
+        """
         capped = forecast if sampling.max_tokens is None else forecast.capped(sampling.max_tokens)
         rest = capped.quantile(0.9, delivered) - delivered
         return Demand(
@@ -42,11 +48,6 @@ class Demand:
             response_tokens=capped.expected(delivered) * sampling.n,
             kv_tokens=prompt_tokens + delivered + max(1, rest) * sampling.n,
             lane=lane,
-            needs=_needs(sampling, delivered),
+            needs=needs | {"resume"} if delivered else needs,
+            regions=regions,
         )
-
-
-def _needs(sampling: Sampling, delivered: int) -> frozenset[str]:
-    """Features of a model; only some sites can go on from tokens that another has generated."""
-    wanted = {"logprobs": sampling.logprobs is not None, "resume": delivered > 0}
-    return frozenset(name for name, is_wanted in wanted.items() if is_wanted)

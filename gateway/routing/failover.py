@@ -74,7 +74,7 @@ def _check(broken: Broken, resume: Resume | None, sampling: Sampling) -> None:
         raise BadRequest(broken.message, param=broken.param)
     if resume is not None and not sampling.resumable:
         raise UpstreamLost(f"{broken.message}; with n > 1, logprobs or echo an answer can't go on elsewhere")
-    if resume is not None and resume.text_chars and not resume.token_ids:
+    if resume is not None and resume.has_output and not resume.token_ids:
         raise UpstreamLost(f"{broken.message}; {broken.site} names no tokens that another could go on from")
 
 

@@ -20,7 +20,7 @@ def may(
 ) -> NDArray[np.bool_]:
     """Which sites can take the demand: those that `why_not` has nothing against."""
     fresh: NDArray[np.bool_] = at.heard_s >= now_s - STALE_AFTER_S
-    found = fresh & fleet.serving(demand.model, demand.needs)
+    found = fresh & fleet.serving(demand.model, demand.needs, demand.regions)
     for name in avoid:
         place = fleet.place(name)
         if place is not None:
@@ -45,6 +45,8 @@ def _model_why_not(demand: Demand, site: Site) -> str | None:
     model = site.identity.models.get(demand.model)
     if model is None:
         return "does not serve the model"
+    if demand.regions is not None and site.identity.region not in demand.regions:
+        return f"this key may not use region {site.identity.region}"
     if demand.model in site.pinned_off:
         return "model pinned off by an operator"
     if not demand.needs <= model.features:

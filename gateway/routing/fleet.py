@@ -19,6 +19,8 @@ UNKNOWN_SECONDS_PER_TOKEN = 0.05
 """Assumed of a site that has measured nothing yet: until their first answers, sites differ by price alone."""
 REMAINING_VALUES = 64
 """At most so many in a report."""
+MOST_REMEMBERED = 1_000
+"""Of different demands, each of which costs a look at every site."""
 
 
 class Figures(NamedTuple):
@@ -95,7 +97,7 @@ class Fleet:
         self._places: dict[str, int] = {}
         self._values = np.zeros((len(Figures._fields), 8))
         self._remaining = np.zeros((8, REMAINING_VALUES))
-        self._serving: dict[tuple[str, frozenset[str]], NDArray[np.bool_]] = {}
+        self._serving: dict[tuple[str, frozenset[str], frozenset[str] | None], NDArray[np.bool_]] = {}
 
     @staticmethod
     def of(sites: Iterable[Site]) -> Fleet:
@@ -144,15 +146,21 @@ class Fleet:
             self._remaining[place] = remaining_row(last)
         self._serving.clear()
 
-    def serving(self, model: str, needs: frozenset[str]) -> NDArray[np.bool_]:
-        """Which sites serve the model with these features."""
-        known = self._serving.get((model, needs))
+    def serving(
+        self, model: str, needs: frozenset[str], regions: frozenset[str] | None = None
+    ) -> NDArray[np.bool_]:
+        """Which sites serve the model with these features, in these regions."""
+        known = self._serving.get((model, needs, regions))
         if known is None:
-            known = np.array([_serves(site, model, needs) for site in self.sites], dtype=bool)
-            self._serving[model, needs] = known
+            if len(self._serving) >= MOST_REMEMBERED:
+                self._serving.clear()
+            known = np.array([_serves(site, model, needs, regions) for site in self.sites], dtype=bool)
+            self._serving[model, needs, regions] = known
         return known
 
 
-def _serves(site: Site, model: str, needs: frozenset[str]) -> bool:
+def _serves(site: Site, model: str, needs: frozenset[str], regions: frozenset[str] | None) -> bool:
     served = site.identity.models.get(model)
+    if regions is not None and site.identity.region not in regions:
+        return False
     return served is not None and model not in site.pinned_off and needs <= served.features

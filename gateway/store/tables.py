@@ -233,6 +233,8 @@ batch_lines = Table(
     Column("custom_id", String, nullable=False),
     Column("begins", BigInteger, nullable=False),  # its bytes in the input file
     Column("size", Integer, nullable=False),
+    Column("prompt_tokens", Integer, nullable=False),  # as guessed, and as forecast
+    Column("response_tokens", Double, nullable=False),
     Column("runs", Integer, nullable=False),  # that ended without an outcome
     Column("failures", Integer, nullable=False),  # how many of those were a site's or our fault
     Column("outcome", LargeBinary),  # the line of the output or error file, written once

@@ -71,6 +71,8 @@ def upgrade() -> None:
         sa.Column("custom_id", sa.String, nullable=False),
         sa.Column("begins", sa.BigInteger, nullable=False),
         sa.Column("size", sa.Integer, nullable=False),
+        sa.Column("prompt_tokens", sa.Integer, nullable=False),
+        sa.Column("response_tokens", sa.Double, nullable=False),
         sa.Column("runs", sa.Integer, nullable=False),
         sa.Column("failures", sa.Integer, nullable=False),
         sa.Column("outcome", sa.LargeBinary),

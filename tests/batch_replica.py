@@ -1,0 +1,173 @@
+"""A gateway replica that runs batches, in process: real HTTP application, real gRPC sites under a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import httpx2
+import openai
+from sqlalchemy.exc import OperationalError
+
+from gateway.answer import answer
+from gateway.api.app import create_http
+from gateway.api.backend import Backend, Readiness
+from gateway.batches.opening import Batches, open_batches
+from gateway.batches.values import BatchLimits
+from gateway.domain import Caller
+from tests.fakes.federation import Scene, ScriptedSite, scene, until
+from wire import federation_pb2 as pb
+
+CALLERS = {"one": Caller("key-1", "tenant-1"), "two": Caller("key-2", "tenant-2")}
+CALLERS_BY_ID = {caller.key_id: caller for caller in CALLERS.values()}
+LEASE_S = 0.6
+LOOK_EVERY_S = 0.05
+
+
+@dataclass
+class Replica:
+    """`asked`: the prompts that reached a site, in order. While `open` is not set sites answer nothing.
+    A prompt that `fails` breaks at its site.
+    """
+
+    scene: Scene
+    batches: Batches
+    http: httpx2.AsyncClient
+    asked: list[str] = field(default_factory=list)
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    fails: Callable[[str], bool] = lambda prompt: False
+
+    def sdk(self, key: str = "one") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            api_key=key, base_url="http://edge/v1", http_client=self.http, max_retries=0
+        )
+
+    async def raw(self, method: str, path: str, key: str = "one", **more: Any) -> httpx2.Response:
+        headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}
+        return await self.http.request(method, f"http://edge{path}", headers=headers, **more)
+
+    async def upload(self, content: bytes, key: str = "one") -> str:
+        file = await self.sdk(key).files.create(file=("in.jsonl", content), purpose="batch")
+        return file.id
+
+    async def submit(self, content: bytes, key: str = "one", endpoint: str = "/v1/chat/completions") -> str:
+        file_id = await self.upload(content, key)
+        endpoint_: Any = endpoint
+        batch = await self.sdk(key).batches.create(
+            input_file_id=file_id, endpoint=endpoint_, completion_window="24h"
+        )
+        return batch.id
+
+    async def ended(self, batch_id: str) -> Any:
+        async with asyncio.timeout(20):
+            while True:
+                batch = await self.sdk().batches.retrieve(batch_id)
+                if batch.status in {"completed", "failed", "expired", "cancelled"}:
+                    return batch
+                await asyncio.sleep(0.01)
+
+    async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        if file_id is None:
+            return []
+        content = await self.sdk().files.content(file_id)
+        return [json.loads(line) for line in content.text.splitlines()]
+
+    async def die(self) -> None:
+        """As `kill -9` would, as far as the database can tell: no outcome, no release, no more looks."""
+        runner: Any = self.batches.runner
+        ledger = runner._means.ledger
+
+        async def gone(*_: object, **__: object) -> None:
+            raise OperationalError("", {}, OSError("this process is dead"))
+
+        for name in ("write", "release", "change", "lease"):
+            setattr(ledger, name, gone)
+        for _, task in runner._jobs.values():
+            task.cancel()
+        await asyncio.gather(*(task for _, task in runner._jobs.values()), return_exceptions=True)
+
+    async def serve(self, site: ScriptedSite) -> None:
+        """Answer whatever is assigned, and report often enough to stay fresh."""
+        while True:
+            try:
+                message = await asyncio.wait_for(site.inbox.get(), 0.2)
+            except TimeoutError:
+                await site.report()
+                continue
+            if message.WhichOneof("body") == "assign":
+                await self._answer(site, message.assign)
+
+    async def _answer(self, site: ScriptedSite, assign: pb.Assign) -> None:
+        prompt = assign.chat.messages[-1].content if assign.HasField("chat") else assign.text
+        self.asked.append(prompt)
+        await site.send(accepted=pb.Accepted(attempt_id=assign.attempt_id, prompt_tokens=7))
+        await self.open.wait()
+        if self.fails(prompt):
+            await site.step(assign, "", 0, finish=pb.Delta.FAILED, error="the engine broke")
+        else:
+            await site.finish(assign, f"re: {prompt}", 3)
+        await site.report()
+
+
+@asynccontextmanager
+async def replica(
+    url: str, *, sites: Sequence[str] = ("a", "b"), slots: int = 4, name: str = "r1", **limits: Any
+) -> AsyncIterator[Replica]:
+    async with AsyncExitStack() as stack:
+        here = await stack.enter_async_context(scene())
+        backend = Backend(
+            answer=partial(answer, here.gateway),
+            models=lambda: list(here.gateway.directory.served.values()),
+            authenticate=CALLERS.get,
+            ready=lambda: Readiness(True, "yes"),
+            version="test",
+        )
+        batches = await stack.enter_async_context(
+            open_batches(
+                url,
+                name,
+                backend=backend,
+                gateway=here.gateway,
+                caller=CALLERS_BY_ID.get,
+                limits=BatchLimits(**limits),
+                lease_s=LEASE_S,
+                look_every_s=LOOK_EVERY_S,
+            )
+        )
+        transport = httpx2.ASGITransport(create_http(backend, batches.routes))
+        http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
+        this = Replica(here, batches, http)
+        this.open.set()
+        serving = [asyncio.create_task(this.serve(await here.site(site, slots=slots))) for site in sites]
+        try:
+            yield this
+        finally:
+            await batches.runner.close(5.0)  # what runs may finish while there are sites
+            for task in serving:
+                task.cancel()
+            await asyncio.gather(*serving, return_exceptions=True)
+
+
+def chat_line(number: int, **more: Any) -> dict[str, Any]:
+    body = {"model": "m", "messages": [{"role": "user", "content": f"prompt {number}"}], "max_tokens": 8}
+    return {
+        "custom_id": f"c-{number}",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": body | more,
+    }
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(
+        (each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines
+    )
+
+
+async def asked_at_least(here: Replica, count: int) -> None:
+    await until(lambda: len(here.asked) >= count, f"{count} lines reached a site")

@@ -1,0 +1,236 @@
+"""Batches from the client's side and through accidents: every line is answered once, on both databases."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai.types import Batch, FileDeleted, FileObject
+from openai.types.chat import ChatCompletion
+
+from gateway.domain import Lane
+from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
+
+STRICT = {"strict": True}
+
+
+def by_id(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines), "a line was answered twice"
+    return found
+
+
+def test_a_batch_is_answered_in_openais_shapes(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            content = jsonl(*(chat_line(number) for number in range(30)))
+            form = {"files": {"file": ("in.jsonl", content)}, "data": {"purpose": "batch"}}
+            raw = await here.raw("POST", "/v1/files", **form)
+            assert raw.status_code == 200, raw.text
+            file = FileObject.model_validate_json(raw.content, strict=True)
+            assert (file.bytes, file.filename, file.purpose) == (len(content), "in.jsonl", "batch")
+            assert (await here.raw("GET", f"/v1/files/{file.id}/content")).content == content
+
+            asked = {"input_file_id": file.id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+            raw = await here.raw("POST", "/v1/batches", json=asked | {"metadata": {"job": "nightly"}})
+            batch = Batch.model_validate_json(raw.content, strict=True)
+            assert (batch.status, batch.metadata) == ("validating", {"job": "nightly"})
+            await here.ended(batch.id)
+            raw = await here.raw("GET", f"/v1/batches/{batch.id}")
+            done = Batch.model_validate_json(raw.content, strict=True)
+            assert done.request_counts is not None
+            assert (done.status, done.model, done.error_file_id) == ("completed", "m", None)
+            assert done.request_counts.model_dump() == {"total": 30, "completed": 30, "failed": 0}
+            assert done.in_progress_at and done.finalizing_at and done.completed_at
+
+            lines = by_id(await here.lines(done.output_file_id))
+            for number in range(30):
+                line = lines[f"c-{number}"]
+                assert line.keys() == {"id", "custom_id", "response", "error"} and line["error"] is None
+                body = ChatCompletion.model_validate(line["response"]["body"], strict=True)
+                assert body.choices[0].message.content == f"re: prompt {number}"
+                assert line["response"]["status_code"] == 200
+            assert sorted(lines) == sorted(f"c-{number}" for number in range(30))
+            recorded = {outcome.query_id for outcome in here.scene.outcomes}
+            assert recorded == {line["response"]["request_id"] for line in lines.values()}
+            assert len(here.scene.outcomes) == 30
+            used = {attempt.decision.site for outcome in here.scene.outcomes for attempt in outcome.attempts}
+            assert used == {"a", "b"}
+            reasons = [outcome.attempts[0].decision.reason for outcome in here.scene.outcomes]
+            assert all(reason.startswith("assigned jointly") for reason in reasons)
+            raw = await here.raw("DELETE", f"/v1/files/{file.id}")
+            assert FileDeleted.model_validate_json(raw.content, strict=True).deleted
+            assert (await here.raw("GET", f"/v1/files/{file.id}")).status_code == 404
+
+    asyncio.run(main())
+
+
+def test_text_completions_with_several_prompts_are_one_line(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            line = {
+                "custom_id": "t",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"model": "m", "prompt": ["one", "two"]},
+            }
+            done = await here.ended(await here.submit(jsonl(line), endpoint="/v1/completions"))
+            (answered,) = await here.lines(done.output_file_id)
+            texts = [choice["text"] for choice in answered["response"]["body"]["choices"]]
+            assert texts == ["re: one", "re: two"]
+
+    asyncio.run(main())
+
+
+def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> None:
+    """The first dies with half of its lines in flight; nothing that it finished is asked again."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(40))))
+            await asked_at_least(first, 15)
+            first.open.clear()
+            finished = await settled(first, batch_id)
+            await first.die()
+            async with replica(url, name="r2") as second:
+                done = await second.ended(batch_id)
+                lines = by_id(await second.lines(done.output_file_id))
+                assert sorted(lines) == sorted(f"c-{number}" for number in range(40))
+                assert done.request_counts.completed == 40
+                assert len(second.asked) == 40 - finished
+                assert len(set(second.asked)) == len(second.asked)
+            first.open.set()
+
+    asyncio.run(main())
+
+
+async def settled(here: Replica, batch_id: str) -> int:
+    """How many lines have their outcome, once nothing moves any more."""
+    before = -1
+    while True:
+        counts = (await here.sdk().batches.retrieve(batch_id)).request_counts
+        assert counts is not None
+        if counts.completed == before:
+            return before
+        before = counts.completed
+        await asyncio.sleep(0.3)
+
+
+def test_a_replica_that_ends_hands_its_batch_on_at_once(url: str) -> None:
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(60))))
+            await asked_at_least(first, 10)
+        async with replica(url, name="r2") as second:
+            done = await second.ended(batch_id)
+            lines = by_id(await second.lines(done.output_file_id))
+            assert len(lines) == 60
+            assert len(first.asked) + len(second.asked) == 60
+
+    asyncio.run(main())
+
+
+def test_cancelling_keeps_what_is_finished(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            batch_id = await here.submit(jsonl(*(chat_line(number) for number in range(50))))
+            await asked_at_least(here, 10)
+            here.open.clear()
+            raw = await here.raw("POST", f"/v1/batches/{batch_id}/cancel")
+            assert Batch.model_validate_json(raw.content, strict=True).status == "cancelling"
+            done = await here.ended(batch_id)
+            assert (done.status, done.request_counts.total) == ("cancelled", 50)
+            answered = by_id(await here.lines(done.output_file_id))
+            rest = by_id(await here.lines(done.error_file_id))
+            assert answered and not answered.keys() & rest.keys()
+            assert len(answered) + len(rest) == 50
+            assert {line["error"]["code"] for line in rest.values()} == {"batch_cancelled"}
+            here.open.set()
+            refused = await here.raw("POST", f"/v1/batches/{batch_id}/cancel")
+            assert refused.status_code == 200 or refused.json()["error"]["param"] == "batch_id"
+
+    asyncio.run(main())
+
+
+def test_a_line_whose_site_breaks_runs_again_then_is_in_the_error_file(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.batches.job.BACKOFF_S", 0.01)
+
+    async def main() -> None:
+        async with replica(url) as here:
+            here.fails = lambda prompt: (
+                prompt == "prompt 3" or (prompt == "prompt 5" and here.asked.count(prompt) < 3)
+            )
+            done = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(8)))))
+            (failed,) = await here.lines(done.error_file_id)
+            assert (failed["custom_id"], failed["response"]["status_code"]) == ("c-3", 502)
+            assert failed["response"]["body"]["error"]["code"] == "upstream_error"
+            assert (done.status, done.request_counts.failed, done.request_counts.completed) == (
+                "completed",
+                1,
+                7,
+            )
+            assert here.asked.count("prompt 3") == 6  # three runs, each on both sites
+            assert here.asked.count("prompt 5") == 3
+            assert here.asked.count("prompt 4") == 1
+
+    asyncio.run(main())
+
+
+def test_a_body_that_is_refused_costs_nothing_and_is_told(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            content = jsonl(chat_line(0), chat_line(1, temperature=9))
+            done = await here.ended(await here.submit(content))
+            (refused,) = await here.lines(done.error_file_id)
+            assert refused["response"]["status_code"] == 400
+            assert refused["response"]["body"]["error"]["param"] == "temperature"
+            assert here.asked == ["prompt 0"]
+
+    asyncio.run(main())
+
+
+def test_lines_for_a_model_that_nobody_serves_are_told_so(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            done = await here.ended(await here.submit(jsonl(chat_line(0, model="nope"))))
+            (refused,) = await here.lines(done.error_file_id)
+            assert refused["response"]["body"]["error"]["code"] == "model_not_found"
+
+    asyncio.run(main())
+
+
+def test_a_batch_waits_while_no_site_is_there_and_expires(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.api.batches.WINDOW_S", 0.3)
+
+    async def main() -> None:
+        async with replica(url, sites=()) as here:
+            done = await here.ended(await here.submit(jsonl(chat_line(0), chat_line(1))))
+            assert (done.status, done.output_file_id) == ("expired", None)
+            rest = by_id(await here.lines(done.error_file_id))
+            assert {line["error"]["code"] for line in rest.values()} == {"batch_expired"}
+            assert len(rest) == 2 and here.asked == []
+
+    asyncio.run(main())
+
+
+def test_lines_run_in_the_batch_lane_and_leave_no_counter_behind(url: str) -> None:
+    lanes: list[int] = []
+
+    async def main() -> None:
+        async with replica(url) as here:
+            answer = here._answer
+
+            async def noted(site: Any, assign: Any) -> None:
+                lanes.append(assign.lane)
+                await answer(site, assign)
+
+            here._answer = noted  # type: ignore[method-assign]
+            await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(5)))))
+            assert here.scene.nothing_is_left()
+            assert here.batches.runner.in_flight == 0
+
+    asyncio.run(main())
+    assert lanes == [Lane.BATCH] * 5
