@@ -9,6 +9,7 @@ from contextlib import suppress
 from gateway.domain import Attempt, Cause, Delta, Opening, Outcome, Query, Resume, Status, Usage
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.federation.attempt import LiveAttempt
+from gateway.quotas.book import Hold
 from predictor.forecast import Forecast
 
 
@@ -21,6 +22,7 @@ class Story:
         self.error: MicoError | None = None
         self.answered = False
         self.ended_s: float | None = None
+        self.hold = Hold()
         self.waiting: asyncio.Timeout | None = None  # what it waited for last, and may wait for still
         self._now = now
         self._received_at = received_at
@@ -29,6 +31,8 @@ class Story:
         self._queue_s: float | None = None
         self._token_ids: list[int] = []
         self._chars = 0
+        self._calls = 0
+        self._argument_chars = 0  # of the last call
 
     @property
     def current(self) -> LiveAttempt | None:
@@ -56,7 +60,9 @@ class Story:
     @property
     def delivered(self) -> Resume | None:
         """What the client has by now; None before the first token."""
-        return Resume(tuple(self._token_ids), self._chars) if self.opened else None
+        if not self.opened:
+            return None
+        return Resume(tuple(self._token_ids), self._chars, self._calls, self._argument_chars)
 
     @property
     def too_short_tokens(self) -> int:
@@ -100,6 +106,10 @@ class Story:
         self._first_token_s.setdefault(attempt.id, self._now() - self.query.received_s)
         self._token_ids.extend(delta.token_ids)
         self._chars += len(delta.text)
+        for call in delta.tool_calls:
+            if call.index >= self._calls:
+                self._calls, self._argument_chars = call.index + 1, 0
+            self._argument_chars += len(call.arguments)
 
     def outcome(self) -> Outcome:
         query = self.query

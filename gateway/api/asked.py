@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.api.fields import WRONG_VALUE, Fields
+from gateway.api.fields import UNSUPPORTED, WRONG_VALUE, Fields
 from gateway.domain import Caller, Model, Prompt, Query, Sampling
 from gateway.errors import BadRequest
 
@@ -63,6 +63,25 @@ def check_limit(asked: Asked, models: Sequence[Model]) -> None:
     )
 
 
+_ABILITIES = {
+    "tools": ("tools", "call functions", "leave 'tools' out, or set 'tool_choice' to \"none\""),
+    "guided": ("response_format", "hold an answer to a JSON schema", "leave 'response_format' out"),
+}
+
+
+def check_abilities(asked: Asked, needs: frozenset[str], models: Sequence[Model]) -> None:
+    """Refuses what no site that serves the model can do. Passes unknown models."""
+    model = next((m for m in models if m.id == asked.model), None)
+    for ability in sorted(needs & _ABILITIES.keys()):
+        if model is not None and ability not in model.features:
+            param, what, instead = _ABILITIES[ability]
+            raise BadRequest(
+                f"No site that serves {model.id} can {what}; {instead}. /v1/models lists what models can do.",
+                param=param,
+                code=UNSUPPORTED,
+            )
+
+
 def queries(
     asked: Asked,
     caller: Caller,
@@ -84,7 +103,7 @@ def queries(
             caller=caller,
             received_s=received_s,
             deadline_s=received_s + timeout_s,
-            priority=asked.priority,
+            priority=max(asked.priority, caller.best_priority),
             request_id=request_id,
             traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
         )

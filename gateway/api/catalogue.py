@@ -46,4 +46,5 @@ def _card(model: Model) -> dict[str, object]:
         "owned_by": model.owned_by,
         "root": model.id,
         "max_model_len": model.context_tokens,
+        "features": sorted(model.features),
     }

@@ -6,11 +6,14 @@ import msgspec
 
 from gateway.api.asked import Asked, read_streaming
 from gateway.api.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
+from gateway.api.response_format import read_format
 from gateway.api.sampling import COUNT_LIMIT, read_priority, read_sampling, refuse_unsupported
+from gateway.api.tools import read_tools
 from gateway.domain import Chat, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOP_LOGPROBS_LIMIT = 20
+MESSAGES_LIMIT = 4096
 _NOT_YET = ("functions", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity")
 
 
@@ -19,10 +22,12 @@ def read_chat(fields: Fields) -> Asked:
     messages = _messages(fields)
     limit_field, max_tokens = _limit(fields)
     _refuse_what_chat_lacks(fields)
-    sampling = read_sampling(fields, max_tokens=max_tokens, logprobs=_logprobs(fields))
-    return Asked(
-        model, (Chat(messages),), sampling, limit_field, read_streaming(fields), read_priority(fields)
+    tools = read_tools(fields)
+    sampling = read_sampling(
+        fields, max_tokens=max_tokens, logprobs=_logprobs(fields), guided_json=read_format(fields)
     )
+    prompt = Chat(messages, tools.json, tools.choice, tools.name, tools.single)
+    return Asked(model, (prompt,), sampling, limit_field, read_streaming(fields), read_priority(fields))
 
 
 def _limit(fields: Fields) -> tuple[str, int | None]:
@@ -42,27 +47,10 @@ def _logprobs(fields: Fields) -> int | None:
 
 def _refuse_what_chat_lacks(fields: Fields) -> None:
     refuse_unsupported(fields, _NOT_YET)
-    _refuse_tools(fields)
-    response_format = fields.child("response_format")
-    if response_format is not None and response_format.raw("type") != "text":
-        fields.refuse(
-            "response_format",
-            "can only be {'type': 'text'} yet: other formats cannot be enforced",
-            UNSUPPORTED,
-        )
+    if fields.raw("function_call") not in (None, "none"):
+        fields.refuse("function_call", "is only allowed with 'functions'")
     if any(modality != "text" for modality in fields.items("modalities")):
         fields.refuse("modalities", "can only be ['text']", UNSUPPORTED)
-
-
-def _refuse_tools(fields: Fields) -> None:
-    tools = fields.raw("tools")
-    if tools is not None:
-        message = "is not supported yet; leave it out" if tools else "must not be empty; leave it out instead"
-        fields.refuse("tools", message, UNSUPPORTED if tools else "invalid_value")
-    for name, companion in (("tool_choice", "tools"), ("function_call", "functions")):
-        choice = fields.raw(name)
-        if choice is not None and choice != "none":
-            fields.refuse(name, f"is only allowed with '{companion}'")
 
 
 def _messages(fields: Fields) -> tuple[Message, ...]:
@@ -71,6 +59,9 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
     items = fields.items("messages")
     if fields.raw("messages") == []:
         fields.refuse("messages", "must hold at least one message")
+    if len(items) > MESSAGES_LIMIT:
+        fields.refuse("messages", f"holds at most {MESSAGES_LIMIT} messages, got {len(items)}")
+        return ()
     turns = (fields.nested(f"messages.{number}", item) for number, item in enumerate(items))
     return tuple(_message(turn) for turn in turns if turn is not None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.api.asked import Streaming
+from gateway.api.calls import call_news
 from gateway.api.shapes import Head, Shape, usage_fields
 from gateway.domain import Delta, Finish, Opening, Piece, Usage
 
@@ -51,6 +52,8 @@ class Chunks:
             frames = self._with_logprobs(delta)
         elif delta.text:
             frames = self._text[delta.index] + _encode(delta.text) + self._text_end + self._tail()
+        if delta.tool_calls:
+            frames += self._with_calls(delta)
         if delta.finish is not None:
             frames += self._choice[delta.index] + self._shape.last + _FINISHES[delta.finish] + self._tail()
         return frames
@@ -61,6 +64,11 @@ class Chunks:
         self._offset_chars[delta.index] += sum(len(token.token) for token in tokens)
         text = self._text[delta.index] + _encode(delta.text) + self._shape.text_close
         return text + b',"logprobs":' + logprobs + b',"finish_reason":null}' + self._tail()
+
+    def _with_calls(self, delta: Delta) -> bytes:
+        calls = _encode([call_news(call) for call in delta.tool_calls])
+        choice = self._choice[delta.index] + b'"delta":{"tool_calls":' + calls + b"}"
+        return choice + _UNFINISHED + self._tail()
 
     def _of_usage(self, usage: Usage) -> bytes:
         if not self._streaming.usage:

@@ -12,7 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import whole
-from gateway.api.asked import Asked, check_limit, queries
+from gateway.api.asked import Asked, check_abilities, check_limit, queries
 from gateway.api.auth import caller_of
 from gateway.api.backend import Backend
 from gateway.api.body import ClientGone, read_json
@@ -59,7 +59,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
-        caller = await caller_of(scope, self.backend)
+        exchange.caller = caller = await caller_of(scope, self.backend)
         try:
             asked = self._asked(await read_json(scope, receive, self.backend.body_limit_bytes))
         except ClientGone:
@@ -73,6 +73,7 @@ class Generation:
             timeout_s=self.backend.timeout_s,
             traceparent=header(scope, b"traceparent"),
         )
+        check_abilities(asked, asking[0].needs, self.backend.models())
         relay = self._stream if asked.streaming.on else self._whole
         pieces = complete(self.backend.answer, asking)
         within_s = self.backend.timeout_s + DELIVERY_S

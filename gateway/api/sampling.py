@@ -17,7 +17,6 @@ ACCEPTED = (
     "metadata",
     "store",
     "service_tier",
-    "parallel_tool_calls",
     "safety_identifier",
     "prompt_cache_key",
 )
@@ -43,7 +42,12 @@ REFUSED = (
 
 
 def read_sampling(
-    fields: Fields, *, max_tokens: int | None, logprobs: int | None, echo_prompt: bool = False
+    fields: Fields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echo_prompt: bool = False,
+    guided_json: str = "",
 ) -> Sampling:
     min_tokens = fields.integer("min_tokens", 0, COUNT_LIMIT, 0)
     if max_tokens is not None and min_tokens > max_tokens:
@@ -69,6 +73,7 @@ def read_sampling(
         logit_bias=_logit_bias(fields),
         logprobs=logprobs,
         echo=echo_prompt,
+        guided_json=guided_json,
     )
 
 

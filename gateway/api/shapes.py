@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gateway.api.calls import whole_calls
 from gateway.api.logprobs import chat_logprobs, text_logprobs
-from gateway.domain import TokenLogprob, Usage
+from gateway.domain import TokenLogprob, ToolCall, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Shape:
     text_open: bytes
     text_close: bytes
     last: bytes
-    whole_text: Callable[[str], dict[str, object]]
+    whole_text: Callable[[str, Sequence[ToolCall]], dict[str, object]]
     logprobs: Callable[[Sequence[TokenLogprob], int], dict[str, object]]
 
 
@@ -47,11 +48,14 @@ def usage_fields(usage: Usage) -> dict[str, int]:
     }
 
 
-def _message(text: str) -> dict[str, object]:
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+def _message(text: str, calls: Sequence[ToolCall]) -> dict[str, object]:
+    message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+    if calls:
+        message |= {"content": text or None, "tool_calls": whole_calls(calls)}
+    return {"message": message}
 
 
-def _text(text: str) -> dict[str, object]:
+def _text(text: str, _calls: Sequence[ToolCall]) -> dict[str, object]:
     return {"text": text}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.api.shapes import Head, Shape, usage_fields
-from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, Usage
+from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, ToolCall, Usage
 
 
 @dataclass(slots=True)
@@ -17,19 +17,21 @@ class Choice:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
         self.logprobs += delta.prompt_logprobs
         self.logprobs += delta.logprobs
+        self.tool_calls += delta.tool_calls
         self.finish = delta.finish or self.finish
 
     def body(self, shape: Shape, index: int, with_logprobs: bool) -> dict[str, object]:
         logprobs = shape.logprobs(self.logprobs, 0) if with_logprobs else None
         return {
             "index": index,
-            **shape.whole_text("".join(self.texts)),
+            **shape.whole_text("".join(self.texts), self.tool_calls),
             "logprobs": logprobs,
             "finish_reason": self.finish,
         }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gateway.domain import Broken, Decision, Delta, SiteIdentity
+from gateway.domain import Broken, Decision, Delta, Finish, SiteIdentity
 from gateway.routing.demand import Demand
 
 
@@ -131,6 +131,16 @@ class LiveAttempt:
             self._news.clear()
             await self._news.wait()
 
+    def cut(self) -> list[Delta]:
+        """What ends the choices that run on, as if they had reached their length."""
+        news, open_choices = {}, [n for n, choice in enumerate(self._choices) if not choice.finished]
+        for delta in self._take():
+            news[delta.index] = delta
+        for index in open_choices:
+            last = news.get(index) or Delta(index, "", self._choices[index].completion_tokens)
+            news[index] = replace(last, finish=Finish.LENGTH)
+        return list(news.values())
+
     def cancel(self) -> None:
         """The reader wants no more of it. A no-op after the end; the site's last count still arrives."""
         if not self.ended.is_set():
@@ -150,4 +160,5 @@ def _merge(first: Delta, then: Delta) -> Delta:
         token_ids=first.token_ids + then.token_ids,
         logprobs=first.logprobs + then.logprobs,
         prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,
+        tool_calls=first.tool_calls + then.tool_calls,
     )

@@ -18,6 +18,7 @@ from gateway.domain import (
     Resume,
     SiteIdentity,
     TokenLogprob,
+    ToolCall,
 )
 from gateway.federation.attempt import Accepted
 from predictor.forecast import Forecast
@@ -26,6 +27,7 @@ from wire import federation_pb2 as pb
 PROTOCOL = 1
 MAX_NAME = 200
 MAX_MODELS = 1000
+MAX_CALLS = 1000
 MAX_AMOUNT = 1e12
 """Of seconds, tokens or dollars; far beyond what is real, and sums and products of it stay finite."""
 
@@ -133,7 +135,14 @@ def delta(message: pb.Delta) -> Delta:
         finish=_FINISHES[message.finish],
         logprobs=tuple(map(_logprob, message.logprobs)),
         prompt_logprobs=tuple(map(_logprob, message.prompt_logprobs)),
+        tool_calls=tuple(map(_call, message.tool_calls)),
     )
+
+
+def _call(message: pb.ToolCall) -> ToolCall:
+    if message.index >= MAX_CALLS:
+        raise Garbage(f"call {message.index} of one answer; there are at most {MAX_CALLS}")
+    return ToolCall(message.index, message.id, message.name, message.arguments)
 
 
 def _model(message: pb.Model) -> Model:
@@ -187,6 +196,8 @@ def assign(
     if resume is not None:
         message.resume.token_ids.extend(resume.token_ids)
         message.resume.text_chars = resume.text_chars
+        message.resume.tool_calls = resume.tool_calls
+        message.resume.argument_chars = resume.argument_chars
     return pb.GatewayMessage(assign=message)
 
 
@@ -201,7 +212,13 @@ def _chat(chat: Chat) -> pb.Chat:
         )
         for m in chat.messages
     )
-    return pb.Chat(messages=turns, tools_json=chat.tools_json)
+    return pb.Chat(
+        messages=turns,
+        tools_json=chat.tools_json,
+        tool_choice=chat.tool_choice,
+        tool_name=chat.tool_name,
+        single_tool_call=chat.single_tool_call,
+    )
 
 
 def _sampling(query: Query) -> pb.Sampling:
@@ -224,6 +241,7 @@ def _sampling(query: Query) -> pb.Sampling:
         logit_bias=s.logit_bias,
         logprobs=s.logprobs,
         echo=s.echo,
+        guided_json=s.guided_json,
     )
 
 

@@ -42,10 +42,14 @@ class Directory:
         return self._models(*SiteState)
 
     def _models(self, *states: SiteState) -> Mapping[str, Model]:
-        serving = [site for site in self.sites if site.state in states]
-        return MappingProxyType(
-            {id_: model for site in serving for id_, model in site.identity.models.items()}
-        )
+        """A model has the features that any of its sites gives it."""
+        found: dict[str, Model] = {}
+        for site in self.sites:
+            for id_, model in site.identity.models.items() if site.state in states else ():
+                before = found.get(id_, model).features
+                whole = model.features >= before
+                found[id_] = model if whole else replace(model, features=model.features | before)
+        return MappingProxyType(found)
 
     def join(self, identity: SiteIdentity, now_s: float) -> None:
         """A site is here; it takes work from its first report on."""

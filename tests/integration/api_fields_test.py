@@ -205,21 +205,6 @@ def test_row_38_stream_options_need_a_stream() -> None:
 
 # ---- what is refused, what is taken ----
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
-
-
-def test_row_39_tools() -> None:
-    refused("tools", tools=[])
-    assert refused("tools", tools=[TOOL])["code"] == "unsupported_parameter"
-    refused("tool_choice", tool_choice="auto")
-    refused("tool_choice", tool_choice={"type": "function", "function": {"name": "add"}})
-    assert asked(tools=None, tool_choice="none") == Sampling()
-
-
-@pytest.mark.parametrize("kind", ["json_object", "json_schema", "grammar", None])
-def test_row_40_a_format_that_cannot_be_enforced_is_refused(kind: Any) -> None:
-    refused("response_format", response_format={"type": kind})
-
 
 def test_row_40_plain_text_is_a_format() -> None:
     assert asked(response_format={"type": "text"}) == Sampling()
