@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 import grpc
@@ -26,6 +26,9 @@ from site_engine.messages import Hello, Model
 from site_engine.prompts import Prompts
 from site_engine.site import Site
 from site_engine.worker import Engine, Listener, Worker
+
+if TYPE_CHECKING:
+    from site_engine.grammar import Grammars
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class Loaded(NamedTuple):
     revision: str
     context_tokens: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 def run(config: SiteConfig) -> int:
@@ -63,7 +67,8 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
     dialling = Dialling.of(config)
     loaded = await asyncio.to_thread(load or load_engine, config)
     loop = asyncio.get_running_loop()
-    prompts = Prompts(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe)
+    grammars = await asyncio.to_thread(_grammars, loaded)
+    prompts = Prompts(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe, grammars)
     worker = Worker(loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s)
     site = Site(_hello(config, loaded, prompts), worker, prompts, time.monotonic, config.max_pending)
     links = dialling.links(site)
@@ -160,6 +165,7 @@ def load_engine(config: SiteConfig) -> Loaded:
 
     from site_engine import hf_bridge
     from site_engine.engine import EngineSettings, SiteEngine
+    from site_engine.warmup import warm_up
 
     chatter.disable_progress_bar()
     chatter.disable_default_handler()  # its lines become ours
@@ -188,20 +194,39 @@ def load_engine(config: SiteConfig) -> Loaded:
             engine = engine_on_gpu(model, settings, time.monotonic)
         else:
             engine = SiteEngine(model, settings, time.monotonic)
+        warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
     except (hf_bridge.CannotServe, ImportError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
-    return Loaded(engine, model.tokenizer, model.name, model.revision, model.context_tokens, model.vocab_size)
+    return Loaded(
+        engine,
+        model.tokenizer,
+        model.name,
+        model.revision,
+        model.context_tokens,
+        model.vocab_size,
+        model.eos_token_ids,
+    )
+
+
+def _grammars(loaded: Loaded) -> Grammars | None:
+    """None, and a warning, where answers can't be held to a grammar: queries that ask for it are refused."""
+    from site_engine.grammar import Grammars, NoGrammars
+
+    try:
+        return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    except NoGrammars as exc:
+        log.warning("no JSON schemas and no forced calls of functions with this model: %s", exc)
+        return None
 
 
 def _hello(config: SiteConfig, loaded: Loaded, prompts: Prompts) -> Hello:
     kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet: all there is
-    features = ("chat", "logprobs", "resume") if prompts.chats else ("logprobs", "resume")
     model = Model(
         id=config.served_model or loaded.name,
         revision=loaded.revision,
         context_tokens=min(loaded.context_tokens, kv_tokens),
         created_s=int(time.time()),
-        features=features,
+        features=prompts.features,
     )
     return Hello(
         site=config.site,

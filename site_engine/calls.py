@@ -5,13 +5,15 @@ What comes out depends on the text alone, not on how it was cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from enum import Enum
+from hashlib import blake2b
 from typing import NamedTuple
 
 from site_engine.call_object import CallObject
 from site_engine.request import ToolCall
-from site_engine.tools import Format
+from site_engine.tools import Format, Tools
 
 _SPACE = " \t\r\n"
 
@@ -178,9 +180,38 @@ class CallReader:
         self._news.append(news)
 
     def _heard(self) -> Heard:
-        heard = Heard("".join(self._text), tuple(self._news))
+        heard = Heard("".join(self._text), melted(self._news))
         self._text, self._news = [], []
         return heard
+
+
+class Calling(NamedTuple):
+    """How one attempt's model calls functions. `shown`: special tokens that its text has to show."""
+
+    form: Format
+    tools: Tools
+    shown: Mapping[int, str]
+
+    def reader(self, choice: str, delivered: Delivered) -> CallReader:
+        """`choice` names the choice everywhere: ids of calls are made of it."""
+
+        def new_id(number: int) -> str:
+            digest = blake2b(f"{choice} {number}".encode(), digest_size=16).hexdigest()
+            return self.form.id_prefix + digest[: self.form.id_chars]
+
+        names, single = self.tools.names, self.tools.single
+        return CallReader(self.form, names, single=single, new_id=new_id, delivered=delivered)
+
+
+def melted(news: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+    """The same news in as few pieces as can be: what follows on the same call is added to it."""
+    found: list[ToolCall] = []
+    for each in news:
+        if found and found[-1].index == each.index and not each.id:
+            found[-1] = replace(found[-1], arguments=found[-1].arguments + each.arguments)
+        else:
+            found.append(each)
+    return tuple(found)
 
 
 def _may_begin(text: str, mark: str) -> int:

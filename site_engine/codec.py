@@ -14,6 +14,7 @@ from typing import Any
 from site_engine import messages as m
 from site_engine.errors import NotServed, Reason, WrongMessage
 from site_engine.request import Finish, Lane, RemainingCurve, RemainingPoint, Sampling, TokenLogprob
+from site_engine.tools import ToolChoice, Tools
 from wire import federation_pb2 as pb
 
 PROTOCOL = 1
@@ -79,22 +80,21 @@ def _checked_assign(body: pb.Assign) -> m.Assign:
         tenant=body.tenant,
         resumed=resumed,
         resumed_chars=body.resume.text_chars,
+        resumed_calls=body.resume.tool_calls,
+        resumed_argument_chars=body.resume.argument_chars,
+        guided_json=_schema(body.sampling.guided_json),
     )
-    _check_supported(assign, body)
+    _check_resumed(assign)
     return assign
 
 
-def _check_supported(assign: m.Assign, body: pb.Assign) -> None:
-    if body.sampling.guided_json:
-        raise NotServed(Reason.UNSUPPORTED, "this site has no constrained decoding", "response_format")
-    if body.chat.tools_json:
-        raise NotServed(Reason.UNSUPPORTED, "this site cannot call tools", "tools")
+def _check_resumed(assign: m.Assign) -> None:
     exact_only = assign.choices > 1 or assign.echo or assign.sampling.logprobs is not None
     if assign.resumed and exact_only:
         raise NotServed(
             Reason.UNSUPPORTED, "an answer with several choices, echo or logprobs cannot be resumed"
         )
-    if assign.resumed_chars and not assign.resumed:
+    if (assign.resumed_chars or assign.resumed_calls) and not assign.resumed:
         raise _invalid("text was delivered but no tokens are named to resume from", "resume")
 
 
@@ -103,7 +103,8 @@ def _prompt(body: pb.Assign) -> m.Prompt:
     if kind == "chat":
         if not body.chat.messages:
             raise _invalid("a chat needs at least one message", "messages")
-        return m.ChatPrompt(tuple(_chat_message(i, each) for i, each in enumerate(body.chat.messages)))
+        messages = tuple(_chat_message(i, each) for i, each in enumerate(body.chat.messages))
+        return m.ChatPrompt(messages, _tools(body.chat))
     if kind == "text":
         return m.TextPrompt(body.text)
     if kind == "token_ids":
@@ -117,13 +118,49 @@ def _chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
     if not body.role:
         raise _invalid("every message has a role", f"messages.{place}.role")
     if body.tool_calls_json:
-        try:
-            calls = json.loads(body.tool_calls_json)
-        except ValueError as exc:
-            raise _invalid(f"tool_calls is not JSON: {exc}", f"messages.{place}.tool_calls") from exc
-        if not isinstance(calls, list):
-            raise _invalid("tool_calls is not a list", f"messages.{place}.tool_calls")
+        _json(body.tool_calls_json, list, f"messages.{place}.tool_calls")
     return m.ChatMessage(body.role, body.content, body.name, body.tool_calls_json, body.tool_call_id)
+
+
+def _tools(body: pb.Chat) -> Tools | None:
+    if not body.tools_json:
+        return None
+    offered = _json(body.tools_json, list, "tools")
+    if not all(_is_function(each) for each in offered):
+        raise _invalid("every tool is a function with a name", "tools")
+    choice = body.tool_choice or ToolChoice.AUTO
+    if choice not in set(ToolChoice):
+        raise _invalid(f"there is no tool_choice {choice!r}", "tool_choice")
+    name = body.tool_name if choice == ToolChoice.NAMED else ""
+    tools = Tools(tuple(offered), ToolChoice(choice), name, body.single_tool_call)
+    if not offered or (choice == ToolChoice.NAMED and name not in tools.names):
+        raise _invalid(f"the function {name!r} is not among the tools", "tool_choice")
+    return tools
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters") or {}, dict)
+    )
+
+
+def _schema(text: str) -> str:
+    if text:
+        _json(text, dict, "response_format")
+    return text
+
+
+def _json(text: str, kind: type, param: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise _invalid(f"{param} is not JSON: {exc}", param) from exc
+    if not isinstance(found, kind):
+        raise _invalid(f"{param} is not what it should be, but {type(found).__name__}", param)
+    return found
 
 
 def _sampling(body: pb.Sampling) -> Sampling:
@@ -224,6 +261,7 @@ _FINISHES = {
     None: pb.Delta.NOT_FINISHED,
     Finish.STOP: pb.Delta.STOP,
     Finish.LENGTH: pb.Delta.LENGTH,
+    Finish.TOOL_CALLS: pb.Delta.TOOL_CALLS,
     Finish.CANCELLED: pb.Delta.CANCELLED,
     Finish.FAILED: pb.Delta.FAILED,
 }
@@ -241,6 +279,7 @@ def _delta(delta: m.Delta) -> pb.Delta:
     )
     encoded.logprobs.extend(map(_logprob, delta.logprobs))
     encoded.prompt_logprobs.extend(map(_logprob, delta.prompt_logprobs))
+    encoded.tool_calls.extend(pb.ToolCall(**_fields(each)) for each in delta.tool_calls)
     if delta.timings is not None:
         encoded.timings.CopyFrom(pb.Timings(**_fields(delta.timings)))
     return encoded

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from site_engine.calls import CallReader, Delivered
 from site_engine.errors import NotServed
 from site_engine.messages import Accepted, Assign, ChatPrompt, Delta, Rejected, Release, Released
 from site_engine.outbox import Outbox
 from site_engine.prompts import Prepared
 from site_engine.request import Admission, Finish, Output, Request
+from site_engine.tools import ToolChoice
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ class Phase(Enum):
 class _Choice:
     started: bool = False
     finished: bool = False
+    reader: CallReader | None = None
+    forced: bool = False  # to call the one function that the client named
 
 
 @dataclass(slots=True)
@@ -96,6 +100,7 @@ class Desk:
         attempt.phase = Phase.SUBMITTED
         attempt.prompt_tokens = prepared.tokens
         attempt.echo = prepared.echo
+        _give_readers(attempt, prepared)
         return [self._request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
     def refused(self, attempt_id: str, refusal: NotServed) -> None:
@@ -124,6 +129,8 @@ class Desk:
         choice = attempt.choices[index]
         begins = not choice.started and _speaks(output)
         choice.started = choice.started or begins
+        if choice.reader is not None:
+            output = _read(choice, choice.reader, output)
         self.outbox.delta(
             _delta(attempt_id, index, output, attempt.echo if begins else ""),
             urgent=begins or output.finish is not None,
@@ -204,8 +211,35 @@ class Desk:
             deadline_s=None if assign.deadline_s is None else attempt.arrived_s + assign.deadline_s,
             choice=index,
             resumed=assign.resumed,
-            resumed_chars=assign.resumed_chars,
+            resumed_chars=0 if prepared.calling else assign.resumed_chars,  # the reader sees all of it
+            grammar=prepared.grammar,
+            shown=prepared.calling.shown if prepared.calling else {},
         )
+
+
+def _give_readers(attempt: _Attempt, prepared: Prepared) -> None:
+    if prepared.calling is None:
+        return
+    assign, tools = attempt.assign, prepared.calling.tools
+    delivered = Delivered(assign.resumed_chars, assign.resumed_calls, assign.resumed_argument_chars)
+    for index, choice in enumerate(attempt.choices):
+        choice.reader = prepared.calling.reader(f"{assign.attempt_id}/{index}", delivered)
+        choice.forced = tools.choice is ToolChoice.NAMED
+
+
+def _read(choice: _Choice, reader: CallReader, output: Output) -> Output:
+    """The output with calls told from text. An engine that stops by itself after a call stopped for it."""
+    text, calls = reader.feed(output.text)
+    if output.finish in {Finish.STOP, Finish.LENGTH}:
+        rest = reader.end()
+        text, calls = text + rest.text, calls + rest.calls
+    stops_for_it = output.finish is Finish.STOP and reader.calls and not choice.forced
+    return replace(
+        output,
+        text=text,
+        tool_calls=calls,
+        finish=Finish.TOOL_CALLS if stops_for_it else output.finish,
+    )
 
 
 def request_id(desk: int, attempt_id: str, index: int) -> str:
@@ -227,7 +261,8 @@ def address(of_request: str) -> Address:
 
 def _speaks(output: Output) -> bool:
     """Whether an answer begins here; one of no tokens at all begins with its finish."""
-    return bool(output.token_ids or output.text) or output.finish in {Finish.STOP, Finish.LENGTH}
+    said = output.token_ids or output.text or output.tool_calls
+    return bool(said) or output.finish in {Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS}
 
 
 def _delta(attempt_id: str, index: int, output: Output, echo: str) -> Delta:
@@ -242,4 +277,5 @@ def _delta(attempt_id: str, index: int, output: Output, echo: str) -> Delta:
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
         timings=output.timings,
+        tool_calls=output.tool_calls,
     )

@@ -1,4 +1,4 @@
-"""Which tokens each row's grammar allows next, as bits: computed on another thread beside the forward pass."""
+"""Which tokens each row's grammar allows next, as bits: computed on a thread of its own beside the model."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from site_engine.errors import Reason
 from site_engine.load import LoadFigures
-from site_engine.request import Finish, Lane, RemainingCurve, Sampling, Timings, TokenLogprob
+from site_engine.request import Finish, Lane, RemainingCurve, Sampling, Timings, TokenLogprob, ToolCall
+from site_engine.tools import Tools
 
 # ---- from a gateway
 
@@ -36,6 +37,7 @@ class ChatMessage:
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     messages: tuple[ChatMessage, ...]
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,10 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """One attempt. `deadline_s` counts from its arrival; None means no deadline."""
+    """One attempt. `deadline_s` counts from its arrival; None means no deadline.
+
+    `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
+    """
 
     attempt_id: str
     query_id: str
@@ -69,6 +74,9 @@ class Assign:
     tenant: str
     resumed: tuple[int, ...] = ()
     resumed_chars: int = 0
+    resumed_calls: int = 0  # calls of functions begun, and of the last of them so many characters
+    resumed_argument_chars: int = 0
+    guided_json: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     timings: Timings | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

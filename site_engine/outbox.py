@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from site_engine.calls import melted
 from site_engine.messages import Accepted, Bid, Delta, FromSite, Load, Rejected, Released, Step
 
 STEP_INTERVAL_S = 0.02
@@ -106,4 +107,5 @@ def _melted(parts: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
+        tool_calls=melted(chain.from_iterable(part.tool_calls for part in parts)),
     )

@@ -10,12 +10,20 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from site_engine.calls import Calling
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, Prompt, TextPrompt
+from site_engine.tools import LLAMA, Tools, format_of, guided_source, hidden
+
+if TYPE_CHECKING:
+    from site_engine.grammar import Grammar, Grammars
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+NO_TOOLS = "this model's chat template takes no tools, or teaches calls in a form that is not read here"
 
 
 class Prepared(NamedTuple):
@@ -24,6 +32,8 @@ class Prepared(NamedTuple):
     token_ids: tuple[int, ...]
     echo: str
     uncounted: int = 0  # tokens, by a guess, of a prompt that only the engine can tokenize
+    grammar: Grammar | None = None
+    calling: Calling | None = None
 
     @property
     def tokens(self) -> int:
@@ -33,15 +43,26 @@ class Prepared(NamedTuple):
 class Prompts:
     """One tokenizer of transformers and the vocabulary that ids must stay within.
 
-    `post` carries a call to the event loop (`loop.call_soon_threadsafe`).
+    `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` nothing is
+    guided; to compile one may take long, so that has a thread of its own.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, post: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        post: Callable[[Callable[[], None]], object],
+        grammars: Grammars | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._post = post
         self._waiting: set[Future[object]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._grammars = grammars
+        self._form = format_of(_template(tokenizer))
+        self._shown = {} if self._form is None else hidden(self._form, tokenizer)
 
     @property
     def waiting(self) -> int:
@@ -53,32 +74,75 @@ class Prompts:
         """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the model can do here, as Hello names it."""
+        has = {
+            "chat": self.chats,
+            "logprobs": True,
+            "resume": True,
+            "tools": self._form is not None,
+            "guided": self._grammars is not None,
+        }
+        return tuple(name for name, is_there in has.items() if is_there)
+
     def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         """Calls `reply` on the event loop."""
-        future = self._thread.submit(lambda: self._post(partial(reply, self._answer(assign))))
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
-
-    def _answer(self, assign: Assign) -> Prepared | NotServed:
-        try:
-            return self.prepare_now(assign)
-        except NotServed as refusal:
-            return refusal
-        except Exception as exc:
-            log.exception("the tokenizer failed on attempt %s", assign.attempt_id)
-            return NotServed(Reason.INTERNAL, f"the tokenizer failed: {type(exc).__name__}: {exc}", "prompt")
+        if _wants_grammar(assign):
+            self._begin(self._compiling, partial(self._compile, assign, reply))
+        else:
+            self._begin(self._thread, partial(self._finish, assign, None, reply))
 
     def prepare_now(self, assign: Assign) -> Prepared:
         """Raises NotServed with the reason and the field."""
+        return self._prepared(assign, self._grammar(assign) if _wants_grammar(assign) else None)
+
+    def close(self) -> None:
+        for thread in (self._thread, self._compiling):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self, thread: ThreadPoolExecutor, work: Callable[[], object]) -> None:
+        future = thread.submit(work)
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+
+    def _compile(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
+        answer = _told(assign, lambda: self._grammar(assign))
+        if isinstance(answer, NotServed):
+            self._post(partial(reply, answer))
+        else:
+            self._begin(self._thread, partial(self._finish, assign, answer, reply))
+
+    def _finish(
+        self, assign: Assign, grammar: Grammar | None, reply: Callable[[Prepared | NotServed], None]
+    ) -> None:
+        self._post(partial(reply, _told(assign, lambda: self._prepared(assign, grammar))))
+
+    def _grammar(self, assign: Assign) -> Grammar:
+        tools = _tools(assign)
+        forced = tools is not None and tools.forced
+        param = "response_format" if assign.guided_json and not forced else "tools"
+        if self._grammars is None:
+            raise NotServed(Reason.UNSUPPORTED, "this site can't hold an answer to a grammar", param)
+        if tools is not None and assign.guided_json and not forced and self._form is LLAMA:
+            message = "this model writes calls as plain JSON, which can't be told from an answer in JSON"
+            raise NotServed(Reason.UNSUPPORTED, message, param)
+        schema = json.loads(assign.guided_json) if assign.guided_json else None
+        return self._grammars.compile(guided_source(schema, tools, self._form, self._grammars.written), param)
+
+    def _prepared(self, assign: Assign, grammar: Grammar | None) -> Prepared:
         ids = self._ids(assign.prompt)
         self._check("prompt", ids)
         self._check("resume", assign.resumed)
         self._check("stop_token_ids", assign.sampling.stop_token_ids)
         self._check("logit_bias", assign.sampling.logit_bias)
-        return Prepared(tuple(ids), self._echo(assign.prompt, ids) if assign.echo else "")
+        echo = self._echo(assign.prompt, ids) if assign.echo else ""
+        return Prepared(tuple(ids), echo, grammar=grammar, calling=self._calling(_tools(assign)))
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+    def _calling(self, tools: Tools | None) -> Calling | None:
+        if tools is None or self._form is None:
+            return None
+        return Calling(self._form, tools, self._shown)
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, ChatPrompt):
@@ -108,10 +172,18 @@ class Prompts:
             raise NotServed(
                 Reason.UNSUPPORTED, "this model has no chat template; use /v1/completions", "messages"
             )
-        messages = [_as_template_sees(each) for each in prompt.messages]
+        if prompt.tools is not None and self._form is None:
+            raise NotServed(Reason.UNSUPPORTED, NO_TOOLS, "tools")
+        tools = {} if prompt.tools is None else {"tools": list(prompt.tools.offered)}
+        messages = [
+            _as_template_sees(place, each, is_read=self._form is not None)
+            for place, each in enumerate(prompt.messages)
+        ]
         try:
             return str(
-                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **tools
+                )
             )
         except (TemplateError, TypeError, ValueError, KeyError) as exc:
             raise NotServed(
@@ -128,13 +200,55 @@ class Prompts:
         return prompt.text if isinstance(prompt, TextPrompt) else str(self._tokenizer.decode(ids))
 
 
-def _as_template_sees(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it: absent fields are left out."""
+def _told(assign: Assign, work: Callable[[], T]) -> T | NotServed:
+    try:
+        return work()
+    except NotServed as refusal:
+        return refusal
+    except Exception as exc:
+        log.exception("the tokenizer failed on attempt %s", assign.attempt_id)
+        return NotServed(Reason.INTERNAL, f"the tokenizer failed: {type(exc).__name__}: {exc}", "prompt")
+
+
+def _tools(assign: Assign) -> Tools | None:
+    return assign.prompt.tools if isinstance(assign.prompt, ChatPrompt) else None
+
+
+def _wants_grammar(assign: Assign) -> bool:
+    tools = _tools(assign)
+    return bool(assign.guided_json) or (tools is not None and (tools.forced or tools.strict))
+
+
+def _template(tokenizer: Any) -> str:
+    """The chat template; of several, the one for tools."""
+    found = getattr(tokenizer, "chat_template", None)
+    if isinstance(found, dict):
+        found = found.get("tool_use") or found.get("default")
+    return found or ""
+
+
+def _as_template_sees(place: int, message: ChatMessage, *, is_read: bool) -> dict[str, Any]:
+    """A message as templates expect it: absent fields are left out.
+
+    `is_read`: the template reads calls, and their arguments as an object.
+    """
     seen: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         seen["name"] = message.name
     if message.tool_calls_json:
-        seen["tool_calls"] = json.loads(message.tool_calls_json)
+        calls = json.loads(message.tool_calls_json)
+        seen["tool_calls"] = [_with_object(place, each) for each in calls] if is_read else calls
     if message.tool_call_id:
         seen["tool_call_id"] = message.tool_call_id
     return seen
+
+
+def _with_object(place: int, call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object instead of its JSON text."""
+    function = call.get("function") or {}
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (ValueError, TypeError) as exc:
+        message = f"the arguments of {function.get('name')} are not JSON: {exc}"
+        raise NotServed(Reason.INVALID, message, f"messages.{place}.tool_calls") from exc
+    return {**call, "function": {**function, "arguments": arguments}}

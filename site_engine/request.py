@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -92,6 +93,22 @@ class RemainingCurve:
     def p90(self, generated: int) -> int:
         low, high, part = self._between(generated)
         return max(1, round(low.p90 + (high.p90 - low.p90) * part))
+
+    def typical(self) -> float:
+        """1 / E[1 / L], the harmonic mean of the whole length: what a second of waiting is divided by.
+
+        The distribution is got back from the curve: between two points, where lengths count as alike, so much
+        has ended as accounts for the change of the mean.
+        """
+        left, inverse = 1.0, 0.0
+        for low, high in pairwise(self.points):
+            middle = (low.generated + high.generated + 1) / 2
+            above, beyond = low.generated + low.expected - middle, high.generated + high.expected - middle
+            still = left * min(1.0, max(0.0, above / beyond)) if beyond > 0.0 else left
+            inverse += (left - still) / middle
+            left = still
+        last = self.points[-1]
+        return 1.0 / (inverse + left / max(1.0, last.generated + last.expected))
 
     def _between(self, generated: int) -> tuple[RemainingPoint, RemainingPoint, float]:
         points = self.points
@@ -179,6 +196,9 @@ class Request:
     def expected_remaining(self) -> float:
         generated = self.generated
         return min(self.remaining.expected(generated), float(max(1, self.max_tokens - generated)))
+
+    def typical_length(self) -> float:
+        return min(self.remaining.typical(), float(max(1, self.max_tokens)))
 
     def p90_remaining(self) -> int:
         generated = self.generated

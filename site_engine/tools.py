@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -157,12 +157,8 @@ def _literal(text: str) -> str:
     return f"{json.dumps(text)} " if text else ""
 
 
-def hidden(
-    form: Format, decode: Callable[[list[int]], str], id_of: Callable[[str], int | None]
-) -> dict[int, str]:
+def hidden(form: Format, tokenizer: Any) -> dict[int, str]:
     """The marks of a format that are special tokens, which text leaves out, and how to write them."""
-    marks: Sequence[str] = [mark for mark in (form.begin, form.end) if mark]
-    found = {id_of(mark): mark for mark in marks}
-    return {
-        token_id: mark for token_id, mark in found.items() if token_id is not None and not decode([token_id])
-    }
+    known = tokenizer.get_vocab()
+    marks = {known[mark]: mark for mark in (form.begin, form.end) if mark in known}
+    return {at: mark for at, mark in marks.items() if not tokenizer.decode([at], skip_special_tokens=True)}

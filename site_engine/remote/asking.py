@@ -10,6 +10,7 @@ from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
 from site_engine.remote.dialects import Dialect
 from site_engine.request import Sampling
+from site_engine.tools import ToolChoice, Tools
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_MESSAGE = 4
@@ -22,7 +23,7 @@ class Asking(NamedTuple):
 
 def asking(assign: Assign, model: str, dialect: Dialect) -> Asking:
     """`model` as the server calls it. Raises NotServed with the field that it would not honour."""
-    _check(assign)
+    _check(assign, dialect)
     body: dict[str, Any] = {
         "model": model,
         "stream": True,
@@ -35,6 +36,7 @@ def asking(assign: Assign, model: str, dialect: Dialect) -> Asking:
         body["n"] = assign.choices
     if isinstance(assign.prompt, ChatPrompt):
         body["messages"] = [_message(each) for each in assign.prompt.messages]
+        body |= _tools(assign.prompt.tools) | _format(assign.guided_json)
         return Asking("/v1/chat/completions", body | _chat_logprobs(assign.sampling))
     body["prompt"] = assign.prompt.text if isinstance(assign.prompt, TextPrompt) else _ids(assign)
     if assign.sampling.logprobs is not None:
@@ -46,13 +48,22 @@ def guessed_tokens(assign: Assign) -> int:
     """Only the server knows; until it says, four characters a token."""
     if isinstance(assign.prompt, ChatPrompt):
         messages = assign.prompt.messages
-        return sum(TOKENS_PER_MESSAGE + len(each.content) // CHARS_PER_TOKEN for each in messages)
+        tools = assign.prompt.tools.offered if assign.prompt.tools else ()
+        chars = sum(len(json.dumps(each)) for each in tools)
+        said = sum(TOKENS_PER_MESSAGE + len(each.content) // CHARS_PER_TOKEN for each in messages)
+        return said + chars // CHARS_PER_TOKEN
     if isinstance(assign.prompt, TextPrompt):
         return 1 + len(assign.prompt.text) // CHARS_PER_TOKEN
     return len(assign.prompt.token_ids)
 
 
-def _check(assign: Assign) -> None:
+def _check(assign: Assign, dialect: Dialect) -> None:
+    tools = assign.prompt.tools if isinstance(assign.prompt, ChatPrompt) else None
+    for param, is_asked in (("tools", tools is not None), ("response_format", bool(assign.guided_json))):
+        if is_asked and not dialect.guides:
+            raise _unsupported(f"{param} is not known to be honoured by this server ({dialect.name})", param)
+    if assign.guided_json and not isinstance(assign.prompt, ChatPrompt):
+        raise _unsupported("only an answer to a chat can be held to a schema here", "response_format")
     if assign.resumed or assign.resumed_chars:
         raise _unsupported("the server behind this site cannot go on with an answer begun elsewhere", "")
     if assign.echo and not isinstance(assign.prompt, TextPrompt):
@@ -91,6 +102,26 @@ def _extras(sampling: Sampling, neutral: Sampling, dialect: Dialect) -> dict[str
 
 def _chat_logprobs(sampling: Sampling) -> dict[str, Any]:
     return {} if sampling.logprobs is None else {"logprobs": True, "top_logprobs": sampling.logprobs}
+
+
+def _format(schema: str) -> dict[str, Any]:
+    if not schema:
+        return {}
+    found = json.loads(schema)
+    if found == {"type": "object"}:
+        return {"response_format": {"type": "json_object"}}
+    named = {"name": "answer", "schema": found, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def _tools(tools: Tools | None) -> dict[str, Any]:
+    if tools is None:
+        return {}
+    choice: Any = tools.choice.value
+    if tools.choice is ToolChoice.NAMED:
+        choice = {"type": "function", "function": {"name": tools.name}}
+    asked = {"tools": list(tools.offered), "tool_choice": choice}
+    return asked | {"parallel_tool_calls": False} if tools.single else asked
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:

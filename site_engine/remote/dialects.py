@@ -21,6 +21,13 @@ class Dialect:
     extras: frozenset[str] = frozenset()  # fields of ours that it honours under the same name
     counts_on: bool = False  # stream_options.continuous_usage_stats: exact counts in every chunk
     logprobs: bool = False
+    guides: bool = False  # response_format by a schema, and tools: known not to be dropped silently
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What Hello says of its models."""
+        has = {"chat": True, "logprobs": self.logprobs, "tools": self.guides, "guided": self.guides}
+        return tuple(name for name, is_there in has.items() if is_there)
 
 
 VLLM = Dialect(
@@ -30,6 +37,7 @@ VLLM = Dialect(
     extras=_SAMPLING,
     counts_on=True,
     logprobs=True,
+    guides=True,
     names=Names(
         running=("vllm:num_requests_running",),
         waiting=("vllm:num_requests_waiting",),
@@ -46,6 +54,7 @@ SGLANG = Dialect(
     extras=_SAMPLING,
     counts_on=True,
     logprobs=True,
+    guides=True,
     names=Names(
         running=("sglang:num_running_reqs",),
         waiting=("sglang:num_queue_reqs",),
@@ -70,6 +79,7 @@ LLAMA_CPP = Dialect(
     owners=("llamacpp",),
     prefix="llamacpp:",
     extras=frozenset({"top_k", "min_p", "ignore_eos"}),
+    guides=True,
     names=Names(
         running=("llamacpp:requests_processing",),
         waiting=("llamacpp:requests_deferred",),
@@ -78,7 +88,7 @@ LLAMA_CPP = Dialect(
         prompted=("llamacpp:prompt_tokens_total",),
     ),
 )
-MICO = Dialect(name="mico", owners=("mico",), extras=_SAMPLING, logprobs=True)
+MICO = Dialect(name="mico", owners=("mico",), extras=_SAMPLING, logprobs=True, guides=True)
 UNKNOWN = Dialect(name="unknown server")
 
 ALL = (VLLM, SGLANG, TGI, LLAMA_CPP, MICO)

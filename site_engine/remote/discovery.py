@@ -152,7 +152,7 @@ def _model(listed: dict[str, Any], dialect: Dialect, config: SiteConfig) -> Mode
         revision=str(listed.get("root") or listed["id"]),
         context_tokens=context_tokens,
         created_s=int(listed["created"]) if isinstance(listed.get("created"), int) else int(time.time()),
-        features=("chat", "logprobs") if dialect.logprobs else ("chat",),
+        features=dialect.features,
     )
 
 

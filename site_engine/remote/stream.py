@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from site_engine.request import Finish, Output, TokenLogprob
+from site_engine.request import Finish, Output, TokenLogprob, ToolCall
 
 EVENT_BYTES_MAX = 8 << 20
 
@@ -38,8 +38,20 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
 class _Said(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -68,7 +80,12 @@ class _Chunk(msgspec.Struct):
 
 _decoder = msgspec.json.Decoder(_Chunk)
 
-_FINISHES: Mapping[str, Finish] = {"length": Finish.LENGTH, "abort": Finish.FAILED, "error": Finish.FAILED}
+_FINISHES: Mapping[str, Finish] = {
+    "length": Finish.LENGTH,
+    "tool_calls": Finish.TOOL_CALLS,
+    "abort": Finish.FAILED,
+    "error": Finish.FAILED,
+}
 """Any other reason is a stop: eos_token, stop_sequence, content_filter … are one to our clients."""
 
 
@@ -146,15 +163,24 @@ class Stream:
             raise Garbage(f"choice {choice.index} was not asked for")
         progress = self._choices[choice.index]
         text = choice.text or (choice.delta.content if choice.delta else None) or ""
+        calls = tuple(map(_call, (choice.delta.tool_calls if choice.delta else None) or ()))
         if choice.finish_reason:
             progress.finish = _FINISHES.get(choice.finish_reason, Finish.STOP)
-        if not text and choice.logprobs is None:
+        if not text and not calls and choice.logprobs is None:
             return
         logprobs = () if choice.logprobs is None else _logprobs(choice.logprobs)
         progress.tokens += max(1, len(logprobs))
         self.spoke = True
         request_id = self._request_ids[choice.index]
-        outputs.append(Output(request_id, text, logprobs=logprobs, completion_tokens=progress.tokens))
+        outputs.append(
+            Output(
+                request_id,
+                text,
+                logprobs=logprobs,
+                completion_tokens=progress.tokens,
+                tool_calls=calls,
+            )
+        )
 
     def _usage(self, usage: _Usage) -> None:
         self.prompt_tokens = usage.prompt_tokens or self.prompt_tokens
@@ -168,6 +194,11 @@ class Stream:
         """What the server counted beyond the chunks goes to the last choice; it tells only the sum."""
         if self._total is not None:
             self._choices[-1].tokens += max(0, self._total - self.tokens)
+
+
+def _call(call: _Call) -> ToolCall:
+    function = call.function or _Function()
+    return ToolCall(call.index, call.id or "", function.name or "", function.arguments or "")
 
 
 def _logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:

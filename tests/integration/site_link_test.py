@@ -11,6 +11,7 @@ from tests.site_fakes import CONTEXT_TOKENS, FakeEngine
 from tests.site_gateway import TOKEN, Gateway, Session, assign, serving, site_before
 from wire import federation_pb2 as pb
 
+ADD = '[{"type": "function", "function": {"name": "add"}}]'
 FREE_TOKENS = 2 * CONTEXT_TOKENS
 HURRIED = Patience(backoff_first_s=0.01, backoff_longest_s=0.02, goodbye_s=0.01)
 
@@ -127,7 +128,7 @@ def test_what_cannot_be_served_is_rejected_with_the_reason() -> None:
             wrong = assign("model")["assign"]
             wrong.model = "numbers"
             tools = assign("tools")["assign"]
-            tools.chat.CopyFrom(pb.Chat(messages=[pb.ChatMessage(role="user")], tools_json="[{}]"))
+            tools.chat.CopyFrom(pb.Chat(messages=[pb.ChatMessage(role="user")], tools_json=ADD))
             nothing = assign("nothing")["assign"]
             nothing.ClearField("prompt")
             await session.send(assign=wrong)

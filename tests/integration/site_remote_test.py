@@ -300,7 +300,7 @@ def test_load_is_the_servers_own_word_where_it_gives_one() -> None:
     async def scenario(here: Scene) -> None:
         assert "(vllm, load from its metrics)" in here.hello.version
         assert here.hello.kv_capacity_tokens == 16_000
-        assert list(here.hello.models[0].features) == ["chat", "logprobs"]
+        assert list(here.hello.models[0].features) == ["chat", "logprobs", "tools", "guided"]
         here.server.running, here.server.waiting = 3, 5
         load = await here.load(pending=5, running=3)
         assert load.kv_free_tokens == 12_000

@@ -15,7 +15,13 @@ from tests.site_fakes import HELLO
 from wire import federation_pb2 as pb
 
 FLAT = pb.Forecast(generated=[5, 5], expected_remaining=[1, 1], p90_remaining=[1, 1])
+ADD = '[{"type": "function", "function": {"name": "add"}}]'
 NO_JSON = pb.ChatMessage(role="user", tool_calls_json="{")
+
+
+def chat_with(tools: str, **rules: str) -> pb.Chat:
+    return pb.Chat(messages=[pb.ChatMessage(role="user")], tools_json=tools, **rules)
+
 
 floats = st.floats(width=32)
 texts = st.text(max_size=5)
@@ -107,7 +113,14 @@ def test_a_full_assign_arrives_whole() -> None:
         ({"sampling": pb.Sampling(top_p=1.5)}, Reason.INVALID, "top_p"),
         ({"sampling": pb.Sampling(n=129)}, Reason.INVALID, "n"),
         ({"sampling": pb.Sampling(stop=[""])}, Reason.INVALID, "stop"),
-        ({"sampling": pb.Sampling(guided_json="{}")}, Reason.UNSUPPORTED, "response_format"),
+        ({"sampling": pb.Sampling(guided_json="{")}, Reason.INVALID, "response_format"),
+        ({"sampling": pb.Sampling(guided_json="[]")}, Reason.INVALID, "response_format"),
+        ({"chat": chat_with("{")}, Reason.INVALID, "tools"),
+        ({"chat": chat_with("[]")}, Reason.INVALID, "tool_choice"),
+        ({"chat": chat_with('[{"type": "function"}]')}, Reason.INVALID, "tools"),
+        ({"chat": chat_with(ADD, tool_choice="perhaps")}, Reason.INVALID, "tool_choice"),
+        ({"chat": chat_with(ADD, tool_choice="named", tool_name="sub")}, Reason.INVALID, "tool_choice"),
+        ({"resume": pb.ResumeFrom(tool_calls=1)}, Reason.INVALID, "resume"),
         ({"lane": 7}, Reason.INVALID, "lane"),
         ({"deadline_s": -1.0}, Reason.INVALID, "deadline_s"),
         ({"forecast": FLAT}, Reason.INVALID, "forecast"),
