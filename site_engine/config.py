@@ -48,9 +48,7 @@ class SiteConfig:
     tls_cert: Path | None = None  # with tls_key: who this site is, instead of a token
     tls_key: Path | None = None
     identity: Path | None = None  # a folder: the site makes its key there and gets its certificates itself
-    enrol_at: str = (
-        ""  # host:port where it asks for the first one; `gateways` are then ports for certificates
-    )
+    enrol_at: str = ""  # host:port where it asks for the first one; `gateways` then take certificates
     join_secret: str = field(default="", repr=False)  # what it asks with, of `mico pki invite`
     join_secret_file: Path | None = None
 

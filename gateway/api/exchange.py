@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.telemetry.logs import REQUEST_ID
+
 log = logging.getLogger(__name__)
 
 REQUEST_ID_LIMIT_CHARS = 128
 _LOGGED = (b"openai-organization", b"openai-project", b"user-agent")
 _LOGGED_PREFIX = b"x-stainless-"
 _LOGGED_LIMIT_CHARS = 200
+_ALWAYS = [(b"x-content-type-options", b"nosniff")]
+_ALWAYS_OVER_TLS = [*_ALWAYS, (b"strict-transport-security", b"max-age=31536000")]
 
 
 @dataclass(slots=True)
@@ -62,11 +66,13 @@ class Envelope:
             return
         exchange = self._open(scope)
         scope["state"]["exchange"] = exchange
+        REQUEST_ID.set(exchange.request_id)
+        always = _ALWAYS_OVER_TLS if scope["scheme"] == "https" else _ALWAYS
 
         async def stamp(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                message["headers"] = [*message["headers"], *self._headers(exchange)]
+                message["headers"] = [*message["headers"], *self._headers(exchange), *always]
             elif message["type"] == "http.response.body" and not message.get("more_body"):
                 exchange.complete = True
             await send(message)

@@ -19,7 +19,6 @@ POLICY: Final = (
 )
 SAFE: Final = {
     "content-security-policy": POLICY,
-    "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",

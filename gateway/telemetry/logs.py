@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 
 import msgspec
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that is worked for, in its tasks and those that they start: every line of them names it."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -20,6 +25,8 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             **{key: value for key, value in vars(record).items() if key not in _STANDARD},
         }
+        if "request_id" not in fields and (request_id := REQUEST_ID.get()):
+            fields["request_id"] = request_id
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(fields, enc_hook=str).decode()

@@ -22,6 +22,7 @@ from wire import federation_pb2_grpc as rpc
 
 TOKEN = "a-site-token"
 DEADLINE_S = 20.0
+CALLER = Caller("key-1", "tenant-1")
 
 
 class FlatForecaster:
@@ -54,7 +55,9 @@ class ScriptedSite:
         token: str = TOKEN,
         seconds_per_token: float = 0.01,
         context_tokens: int = 1024,
+        boot_id: str = "boot",
     ):
+        self.boot_id = boot_id
         self.name, self.address, self.slots, self.token = name, address, slots, token
         self.seconds_per_token = seconds_per_token
         self.inbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
@@ -82,7 +85,7 @@ class ScriptedSite:
         hello = pb.Hello(
             protocol=1,
             site=self.name,
-            boot_id="boot",
+            boot_id=self.boot_id,
             cloud=f"cloud-{self.name}",
             region="here",
             models=[model],
@@ -169,7 +172,14 @@ class Scene:
         )
         return site
 
-    def query(self, *, within_s: float = DEADLINE_S, model: str = "m", **sampling: Any) -> Query:
+    def query(
+        self,
+        *,
+        within_s: float = DEADLINE_S,
+        model: str = "m",
+        caller: Caller = CALLER,
+        **sampling: Any,
+    ) -> Query:
         self._number += 1
         now = self.gateway.clock()
         return Query(
@@ -177,7 +187,7 @@ class Scene:
             model=model,
             prompt=Chat((Message("user", "Say something."),)),
             sampling=Sampling(**sampling),
-            caller=Caller("key-1", "tenant-1"),
+            caller=caller,
             received_s=now,
             deadline_s=now + within_s,
         )

@@ -1,0 +1,133 @@
+"""The beginning and the end of a gateway as clients see them: no 404 too early, no answer cut in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import grpc
+import openai
+import pytest
+
+from gateway.answer import answer
+from gateway.api.backend import Backend, Readiness
+from gateway.domain import Status
+from gateway.federation.server import Federation
+from tests.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback
+from tests.fakes.federation import Scene, ScriptedSite, scene, until
+
+
+def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), scene() as here:
+            backend = Backend(
+                answer=partial(answer, here.gateway),
+                models=lambda: list(here.gateway.directory.served.values()),
+                authenticate=CALLERS.get,
+                ready=lambda: Readiness(True, ""),
+                version="0",
+                clock=here.gateway.clock,
+            )
+            async with on_loopback(Script(), backend) as (edge, _):
+                await scenario(here, edge)
+                await here.gateway.settled()
+                await until(here.nothing_is_left, "all counters at zero")
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        site = await here.site("alpha")
+        events: list[str] = []
+
+        async def read() -> None:
+            async with edge.http.stream(
+                "POST", "/v1/chat/completions", json=chat_body(model="m", stream=True)
+            ) as r:
+                assert r.status_code == 200
+                async for line in r.aiter_lines():
+                    if line.startswith("data: "):
+                        events.append(line.removeprefix("data: "))
+
+        reading = asyncio.create_task(read())
+        assign = await site.assigned()
+        await site.step(assign, "Hel", 1)
+        await until(lambda: len(events) >= 2, "the first piece")
+        here.gateway.end()
+        cancel = await site.next()
+        assert cancel.cancel.attempt_id == assign.attempt_id
+        await site.step(assign, "", 1, finish=3)
+        await reading
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == "shutting_down"
+        await until(lambda: here.outcomes, "the outcome")
+        (outcome,) = here.outcomes
+        assert (outcome.status, outcome.completion_tokens) == (Status.FAILED, 1)
+
+    play(scenario)
+
+
+def test_whoever_waits_for_a_first_token_is_told_to_come_back() -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        site = await here.site("alpha")
+        asking = asyncio.create_task(edge.chat(model="m"))
+        assign = await site.assigned()
+        here.gateway.end()
+        assert (await site.next()).cancel.attempt_id == assign.attempt_id
+        await site.step(assign, "", 0, finish=3)
+        refused = await asking
+        assert error_of(refused, 503)["code"] == "shutting_down"
+        assert refused.headers["retry-after"] == "1"
+
+    play(scenario)
+
+
+def test_a_model_whose_sites_have_not_rejoined_yet_is_no_404() -> None:
+    async def scenario(here: Scene, edge: Edge) -> None:
+        await here.site("alpha")
+        here.gateway.complete_s = here.gateway.clock() + 60
+        early = await edge.chat(model="other")
+        assert error_of(early, 503)["code"] == "no_site"
+        assert early.headers["retry-after"] == "1"
+        here.gateway.complete_s = here.gateway.clock()
+        with pytest.raises(openai.NotFoundError):
+            await edge.sdk.chat.completions.create(**chat_body(model="other"))
+
+    play(scenario)
+
+
+def test_a_second_process_with_the_name_of_a_linked_site_is_turned_away() -> None:
+    async def scenario() -> None:
+        async with scene() as here:
+            first = await here.site("alpha")
+            link = here.gateway.federation.links["alpha"]
+            for _ in range(3):
+                second = ScriptedSite("alpha", here.address, boot_id="another boot")
+                with pytest.raises((AssertionError, grpc.RpcError, AttributeError)):
+                    await second.join()
+                assert await second._call.code() is grpc.StatusCode.ALREADY_EXISTS
+                assert "another process is linked as site alpha" in await second._call.details()
+                await second.close()
+            assert here.gateway.federation.links["alpha"] is link
+            await first.close()
+            await until(lambda: "alpha" not in here.gateway.federation.links, "the first is gone")
+            second = await here.site("alpha", boot_id="another boot")
+            assert here.gateway.federation.links["alpha"].identity.boot_id == "another boot"
+
+    asyncio.run(scenario())
+
+
+def test_the_same_process_replaces_its_own_link() -> None:
+    async def scenario() -> None:
+        async with scene() as here:
+            await here.site("alpha")
+            link = here.gateway.federation.links["alpha"]
+            await here.site("alpha")
+            assert link.closing == "the site joined again"
+            federation: Federation = here.gateway.federation
+            assert federation.links["alpha"] is not link
+
+    asyncio.run(scenario())

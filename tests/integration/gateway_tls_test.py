@@ -1,0 +1,114 @@
+"""TLS at the gateway's own ports, and a certificate that is replaced while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gateway.api.app import create_http
+from gateway.api.serving import http_server
+from gateway.config import ConfigError, GatewayConfig
+from gateway.doors import open_doors
+from gateway.pki.authority import Authority
+from gateway.tls import CertificateFiles, grpc_credentials
+from tests.fakes.edge import Script
+from tests.fakes.federation import until
+
+
+def put(authority: Authority, folder: Path) -> tuple[Path, Path]:
+    """A new pair in the same files."""
+    pair = authority.issue_server(["127.0.0.1"], datetime.now(UTC))
+    chain, key = folder / "chain.pem", folder / "key.pem"
+    key.write_bytes(pair.key)
+    chain.write_bytes(pair.chain)
+    return chain, key
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority.create(tmp_path / "pki", "test", datetime.now(UTC))
+
+
+async def asked(port: int, trust: ssl.SSLContext, **settings: object) -> tuple[bytes, bytes]:
+    """The answer to a request, and the certificate that was shown."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+    writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    answer = await reader.read()
+    shown: ssl.SSLSocket = writer.get_extra_info("ssl_object")
+    der = shown.getpeercert(binary_form=True)
+    writer.close()
+    assert der is not None
+    return answer, der
+
+
+def test_clients_are_shown_a_new_certificate_without_a_restart(tmp_path: Path, authority: Authority) -> None:
+    async def scenario() -> None:
+        files = CertificateFiles(*put(authority, tmp_path))
+        server = http_server(
+            create_http(Script().backend()), host="127.0.0.1", port=0, end_within_s=1, certificate=files
+        )
+        running = asyncio.create_task(server.serve())
+        await until(lambda: server.started, "started")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        trust = ssl.create_default_context(cadata=authority.pem.decode())
+        answer, first = await asked(port, trust)
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"strict-transport-security: max-age=" in answer
+        assert (await asked(port, trust))[1] == first
+        put(authority, tmp_path)
+        await asked(port, trust)  # this handshake notices
+        second = (await asked(port, trust))[1]
+        assert second != first
+        (tmp_path / "chain.pem").write_text("half a certif")
+        assert [(await asked(port, trust))[1] for _ in range(2)] == [second, second]
+        with pytest.raises(ssl.SSLError):
+            await asked(port, old_protocols(trust))
+        server.should_exit = True
+        await running
+
+    asyncio.run(scenario())
+
+
+def old_protocols(trust: ssl.SSLContext) -> ssl.SSLContext:
+    with pytest.warns(DeprecationWarning):
+        trust.maximum_version = ssl.TLSVersion.TLSv1_1
+    return trust
+
+
+def test_sites_are_shown_the_new_certificate_too(tmp_path: Path, authority: Authority) -> None:
+    async def scenario() -> None:
+        files = CertificateFiles(*put(authority, tmp_path))
+        server = grpc.aio.server()
+        port = server.add_secure_port("127.0.0.1:0", grpc_credentials(files))
+        await server.start()
+        first = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+        put(authority, tmp_path)
+        second = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+        assert (
+            first != second == files.pair().chain.decode().split("-----BEGIN", 2)[1].join(["-----BEGIN", ""])
+        )
+        await server.stop(None)
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_does_not_start_with_a_certificate_that_it_cannot_show(
+    tmp_path: Path, authority: Authority
+) -> None:
+    async def opened(**settings: object) -> None:
+        await open_doors(GatewayConfig(site_tokens=("t",), **settings), None)  # type: ignore[arg-type]
+
+    chain, key = put(authority, tmp_path)
+    other = authority.issue_server(["x"], datetime.now(UTC))
+    key.write_bytes(other.key)
+    with pytest.raises(ConfigError, match="tls_cert and tls_key can't be used"):
+        asyncio.run(opened(tls_cert=chain, tls_key=key))
+    with pytest.raises(ConfigError, match="pki: no authority can be read"):
+        asyncio.run(opened(pki=tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="belong together"):
+        asyncio.run(opened(tls_cert=chain))

@@ -1,0 +1,170 @@
+"""What one connection may send: how slowly, how much, how many of them; and what a wrong key costs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from gateway.api.app import create_http
+from gateway.api.serving import Limits, http_server
+from gateway.failures import MOST
+from tests.fakes.edge import KEY, Script, chat_body, error_of, get, in_process, say
+
+QUICK = Limits(connections=3, slow_s=0.15, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
+Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+HEAD = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+JSON = HEAD + "content-type: application/json\r\n"
+
+
+@asynccontextmanager
+async def serving(script: Script, limits: Limits = QUICK) -> AsyncIterator[Open]:
+    server = http_server(
+        create_http(script.backend()), host="127.0.0.1", port=0, end_within_s=1, limits=limits
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    port = listener.getsockname()[1]
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        return reader, writer
+
+    try:
+        async with asyncio.timeout(20):
+            yield connect
+    finally:
+        for writer in writers:
+            writer.close()
+        server.should_exit = True
+        await running
+        listener.close()
+
+
+def play(scenario: Callable[[Open], Awaitable[None]], limits: Limits = QUICK) -> Script:
+    script = Script(answer=say("Hello"))
+
+    async def main() -> None:
+        async with serving(script, limits) as connect:
+            await scenario(connect)
+
+    asyncio.run(main())
+    return script
+
+
+async def cut(reader: asyncio.StreamReader) -> bytes:
+    """What came before the connection was cut."""
+    came = b""
+    with suppress(ConnectionError):
+        while part := await reader.read(65536):
+            came += part
+    return came
+
+
+async def answered(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+    return head + await reader.readexactly(int(length.partition(b":")[2]))
+
+
+def test_who_says_nothing_or_never_ends_a_request_is_cut_off() -> None:
+    async def scenario(connect: Open) -> None:
+        for beginning in (b"", b"GET /hea", HEAD.encode(), JSON.encode() + b"content-length: 99\r\n\r\n{"):
+            reader, writer = await connect()
+            writer.write(beginning)
+            assert await cut(reader) == b""
+
+    assert not play(scenario).queries
+
+
+def test_a_second_request_is_limited_as_the_first_is() -> None:
+    async def scenario(connect: Open) -> None:
+        for rest in (b"GET /hea", b"\r\n"):
+            reader, writer = await connect()
+            writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await answered(reader)).startswith(b"HTTP/1.1 200")
+            writer.write(rest)
+            assert await cut(reader) == b""
+
+    play(scenario)
+
+
+def test_who_sends_slowly_but_fast_enough_is_heard() -> None:
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        body = b'{"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}' + b" " * 400_000
+        writer.write((JSON + f"content-length: {len(body)}\r\n\r\n").encode())
+        for start in range(0, len(body), 40_000):  # 0.2 s in all, longer than the time for a short request
+            writer.write(body[start : start + 40_000])
+            await asyncio.sleep(0.02)
+        assert (await answered(reader)).startswith(b"HTTP/1.1 200")
+
+    assert len(play(scenario).queries) == 1
+
+
+def test_headers_without_end_and_bodies_after_the_answer_are_cut_off() -> None:
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        with suppress(ConnectionError):
+            for _ in range(200):
+                writer.write(b"GET / HTTP/1.1\r\n" if _ == 0 else b"x: " + b"y" * 4000 + b"\r\n")
+                await writer.drain()
+        assert await cut(reader) == b""
+        reader, writer = await connect()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+        assert (await answered(reader)).startswith(b"HTTP/1.1 401")
+        with suppress(ConnectionError):
+            for _ in range(400):
+                writer.write(b"z" * 65536)
+                await writer.drain()
+        assert await cut(reader) == b""
+
+    play(scenario, replace(QUICK, slow_s=10.0))
+
+
+def test_one_connection_too_many_is_closed_and_the_others_stay() -> None:
+    async def scenario(connect: Open) -> None:
+        held = [await connect() for _ in range(3)]
+        for _, writer in held:
+            writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+        for reader, _ in held:
+            await answered(reader)
+        reader, _ = await connect()
+        assert await cut(reader) == b""
+        for reader, writer in held:
+            writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await answered(reader)).startswith(b"HTTP/1.1 200")
+
+    play(scenario, replace(QUICK, slow_s=10.0))
+
+
+def test_wrong_keys_are_looked_up_only_so_often_and_a_good_one_still_passes() -> None:
+    looked: list[str] = []
+
+    async def look_again(secret: str) -> Any:
+        looked.append(secret)
+
+    async def main() -> None:
+        script = Script(answer=say("Hello"), settings={"look_again": look_again})
+        async with in_process(script) as edge:
+            body = chat_body()
+            for _ in range(int(MOST)):
+                error_of(await edge.post("/v1/chat/completions", body, authorization="Bearer wrong"), 401)
+            for wrong in ("Bearer wrong", "Basic x", ""):
+                refused = await edge.post("/v1/chat/completions", body, authorization=wrong)
+                assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
+                assert int(refused.headers["retry-after"]) == 1
+            assert len(looked) == int(MOST)
+            assert (await edge.chat()).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_every_response_forbids_guessing_its_type() -> None:
+    for path in ("/health", "/v1/models", "/nowhere", "/admin/api/sites"):
+        assert get(path).headers["x-content-type-options"] == "nosniff"
