@@ -8,6 +8,10 @@ from gateway.domain import Query
 from gateway.errors import Forbidden, ModelNotFound, NoSite, Overloaded
 
 RETRY_AFTER_S = 1.0
+TENANT_PARTS = 4
+"""A tenant may have so many times what is free: alone four fifths of all, so that others always find room
+(Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998).
+"""
 
 
 def admit(
@@ -15,13 +19,15 @@ def admit(
     *,
     models: Collection[str],
     live: int,
+    of_tenant: int = 0,
     most_live: int,
     has_room: bool,
     complete: bool = True,
 ) -> None:
     """Raises NoSite, ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
 
-    `live` queries are being answered now, and at most `most_live` may be: memory is bounded. `has_room`:
+    `live` queries are being answered now, `of_tenant` of them of this tenant, and at most `most_live` may be:
+    memory is bounded, and no tenant fills it alone. `has_room`:
     whether what the query uses could be recorded; nothing is served that can't be. `complete`: whether every
     site that an earlier process of this gateway knew has had the time to join again.
     """
@@ -44,4 +50,9 @@ def admit(
     if live >= most_live:
         raise Overloaded(
             f"{live} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S
+        )
+    if of_tenant >= TENANT_PARTS * (most_live - live):
+        raise Overloaded(
+            f"{of_tenant} queries of {query.caller.tenant} are being answered, and there is little room left",
+            retry_after_s=RETRY_AFTER_S,
         )

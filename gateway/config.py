@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gateway.quotas.limits import WhenAway
 from gateway.routing.policies import POLICIES
 
 
@@ -42,6 +43,7 @@ class GatewayConfig:
     predictor: Path | None = None  # the shipped one when not set
     most_live: int = 10_000
     most_tries: int = 4
+    quotas_when_away: str = "hold"  # once a lease of quotas has run out unrenewed: "hold" on, or "refuse"
     answer_within_s: float = 600.0
     body_limit_bytes: int = 8 * 2**20
     keep_alive_s: float = 15.0
@@ -52,6 +54,10 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; there are: {', '.join(POLICIES)}")
+        if self.quotas_when_away not in tuple(WhenAway):
+            raise ConfigError(
+                f"quotas_when_away is {self.quotas_when_away!r}; it is one of: {', '.join(WhenAway)}"
+            )
         for name in (
             "most_live",
             "most_tries",

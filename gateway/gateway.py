@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from gateway.domain import Outcome, Query
+from gateway.domain import Outcome, Query, Status
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.forecasting import Forecasts
+from gateway.quotas.book import Quotas
 from gateway.routing.candidates import Policy
 from gateway.routing.policies import POLICIES
 from gateway.story import Story
@@ -24,11 +25,16 @@ LAST_COUNT_WITHIN_S = 5.0
 """How long a cancelled attempt may take to say what it used, before what is known is recorded."""
 
 
+async def _nobody_to_ask() -> None:
+    """Where there is one replica, or no quota."""
+
+
 @dataclass(slots=True)
 class Gateway:
     """`record` must not block; `has_room` says whether it could take more.
 
-    `stories` is what is being answered now: every count of it is its size.
+    `stories` is what is being answered now: every count of it is its size. `lease_more` asks other replicas
+    for more of the quotas that are short here, for a bounded time.
     """
 
     directory: Directory
@@ -43,9 +49,12 @@ class Gateway:
     wall_clock: Callable[[], float] = time.time
     stories: dict[str, Story] = field(default_factory=dict)
     turns: itertools.count[int] = field(default_factory=itertools.count)
+    quotas: Quotas = field(default_factory=Quotas)
+    lease_more: Callable[[], Awaitable[None]] = _nobody_to_ask
     complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
     ending: bool = False
     _settling: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _of_tenants: dict[str, set[str]] = field(default_factory=dict, init=False)
 
     @property
     def policy(self) -> Policy:
@@ -54,6 +63,9 @@ class Gateway:
     @property
     def live(self) -> int:
         return len(self.stories)
+
+    def live_of(self, tenant: str) -> int:
+        return len(self._of_tenants.get(tenant, ()))
 
     def tell(self, query: Query) -> Story:
         return Story(query, self.clock, self.wall_clock())
@@ -68,10 +80,16 @@ class Gateway:
         for story in self.stories.values():
             story.hurry()
 
+    def begin(self, story: Story) -> None:
+        """It was admitted, and is one of those that are answered now until it settles."""
+        query = story.query
+        self.stories[query.id] = story
+        self._of_tenants.setdefault(query.caller.tenant, set()).add(query.id)
+
     def settle(self, story: Story) -> None:
         """End the query: nothing of it runs on, and its outcome is recorded once its last count is known."""
         story.end()
-        self.stories.pop(story.query.id, None)
+        self._leave(story.query)
         attempt = story.current
         if attempt is None or attempt.ended.is_set():
             self._record(story)
@@ -80,6 +98,13 @@ class Gateway:
         task = asyncio.create_task(self._record_when_ended(story, attempt), name=f"settle {story.query.id}")
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
+
+    def _leave(self, query: Query) -> None:
+        tenant = query.caller.tenant
+        if self.stories.pop(query.id, None) is not None:
+            self._of_tenants[tenant].discard(query.id)
+            if not self._of_tenants[tenant]:
+                del self._of_tenants[tenant]
 
     async def settled(self) -> None:
         """Wait until every query that ended is recorded."""
@@ -97,6 +122,8 @@ class Gateway:
 
     def _record(self, story: Story) -> None:
         outcome = story.outcome()
+        tokens = outcome.prompt_tokens + outcome.completion_tokens
+        self.quotas.settle(story.hold, tokens, refused=outcome.status is Status.REFUSED)
         self.record(outcome)
         log.info(
             "query %s %s",

@@ -17,6 +17,7 @@ from gateway.api.exchange import Envelope, Exchange
 from gateway.api.generation import generation_routes
 from gateway.api.health import health_routes
 from gateway.api.problems import is_unexpected, translate
+from gateway.api.rate_headers import RATE_HEADERS
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ _EXPOSED_HEADERS = [
     "x-mico-site",
     "x-mico-attempts",
     "x-mico-queue-ms",
+    *RATE_HEADERS,
 ]
 
 
@@ -39,7 +41,7 @@ def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = 
         logging_config=None,
         request_max_body_size=backend.body_limit_bytes,
     )
-    app.asgi_handler = Envelope(app.asgi_handler, backend.clock, backend.new_id)
+    app.asgi_handler = Envelope(app.asgi_handler, backend.clock, backend.new_id, backend.shown_quota)
     return app
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import uuid4
 
+from gateway.api.rate_headers import ShownQuota, no_quota
 from gateway.domain import Caller, Model, Piece, Query
 from gateway.failures import Failures
 
@@ -31,7 +32,7 @@ async def _nobody(secret: str) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """`models` are those that sites serve now. `authenticate` works in memory and in constant time;
-    `look_again` may ask the database for a key that it does not know.
+    `look_again` may ask the database for a key that it does not know. `shown_quota` tells clients of theirs.
 
     `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
     token is opened without it, so that no balancer cuts it; then `keep_alive_s` of silence bring a comment.
@@ -41,6 +42,7 @@ class Backend:
     models: Callable[[], Sequence[Model]]
     authenticate: Callable[[str], Caller | None]
     look_again: Callable[[str], Awaitable[Caller | None]] = _nobody
+    shown_quota: ShownQuota = no_quota
     ready: Callable[[], Readiness]
     version: str
     clock: Callable[[], float] = time.monotonic

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.api.rate_headers import ShownQuota, no_quota, rate_headers
+from gateway.domain import Caller
 from gateway.telemetry.logs import REQUEST_ID
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,7 @@ _ALWAYS_OVER_TLS = [*_ALWAYS, (b"strict-transport-security", b"max-age=31536000"
 class Exchange:
     """`request_id` is the client's own if it sent a proper one; `query_id` is always ours and unique.
 
+    `caller` is known once a generating request has shown its key: its quotas are told in the headers.
     `complete` tells a response that was sent to its end from one whose client left or that was cut.
     """
 
@@ -36,6 +39,7 @@ class Exchange:
     started_s: float
     status: int = 0
     complete: bool = False
+    caller: Caller | None = None
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
@@ -55,8 +59,15 @@ def safe_header_value(text: str) -> bytes:
 
 
 class Envelope:
-    def __init__(self, app: ASGIApp, clock: Callable[[], float], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        clock: Callable[[], float],
+        new_id: Callable[[], str],
+        shown_quota: ShownQuota = no_quota,
+    ) -> None:
         self._app = app
+        self._shown_quota = shown_quota
         self._clock = clock
         self._new_id = new_id
 
@@ -90,9 +101,11 @@ class Envelope:
 
     def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         elapsed_ms = round(1000 * (self._clock() - exchange.started_s))
+        told = rate_headers(exchange.caller, self._shown_quota) if exchange.caller else []
         return [
             (b"x-request-id", exchange.request_id.encode()),
             (b"openai-processing-ms", b"%d" % elapsed_ms),
+            *told,
         ]
 
     def _log(self, scope: Scope, exchange: Exchange) -> None:

@@ -11,11 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from enum import StrEnum
 from typing import Final, Protocol
 
 from gateway.quotas.book import Quotas
-from gateway.quotas.limits import Claim, LimitId
+from gateway.quotas.limits import Claim, LimitId, WhenAway
 from gateway.store.errors import StoreUnavailable
 from gateway.store.slices import Left, NameTaken, Round
 
@@ -26,11 +25,6 @@ REST_S: Final = 0.1
 """The least time between two rounds, however many queries find a slice too small."""
 MORE_WITHIN_S: Final = 2.0
 """How long a query waits for its replica to lease more, before it is told that its quota is used up."""
-
-
-class WhenAway(StrEnum):
-    HOLD = "hold"
-    REFUSE = "refuse"
 
 
 class Slices(Protocol):

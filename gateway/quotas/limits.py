@@ -48,6 +48,13 @@ class LimitId(NamedTuple):
         return f"{self.scope.value} {self.subject!r}"
 
 
+class WhenAway(StrEnum):
+    """What happens to callers that have quotas once a lease has run out because the database is away."""
+
+    HOLD = "hold"
+    REFUSE = "refuse"
+
+
 class Claim(NamedTuple):
     """What a replica says of its slice of one limit.
 

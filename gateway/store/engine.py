@@ -14,8 +14,8 @@ from gateway.store.errors import SchemaMismatch, StoreError, StoreUnavailable
 from gateway.store.tables import SCHEMA
 
 BUSY_TIMEOUT_MS: Final = 5_000
-CONNECTIONS: Final = 5
-"""Recorder, key refresh and a few reads. No query of a client ever takes one."""
+CONNECTIONS: Final = 8
+"""Recorder, keys, leases, orders, certificates, figures, retention, a read. No query of a client takes one."""
 
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",

@@ -1,16 +1,18 @@
-"""Keys in the database: make, list, revoke, and read those that are valid."""
+"""Keys in the database: make, rotate, revoke, list, read those that are valid. Every change is audited."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.domain import Caller
+from gateway.store.audit import Act, note
 from gateway.store.engine import insert_new
 from gateway.store.pepper import Pepper, new_secret
 from gateway.store.tables import keys, tenants
@@ -21,7 +23,10 @@ STAMP_BITS = 40
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """A key as people see it. Times are unix seconds; `models` None means every model."""
+    """A key as people see it. Times are unix seconds; `models` or `regions` None means every one.
+
+    `first_id`: of the keys that replaced one another the first, whose quotas they share.
+    """
 
     id: str
     name: str
@@ -32,6 +37,8 @@ class KeyInfo:
     created_at: float
     expires_at: float | None
     revoked_at: float | None
+    regions: frozenset[str] | None = None
+    first_id: str = ""
 
     def valid(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
@@ -45,11 +52,12 @@ class StoredKey(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """Differs whenever any key was made, changed, revoked or deleted."""
+    """Differs whenever any key was made, changed, revoked or deleted, or its tenant was changed."""
 
     keys: int
     revoked: int
     stamps: int
+    tenants: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +67,45 @@ class NewKey:
     models: Collection[str] | None
     admin: bool
     expires_at: float | None
+    regions: Collection[str] | None = None
+    first_id: str | None = None
 
 
-async def create(engine: AsyncEngine, pepper: Pepper, new: NewKey, now: float) -> tuple[KeyInfo, str]:
+async def create(
+    engine: AsyncEngine, pepper: Pepper, new: NewKey, now: float, act: Act
+) -> tuple[KeyInfo, str]:
     """The key and its secret, which nobody can see again. A tenant that is not there yet is made."""
+    async with engine.begin() as connection:
+        info, secret = await _insert(connection, pepper, new, now)
+        await note(connection, act, now, action=f"create key {info.id}", before="none", after=_scopes(info))
+    return info, secret
+
+
+async def rotate(
+    engine: AsyncEngine, pepper: Pepper, key_id: str, overlap_s: float, *, now: float, act: Act
+) -> tuple[KeyInfo, str] | None:
+    """A key in the place of another, with its scopes, quotas and length of life; both are valid for
+    `overlap_s`. None when there is no such key, or it is not valid any more.
+    """
+    async with engine.begin() as connection:
+        old = await _get(connection, key_id)
+        if old is None or not old.valid(now):
+            return None
+        lasts_s = None if old.expires_at is None else old.expires_at - old.created_at
+        until = None if lasts_s is None else now + lasts_s
+        new = NewKey(old.name, old.tenant, old.models, old.admin, until, old.regions, old.first_id or old.id)
+        info, secret = await _insert(connection, pepper, new, now)
+        ends = min(now + overlap_s, old.expires_at or inf)
+        change = update(keys).where(keys.c.id == key_id)
+        await connection.execute(change.values(expires_at=ends, stamp=secrets.randbits(STAMP_BITS)))
+        after = f"{info.id}; {key_id} ends in {ends - now:.0f} s"
+        await note(connection, act, now, action=f"rotate key {key_id}", before=key_id, after=after)
+    return info, secret
+
+
+async def _insert(
+    connection: AsyncConnection, pepper: Pepper, new: NewKey, now: float
+) -> tuple[KeyInfo, str]:
     secret = new_secret()
     values: dict[str, Any] = {
         "id": f"key_{secrets.token_hex(8)}",
@@ -72,26 +115,28 @@ async def create(engine: AsyncEngine, pepper: Pepper, new: NewKey, now: float) -
         "pepper_id": pepper.id,
         "hint": secret[-4:],
         "models": None if new.models is None else sorted(new.models),
+        "regions": None if new.regions is None else sorted(new.regions),
+        "first_id": new.first_id,
         "admin": new.admin,
         "created_at": now,
         "expires_at": new.expires_at,
         "stamp": secrets.randbits(STAMP_BITS),
     }
-    async with engine.begin() as connection:
-        await connection.execute(
-            insert_new(engine.dialect.name, tenants), {"name": new.tenant, "created_at": now}
-        )
-        await connection.execute(insert(keys), values)
-        info = await _get(connection, values["id"])
+    tenant = {"name": new.tenant, "created_at": now}
+    await connection.execute(insert_new(connection.dialect.name, tenants), tenant)
+    await connection.execute(insert(keys), values)
+    info = await _get(connection, values["id"])
     assert info is not None
     return info, secret
 
 
-async def revoke(engine: AsyncEngine, key_id: str, now: float) -> KeyInfo | None:
+async def revoke(engine: AsyncEngine, key_id: str, now: float, act: Act) -> KeyInfo | None:
     """None when there is no such key. The time of a first revocation stays."""
     first = update(keys).where(keys.c.id == key_id, keys.c.revoked_at.is_(None))
     async with engine.begin() as connection:
-        await connection.execute(first.values(revoked_at=now, stamp=secrets.randbits(STAMP_BITS)))
+        change = first.values(revoked_at=now, stamp=secrets.randbits(STAMP_BITS))
+        if (await connection.execute(change)).rowcount:
+            await note(connection, act, now, action=f"revoke key {key_id}", before="valid", after="revoked")
         return await _get(connection, key_id)
 
 
@@ -104,11 +149,12 @@ async def every(engine: AsyncEngine) -> list[KeyInfo]:
 
 async def marker(connection: AsyncConnection) -> Marker:
     stamps = func.coalesce(func.sum(keys.c.stamp), 0)
+    of_tenants = select(func.coalesce(func.sum(tenants.c.stamp), 0)).scalar_subquery()
     found = await connection.execute(
-        select(func.count(), func.count(keys.c.revoked_at), stamps).select_from(keys)
+        select(func.count(), func.count(keys.c.revoked_at), stamps, of_tenants).select_from(keys)
     )
-    total, revoked, stamped = found.one()
-    return Marker(total, revoked, int(stamped))
+    total, revoked, stamped, changed = found.one()
+    return Marker(total, revoked, int(stamped), int(changed))
 
 
 async def unrevoked(connection: AsyncConnection) -> list[StoredKey]:
@@ -118,19 +164,29 @@ async def unrevoked(connection: AsyncConnection) -> list[StoredKey]:
         keys.c.digest,
         keys.c.pepper_id,
         keys.c.models,
+        keys.c.regions,
+        keys.c.first_id,
         keys.c.admin,
         keys.c.expires_at,
+        tenants.c.best_priority,
     )
-    found = await connection.execute(select(*columns).where(keys.c.revoked_at.is_(None)))
+    valid = select(*columns).join(tenants, tenants.c.name == keys.c.tenant).where(keys.c.revoked_at.is_(None))
     return [
-        StoredKey(
-            digest=bytes.fromhex(row.digest),
-            pepper_id=row.pepper_id,
-            caller=Caller(key_id=row.id, tenant=row.tenant, models=_models(row.models), admin=row.admin),
-            expires_at=row.expires_at,
-        )
-        for row in found
+        StoredKey(bytes.fromhex(row.digest), row.pepper_id, _caller(row), row.expires_at)
+        for row in await connection.execute(valid)
     ]
+
+
+def _caller(row: Any) -> Caller:
+    return Caller(
+        key_id=row.id,
+        tenant=row.tenant,
+        models=_names(row.models),
+        admin=row.admin,
+        regions=_names(row.regions),
+        first_id=row.first_id or "",
+        best_priority=row.best_priority,
+    )
 
 
 async def _get(connection: AsyncConnection, key_id: str) -> KeyInfo | None:
@@ -144,13 +200,24 @@ def _info(row: Row[Any]) -> KeyInfo:
         name=row.name,
         tenant=row.tenant,
         hint=row.hint,
-        models=_models(row.models),
+        models=_names(row.models),
         admin=row.admin,
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
+        regions=_names(row.regions),
+        first_id=row.first_id or "",
     )
 
 
-def _models(names: list[str] | None) -> frozenset[str] | None:
+def _scopes(key: KeyInfo) -> str:
+    allowed = [
+        f"tenant {key.tenant}",
+        f"models {', '.join(sorted(key.models)) if key.models is not None else 'all'}",
+        f"regions {', '.join(sorted(key.regions)) if key.regions is not None else 'all'}",
+    ]
+    return "; ".join(allowed + ["admin"] * key.admin)
+
+
+def _names(names: list[str] | None) -> frozenset[str] | None:
     return None if names is None else frozenset(names)

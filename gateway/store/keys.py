@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.domain import Caller
 from gateway.store import key_table
+from gateway.store.audit import Act
 from gateway.store.engine import reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.key_table import DEFAULT_TENANT, KeyInfo, Marker, NewKey, StoredKey
@@ -31,6 +32,7 @@ REFRESH_TIMEOUT_S: Final = 2.0
 REST_S: Final = 0.25
 """The least time between two refreshes, however many unknown keys arrive."""
 LOOK_AGAIN_S: Final = 1.0
+BY_COMMAND: Final = Act()
 
 
 class KeyRing:
@@ -102,21 +104,34 @@ class KeyRing:
         tenant: str = DEFAULT_TENANT,
         *,
         models: Collection[str] | None = None,
+        regions: Collection[str] | None = None,
         admin: bool = False,
         expires_at: float | None = None,
+        act: Act = BY_COMMAND,
     ) -> tuple[KeyInfo, str]:
         """The key and its secret, shown this once. Works here at once, elsewhere within seconds."""
-        new = NewKey(name, tenant, models, admin, expires_at)
-        created = await key_table.create(self._engine, self._pepper, new, self._clock())
+        new = NewKey(name, tenant, models, admin, expires_at, regions)
+        created = await key_table.create(self._engine, self._pepper, new, self._clock(), act)
         await self._refresh_or_log()
         return created
 
     async def list_keys(self) -> list[KeyInfo]:
         return await key_table.every(self._engine)
 
-    async def revoke_key(self, key_id: str) -> KeyInfo | None:
+    async def rotate_key(
+        self, key_id: str, overlap_s: float, act: Act = BY_COMMAND
+    ) -> tuple[KeyInfo, str] | None:
+        """A new key and its secret in the place of another, which stays valid for `overlap_s`; None when that
+        is not valid any more.
+        """
+        now = self._clock()
+        rotated = await key_table.rotate(self._engine, self._pepper, key_id, overlap_s, now=now, act=act)
+        await self._refresh_or_log()
+        return rotated
+
+    async def revoke_key(self, key_id: str, act: Act = BY_COMMAND) -> KeyInfo | None:
         """None when there is no such key. Holds here at once, elsewhere within seconds."""
-        revoked = await key_table.revoke(self._engine, key_id, self._clock())
+        revoked = await key_table.revoke(self._engine, key_id, self._clock(), act)
         await self._refresh_or_log()
         return revoked
 

@@ -9,7 +9,8 @@ from sqlalchemy import ColumnElement, and_, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.admin.orders import Entry, Order
-from gateway.store.tables import audit, keys, site_orders
+from gateway.store.audit import signature
+from gateway.store.tables import audit, site_orders
 
 EXPIRY = "expired"
 
@@ -38,7 +39,7 @@ class OrderBook:
         `who` is the id of a key; the key's name is written beside it, for people.
         """
         async with self._engine.begin() as connection:
-            who = await _signature(connection, who)
+            who = await signature(connection, who)
             order = replace(order, who=who) if order is not None else None
             before = await _value(connection, site, subject)
             await connection.execute(delete(site_orders).where(_on(site, subject)))
@@ -75,11 +76,6 @@ class OrderBook:
 async def _value(connection: AsyncConnection, site: str, subject: str) -> str:
     found = await connection.scalar(select(site_orders.c.value).where(_on(site, subject)))
     return str(found) if found is not None else "default"
-
-
-async def _signature(connection: AsyncConnection, key_id: str) -> str:
-    name = await connection.scalar(select(keys.c.name).where(keys.c.id == key_id))
-    return f"{name} ({key_id})" if name else key_id
 
 
 def _on(site: str, subject: str) -> ColumnElement[bool]:

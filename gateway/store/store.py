@@ -15,8 +15,10 @@ from gateway.store.keys import KeyRing
 from gateway.store.orders import OrderBook
 from gateway.store.pepper import Pepper
 from gateway.store.queries import Reads
+from gateway.store.quota_book import QuotaBook
 from gateway.store.recorder import Recorder
 from gateway.store.retention import Keep, Retention
+from gateway.store.slices import SliceTable
 from gateway.store.writer import DatabaseWriter
 
 KEEP: Final = Keep()
@@ -30,13 +32,22 @@ class Store:
     orders: OrderBook
     figures: Figures
     certificates: CertificateRegister
+    quotas: QuotaBook
+    slices: SliceTable
 
 
 @asynccontextmanager
 async def open_store(
-    url: str, folder: Path, *, pepper: str | None = None, keep: Keep = KEEP, serving: bool = True
+    url: str,
+    folder: Path,
+    *,
+    name: str = "gateway",
+    pepper: str | None = None,
+    keep: Keep = KEEP,
+    serving: bool = True,
 ) -> AsyncIterator[Store]:
-    """`folder` holds the journal, and the pepper unless one is given: replicas on one database share one.
+    """`folder` holds the journal, and the pepper unless one is given: replicas on one database share one, and
+    each leases by a `name` of its own.
 
     `serving=False` is for commands: no background work and no recording, beside a running gateway. The tables
     must be there (`migrations.upgrade(url)`). Raises StoreError.
@@ -52,7 +63,16 @@ async def open_store(
             await keys.start()
             await recorder.start()
             retention.start()
-        yield Store(keys, recorder, Reads(engine), OrderBook(engine), Figures(engine), certificates)
+        yield Store(
+            keys=keys,
+            recorder=recorder,
+            read=Reads(engine),
+            orders=OrderBook(engine),
+            figures=Figures(engine),
+            certificates=certificates,
+            quotas=QuotaBook(engine),
+            slices=SliceTable(engine, name),
+        )
     finally:
         await certificates.close()
         await retention.close()

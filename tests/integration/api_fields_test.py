@@ -258,8 +258,8 @@ def test_row_42_extras_are_honoured() -> None:
 
 
 def test_row_42_priority_and_top_k_off() -> None:
-    _, script = chat(priority=-3, top_k=-1)
-    assert script.query.priority == -3
+    _, script = chat(priority=3, top_k=-1)
+    assert script.query.priority == 3
     assert script.query.sampling.top_k == 0
 
 

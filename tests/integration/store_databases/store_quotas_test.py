@@ -14,8 +14,8 @@ from gateway.domain import Caller
 from gateway.errors import Overloaded
 from gateway.quotas import leases
 from gateway.quotas.book import Full
-from gateway.quotas.leases import Leases, WhenAway
-from gateway.quotas.limits import WINDOW_S, Kind, LimitId, Scope
+from gateway.quotas.leases import Leases
+from gateway.quotas.limits import WINDOW_S, Kind, LimitId, Scope, WhenAway
 from gateway.store.engine import open_engine
 from gateway.store.errors import StoreUnavailable
 from gateway.store.slices import SliceTable

@@ -1,0 +1,45 @@
+"""The headers that tell a client of its quotas: OpenAI's six names, with durations as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.domain import Caller
+from gateway.quotas.book import Shown
+from gateway.quotas.limits import Kind
+
+Header = tuple[bytes, bytes]
+ShownQuota = Callable[[Caller, Kind], Shown | None]
+
+_NAMES = ((Kind.REQUESTS, b"requests"), (Kind.TOKENS, b"tokens"))
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{what}-{name.decode()}" for what in ("limit", "remaining", "reset") for _, name in _NAMES
+)
+
+
+def no_quota(caller: Caller, kind: Kind) -> Shown | None:
+    return None
+
+
+def rate_headers(caller: Caller, shown: ShownQuota) -> list[Header]:
+    """Of the tightest quotas per minute that the caller has; none without one."""
+    headers: list[Header] = []
+    for kind, name in _NAMES:
+        quota = shown(caller, kind)
+        if quota is not None:
+            headers += [
+                (b"x-ratelimit-limit-" + name, b"%d" % quota.limit),
+                (b"x-ratelimit-remaining-" + name, b"%d" % quota.remaining),
+                (b"x-ratelimit-reset-" + name, duration(quota.reset_s).encode()),
+            ]
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """As OpenAI writes it: 12ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{round(seconds, 3):g}s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest}s"

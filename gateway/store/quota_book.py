@@ -1,0 +1,143 @@
+"""Tenants and the quotas of tenants and keys, as operators set them. Every change is audited.
+
+Does not count what is in use: `slices.py` and `gateway/quotas` do.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from sqlalchemy import ColumnElement, delete, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from gateway.quotas.limits import Kind, LimitId, Scope
+from gateway.store.audit import Act, note
+from gateway.store.engine import insert_new
+from gateway.store.errors import StoreError
+from gateway.store.key_table import STAMP_BITS
+from gateway.store.slices import id_of
+from gateway.store.tables import keys, quota_slices, quotas, tenants
+
+LARGEST: Final = 2**53
+"""What JSON carries exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """`best_priority`: no query of it goes before others of this priority; lower goes earlier."""
+
+    name: str
+    created_at: float
+    best_priority: int
+
+
+class Quota(NamedTuple):
+    """`in_use` here and elsewhere, as the replicas wrote it down last."""
+
+    id: LimitId
+    amount: int
+    in_use: int
+
+
+class NoSuch(StoreError):
+    """There is no such tenant or key."""
+
+
+class QuotaBook:
+    """May raise SQLAlchemy's errors: its callers are people."""
+
+    def __init__(self, engine: AsyncEngine, *, clock: Callable[[], float] = time.time) -> None:
+        self._engine = engine
+        self._clock = clock
+
+    async def tenants(self) -> list[Tenant]:
+        async with self._engine.connect() as connection:
+            found = await connection.execute(select(tenants).order_by(tenants.c.name))
+            return [Tenant(row.name, row.created_at, row.best_priority) for row in found]
+
+    async def set_tenant(self, name: str, *, best_priority: int, act: Act) -> Tenant:
+        """Make a tenant, or change one."""
+        now = self._clock()
+        async with self._engine.begin() as connection:
+            new = {"name": name, "created_at": now}
+            before = await connection.scalar(select(tenants.c.best_priority).where(tenants.c.name == name))
+            await connection.execute(insert_new(connection.dialect.name, tenants), new)
+            change = update(tenants).where(tenants.c.name == name)
+            await connection.execute(change.values(best_priority=best_priority, stamp=_stamp()))
+            was = "none" if before is None else f"best priority {before}"
+            after = f"best priority {best_priority}"
+            await note(connection, act, now, action=f"set tenant {name}", before=was, after=after)
+            row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one()
+        return Tenant(row.name, row.created_at, row.best_priority)
+
+    async def quotas(self) -> list[Quota]:
+        async with self._engine.connect() as connection:
+            return await _quotas(connection)
+
+    async def set_quotas(
+        self, scope: Scope, subject: str, amounts: Mapping[Kind, int | None], act: Act
+    ) -> list[Quota]:
+        """Set some quotas of a tenant or a key; None lifts one. Raises NoSuch. Holds within seconds."""
+        now = self._clock()
+        async with self._engine.begin() as connection:
+            subject = await _known(connection, scope, subject)
+            before = _text(await _of(connection, scope, subject))
+            kinds = [kind.value for kind in amounts]
+            await connection.execute(delete(quotas).where(*_on(quotas.c, scope, subject, kinds)))
+            rows = [
+                {"scope": scope, "subject": subject, "kind": kind, "amount": amount, "stamp": _stamp()}
+                for kind, amount in amounts.items()
+                if amount is not None
+            ]
+            if rows:
+                await connection.execute(insert(quotas), rows)
+            lifted = [kind.value for kind, amount in amounts.items() if amount is None]
+            await connection.execute(delete(quota_slices).where(*_on(quota_slices.c, scope, subject, lifted)))
+            found = await _of(connection, scope, subject)
+            action = f"set quotas of {scope.value} {subject}"
+            await note(connection, act, now, action=action, before=before, after=_text(found))
+        return found
+
+
+async def _quotas(connection: AsyncConnection) -> list[Quota]:
+    used: dict[LimitId, int] = {}
+    for row in await connection.execute(select(quota_slices)):
+        used[id_of(row)] = used.get(id_of(row), 0) + row.used
+    found = await connection.execute(select(quotas).order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind))
+    return [Quota(id_of(row), row.amount, used.get(id_of(row), 0)) for row in found]
+
+
+async def _of(connection: AsyncConnection, scope: Scope, subject: str) -> list[Quota]:
+    return [
+        each for each in await _quotas(connection) if (each.id.scope, each.id.subject) == (scope, subject)
+    ]
+
+
+async def _known(connection: AsyncConnection, scope: Scope, subject: str) -> str:
+    """The subject as quotas have it: of a key the first of those that it replaces. Raises NoSuch."""
+    if scope is Scope.TENANT:
+        name = await connection.scalar(select(tenants.c.name).where(tenants.c.name == subject))
+        if name is None:
+            raise NoSuch(f"there is no tenant {subject!r}")
+        return subject
+    first = func.coalesce(keys.c.first_id, keys.c.id)
+    found = await connection.scalar(select(first).where(keys.c.id == subject))
+    if found is None:
+        raise NoSuch(f"there is no key {subject!r}")
+    return str(found)
+
+
+def _on(columns: Any, scope: Scope, subject: str, kinds: Collection[str]) -> tuple[ColumnElement[bool], ...]:
+    return columns.scope == scope, columns.subject == subject, columns.kind.in_(kinds)
+
+
+def _text(found: Collection[Quota]) -> str:
+    return "; ".join(f"{each.id.kind.value} {each.amount}" for each in found) or "none"
+
+
+def _stamp() -> int:
+    return secrets.randbits(STAMP_BITS)

@@ -1,0 +1,255 @@
+"""Quotas on the way of a query: reserved, topped up, settled, refused; the database is never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.answer import answer
+from gateway.api.rate_headers import duration
+from gateway.domain import Caller, Delta, Finish, Opening, Query, Status, Usage
+from gateway.errors import AboveQuota, BudgetSpent, NoSite, Overloaded, TooMany
+from gateway.quotas.book import Quotas, Shown
+from gateway.quotas.limits import Grant, Kind, LimitId, Scope
+from tests.fakes.edge import Edge, error_of, fail, run
+from tests.fakes.federation import Scene, scene, until
+
+TENANT = "tenant-1"
+FORECAST_P90 = 90
+"""Of the fakes' forecaster, 1 to 100 tokens."""
+
+
+def quotas_of(**limits: int) -> Quotas:
+    """A replica that holds all of these quotas of the fakes' tenant."""
+    found = Quotas()
+    ids = {LimitId(Scope.TENANT, TENANT, Kind(name)): amount for name, amount in limits.items()}
+    found.learn(ids)
+    for limit_id, amount in ids.items():
+        claim = found.claim(limit_id)
+        assert claim is not None
+        found.granted(limit_id, claim, Grant(amount, amount, 0))
+    return found
+
+
+def used(scene: Scene, kind: Kind) -> int:
+    return scene.gateway.quotas.in_use(LimitId(Scope.TENANT, TENANT, kind))
+
+
+async def gather(scene: Scene, query: Query) -> list[Any]:
+    return [piece async for piece in answer(scene.gateway, query)]
+
+
+def test_tokens_are_reserved_before_the_answer_and_settled_on_what_it_took() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(tokens_per_min=1_000, requests_per_min=10)) as here:
+            site = await here.site("a")
+            asking = asyncio.create_task(gather(here, here.query()))
+            assign = await site.assigned()
+            guess = here.query().prompt_tokens_guess
+            assert used(here, Kind.TOKENS) == guess + FORECAST_P90
+            await site.finish(assign, "hello", 5)
+            await asking
+            await here.gateway.settled()
+            assert used(here, Kind.TOKENS) == 7 + 5
+            assert used(here, Kind.REQUESTS) == 1
+
+    asyncio.run(main())
+
+
+def test_what_does_not_fit_is_refused_before_a_site_hears_of_it() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(tokens_per_min=100)) as here:
+            site = await here.site("a")
+            first = asyncio.create_task(gather(here, here.query()))
+            assign = await site.assigned()
+            with pytest.raises(TooMany, match=r"100 tokens per minute of tenant 'tenant-1'") as refusal:
+                await gather(here, here.query())
+            assert refusal.value.retry_after_s is not None and 0 < refusal.value.retry_after_s <= 61
+            assert site.inbox.empty()
+            await site.finish(assign, "x", 1)
+            await first
+            assert [outcome.status for outcome in here.outcomes] == [Status.REFUSED, Status.ANSWERED]
+            assert here.nothing_is_left()
+
+    asyncio.run(main())
+
+
+def test_places_are_free_again_whatever_way_a_query_ends() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(concurrent_queries=2)) as here:
+            site = await here.site("a")
+            for end in ("finish", "leave", "fail"):
+                asking = [asyncio.create_task(gather(here, here.query())) for _ in range(2)]
+                assigns = [await site.assigned() for _ in asking]
+                with pytest.raises(TooMany, match="2 concurrent queries"):
+                    await gather(here, here.query())
+                for task, assign in zip(asking, assigns, strict=True):
+                    if end == "finish":
+                        await site.finish(assign, "x", 1)
+                    elif end == "leave":
+                        task.cancel()
+                        assert (await site.next()).WhichOneof("body") == "cancel"
+                        await site.step(assign, "", 0, finish=3)
+                    else:
+                        await site.step(assign, "", 0, finish=4, error="out of memory")
+                await asyncio.gather(*asking, return_exceptions=True)
+                await here.gateway.settled()
+                assert used(here, Kind.QUERIES) == 0
+
+    asyncio.run(main())
+
+
+def test_an_answer_longer_than_forecast_is_topped_up_and_in_the_end_cut() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(tokens_per_min=200)) as here:
+            site = await here.site("a")
+            asking = asyncio.create_task(gather(here, here.query()))
+            assign = await site.assigned()
+            await site.step(assign, "a" * 150, 150)
+            await until(lambda: used(here, Kind.TOKENS) > 150)
+            assert not asking.done()
+            await site.step(assign, "b" * 60, 210)
+            pieces = await asking
+            assert (await site.next()).WhichOneof("body") == "cancel"
+            await site.step(assign, "", 215, finish=3)
+            await here.gateway.settled()
+            assert isinstance(pieces[0], Opening)
+            assert isinstance(pieces[-1], Usage)
+            finishes = [piece.finish for piece in pieces if isinstance(piece, Delta) and piece.finish]
+            assert finishes == [Finish.LENGTH]
+            assert "".join(piece.text for piece in pieces if isinstance(piece, Delta)) == "a" * 150 + "b" * 60
+            (outcome,) = here.outcomes
+            assert (outcome.status, outcome.completion_tokens) == (Status.ANSWERED, 215)
+
+    asyncio.run(main())
+
+
+def test_a_slice_that_is_short_is_asked_for_once_and_the_query_goes_on() -> None:
+    quotas = quotas_of(tokens_per_min=1_000)
+    tokens = LimitId(Scope.TENANT, TENANT, Kind.TOKENS)
+    asked = 0
+
+    async def lease_more() -> None:
+        nonlocal asked
+        asked += 1
+        claim = quotas.claim(tokens)
+        assert claim is not None and claim.want > 0
+        quotas.granted(tokens, claim, Grant(1_000, 1_000, 0))
+
+    async def main() -> None:
+        quotas._held[tokens].ceiling = 0
+        async with scene(quotas=quotas, lease_more=lease_more) as here:
+            site = await here.site("a")
+            asking = asyncio.create_task(gather(here, here.query()))
+            await site.finish(await site.assigned(), "x", 1)
+            await asking
+
+    asyncio.run(main())
+    assert asked == 1
+
+
+def test_one_tenant_does_not_fill_the_gateway() -> None:
+    async def main() -> None:
+        async with scene(most_live=10) as here:
+            site = await here.site("a", slots=20)
+            flood = [asyncio.create_task(gather(here, here.query())) for _ in range(12)]
+            await until(lambda: sum(task.done() for task in flood) == 4)
+            refusals = [task.exception() for task in flood if task.done()]
+            assert all(isinstance(each, Overloaded) and "tenant-1" in each.message for each in refusals)
+            assert here.gateway.live_of(TENANT) == 8
+            other = here.query(caller=Caller("key-2", "tenant-2"))
+            asking = asyncio.create_task(gather(here, other))
+            await until(lambda: here.gateway.live_of("tenant-2") == 1)
+            for _ in range(9):
+                await site.finish(await site.assigned(), "x", 1)
+            await asyncio.gather(*flood, asking, return_exceptions=True)
+            await here.gateway.settled()
+            assert here.nothing_is_left()
+            assert here.gateway.live_of(TENANT) == 0
+
+    asyncio.run(main())
+
+
+def test_a_key_may_only_use_sites_of_its_regions() -> None:
+    async def main() -> None:
+        async with scene() as here:
+            site = await here.site("a")
+            outside = Caller("key-2", "tenant-2", regions=frozenset({"elsewhere"}))
+            with pytest.raises(NoSite, match="this key may not use region here"):
+                await gather(here, here.query(caller=outside))
+            inside = Caller("key-3", "tenant-2", regions=frozenset({"elsewhere", "here"}))
+            asking = asyncio.create_task(gather(here, here.query(caller=inside)))
+            await site.finish(await site.assigned(), "x", 1)
+            await asking
+
+    asyncio.run(main())
+
+
+def shown(caller: Caller, kind: Kind) -> Shown | None:
+    return {Kind.REQUESTS: Shown(60, 59, 0.012), Kind.TOKENS: Shown(5_000, 4_321, 360.0)}.get(kind)
+
+
+TOLD = {
+    "x-ratelimit-limit-requests": "60",
+    "x-ratelimit-remaining-requests": "59",
+    "x-ratelimit-reset-requests": "12ms",
+    "x-ratelimit-limit-tokens": "5000",
+    "x-ratelimit-remaining-tokens": "4321",
+    "x-ratelimit-reset-tokens": "6m0s",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_tells_of_the_quotas_in_its_headers(stream: bool) -> None:
+    async def scenario(edge: Edge) -> None:
+        response = await edge.chat(stream=stream)
+        assert response.status_code == 200
+        assert {name: response.headers[name] for name in TOLD} == TOLD
+
+    run(scenario, shown_quota=shown)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "retry"),
+    [
+        (TooMany("the quota of 9 requests per minute", retry_after_s=2.5), "rate_limit_exceeded", None),
+        (BudgetSpent("the quota of 9 tokens per month"), "insufficient_quota", "false"),
+        (AboveQuota("this query alone needs 10"), "rate_limit_exceeded", "false"),
+    ],
+)
+def test_a_full_quota_is_openai_s_429_with_the_time_to_wait(
+    error: TooMany, code: str, retry: str | None
+) -> None:
+    async def scenario(edge: Edge) -> None:
+        response = await edge.chat()
+        body = error_of(response, 429)
+        assert (body["code"], body["message"]) == (code, error.message)
+        assert response.headers["retry-after"] == ("120" if retry else "3")
+        assert response.headers.get("x-should-retry") == retry
+        assert {name: response.headers[name] for name in TOLD} == TOLD
+
+    run(scenario, fail(error), shown_quota=shown)
+
+
+def test_without_quotas_no_header_speaks_of_them() -> None:
+    async def scenario(edge: Edge) -> None:
+        assert not [name for name in (await edge.chat()).headers if name.startswith("x-ratelimit")]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("asked", "granted"), [(-5, 0), (0, 0), (3, 3)])
+def test_a_client_puts_itself_back_but_not_forward(asked: int, granted: int) -> None:
+    async def scenario(edge: Edge) -> None:
+        assert (await edge.chat(priority=asked)).status_code == 200
+
+    assert run(scenario).query.priority == granted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0ms"), (0.0124, "12ms"), (1.5, "1.5s"), (60.0, "1m0s"), (3_725.2, "62m5s")]
+)
+def test_durations_read_as_openai_writes_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
