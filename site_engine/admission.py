@@ -1,4 +1,4 @@
-"""Who runs next: lane, then priority, then the tenant served least, then the least work, with ageing.
+"""Who runs next: lane, then priority, then tenants fairly, then the least work for its weight, with ageing.
 
 Does not decide whether there is room; the scheduler does.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import log
 
 from site_engine.request import Request
 
@@ -15,19 +16,27 @@ Score = Callable[[Request], float]
 
 PROMPT_TOKEN_WORK = 0.02
 """What computing a prompt token takes of a site beside a response token, which shares its iteration."""
-AGEING_TOKENS_PER_S = 10.0
-"""What a second of waiting is worth. With 50 the order is nearly that of arrival after ten seconds of queue,
-and p99 latency per token on a real trace 1.7 times as long (bench/results/simulation.md).
-"""
+AGEING_S = 10.0
+"""So much waiting outweighs a factor of e in work times length."""
 STARVING_AFTER_S = 60.0
+FAIR_WITHIN_TOKENS = 32_768
+"""Tenants whose shares differ by less count as served alike, so that the shortest of all of them goes first.
+With turns at every request p99 latency per token is up to twice as long (bench/results/simulation.md).
+"""
 
 
 def least_work(request: Request) -> float:
-    """Predicted work with ageing. Waiting is worth tokens linearly, so two waiting requests never swap
-    places and the score can be computed once, at arrival.
+    """Least latency per token: by Smith's rule (1956) work over weight goes first, and a second of waiting
+    weighs by one over the length of the answer. Waiting ages it by factors, so two waiting requests never
+    swap places and the score can be computed once, at arrival.
     """
-    work = request.expected_remaining() + PROMPT_TOKEN_WORK * len(request.tokens)
-    return work + AGEING_TOKENS_PER_S * request.arrived_s
+    length = request.typical_length()
+    work = min(length, request.expected_remaining()) + _prompt_work(request)
+    return log(work * length) + request.arrived_s / AGEING_S
+
+
+def _prompt_work(request: Request) -> float:
+    return PROMPT_TOKEN_WORK * len(request.tokens)
 
 
 def first_come(request: Request) -> float:
@@ -65,17 +74,25 @@ POLICIES = {
 
 class _Tenants:
     """The waiting requests of one lane and priority, shared out between tenants by start-time fair queuing:
-    each tenant has a virtual clock that runs by the tokens it was given, the one furthest behind goes next.
+    each tenant has a virtual clock that runs by the tokens it was given. Who is ahead of the one furthest
+    behind by more than `FAIR_WITHIN_TOKENS` waits for it.
     """
 
     def __init__(self) -> None:
         self.heaps: dict[str, list[tuple[float, int, Request]]] = {}
 
-    def first(self, clocks: dict[str, float], floor: float) -> tuple[str, Request]:
-        tenant = min(
-            self.heaps, key=lambda name: (max(clocks.get(name, floor), floor), self.heaps[name][0][:2])
-        )
-        return tenant, self.heaps[tenant][0][2]
+    def behind(self, clocks: dict[str, float], floor: float) -> float:
+        """The virtual time of the tenant furthest behind."""
+        return min(max(clocks.get(name, floor), floor) for name in self.heaps)
+
+    def first(self, clocks: dict[str, float], floor: float) -> Request:
+        behind = self.behind(clocks, floor)
+
+        def place(name: str) -> tuple[int, float, int]:
+            ahead = int((max(clocks.get(name, floor), floor) - behind) / FAIR_WITHIN_TOKENS)
+            return ahead, *self.heaps[name][0][:2]
+
+        return self.heaps[min(self.heaps, key=place)][0][2]
 
 
 class AdmissionQueue:
@@ -87,7 +104,7 @@ class AdmissionQueue:
         self._waiting: dict[str, Request] = {}  # in order of arrival
         self._levels: dict[tuple[int, int], _Tenants] = {}
         self._clocks: dict[str, float] = {}
-        self._floor = 0.0  # virtual time: the clock of whoever was served last
+        self._floor = 0.0  # virtual time: the clock of whoever was furthest behind when one was served
         self._sequence = 0
         self.prompt_tokens = 0
         self.response_tokens = 0.0
@@ -114,7 +131,7 @@ class AdmissionQueue:
         if not self._waiting:
             return None
         level = self._levels[min(self._levels)]
-        request = level.first(self._clocks, self._floor)[1]
+        request = level.first(self._clocks, self._floor)
         oldest = next(iter(self._waiting.values()))
         if oldest.lane == request.lane and now - oldest.arrived_s > self._starving_after_s:
             return oldest
@@ -122,10 +139,11 @@ class AdmissionQueue:
 
     def take(self, request: Request) -> None:
         """Remove a request that starts, and charge its tenant for what it is expected to cost."""
+        level = self._levels[request.lane, request.priority]
         start = max(self._clocks.get(request.tenant, self._floor), self._floor)
+        self._floor = level.behind(self._clocks, self._floor)
         self.remove(request.id)
-        self._floor = start
-        self._clocks[request.tenant] = start + len(request.tokens) + request.expected_remaining()
+        self._clocks[request.tenant] = start + request.expected_remaining() + _prompt_work(request)
         self._clocks = {tenant: clock for tenant, clock in self._clocks.items() if clock > self._floor}
 
     def remove(self, request_id: str) -> Request | None:

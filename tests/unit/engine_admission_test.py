@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from math import e
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.admission import AGEING_TOKENS_PER_S, AdmissionQueue
+from site_engine.admission import AGEING_S, FAIR_WITHIN_TOKENS, AdmissionQueue
 from site_engine.request import Lane, RemainingCurve, RemainingPoint, Request
 
 
@@ -53,29 +55,44 @@ def test_lane_then_priority_then_forecast() -> None:
     assert order(queue) == ["short", "long", "later", "offline"]
 
 
-def test_waiting_is_worth_tokens() -> None:
-    patient = waiting("patient", 300, arrived_s=0.0)
-    late = waiting("late", 10, arrived_s=400 / AGEING_TOKENS_PER_S)
+def test_waiting_outweighs_length_by_factors() -> None:
+    patient = waiting("patient", 100 * e, arrived_s=0.0)
+    late = waiting("late", 100, arrived_s=2.1 * AGEING_S)
     assert order(filled(late, patient)) == ["patient", "late"]
+    soon = waiting("soon", 100, arrived_s=1.9 * AGEING_S)
+    assert order(filled(soon, patient)) == ["soon", "patient"]
 
 
-def test_tenants_take_turns_by_tokens_not_by_requests() -> None:
-    greedy = [waiting(f"greedy {n}", 100, tenant="greedy") for n in range(6)]
-    modest = [waiting(f"modest {n}", 50, tenant="modest") for n in range(6)]
-    names = order(filled(*greedy, *modest))
-    served = names[:6]
-    assert 3 <= sum(name.startswith("modest") for name in served) <= 5
+def test_what_may_be_short_goes_before_what_is_surely_as_long() -> None:
+    """A long wait hurts a short answer most, so the order follows E[1 / length], not the mean."""
+    surely = waiting("surely", 100)
+    maybe = waiting("maybe", 100)
+    even = (RemainingPoint(0, 100.0, 200), RemainingPoint(10, 185.5, 190), RemainingPoint(190, 5.5, 9))
+    maybe.remaining = RemainingCurve(even)
+    assert maybe.typical_length() < 15
+    assert order(filled(surely, maybe)) == ["maybe", "surely"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9000), st.sampled_from("ab")), min_size=1, max_size=80))
+def test_no_tenant_gets_far_ahead_of_one_that_waits(work: list[tuple[int, str]]) -> None:
+    requests = [waiting(str(n), expected, tenant=name) for n, (expected, name) in enumerate(work)]
+    queue, left, given_ = filled(*requests), Counter(name for _, name in work), Counter[str]()
+    while (request := queue.first(0.0)) is not None and min(left["a"], left["b"]) > 0:
+        queue.take(request)
+        left[request.tenant] -= 1
+        given_[request.tenant] += round(request.expected_remaining())
+        assert abs(given_["a"] - given_["b"]) <= FAIR_WITHIN_TOKENS + 2 * 9000
 
 
 def test_a_newcomer_has_no_credit_for_the_time_it_was_away() -> None:
-    queue = filled(*[waiting(f"old {n}", 100, tenant="old") for n in range(20)])
-    for _ in range(10):
+    queue = filled(*[waiting(f"old {n}", 9000, tenant="old") for n in range(40)])
+    for _ in range(20):
         first = queue.first(0.0)
         assert first is not None
         queue.take(first)
-    for n in range(10):
-        queue.push(waiting(f"new {n}", 100, tenant="new"))
-    assert sum(name.startswith("old") for name in order(queue)[:6]) >= 2
+    for n in range(20):
+        queue.push(waiting(f"new {n}", 8000, tenant="new"))
+    assert sum(name.startswith("old") for name in order(queue)[:16]) >= 4
 
 
 def test_who_starves_goes_first_within_its_lane() -> None:
