@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
+from gateway.prompt import Chat, Prompt
 from predictor.forecast import Forecast
 
 # ---- a query -------------------------------------------------------------------------------------
@@ -17,34 +18,6 @@ class Lane(IntEnum):
 
     INTERACTIVE = 0
     BATCH = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a chat. `tool_calls_json` is OpenAI's array as text, empty when there is none."""
-
-    role: str
-    content: str
-    name: str = ""
-    tool_calls_json: str = ""
-    tool_call_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """`tools_json` is OpenAI's array as text, empty where nothing may be called. `tool_choice` is auto (or
-    empty), required, or named: then `tool_name` must be called.
-    """
-
-    messages: tuple[Message, ...]
-    tools_json: str = ""
-    tool_choice: str = ""
-    tool_name: str = ""
-    single_tool_call: bool = False
-
-
-Prompt = Chat | str | tuple[int, ...]
-"""A chat, a text, or token ids. The site tokenizes: the gateway has no tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +165,7 @@ class SiteIdentity:
     output_usd_per_mtok: float = 0.0
     engine: str = "native"
     version: str = ""
+    pool: str = ""  # machines of one cloud's group are one pool; empty: the site is its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
-from gateway.domain import Chat, Query
+from gateway.domain import Query
+from gateway.prompt import Chat
 from predictor.forecast import Forecast
 from predictor.runtime import Features, Forecaster
 

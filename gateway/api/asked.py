@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.api.fields import UNSUPPORTED, WRONG_VALUE, Fields
-from gateway.domain import Caller, Model, Prompt, Query, Sampling
+from gateway.domain import Caller, Model, Query, Sampling
 from gateway.errors import BadRequest
+from gateway.prompt import Prompt
 
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 

@@ -9,7 +9,7 @@ from gateway.api.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.api.response_format import read_format
 from gateway.api.sampling import COUNT_LIMIT, read_priority, read_sampling, refuse_unsupported
 from gateway.api.tools import read_tools
-from gateway.domain import Chat, Message
+from gateway.prompt import Chat, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOP_LOGPROBS_LIMIT = 20

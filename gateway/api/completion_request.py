@@ -12,7 +12,7 @@ from gateway.api.sampling import (
     refuse_unsupported,
     token_ids,
 )
-from gateway.domain import Prompt
+from gateway.prompt import Prompt
 
 DEFAULT_MAX_TOKENS = 16
 LOGPROBS_LIMIT = 5

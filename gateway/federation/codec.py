@@ -8,7 +8,6 @@ from types import MappingProxyType
 from gateway.domain import (
     Broken,
     Cause,
-    Chat,
     Delta,
     Finish,
     IterationCost,
@@ -21,6 +20,7 @@ from gateway.domain import (
     ToolCall,
 )
 from gateway.federation.attempt import Accepted
+from gateway.prompt import Chat
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
 
@@ -62,6 +62,7 @@ def identity(hello: pb.Hello) -> SiteIdentity:
         output_usd_per_mtok=_amount(hello.output_usd_per_mtok, "price"),
         engine=hello.engine or "native",
         version=hello.version,
+        pool=hello.pool[:MAX_NAME],
     )
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import grpc
 
-from gateway.domain import Caller, Chat, Message, Outcome, Query, Sampling
+from gateway.domain import Caller, Outcome, Query, Sampling
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.forecasting import Forecasts
 from gateway.gateway import Gateway
+from gateway.prompt import Chat, Message
 from predictor.forecast import Forecast
 from predictor.runtime import Features
 from wire import federation_pb2 as pb

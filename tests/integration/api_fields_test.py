@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from gateway.domain import Chat, Message, Sampling
+from gateway.domain import Sampling
 from gateway.errors import ContextTooLong
+from gateway.prompt import Chat, Message
 from tests.fakes.edge import MODEL, Edge, chat, error_of, fail, post, refused, run, text
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.domain import Chat, Delta, Finish, Sampling, ToolCall, Usage
+from gateway.domain import Delta, Finish, Sampling, ToolCall, Usage
+from gateway.prompt import Chat
 from tests.fakes.edge import (
     MODEL,
     NESTED,

@@ -1,0 +1,32 @@
+"""What a query asks: a chat, a text, or token ids. The site tokenizes: the gateway has no tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat. `tool_calls_json` is OpenAI's array as text, empty when there is none."""
+
+    role: str
+    content: str
+    name: str = ""
+    tool_calls_json: str = ""
+    tool_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """`tools_json` is OpenAI's array as text, empty where nothing may be called. `tool_choice` is auto (or
+    empty), required, or named: then `tool_name` must be called.
+    """
+
+    messages: tuple[Message, ...]
+    tools_json: str = ""
+    tool_choice: str = ""
+    tool_name: str = ""
+    single_tool_call: bool = False
+
+
+Prompt = Chat | str | tuple[int, ...]
