@@ -12,18 +12,19 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from site_engine.attention import triton_kernels
-from site_engine.cuda import kernels
+from site_engine.cuda import kernels, thin_kernels
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
-    "added", "residual", "weight", "embedding", "gate", "up", "heads",
+    "added", "residual", "weight", "embedding", "gate", "up", "heads", "x", "bias",
 }  # fmt: skip
 FLOAT32 = {"parts", "tops", "sums"}
 LONGS = {"ids", "positions", "wanted_out"}
 PLAIN_FLOATS = {"scale2", "softcap", "epsilon"}
 SCALARS = {"tokens", "samples", "patches", "vocabulary", "row_stride", "spans", "table_row",
-    "width", "gate_row", "up_row", "token_stride",
+    "width", "gate_row", "up_row", "token_stride", "rows", "columns", "depth", "part_depth", "part_stride",
 }  # fmt: skip
+ALIGNED = ("_token", "_head", "_row", "_stride", "depth", "columns")
 LLAMA = {
     "KV_HEADS": 8,
     "GROUP": 4,
@@ -47,11 +48,20 @@ ODD = {"PAGE": 1, "WHOLE_PAGES": False, "BLOCK": 64, "WINDOW": 100, "SOFTCAP": T
 DECODE_OPTIONS = {"num_warps": 2, "num_stages": 4}
 
 
-def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+def cases(early: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    thin = {
+        "ROWS_PAD": 16,
+        "COLUMNS": 64,
+        "DEPTH": 128,
+        "BIAS": False,
+        "EVEN": True,
+        "EARLY": early,
+        "AHEAD": 2,
+    }
     decode = [
         (
             triton_kernels.decode_rows,
-            {**model, **paged, "CHUNK": 256, "SPLIT": split, "TURN": split},
+            {**model, **paged, "CHUNK": 256, "SPLIT": split, "TURN": split, "EARLY": early},
             DECODE_OPTIONS,
         )
         for model, paged, split in ((LLAMA, PAGED, True), (QWEN, PAGED, False), (QWEN, ODD, True))
@@ -69,8 +79,16 @@ def cases() -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (kernels.silu_times, {"BLOCK": 1024}, {}),
         (triton_kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (kernels.prepare_inputs, {"BLOCK": 256}, {}),
-        (kernels.best_of_span, {"SPAN": 8192}, {"num_warps": 8}),
-        (kernels.best_of_row, {"SPANS_PAD": 32}, {"num_warps": 1}),
+        (kernels.best_of_span, {"SPAN": 8192, "EARLY": early}, {"num_warps": 8}),
+        (kernels.best_of_row, {"SPANS_PAD": 32, "EARLY": early}, {"num_warps": 1}),
+        (thin_kernels.thin_product, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
+        (thin_kernels.thin_product, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
+        (thin_kernels.thin_product, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
+        (
+            thin_kernels.add_parts_norm,
+            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "EARLY": early},
+            {"num_warps": 4},
+        ),
     ]
 
 
@@ -88,13 +106,13 @@ def _type(name: str, constants: dict[str, Any]) -> str:
 
 def compile_all(architecture: int) -> list[str]:
     done = []
-    for kernel, given, options in cases():
+    for kernel, given, options in cases(early=architecture >= 90):
         constants = {name: given[name] for name in kernel.arg_names if name in given}
         signature = {name: _type(name, constants) for name in kernel.arg_names}
         aligned = {
             (at,): [["tt.divisibility", 16]]
             for at, name in enumerate(kernel.arg_names)
-            if signature[name].startswith("*") or name.endswith(("_token", "_head", "_row", "_stride"))
+            if signature[name].startswith("*") or name.endswith(ALIGNED)
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 FAR_BELOW = tl.constexpr(-1e30)  # finite, so that the difference of two is a number
+JOINED = tl.constexpr(4)  # parts of a row whose loads are under way together
 
 
 @triton.jit
@@ -123,12 +124,16 @@ def decode_rows(
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     TURN: tl.constexpr,  # query and key come without their rotary embedding: turn them here
+    EARLY: tl.constexpr,  # launched while the kernel before still runs: wait for it here
 ):
     """One program per chunk of a row's context and KV head; the group's heads are the rows of its matrices.
 
     Chunks begin at multiples of CHUNK, so a row's sums do not depend on its neighbours. The first takes the
     new token from registers and writes it to its page. The last of a row's chunks to arrive joins them.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     work = tl.program_id(0)
     head = tl.program_id(1)
     item = items + work * 4
@@ -170,30 +175,25 @@ def decode_rows(
         )
         turned = q.to(tl.float32) * cosine[None, :] + q_half.to(tl.float32) * sine[None, :]
         q = turned.to(q.dtype)
-    if chunk == 0:
-        new_k = tl.load(key + row64 * key_token + head * key_head + kdim, mask=in_key, other=0.0)
-        if TURN:
-            k_half = tl.load(key + row64 * key_token + head * key_head + half, mask=in_key, other=0.0)
-            turned_k = new_k.to(tl.float32) * cosine + k_half.to(tl.float32) * sine
-            new_k = turned_k.to(new_k.dtype)
-        new_v = tl.load(value + row64 * value_token + head * value_head + vdim, mask=in_value, other=0.0)
-        slot = tl.load(pages + old // PAGE).to(tl.int64) * PAGE + old % PAGE
-        tl.store(keys + (slot * KV_HEADS + head) * KEY_DIM + kdim, new_k, mask=in_key)
-        tl.store(values + (slot * KV_HEADS + head) * VALUE_DIM + vdim, new_v, mask=in_value)
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale2
-        if SOFTCAP:
-            score = softcap * LOG2_E * (2.0 * tl.sigmoid(2.0 * score / (softcap * LOG2_E)) - 1.0)
-        top = score
-        total = tl.full([GROUP_PAD], 1.0, tl.float32)
-        if SINKS:
-            sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * LOG2_E
-            top = tl.maximum(score, sink)
-            total = tl.exp2(score - top) + tl.exp2(sink - top)
-        acc = tl.exp2(score - top)[:, None] * new_v.to(tl.float32)[None, :]
-    else:
-        top = tl.full([GROUP_PAD], FAR_BELOW, tl.float32)
-        total = tl.zeros([GROUP_PAD], tl.float32)
-        acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
+    new_k = tl.load(key + row64 * key_token + head * key_head + kdim, mask=in_key, other=0.0)
+    if TURN:
+        k_half = tl.load(key + row64 * key_token + head * key_head + half, mask=in_key, other=0.0)
+        turned_k = new_k.to(tl.float32) * cosine + k_half.to(tl.float32) * sine
+        new_k = turned_k.to(new_k.dtype)
+    new_v = tl.load(value + row64 * value_token + head * value_head + vdim, mask=in_value, other=0.0)
+    newest = chunk == 0  # whose sums the new token, still in registers, is part of
+    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale2
+    if SOFTCAP:
+        score = softcap * LOG2_E * (2.0 * tl.sigmoid(2.0 * score / (softcap * LOG2_E)) - 1.0)
+    score = tl.where(newest, score, FAR_BELOW)
+    top = score
+    total = tl.where(newest, tl.full([GROUP_PAD], 1.0, tl.float32), 0.0)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=in_group & newest, other=FAR_BELOW).to(tl.float32) * LOG2_E
+        top = tl.maximum(top, sink)
+        total = tl.where(newest, tl.exp2(score - top) + tl.exp2(sink - top), 0.0)
+    weight = tl.where(newest, tl.exp2(score - top), 0.0)
+    acc = weight[:, None] * new_v.to(tl.float32)[None, :]
     first = chunk * CHUNK
     last = old
     if SPLIT:
@@ -236,6 +236,10 @@ def decode_rows(
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = higher
+    if newest:  # last, so that no load has to wait for it; nobody reads it in this step
+        slot = tl.load(pages + old // PAGE).to(tl.int64) * PAGE + old % PAGE
+        tl.store(keys + (slot * KV_HEADS + head) * KEY_DIM + kdim, new_k, mask=in_key)
+        tl.store(values + (slot * KV_HEADS + head) * VALUE_DIM + vdim, new_v, mask=in_value)
     if not SPLIT:
         tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_keep)
     else:
@@ -255,22 +259,25 @@ def decode_rows(
         top = tl.full([GROUP_PAD], FAR_BELOW, tl.float32)
         total = tl.zeros([GROUP_PAD], tl.float32)
         acc = tl.zeros([GROUP_PAD, VALUE_PAD], tl.float32)
-        for number in range(chunks):
-            part = (work - chunk + number).to(tl.int64) * KV_HEADS * GROUP + heads
-            its_top = tl.load(tops + part, mask=in_group, other=0.0, cache_modifier=".cg")
-            its_sum = tl.load(sums + part, mask=in_group, other=1.0, cache_modifier=".cg")
-            its_acc = tl.load(
-                parts + part[:, None] * VALUE_DIM + vdim[None, :],
-                mask=out_keep,
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            higher = tl.maximum(top, its_top)
-            fade = tl.exp2(top - higher)
-            weight = tl.exp2(its_top - higher)
-            total = total * fade + its_sum * weight
-            acc = acc * fade[:, None] + its_acc * weight[:, None]
-            top = higher
+        for some in range(0, chunks, JOINED):
+            for near in tl.static_range(JOINED):
+                there = some + near < chunks
+                part = (work - chunk + some + near).to(tl.int64) * KV_HEADS * GROUP + heads
+                keep = in_group & there
+                its_top = tl.load(tops + part, mask=keep, other=FAR_BELOW, cache_modifier=".cg")
+                its_sum = tl.load(sums + part, mask=keep, other=1.0, cache_modifier=".cg")
+                its_acc = tl.load(
+                    parts + part[:, None] * VALUE_DIM + vdim[None, :],
+                    mask=out_keep & there,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                higher = tl.maximum(top, its_top)
+                fade = tl.exp2(top - higher)
+                weight = tl.exp2(its_top - higher)
+                total = total * fade + its_sum * weight
+                acc = acc * fade[:, None] + its_acc * weight[:, None]
+                top = higher
         tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_keep)
 
 

@@ -32,14 +32,13 @@ class Tile(NamedTuple):
 DECODE = Tile(64, 2, 4)
 PREFILL = Tile(64, 8, 3)
 PREFILL_ROWS = 128  # query tokens times heads of the group, per program
-SMALL_ROWS = 32  # up to so many rows, short chunks keep the whole GPU busy
-SMALL_CHUNK = 64
+CHUNKS = ((16, 64), (32, 128))  # (up to so many rows, tokens): short chunks keep the whole GPU busy
 CHUNK = 256
 
 
 def chunk_tokens(rows: int) -> int:
     """Tokens of context per program of the decode kernel."""
-    return SMALL_CHUNK if rows <= SMALL_ROWS else CHUNK
+    return next((tokens for most, tokens in CHUNKS if rows <= most), CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +60,11 @@ class PrefillWork:
     slots: torch.Tensor  # [tokens]: where every packed token's key and value go; 0: not a prompt's token
     positions: torch.Tensor  # [tokens]
     blocks: torch.Tensor  # [blocks, 4]
+
+
+def launched(early: bool) -> dict[str, bool]:
+    """How a kernel is launched that waits by itself for the one before it: while that one still runs."""
+    return {"launch_pdl": True} if early else {}
 
 
 def block_tokens(heads: int, kv_heads: int) -> int:
@@ -131,9 +135,11 @@ def decode(  # noqa: PLR0917 - the tensors of one call
     scoring: Scoring,
     turn: Turn | None = None,
     tile: Tile = DECODE,
+    *,
+    early: bool = False,
 ) -> None:
     """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> out [tokens, heads, value dim].
-    Writes the rows' keys and values into their pages.
+    Writes the rows' keys and values into their pages. `early`: see `launched`.
     """
     heads, _, key_dim = query.shape
     kv_heads, value_dim = value.shape[0], value.shape[2]
@@ -157,7 +163,7 @@ def decode(  # noqa: PLR0917 - the tensors of one call
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=_pad(group),
         KEY_DIM=key_dim, KEY_PAD=_pad(key_dim), VALUE_DIM=value_dim, VALUE_PAD=_pad(value_dim),
         PAGE=page, WHOLE_PAGES=_whole_pages(page, tile.block), BLOCK=tile.block, CHUNK=work.chunk,
-        SPLIT=work.split, TURN=turn is not None, **_scoring(scoring, query),
+        SPLIT=work.split, TURN=turn is not None, EARLY=early, **_scoring(scoring, query), **launched(early),
         num_warps=tile.warps, num_stages=_stages(query.dtype, tile.stages),
     )  # fmt: skip
 

@@ -43,6 +43,7 @@ class DeviceContext:
         self._prefill = prefill
         self._fresh = fresh
         self._side = side if decode is not None and prefill is not None else None
+        self.early = prefill is None and table.is_cuda and _launches_early()
 
     @property
     def decodes_only(self) -> bool:
@@ -69,8 +70,9 @@ class DeviceContext:
                 self._prompts(self._prefill, query, key, value, keys, values, out, scoring, turn)
         if self._decode is not None:
             triton_launch.decode(
-                query, key, value, keys, values, self._table, self._decode, out, scoring, turn
-            )
+                query, key, value, keys, values, self._table, self._decode, out, scoring, turn,
+                early=self.early,
+            )  # fmt: skip
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
         return out
@@ -105,6 +107,12 @@ class DeviceContext:
             out[self._fresh.begin :] = _packed(self._fresh, query, key, value, scoring.scale)
         else:
             triton_launch.prefill(query, keys, values, self._table, work.blocks, out, scoring)
+
+
+@cache
+def _launches_early() -> bool:
+    """Whether a kernel may be launched while the one before runs and wait for its end by itself."""
+    return bool(torch.cuda.get_device_capability() >= (9, 0))
 
 
 def _rowwise(tensor: torch.Tensor) -> torch.Tensor:

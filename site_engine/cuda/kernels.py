@@ -45,8 +45,12 @@ def best_of_span(
     vocabulary,
     row_stride,
     SPAN: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The first of the largest logits of a span; what is not a number counts as infinite."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1)
     at = span * SPAN + tl.arange(0, SPAN)
@@ -69,7 +73,11 @@ def best_of_row(
     chosen,  # [rows]: the token; -1 - token where the logits were not finite
     spans,
     SPANS_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     at = tl.arange(0, SPANS_PAD)
     here = at < spans

@@ -1,7 +1,8 @@
 """Forward passes of the Llama family with few kernels: the same weights in the same order, rounded alike.
 
 Four products a layer, and between them one kernel each: sum and norm, attention with the rotary embedding,
-gate. Does not know other families; they run compiled. Certified against the unmodified model at load.
+gate. Steps of few rows take products of our own (thin.py). Does not know other families; they run compiled.
+Certified against the unmodified model at load.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine import context
-from site_engine.attention.triton_launch import Turn
+from site_engine.attention.triton_launch import Turn, launched
 from site_engine.context import Scoring
-from site_engine.cuda import kernels
+from site_engine.cuda import kernels, thin, thin_kernels
 from site_engine.cuda.attention import DeviceContext
 from site_engine.cuda.model import TRIED_LAYERS, faster_apart
 from site_engine.hf_bridge import LoadedModel
@@ -48,12 +49,21 @@ class Norm(NamedTuple):
         """`residual` grows by `added`; the norm of the sum."""
         return self._launch(kernels.add_norm, added, residual)
 
-    def _launch(self, kernel: Any, *given: torch.Tensor) -> torch.Tensor:
+    def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, early: bool) -> torch.Tensor:
+        """As `add`, for a product in parts: [parts, rows, size]."""
+        return self._launch(
+            thin_kernels.add_parts_norm, parts, residual,
+            part_stride=parts.stride(0), PARTS=parts.shape[0], EARLY=early, **launched(early),
+        )  # fmt: skip
+
+    def _launch(self, kernel: Any, *given: torch.Tensor, **more: int) -> torch.Tensor:
         rows, size = given[-1].shape
         out = torch.empty_like(given[-1])
         pad = 1 << (size - 1).bit_length()
         warps = 8 if pad > 2048 else 4
-        kernel[(rows,)](*given, self.weight, out, self.epsilon, SIZE=size, SIZE_PAD=pad, num_warps=warps)
+        kernel[(rows,)](
+            *given, self.weight, out, self.epsilon, **more, SIZE=size, SIZE_PAD=pad, num_warps=warps
+        )
         return out
 
 
@@ -80,6 +90,7 @@ class LeanForward:
         self._layers = layers
         self._turn = turn
         self._apart = apart  # by rows: whether gate and up are faster as two products
+        self._thin_rows = 0 if any(_has_bias(layer) for layer in layers) else thin.MOST_ROWS
         self._embedding = body.embed_tokens.weight
         self._last = _norm(body.norm)
         self._head = Product(model.model.lm_head.weight, model.model.lm_head.bias)
@@ -88,13 +99,31 @@ class LeanForward:
         step = context.current()
         assert isinstance(step, DeviceContext)
         residual, normed = self._layers[0].before.embed(ids[0], self._embedding)
+        run = self._thin_layer if self._thin(step, normed.shape[0]) else self._layer
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
-            joint = layer.query_key_value(normed)
-            attended = self._attend(step, joint, layer.scoring)
-            normed = layer.between.add(layer.output(attended), residual)
-            down = layer.down(self._gated(layer, normed))
-            normed = (self._last if after is None else after.before).add(down, residual)
+            normed = run(step, layer, self._last if after is None else after.before, normed, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
+
+    def _thin(self, step: DeviceContext, rows: int) -> bool:
+        return step.decodes_only and rows <= self._thin_rows
+
+    def _layer(
+        self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        attended = self._attend(step, layer.query_key_value(normed), layer.scoring)
+        normed = layer.between.add(layer.output(attended), residual)
+        return after.add(layer.down(self._gated(layer, normed)), residual)
+
+    def _thin_layer(
+        self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        early, (weight, bias) = step.early, layer.query_key_value
+        joint = thin.whole(normed, weight, bias, early=early)
+        attended = self._attend(step, joint, layer.scoring)
+        parts = thin.parts(attended, layer.output.weight, early=early)
+        normed = layer.between.add_parts(parts, residual, early=early)
+        opened = thin.gated(normed, layer.gate_up.weight, early=early)
+        return after.add_parts(thin.parts(opened, layer.down.weight, early=early), residual, early=early)
 
     def _gated(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         rows, width = normed.shape[0], layer.down.weight.shape[1]
@@ -147,17 +176,21 @@ def _layer(layer: Any, window: int | None) -> Layer:
     )
 
 
+def _has_bias(layer: Layer) -> bool:
+    return any(one.bias is not None for one in (layer.output, layer.gate_up, layer.down))
+
+
 def _norm(norm: Any) -> Norm:
     return Norm(norm.weight.detach(), norm.variance_epsilon)
 
 
 def _product(linear: Any) -> Product:
-    return Product(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+    return Product(linear.weight.detach().contiguous(), None if linear.bias is None else linear.bias.detach())
 
 
 def _joint(*linears: Any) -> Product:
     """One product for all; the modules keep working, on views of it."""
-    weight = torch.cat([one.weight.detach() for one in linears])
+    weight = torch.cat([one.weight.detach() for one in linears]).contiguous()
     bias = None if linears[0].bias is None else torch.cat([one.bias.detach() for one in linears])
     begin = 0
     for one in linears:

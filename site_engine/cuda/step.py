@@ -6,7 +6,7 @@ import torch
 
 from site_engine import context
 from site_engine.attention.arena import Arena
-from site_engine.attention.triton_launch import DecodeWork, PrefillWork, chunk_tokens
+from site_engine.attention.triton_launch import DecodeWork, PrefillWork, chunk_tokens, launched
 from site_engine.cuda import kernels
 from site_engine.cuda.attention import DeviceContext, Fresh
 from site_engine.cuda.layout import Shape, views
@@ -88,7 +88,7 @@ class Step:
             raise RuntimeError(
                 f"{attention.layer} attention calls in a model of {len(self._device.arena.keys)}"
             )
-        self._choose(logits)
+        self._choose(logits, early=attention.early)
         return logits
 
     def _prepare(self) -> None:
@@ -100,17 +100,18 @@ class Step:
             shape.tokens, shape.samples, shape.patches, BLOCK=PREPARE_BLOCK,
         )  # fmt: skip
 
-    def _choose(self, logits: torch.Tensor) -> None:
+    def _choose(self, logits: torch.Tensor, *, early: bool) -> None:
         rows, vocabulary = logits.shape
         spans = -(-vocabulary // ARGMAX_SPAN)
         tops = torch.empty(rows, spans, dtype=torch.float32, device=logits.device)
         places = torch.empty(rows, spans, dtype=torch.int32, device=logits.device)
         kernels.best_of_span[(rows, spans)](
-            logits, tops, places, vocabulary, logits.stride(0), SPAN=ARGMAX_SPAN, num_warps=8
-        )
+            logits, tops, places, vocabulary, logits.stride(0), SPAN=ARGMAX_SPAN, num_warps=8,
+            EARLY=early, **launched(early),
+        )  # fmt: skip
         kernels.best_of_row[(rows,)](
             tops, places, self._in.owner, self._device.newest, self.chosen, spans,
-            SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1,
+            SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1, EARLY=early, **launched(early),
         )  # fmt: skip
 
     def _decode_work(self) -> DecodeWork | None:

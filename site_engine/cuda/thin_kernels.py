@@ -1,0 +1,117 @@
+"""Triton kernels of a decode step with few rows, where nearly all the time is reading weights."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
+
+
+@triton.jit
+def thin_product(
+    x,  # [rows, depth]
+    weight,  # [columns, depth]; GATED: the gate's rows, then the up projection's
+    bias,  # [columns], only if BIAS
+    out,  # [rows, columns]; SPLIT: [parts, rows, columns] in float32
+    rows,
+    columns,
+    depth,
+    part_depth,  # of the depth, what one part adds up: whole blocks
+    ROWS_PAD: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of one program
+    DEPTH: tl.constexpr,  # of one block
+    GATED: tl.constexpr,  # out = silu(x gate) * (x up)
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,  # every part is whole blocks
+    EARLY: tl.constexpr,  # launched while the kernel before still runs: wait for it here
+    AHEAD: tl.constexpr,  # lines of 128 bytes of each weight row that are fetched before `x` is there
+):
+    """out = x weight^T, program (block of columns, part). Rounds where the model's own modules round."""
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m = tl.arange(0, ROWS_PAD)
+    k = tl.arange(0, DEPTH)
+    exists = n < columns
+    real = m < rows
+    begin = tl.program_id(1) * part_depth
+    end = tl.minimum(begin + part_depth, depth)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            line = tl.minimum(begin + tl.arange(0, AHEAD) * LINE, depth - 1)
+            lines = weight + tl.where(exists, n, 0)[:, None] * depth + line[None, :]
+            _fetch(lines)
+            if GATED:
+                _fetch(lines + columns * depth)
+        tl.extra.cuda.gdc_wait()
+    x_at = x + m[:, None] * depth + k[None, :]
+    weight_at = weight + tl.where(exists, n, 0)[None, :] * depth + k[:, None]
+    total = tl.zeros([ROWS_PAD, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS_PAD, COLUMNS], tl.float32)
+    for at in range(begin, end, DEPTH):
+        if EVEN:
+            some = tl.load(x_at + at, mask=real[:, None], other=0.0)
+            total = tl.dot(some, tl.load(weight_at + at), total, input_precision="ieee")
+            if GATED:
+                up = tl.dot(some, tl.load(weight_at + at + columns * depth), up, input_precision="ieee")
+        else:
+            inside = at + k < end
+            some = tl.load(x_at + at, mask=real[:, None] & inside[None, :], other=0.0)
+            its = tl.load(weight_at + at, mask=inside[:, None], other=0.0)
+            total = tl.dot(some, its, total, input_precision="ieee")
+            if GATED:
+                its = tl.load(weight_at + at + columns * depth, mask=inside[:, None], other=0.0)
+                up = tl.dot(some, its, up, input_precision="ieee")
+    out_at = out + m[:, None] * columns + n[None, :]
+    keep = real[:, None] & exists[None, :]
+    if SPLIT:
+        tl.store(out_at + tl.program_id(1) * rows * columns, total, mask=keep)
+    else:
+        dtype = out.dtype.element_ty
+        if BIAS:
+            total += tl.load(bias + n, mask=exists, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            gate = total.to(dtype).to(tl.float32)
+            total = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+        tl.store(out_at, total.to(dtype), mask=keep)
+
+
+@triton.jit
+def _fetch(lines):
+    """Bring lines of memory into the cache, and wait for nothing."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def add_parts_norm(
+    parts,  # [PARTS, rows, SIZE], float32: their sum is added
+    residual,  # [rows, SIZE]: becomes residual + added
+    weight,  # [SIZE]
+    out,  # [rows, SIZE]: the sum, normed by its root mean square
+    epsilon,
+    part_stride,
+    PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """As `add_norm`, for a product that comes in parts."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    at = tl.arange(0, SIZE_PAD)
+    here = at < SIZE
+    scale = tl.load(weight + at, mask=here, other=0.0)
+    if EARLY:  # what comes next must not crowd the product that is waited for here
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    before = tl.load(residual + row + at, mask=here, other=0.0)
+    added = tl.load(parts + row + at, mask=here, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        added += tl.load(parts + part * part_stride + row + at, mask=here, other=0.0)
+    total = (before.to(tl.float32) + added.to(before.dtype).to(tl.float32)).to(before.dtype)
+    tl.store(residual + row + at, total, mask=here)
+    wide = total.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + epsilon)).to(total.dtype)
+    tl.store(out + row + at, (scale.to(tl.float32) * normed.to(tl.float32)).to(total.dtype), mask=here)
