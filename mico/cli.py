@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mico.commands import (
+    batch,
     chat,
     config,
     database,
@@ -66,6 +67,7 @@ app.command()(federation.up)
 app.command()(federation.down)
 app.command()(federation.status)
 app.command()(chat.chat)
+app.add_typer(batch.app, name="batch")
 app.command()(sites.models)
 for act in (operate.drain, operate.pause, operate.resume, operate.weight, operate.pin_off, operate.unpin):
     sites.app.command()(act)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mico.errors import CommandFailed, ExitCode
+from mico.errors import Away, CommandFailed, ExitCode
 from mico.sse import data_events
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0
 ANSWER_S = 600.0
+PASSING = (502, 503, 504)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,33 @@ class Client:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def upload(self, path: Path, purpose: str) -> dict[str, Any]:
+        """As it is read: a large file is never in memory as a whole."""
+        with path.open("rb") as file:
+            return self._ask(
+                "POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": purpose}
+            )
+
+    def download(self, path: str, target: Path) -> None:
+        """Into `target`, which is there only once it is complete."""
+        import httpx
+
+        part = target.with_name(f"{target.name}.part")
+        try:
+            with self.http.stream("GET", self.root + path) as response, part.open("wb") as file:
+                if response.is_error:
+                    raise refusal(response.status_code, response.read().decode(errors="replace"))
+                for data in response.iter_bytes():
+                    file.write(data)
+        except httpx.HTTPError as error:
+            raise self.unreachable(error) from error
+        part.replace(target)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, **form: Any) -> dict[str, Any]:
         import httpx
 
         try:
-            response = self.http.request(method, self.root + path, json=body)
+            response = self.http.request(method, self.root + path, json=body, **form)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
         if response.is_error:
@@ -83,8 +107,8 @@ class Client:
             raise self.unreachable(error) from error
         raise CommandFailed("the answer broke off", cause="the stream ended without [DONE]")
 
-    def unreachable(self, error: Exception) -> CommandFailed:
-        return CommandFailed(
+    def unreachable(self, error: Exception) -> Away:
+        return Away(
             f"the gateway at {self.root} does not answer",
             cause=str(error) or type(error).__name__,
             tip="mico up starts one here; --base-url or MICO_BASE_URL names another",
@@ -102,4 +126,5 @@ def refusal(status: int, text: str) -> CommandFailed:
         return CommandFailed(
             "the API key was not accepted", cause=cause, tip=tip, exit_code=ExitCode.NOT_AUTHENTICATED
         )
-    return CommandFailed(f"the gateway refused with status {status}", cause=cause)
+    kind = Away if status in PASSING else CommandFailed
+    return kind(f"the gateway refused with status {status}", cause=cause)

@@ -29,3 +29,7 @@ class CommandFailed(Exception):
     def lines(self) -> list[str]:
         parts = {"error": self.error, "cause": self.cause, "tip": self.tip}
         return [f"{name}: {text}" for name, text in parts.items() if text]
+
+
+class Away(CommandFailed):
+    """Nobody answers now; the same may work in a while."""

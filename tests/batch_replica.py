@@ -95,7 +95,8 @@ class Replica:
         """Answer whatever is assigned, and report often enough to stay fresh."""
         while True:
             try:
-                message = await asyncio.wait_for(site.inbox.get(), 0.2)
+                async with asyncio.timeout(0.2):
+                    message = await site.inbox.get()
             except TimeoutError:
                 await site.report()
                 continue

@@ -69,7 +69,8 @@ class Runner:
             except AWAY as exc:
                 log.warning("batches go on without a look at the database: %s", reason(exc))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), self._look_every_s)
+                async with asyncio.timeout(self._look_every_s):
+                    await self._wanted.wait()
             self._wanted.clear()
 
     async def _look(self) -> None:

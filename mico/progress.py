@@ -1,0 +1,56 @@
+"""Shows how far a count has come: a bar with what is left on a terminal, a line per tenth elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mico.terminal import Terminal
+
+Tell = Callable[[str, int, int, int], None]
+"""(state, done, failed, total)"""
+
+
+@contextmanager
+def counting(terminal: Terminal) -> Iterator[Tell]:
+    if terminal.quiet or not sys.stderr.isatty():
+        yield tenths(terminal)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]}"),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None, failed="")
+
+        def tell(state: str, done: int, failed: int, total: int) -> None:
+            bars.update(
+                task,
+                description=state,
+                completed=done + failed,
+                total=total or None,
+                failed=f"[red]{failed} with errors[/]" if failed else "",
+            )
+
+        yield tell
+
+
+def tenths(terminal: Terminal) -> Tell:
+    before: tuple[str, int] | None = None
+
+    def tell(state: str, done: int, failed: int, total: int) -> None:
+        nonlocal before
+        now = state, 10 * (done + failed) // total if total else 0
+        if now != before:
+            terminal.say(f"{state}: {done} of {total} answered, {failed} with errors")
+        before = now
+
+    return tell
