@@ -1,4 +1,4 @@
-"""An answer that follows a grammar is valid when it stops, whatever befalls it, and nobody beside it notices."""
+"""An answer that follows a grammar is valid when it stops, come what may, and nobody beside it notices."""
 
 from __future__ import annotations
 

@@ -1,0 +1,40 @@
+"""Byte-level tokenizers that write calls of functions as the common families do, and their chat templates."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+END = "<|end|>"
+_TURNS = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}CALL {{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}<|assistant|>"
+)
+TEMPLATES = {
+    "hermes": "{% if tools %}TOOLS {{ tools | tojson }} in <tool_call></tool_call>{% endif %}" + _TURNS,
+    "mistral": "{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[TOOL_CALLS]{% endif %}" + _TURNS,
+    "llama": '{% if tools %}Use {"name": function name, "parameters": dictionary of argument name and its '
+    "value}. {{ tools | tojson }}{% endif %}" + _TURNS,
+    "none": _TURNS,
+    "coder": "{% if tools %}<tool_call><function=name></function></tool_call>{{ tools }}{% endif %}" + _TURNS,
+}
+SPECIAL = {"mistral": ["[TOOL_CALLS]"]}  # left out of decoded text
+ADDED = {"hermes": ["<tool_call>", "</tool_call>"]}  # tokens of their own that are text
+
+
+@cache
+def tool_tokenizer(name: str) -> Any:
+    """`name` is one of TEMPLATES."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(alphabet)}, merges=[]))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokens.add_special_tokens([END, *SPECIAL.get(name, [])])
+    tokens.add_tokens([AddedToken(each, special=False, normalized=False) for each in ADDED.get(name, [])])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token=END, chat_template=TEMPLATES[name]
+    )
