@@ -158,4 +158,5 @@ HELLO = Hello(
     input_usd_per_mtok=0.1,
     output_usd_per_mtok=0.2,
     version="0.1.0",
+    pool="eu",
 )

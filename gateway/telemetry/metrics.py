@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from gateway.domain import Outcome, Site, SiteState, Status
 from gateway.federation.directory import Directory
@@ -49,6 +50,10 @@ class Metrics:
             registry=registry,
         )
         registry.register(self)
+
+    def also(self, collector: Collector) -> None:
+        """Export what another part of the gateway counts."""
+        self._registry.register(collector)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

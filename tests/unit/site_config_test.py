@@ -70,6 +70,13 @@ def test_what_is_missing_is_named_with_its_variable() -> None:
         load(None, {}, site="alpha")
 
 
+def test_machines_of_a_pool_join_under_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "ip-10-0-0-7.internal")
+    settings = {name: value for name, value in NEEDED.items() if name != "site"}
+    assert load(None, {}, **settings, pool="aws-eu").site == "aws-eu-ip-10-0-0-7"
+    assert load(None, {}, **NEEDED, pool="aws-eu").site == NEEDED["site"]
+
+
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
     file = tmp_path / "site.toml"
     file.write_text("slots = = 3")

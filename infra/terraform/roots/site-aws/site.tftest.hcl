@@ -27,7 +27,7 @@ run "site" {
   }
   assert {
     condition = alltrue([for line in [
-      "MICO_SITE_SITE=aws-eu", "MICO_SITE_CLOUD=aws", "MICO_SITE_REGION=eu-central-1", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
+      "MICO_SITE_POOL=aws-eu", "MICO_SITE_CLOUD=aws", "MICO_SITE_REGION=eu-central-1", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
       "MICO_SITE_GATEWAYS=a.gateway.mico.example.com:8443,b.gateway.mico.example.com:8443",
     ] : strcontains(module.machine.user_data, line)])
     error_message = "the engine is told who and where it is, what it serves and whom to dial"

@@ -25,7 +25,7 @@ run "site" {
   }
   assert {
     condition = alltrue([for line in [
-      "MICO_SITE_SITE=azure-eu", "MICO_SITE_CLOUD=azure", "MICO_SITE_REGION=westeurope", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
+      "MICO_SITE_POOL=azure-eu", "MICO_SITE_CLOUD=azure", "MICO_SITE_REGION=westeurope", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
       "MICO_SITE_GATEWAYS=a.gateway.mico.example.com:8443,b.gateway.mico.example.com:8443",
     ] : strcontains(module.machine.user_data, line)])
     error_message = "the engine is told who and where it is, what it serves and whom to dial"

@@ -44,7 +44,7 @@ module "machine" {
     args  = ["site"]
     gpu   = true
     settings = merge({
-      MICO_SITE_SITE     = var.site.name
+      MICO_SITE_POOL     = var.site.name # every machine joins as the pool and its own host name
       MICO_SITE_CLOUD    = "gcp"
       MICO_SITE_REGION   = var.site.region
       MICO_SITE_GATEWAYS = join(",", var.gateways)

@@ -23,7 +23,7 @@ run "site" {
   }
   assert {
     condition = alltrue([for line in [
-      "MICO_SITE_SITE=gcp-eu", "MICO_SITE_CLOUD=gcp", "MICO_SITE_REGION=europe-west4", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
+      "MICO_SITE_POOL=gcp-eu", "MICO_SITE_CLOUD=gcp", "MICO_SITE_REGION=europe-west4", "MICO_SITE_TLS=true", "MICO_SITE_MODEL=some/model",
       "MICO_SITE_GATEWAYS=a.gateway.mico.example.com:8443,b.gateway.mico.example.com:8443",
     ] : strcontains(module.machine.user_data, line)])
     error_message = "the engine is told who and where it is, what it serves and whom to dial"

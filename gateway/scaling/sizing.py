@@ -1,0 +1,115 @@
+"""How many machines each pool needs, from what its sites do now. Pure: no clock, no cloud."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gateway.domain import Site, SiteState
+from gateway.telemetry.metrics import capacity_tokens
+
+BUSY_SHARE = 0.7
+"""Of each machine, aimed at: what is above is kept free for bursts."""
+
+AT_WORK = frozenset({SiteState.READY, SiteState.DRAINING, SiteState.PAUSED})
+UNBOUNDED = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one pool. A pool that nobody bounded is only advised on, never resized."""
+
+    fewest: int = 0
+    most: int = UNBOUNDED
+    usd_per_hour: float = 0.0  # of one machine
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fewest <= self.most:
+            raise ValueError(f"fewest is {self.fewest} and most {self.most}; 0 <= fewest <= most must hold")
+        if self.usd_per_hour < 0:
+            raise ValueError(f"usd_per_hour is {self.usd_per_hour}; it can't be negative")
+
+
+def by_pool(sites: Iterable[Site]) -> dict[str, list[Site]]:
+    """Every site is one machine of a pool."""
+    pools: dict[str, list[Site]] = {}
+    for site in sites:
+        pools.setdefault(site.identity.pool or site.name, []).append(site)
+    return pools
+
+
+def busy_machines(sites: Iterable[Site]) -> float:
+    """Machines' worth of work: slots in use, and waiting tokens as parts of what a machine drains in time."""
+    return sum(_busy(site) for site in sites if site.state in AT_WORK)
+
+
+def _busy(site: Site) -> float:
+    load, slots = site.load, max(1, site.identity.slots)
+    running = min(1.0, load.running / slots)
+    waiting_tokens = load.pending_prompt_tokens + load.pending_response_tokens
+    capacity = capacity_tokens(site)
+    return running + (waiting_tokens / capacity if capacity else load.pending / slots)
+
+
+def wanted(
+    busy: Mapping[str, float], bounds: Mapping[str, Bounds], budget_usd_per_hour: float = math.inf
+) -> dict[str, int]:
+    """Machines per pool. What a full pool can't take goes to the cheapest with room.
+
+    `busy` is by pool, in machines; a pool without bounds may have any number. The budget binds all but
+    the fewest.
+    """
+    limits = {name: bounds.get(name, Bounds()) for name in {**bounds, **busy}}
+    needed = {name: math.ceil(busy.get(name, 0.0) / BUSY_SHARE - 1e-9) for name in limits}
+    machines = {name: min(max(needed[name], limit.fewest), limit.most) for name, limit in limits.items()}
+    left_over = sum(max(0, needed[name] - limit.most) for name, limit in limits.items())
+    for name in _cheapest_first(limits):
+        if name in bounds:
+            more = min(left_over, limits[name].most - machines[name])
+            machines[name] += more
+            left_over -= more
+    return _affordable(machines, limits, budget_usd_per_hour)
+
+
+def _affordable(machines: Mapping[str, int], limits: Mapping[str, Bounds], budget: float) -> dict[str, int]:
+    left = max(0.0, budget - sum(limit.fewest * limit.usd_per_hour for limit in limits.values()))
+    granted = {}
+    for name in _cheapest_first(limits):
+        limit = limits[name]
+        more = machines[name] - limit.fewest
+        if limit.usd_per_hour and left < more * limit.usd_per_hour:
+            more = int(min(more, left / limit.usd_per_hour))
+        left -= more * limit.usd_per_hour
+        granted[name] = limit.fewest + more
+    return granted
+
+
+def _cheapest_first(limits: Mapping[str, Bounds]) -> list[str]:
+    return sorted(limits, key=lambda name: (limits[name].usd_per_hour, name))
+
+
+class Steady:
+    """Hysteresis: up once more was wanted for `up_after_s` on end, down once less was for `down_after_s`."""
+
+    def __init__(self, up_after_s: float = 30.0, down_after_s: float = 600.0) -> None:
+        self._up_after_s, self._down_after_s = up_after_s, down_after_s
+        self._wanted: deque[tuple[float, int]] = deque()
+        self._since_s: float | None = None
+
+    def size(self, now_s: float, machines: int, wanted_now: int) -> int:
+        """What `machines` should become: the least change that the whole window agrees on."""
+        self._since_s = now_s if self._since_s is None else self._since_s
+        self._wanted.append((now_s, wanted_now))
+        keep_s = max(self._up_after_s, self._down_after_s)
+        while self._wanted[0][0] < now_s - keep_s:
+            self._wanted.popleft()
+        watched_s = now_s - self._since_s
+        recent = [count for at_s, count in self._wanted if at_s >= now_s - self._up_after_s]
+        if watched_s >= self._up_after_s and min(recent) > machines:
+            return min(recent)
+        longer = [count for at_s, count in self._wanted if at_s >= now_s - self._down_after_s]
+        if watched_s >= self._down_after_s and max(longer) < machines:
+            return max(longer)
+        return machines

@@ -1,0 +1,261 @@
+"""How many machines a pool should have: within bounds and budget, not for a passing burst, told to clouds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import IterationCost, LoadReport, Site, SiteIdentity, SiteState
+from gateway.scaling.groups import AwsGroup, AzureGroup, GcpGroup, GroupFailed
+from gateway.scaling.plan import ScalingPlan, read_plan
+from gateway.scaling.scaler import Scaler
+from gateway.scaling.sizing import Bounds, Steady, busy_machines, by_pool, wanted
+
+COST = IterationCost(base_s=0.01)
+
+
+def site(name: str, running: int, pending_tokens: float = 0.0, pool: str = "eu") -> Site:
+    identity = SiteIdentity(name, "boot", "aws", "eu", {}, slots=10, kv_capacity_tokens=1000, pool=pool)
+    load = LoadReport(1, 0.0, running=running, iteration=COST, pending_response_tokens=pending_tokens)
+    return Site(identity, SiteState.READY, load)
+
+
+def test_a_pools_work_is_its_slots_in_use_and_what_waits() -> None:
+    assert busy_machines([site("a", 10), site("b", 5)]) == pytest.approx(1.5)
+    # 10 rows in 10 ms are 1,000 tokens a second, so 10,000 waiting tokens are a machine's work of 10 s
+    assert busy_machines([site("a", 10, pending_tokens=10_000.0)]) == pytest.approx(2.0)
+
+
+def test_sites_of_one_pool_count_together_and_one_without_a_pool_alone() -> None:
+    pools = by_pool([site("a", 1), site("b", 1), site("c", 1, pool="")])
+    assert {name: len(sites) for name, sites in pools.items()} == {"eu": 2, "c": 1}
+
+
+def test_what_a_full_pool_cannot_take_goes_to_the_cheapest_with_room() -> None:
+    bounds = {"near": Bounds(1, 2, 3.0), "cheap": Bounds(0, 5, 1.0), "dear": Bounds(0, 5, 9.0)}
+    assert wanted({"near": 3.5}, bounds) == {"near": 2, "cheap": 3, "dear": 0}
+
+
+limits = st.tuples(st.integers(0, 3), st.integers(0, 9), st.floats(0, 10)).map(
+    lambda t: Bounds(t[0], t[0] + t[1], t[2])
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), limits),
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 40)),
+    st.floats(0, 100),
+)
+def test_bounds_always_hold_and_the_budget_beyond_the_fewest(
+    bounds: dict[str, Bounds], busy: dict[str, float], budget: float
+) -> None:
+    machines = wanted(busy, bounds, budget)
+    assert machines.keys() == bounds.keys() | busy.keys()
+    assert all(bounds[name].fewest <= machines[name] <= bounds[name].most for name in bounds)
+    least = sum(limit.fewest * limit.usd_per_hour for limit in bounds.values())
+    assert sum(machines[n] * bounds[n].usd_per_hour for n in bounds) <= max(budget, least) + 1e-6
+
+
+def test_more_must_be_wanted_on_end_and_less_for_longer() -> None:
+    steady, size, sizes = Steady(up_after_s=30, down_after_s=600), 2, []
+    for now in range(0, 1000, 10):
+        size = steady.size(float(now), size, 5 if 100 <= now < 140 else 2)
+        sizes.append((now, size))
+    rises = [now for (_, before), (now, after) in pairwise(sizes) if after > before]
+    falls = [now for (_, before), (now, after) in pairwise(sizes) if after < before]
+    assert rises == [130]
+    assert falls == [740]  # ten minutes after the last moment that more was wanted
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=60))
+def test_a_change_is_one_that_the_whole_window_agrees_on(asked: list[int]) -> None:
+    steady, size = Steady(up_after_s=3, down_after_s=5), 4
+    for now, count in enumerate(asked):
+        before, size = size, steady.size(float(now), size, count)
+        window = asked[max(0, now - (3 if size > before else 5)) : now + 1]
+        assert size >= before or size == max(window)
+        assert size <= before or size == min(window)
+
+
+class FakeGroup:
+    def __init__(self, machines: int) -> None:
+        self.machines = machines
+
+    async def size(self) -> int:
+        return self.machines
+
+    async def resize(self, machines: int) -> None:
+        self.machines = machines
+
+
+def scaler_of(text: str, sites: list[Site], groups: dict[str, Any], now: list[float], path: Path) -> Scaler:
+    file = path / "scaling.toml"
+    file.write_text(text)
+    return Scaler(lambda: sites, read_plan(file), groups, lambda: now[0])
+
+
+PLAN = '[pool.eu]\ncloud = "aws"\ngroup = "mico-eu"\nregion = "eu-central-1"\nfewest = 1\nmost = 6\n'
+
+
+def test_a_busy_pool_grows_and_the_metric_says_so(tmp_path: Path) -> None:
+    sites, group, now = [site("a", 10, pending_tokens=30_000.0)], FakeGroup(1), [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    asyncio.run(scaler.look())
+    assert group.machines == 1
+    now[0] = 31.0
+    asyncio.run(scaler.look())
+    assert group.machines == 6
+    samples = {s.name: s.value for metric in scaler.collect() for s in metric.samples}
+    assert samples == {"mico_pool_desired_machines": 6.0, "mico_pool_machines": 1.0}
+
+
+def test_two_replicas_agree_or_wait(tmp_path: Path) -> None:
+    sites, group, now = [site("a", 10, pending_tokens=30_000.0)], FakeGroup(1), [0.0]
+    first = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    asyncio.run(first.look())
+    now[0] = 20.0
+    second = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
+    sizes = []
+    for at_s in range(30, 120, 10):
+        now[0] = float(at_s)
+        asyncio.run(first.look())
+        asyncio.run(second.look())
+        sizes.append(group.machines)
+    assert sizes == [6] * len(sizes)
+
+
+def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
+    class Refusing(FakeGroup):
+        async def size(self) -> int:
+            raise GroupFailed("not allowed")
+
+    sites, now = [site("a", 10), site("b", 9, pool="us")], [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": Refusing(1)}, now, tmp_path)
+    asyncio.run(scaler.look())
+    assert scaler.desired == {"us": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('[pool.eu]\ncloud = "aws"\ngroup = "g"\nmost = 3\n', "needs region"),
+        (PLAN + "fewst = 2\n", "fewst"),
+        (PLAN.replace("fewest = 1", "fewest = 9"), "fewest"),
+        ("budget_usd_per_hour = -1\n", "budget"),
+    ],
+)
+def test_a_wrong_plan_is_refused_by_name(text: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "scaling.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as caught:
+        read_plan(file)
+    assert "scaling.toml" in str(caught.value)
+
+
+def test_no_plan_resizes_nothing() -> None:
+    assert ScalingPlan().pool == {}
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "nobody")
+    boto3 = pytest.importorskip("boto3")
+    moto = pytest.importorskip("moto")
+    with moto.mock_aws():
+        client = boto3.client("autoscaling", region_name="eu-central-1")
+        ec2 = boto3.client("ec2", region_name="eu-central-1")
+        image = ec2.describe_images()["Images"][0]["ImageId"]
+        client.create_launch_configuration(
+            LaunchConfigurationName="engine", ImageId=image, InstanceType="g5.xlarge"
+        )
+        client.create_auto_scaling_group(
+            AutoScalingGroupName="mico-eu",
+            LaunchConfigurationName="engine",
+            MinSize=0,
+            MaxSize=4,
+            DesiredCapacity=1,
+            AvailabilityZones=["eu-central-1a"],
+        )
+        yield client
+
+
+def test_an_auto_scaling_group_of_aws(aws: Any) -> None:
+    group = AwsGroup("mico-eu", "eu-central-1")
+    assert asyncio.run(group.size()) == 1
+    asyncio.run(group.resize(3))
+    assert asyncio.run(group.size()) == 3
+    found = aws.describe_auto_scaling_groups(AutoScalingGroupNames=["mico-eu"])["AutoScalingGroups"][0]
+    assert len(found["Instances"]) == 3
+    with pytest.raises(GroupFailed, match="there is no"):
+        asyncio.run(AwsGroup("another", "eu-central-1").size())
+
+
+class Cloud:
+    """The two requests that a cloud answers: for a token, then for a group with that token."""
+
+    def __init__(self, token_header: tuple[str, str], size_path: tuple[str, ...]) -> None:
+        self.asked: list[tuple[str, str, Any]] = []
+        self.machines = 2
+        self._token_header, self._size_path = token_header, size_path
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if "token" in request.url.path:
+            name, value = self._token_header
+            assert request.headers[name] == value
+            return httpx.Response(200, json={"access_token": "t"})
+        if request.headers.get("authorization") != "Bearer t":
+            return httpx.Response(401, text="who are you?")
+        body = json.loads(request.content) if request.content else None
+        self.asked.append((request.method, str(request.url), body))
+        if "missing" in request.url.path:
+            return httpx.Response(404, text="no such group")
+        answer: Any = self.machines
+        for name in reversed(self._size_path):
+            answer = {name: answer}
+        return httpx.Response(200, json=answer)
+
+
+def test_a_managed_instance_group_of_google() -> None:
+    cloud = Cloud(("metadata-flavor", "Google"), ("targetSize",))
+    http = httpx.AsyncClient(transport=httpx.MockTransport(cloud))
+
+    async def scenario() -> None:
+        group = GcpGroup("project", "europe-west4", "mico-eu", http)
+        assert await group.size() == 2
+        await group.resize(5)
+        with pytest.raises(GroupFailed, match="404 no such group"):
+            await GcpGroup("project", "europe-west4", "missing", http).size()
+
+    asyncio.run(scenario())
+    url = "https://compute.googleapis.com/compute/v1/projects/project/regions/europe-west4/instanceGroupManagers"
+    assert cloud.asked[:2] == [
+        ("GET", f"{url}/mico-eu", None),
+        ("POST", f"{url}/mico-eu/resize?size=5", None),
+    ]
+
+
+def test_a_scale_set_of_azure() -> None:
+    cloud = Cloud(("metadata", "true"), ("sku", "capacity"))
+    http = httpx.AsyncClient(transport=httpx.MockTransport(cloud))
+
+    async def scenario() -> None:
+        group = AzureGroup("sub", "rg", "mico-eu", http)
+        assert await group.size() == 2
+        await group.resize(3)
+
+    asyncio.run(scenario())
+    assert [(method, body) for method, _, body in cloud.asked] == [
+        ("GET", None),
+        ("PATCH", {"sku": {"capacity": 3}}),
+    ]
+    assert cloud.asked[0][1].startswith("https://management.azure.com/subscriptions/sub/resourceGroups/rg/")
