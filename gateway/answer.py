@@ -41,8 +41,8 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
         )
         gateway.begin(story)
         await reserve_prompt(gateway, story)
-        story.forecast = await in_time(gateway, story, gateway.forecasts.of(query))
-        await reserve_answer(gateway, story, story.forecast)
+        forecast = story.foresee(await in_time(gateway, story, gateway.forecasts.of(query)))
+        await reserve_answer(gateway, story, forecast)
         plan = tries(query.sampling, gateway.most_tries, query.toward)
         this = next(plan)
         while not story.answered:
@@ -68,6 +68,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     """Decide on a site and reserve room there. Raises the error for the client if no site can take it."""
     query, forecast = story.query, story.forecast
     assert forecast is not None, "a query is forecast before it is dispatched"
+    began_s = gateway.clock() - query.received_s
     delivered = len(this.resume.token_ids) if this.resume else 0
     prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
     demand = Demand.of(
@@ -101,9 +102,11 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
         estimates=placed.estimates,
         excluded=placed.excluded,
         decided_s=gateway.clock() - query.received_s,
+        began_s=began_s,
     )
     link = gateway.federation.links[decision.site]
-    attempt = link.assign(query, decision, demand, forecast, resume=this.resume, moves=this.moves)
+    told = gateway.traced(query, decision.attempt_id)
+    attempt = link.assign(told, decision, demand, forecast, resume=this.resume, moves=this.moves)
     story.begin(attempt)
     return attempt
 

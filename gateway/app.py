@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
@@ -22,7 +22,7 @@ from gateway.api.app import create_http
 from gateway.api.backend import Backend, Readiness
 from gateway.api.serving import HttpServer, http_server
 from gateway.batches.opening import open_batches
-from gateway.config import GatewayConfig
+from gateway.config import ConfigError, GatewayConfig
 from gateway.domain import Outcome, SiteState, Status
 from gateway.doors import Doors, open_doors
 from gateway.federation.directory import Directory
@@ -31,6 +31,8 @@ from gateway.forecasting import Forecasts
 from gateway.gateway import Gateway
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
+from gateway.scaling.plan import ScalingPlan, read_plan
+from gateway.scaling.scaler import scaling
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -38,6 +40,9 @@ from gateway.telemetry.watch import Watch
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
 from predictor.runtime import Forecaster, load
+
+if TYPE_CHECKING:
+    from gateway.telemetry.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +76,9 @@ async def serve(config: GatewayConfig) -> int:
     pepper = config.key_pepper or None
     async with (
         open_store(config.database_url, config.folder, name=config.name, pepper=pepper) as store,
-        _core(config, store, doors := await open_doors(config, store.certificates)) as core,
+        _traces(config) as traces,
+        _core(config, store, doors := await open_doors(config, store.certificates), traces) as core,
+        scaling(lambda: core.gateway.directory.sites, _scaling_plan(config), core.gateway.clock) as scaler,
         _office(core, store) as office,
         open_batches(
             config.database_url,
@@ -81,6 +88,7 @@ async def serve(config: GatewayConfig) -> int:
             caller=store.keys.still_valid,
         ) as batches,
     ):
+        core.metrics.also(scaler)
         server = _http(config, core, backend, [*admin_routes(backend, office), *batches.routes], doors)
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
@@ -100,7 +108,9 @@ async def serve(config: GatewayConfig) -> int:
 
 
 @asynccontextmanager
-async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncIterator[Core]:
+async def _core(
+    config: GatewayConfig, store: Store, doors: Doors, traces: Traces | None
+) -> AsyncIterator[Core]:
     directory = Directory()
     settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
     gateway_clock = asyncio.get_running_loop().time
@@ -118,6 +128,8 @@ async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncItera
             store.recorder.record(outcome)
         metrics.observe(outcome)
         watch.observe(outcome)
+        if traces is not None:
+            traces.observe(outcome)
         if outcome.status is Status.ANSWERED:
             histogram.observe(outcome.model, outcome.completion_tokens)
 
@@ -137,6 +149,8 @@ async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncItera
         lease_more=leases.more,
         complete_s=gateway_clock() + REJOIN_S,
     )
+    if traces is not None:
+        gateway.traced = traces.toward
     address = f"{config.grpc_host}:{config.grpc_port}"
     server, port = await listen(federation, address, doors.link, doors.mutual)
     log.info("sites join at %s:%d", config.grpc_host, port)
@@ -147,6 +161,23 @@ async def _core(config: GatewayConfig, store: Store, doors: Doors) -> AsyncItera
         await gateway.settled()
         await leases.close()
         await forecasts.close()
+
+
+@asynccontextmanager
+async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
+    """None, and nothing imported, unless a collector is named."""
+    if not config.otlp_url:
+        yield None
+        return
+    try:
+        from gateway.telemetry.traces import Traces, exporter
+    except ModuleNotFoundError as exc:
+        raise ConfigError("otlp_url needs OpenTelemetry: pip install 'mico[otel]'") from exc
+    traces = Traces(config.name, exporter(config.otlp_url))
+    try:
+        yield traces
+    finally:
+        await asyncio.to_thread(traces.close)
 
 
 @asynccontextmanager
@@ -169,6 +200,13 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
         watch.close()
         await desk.close()
         await asyncio.gather(*watch.saving, return_exceptions=True)
+
+
+def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
+    try:
+        return read_plan(config.scaling) if config.scaling else ScalingPlan()
+    except ValueError as exc:
+        raise ConfigError(f"scaling: {exc}") from exc
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:

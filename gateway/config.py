@@ -41,6 +41,9 @@ class GatewayConfig:
     peers: tuple[str, ...] = ()
     policy: str = "mico"
     predictor: Path | None = None  # the shipped one when not set
+    scaling: Path | None = (
+        None  # a TOML file: the pools whose machines this gateway may have more or fewer of
+    )
     most_live: int = 10_000
     most_tries: int = 4
     quotas_when_away: str = "hold"  # once a lease of quotas has run out unrenewed: "hold" on, or "refuse"
@@ -50,6 +53,7 @@ class GatewayConfig:
     heartbeat_s: float = 1.0
     drain_s: float = 25.0
     log_level: str = "INFO"
+    otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -258,7 +258,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Which site serves an attempt, and everything needed to explain or replay it."""
+    """Which site serves an attempt, and everything needed to explain or replay it.
+
+    `began_s` and `decided_s` are seconds since the query was received.
+    """
 
     query_id: str
     attempt_id: str
@@ -268,6 +271,7 @@ class Decision:
     estimates: tuple[Estimate, ...]
     excluded: Mapping[str, str]
     decided_s: float
+    began_s: float = 0.0
 
     @property
     def estimate(self) -> Estimate:
@@ -433,6 +437,8 @@ class Outcome:
     queue_s: float | None
     first_token_s: float | None
     total_s: float
+    forecast_s: float | None = None
+    traceparent: str = ""
 
     @property
     def site(self) -> str:

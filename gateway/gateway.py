@@ -53,6 +53,8 @@ class Gateway:
     lease_more: Callable[[], Awaitable[None]] = _nobody_to_ask
     complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
     ending: bool = False
+    traced: Callable[[Query, str], Query] = lambda query, _: query
+    """The query as an attempt's site is told of it: with the span of that attempt, where there are traces."""
     _settling: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _of_tenants: dict[str, set[str]] = field(default_factory=dict, init=False)
 

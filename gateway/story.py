@@ -28,6 +28,7 @@ class Story:
         self._received_at = received_at
         self._attempts: list[LiveAttempt] = []
         self._first_token_s: dict[str, float] = {}
+        self._forecast_s: float | None = None
         self._queue_s: float | None = None
         self._token_ids: list[int] = []
         self._chars = 0
@@ -91,6 +92,11 @@ class Story:
             fingerprint=attempt.site.models[self.query.model].revision,
         )
 
+    def foresee(self, forecast: Forecast) -> Forecast:
+        self.forecast = forecast
+        self._forecast_s = self._now() - self.query.received_s
+        return forecast
+
     def hurry(self) -> None:
         """What it waits for is late from now on."""
         if self.waiting is not None:
@@ -129,6 +135,8 @@ class Story:
             queue_s=self._queue_s,
             first_token_s=min(self._first_token_s.values(), default=None),
             total_s=(self._now() if self.ended_s is None else self.ended_s) - query.received_s,
+            forecast_s=self._forecast_s,
+            traceparent=query.traceparent,
         )
 
     def _status(self) -> Status:

@@ -19,12 +19,14 @@ import grpc
 
 from site_engine import logs
 from site_engine.config import SiteConfig
+from site_engine.desk import Tell
 from site_engine.errors import ConfigError
 from site_engine.identity import Asking, Identity
 from site_engine.link import Link, Links, Patience, dial, is_loopback
 from site_engine.messages import Hello, Model
 from site_engine.prompts import Prompts
 from site_engine.site import Site
+from site_engine.telling import telling
 from site_engine.worker import Engine, Listener, Worker
 
 if TYPE_CHECKING:
@@ -66,11 +68,18 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
     """
     dialling = Dialling.of(config)
     loaded = await asyncio.to_thread(load or load_engine, config)
+    async with telling(config) as tell:
+        return await _serve(config, loaded, dialling, tell)
+
+
+async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, tell: Tell) -> int:
     loop = asyncio.get_running_loop()
     grammars = await asyncio.to_thread(_grammars, loaded)
     prompts = Prompts(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe, grammars)
     worker = Worker(loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s)
-    site = Site(_hello(config, loaded, prompts), worker, prompts, time.monotonic, config.max_pending)
+    site = Site(
+        _hello(config, loaded, prompts), worker, prompts, time.monotonic, config.max_pending, tell=tell
+    )
     links = dialling.links(site)
     ending = Ending()
     ticking = asyncio.create_task(tick(site))
@@ -233,6 +242,7 @@ def _hello(config: SiteConfig, loaded: Loaded, prompts: Prompts) -> Hello:
         boot_id=uuid4().hex,
         cloud=config.cloud,
         region=config.region,
+        pool=config.pool,
         models=(model,),
         slots=config.slots,
         kv_capacity_tokens=kv_tokens,

@@ -83,6 +83,8 @@ def _checked_assign(body: pb.Assign) -> m.Assign:
         resumed_calls=body.resume.tool_calls,
         resumed_argument_chars=body.resume.argument_chars,
         guided_json=_schema(body.sampling.guided_json),
+        request_id=body.request_id[:_ID_CHARS_MAX],
+        traceparent=body.traceparent,
     )
     _check_resumed(assign)
     return assign

@@ -6,6 +6,7 @@ One frozen object; what it refuses it names. A secret is never part of its `repr
 from __future__ import annotations
 
 import math
+import socket
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -37,7 +38,8 @@ _AT_LEAST_ZERO = ("iteration_floor_s", "input_usd_per_mtok", "output_usd_per_mto
 class SiteConfig:
     """Without `tls`, links are plain text: for one machine or a private network."""
 
-    site: str  # unique among the sites, stable over restarts
+    site: str  # unique among the sites, stable over restarts; absent: the pool's name and the machine's
+    pool: str = ""  # of machines that a cloud makes alike: what the gateway may have more or fewer of
     cloud: str = "on-prem"
     region: str = "local"
     gateways: tuple[str, ...]  # host:port of every gateway known; the others are learned from these
@@ -78,6 +80,7 @@ class SiteConfig:
     output_usd_per_mtok: float = 0.0
     drain_s: float = 25.0  # how long running answers may take when the process is told to end
     log_level: str = "info"
+    otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
 
     def __post_init__(self) -> None:
         _require(self.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
@@ -144,6 +147,8 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
         for name, value in values.items():
             known = _known(name, origin)
             settings[known] = _parsed(known, value)
+    if "pool" in settings and "site" not in settings:
+        settings["site"] = f"{settings['pool']}-{socket.gethostname().partition('.')[0]}"
     engine_of = "url" if settings.get("engine", "native") != "native" else "model"
     missing = [name for name in ("site", "gateways", engine_of) if name not in settings]
     if missing:

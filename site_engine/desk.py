@@ -7,7 +7,7 @@ what is to be asked of the engine. Does not know streams, threads or the clock; 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -57,11 +57,16 @@ class Asked(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
 
 
+Tell = Callable[[Assign, int, Output], None]
+"""Told of the last output of each choice of an attempt."""
+
+
 class Desk:
     """`number` makes request ids unique over the desks of a site."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, tell: Tell = lambda *_: None) -> None:
         self.number = number
+        self._tell = tell
         self.outbox = Outbox()
         self._attempts: dict[str, _Attempt] = {}
         self._preparing: set[str] = set()
@@ -84,7 +89,8 @@ class Desk:
     def assign(self, assign: Assign, now: float) -> bool:
         """Whether the prompt is to be prepared: a repeated Assign changes nothing."""
         if assign.attempt_id in self._attempts:
-            log.warning("attempt %s was assigned twice; the second is ignored", assign.attempt_id)
+            told = {"request_id": assign.request_id}
+            log.warning("attempt %s was assigned twice; the second is ignored", assign.attempt_id, extra=told)
             return False
         choices = [_Choice() for _ in range(assign.choices)]
         self._attempts[assign.attempt_id] = _Attempt(assign, now, choices=choices)
@@ -137,6 +143,7 @@ class Desk:
         )
         if output.finish is not None:
             choice.finished = True
+            self._tell(attempt.assign, index, output)
             if all(each.finished for each in attempt.choices):
                 self._forget(attempt_id)
 

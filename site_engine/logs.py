@@ -7,9 +7,11 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
 
 class JsonLines(logging.Formatter):
-    """`site` is written on every line, because the lines of many sites end up in one place."""
+    """`site` is written on every line, because the lines of many sites end up together. So is `extra`."""
 
     def __init__(self, site: str) -> None:
         super().__init__()
@@ -22,10 +24,11 @@ class JsonLines(logging.Formatter):
             "site": self._site,
             "logger": record.name,
             "message": record.getMessage(),
+            **{name: value for name, value in vars(record).items() if name not in _STANDARD},
         }
         if record.exc_info:
             line["fault"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 def set_up(level: str, site: str) -> None:

@@ -77,6 +77,8 @@ class Assign:
     resumed_calls: int = 0  # calls of functions begun, and of the last of them so many characters
     resumed_argument_chars: int = 0
     guided_json: str = ""
+    request_id: str = ""  # what the client knows it by
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ class Hello:
     output_usd_per_mtok: float
     version: str
     engine: str = "native"
+    pool: str = ""
     attempts: tuple[str, ...] = ()
 
 

@@ -206,7 +206,8 @@ def _told(assign: Assign, work: Callable[[], T]) -> T | NotServed:
     except NotServed as refusal:
         return refusal
     except Exception as exc:
-        log.exception("the tokenizer failed on attempt %s", assign.attempt_id)
+        told = {"request_id": assign.request_id}
+        log.exception("the tokenizer failed on attempt %s", assign.attempt_id, extra=told)
         return NotServed(Reason.INTERNAL, f"the tokenizer failed: {type(exc).__name__}: {exc}", "prompt")
 
 

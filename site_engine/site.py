@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from site_engine import messages as m
-from site_engine.desk import Asked, Desk, address
+from site_engine.desk import Asked, Desk, Tell, address
 from site_engine.errors import NotServed, Reason
 from site_engine.prompts import Prepared
 from site_engine.request import Admission, Output
@@ -66,7 +66,10 @@ class Site:
         prompts: PromptSide,
         clock: Callable[[], float],
         preparing_max: int,
+        *,
+        tell: Tell = lambda *_: None,
     ) -> None:
+        self._tell = tell
         self._hello = hello
         self._engine = engine
         self._prompts = prompts
@@ -106,7 +109,9 @@ class Site:
             known = None
         if known is None:
             self._desks += 1
-            known = self._connections[welcome.gateway] = Connection(welcome.gateway, Desk(self._desks), wake)
+            known = self._connections[welcome.gateway] = Connection(
+                welcome.gateway, Desk(self._desks, self._tell), wake
+            )
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, GRACE_MAX_S)
         known.draining = known.has_bid = False
         unwanted = set(known.desk.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)

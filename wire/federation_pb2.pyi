@@ -62,7 +62,7 @@ class GatewayMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "attempts")
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "pool", "attempts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class Hello(_message.Message):
     OUTPUT_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     site: str
@@ -88,8 +89,9 @@ class Hello(_message.Message):
     output_usd_per_mtok: float
     engine: str
     version: str
+    pool: str
     attempts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., pool: _Optional[str] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features")
@@ -156,7 +158,7 @@ class IterationCost(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., per_row_s: _Optional[float] = ..., per_token_s: _Optional[float] = ..., per_kv_token_s: _Optional[float] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("attempt_id", "query_id", "model", "chat", "text", "token_ids", "sampling", "forecast", "lane", "priority", "deadline_s", "tenant", "resume", "traceparent")
+    __slots__ = ("attempt_id", "query_id", "model", "chat", "text", "token_ids", "sampling", "forecast", "lane", "priority", "deadline_s", "tenant", "resume", "traceparent", "request_id")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +173,7 @@ class Assign(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     attempt_id: str
     query_id: str
     model: str
@@ -185,7 +188,8 @@ class Assign(_message.Message):
     tenant: str
     resume: ResumeFrom
     traceparent: str
-    def __init__(self, attempt_id: _Optional[str] = ..., query_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., forecast: _Optional[_Union[Forecast, _Mapping]] = ..., lane: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, attempt_id: _Optional[str] = ..., query_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., forecast: _Optional[_Union[Forecast, _Mapping]] = ..., lane: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., traceparent: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools_json", "tool_choice", "tool_name", "single_tool_call")

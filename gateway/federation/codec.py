@@ -187,6 +187,7 @@ def assign(
         deadline_s=deadline_s,
         tenant=query.caller.tenant,
         traceparent=query.traceparent,
+        request_id=query.request_id,
     )
     if isinstance(query.prompt, Chat):
         message.chat.CopyFrom(_chat(query.prompt))

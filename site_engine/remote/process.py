@@ -14,12 +14,14 @@ from uuid import uuid4
 
 from site_engine.app import EXIT_OK, Dialling, Ending, own_version, tick, until_the_end
 from site_engine.config import SiteConfig
+from site_engine.desk import Tell
 from site_engine.messages import Hello
 from site_engine.remote.discovery import Found, alive, discover, look
 from site_engine.remote.engine import RemoteEngine
 from site_engine.remote.pages import UnknownPage
 from site_engine.remote.server import Server, ServerLost
 from site_engine.site import Site
+from site_engine.telling import telling
 from site_engine.worker import Listener
 
 log = logging.getLogger(__name__)
@@ -45,14 +47,15 @@ async def serve(config: SiteConfig) -> int:
     )
     ending = Ending()
     try:
-        with ending.on_signals(asyncio.get_running_loop()):
-            while True:
-                found = await _until_there(server, config, ending)
-                if found is None:
-                    return EXIT_OK
-                status = await Service(server, config, found, ending).run(dialling)
-                if status is not None:
-                    return status
+        async with telling(config) as tell:
+            with ending.on_signals(asyncio.get_running_loop()):
+                while True:
+                    found = await _until_there(server, config, ending)
+                    if found is None:
+                        return EXIT_OK
+                    status = await Service(server, config, found, ending, tell).run(dialling)
+                    if status is not None:
+                        return status
     finally:
         await server.close()
 
@@ -75,7 +78,7 @@ async def _until_there(server: Server, config: SiteConfig, ending: Ending) -> Fo
 class Service:
     """The site while its server is there."""
 
-    def __init__(self, server: Server, config: SiteConfig, found: Found, ending: Ending) -> None:
+    def __init__(self, server: Server, config: SiteConfig, found: Found, ending: Ending, tell: Tell) -> None:
         self._server = server
         self._config = config
         self._found = found
@@ -84,7 +87,7 @@ class Service:
         self._why = ""
         nobody = Listener(lambda _: None, lambda _: None, self._broke)
         self._engine = RemoteEngine(server, found.terms, nobody, time.monotonic)
-        self._site = Site(_hello(config, found), self._engine, self._engine, time.monotonic, 1)
+        self._site = Site(_hello(config, found), self._engine, self._engine, time.monotonic, 1, tell=tell)
         self._engine.listener = Listener(self._site.outputs, self._site.load, self._broke)
 
     async def run(self, dialling: Dialling) -> int | None:
@@ -152,6 +155,7 @@ def _hello(config: SiteConfig, found: Found) -> Hello:
         boot_id=uuid4().hex,
         cloud=config.cloud,
         region=config.region,
+        pool=config.pool,
         models=found.models,
         slots=config.slots,
         kv_capacity_tokens=terms.kv_capacity_tokens,

@@ -1,0 +1,146 @@
+"""One trace from the client's header through the gateway, over a real link, into a site's queue and back."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+import site_engine.traces
+from gateway.answer import answer
+from gateway.telemetry.traces import Traces
+from site_engine.app import Loaded, serve
+from site_engine.config import SiteConfig
+from site_engine.request import Output, Timings
+from tests.fakes.federation import TOKEN, Scene, scene, until
+from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class TimedEngine(FakeEngine):
+    """Says how long each part of an answer took."""
+
+    def step(self) -> list[Output]:
+        timings = Timings(0.25, 0.5, 1.0, 3, 0)
+        return [replace(each, timings=timings) if each.finish else each for each in super().step()]
+
+
+class Spans:
+    def __init__(self, exported: InMemorySpanExporter) -> None:
+        self._exported = exported
+
+    @property
+    def all(self) -> Sequence[ReadableSpan]:
+        return self._exported.get_finished_spans()
+
+    def one(self, name: str) -> ReadableSpan:
+        (found,) = [span for span in self.all if span.name == name]
+        return found
+
+    def parent(self, name: str) -> int:
+        parent = self.one(name).parent
+        assert parent is not None
+        return parent.span_id
+
+    def seconds(self, name: str) -> float:
+        span = self.one(name)
+        assert span.start_time is not None and span.end_time is not None
+        return (span.end_time - span.start_time) / 1e9
+
+
+async def traced(
+    here: Scene, monkeypatch: pytest.MonkeyPatch, traceparent: str, engine: FakeEngine | None = None
+) -> Spans:
+    """Ask one query of a gateway and a site that both export to memory."""
+    exported = InMemorySpanExporter()
+    traces = Traces("east", SimpleSpanProcessor(exported))
+    here.gateway.traced = traces.toward
+    monkeypatch.setattr(site_engine.traces, "exporter", lambda url: SimpleSpanProcessor(exported))
+    loaded = Loaded(engine or TimedEngine(), FakeTokenizer(), "m", "r1", CONTEXT_TOKENS, VOCABULARY)
+    config = SiteConfig(
+        site="alpha",
+        model="m",
+        gateways=(here.address,),
+        token=TOKEN,
+        otlp_url="http://collector.invalid:4318",
+    )
+    site = asyncio.create_task(serve(config, lambda _: loaded))
+    try:
+        await until(lambda: any(each.state == "ready" for each in here.gateway.directory.sites), "ready")
+        query = replace(here.query(max_tokens=4), request_id="mine", traceparent=traceparent)
+        async for _ in answer(here.gateway, query):
+            pass
+        await until(lambda: here.outcomes, "the outcome")
+        traces.observe(here.outcomes[0])
+    finally:
+        site.cancel()
+        await asyncio.gather(site, return_exceptions=True)
+        traces.close()
+    return Spans(exported)
+
+
+def run(scenario: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), scene() as here:
+            await scenario(here)
+
+    asyncio.run(main())
+
+
+def test_a_client_trace_goes_through_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(here: Scene) -> None:
+        spans = await traced(here, monkeypatch, f"00-{TRACE}-{SPAN}-01")
+        names = {"request", "forecast", "decide", "attempt", "site", "queue", "prefill", "decode"}
+        assert {span.name for span in spans.all} == names
+        assert {f"{span.context.trace_id:032x}" for span in spans.all} == {TRACE}
+        assert len({span.context.span_id for span in spans.all}) == len(names)
+        assert spans.parent("request") == int(SPAN, 16)
+        for name in ("forecast", "decide", "attempt"):
+            assert spans.parent(name) == spans.one("request").context.span_id
+        assert spans.parent("site") == spans.one("attempt").context.span_id
+        for name, lasted_s in (("queue", 0.25), ("prefill", 0.5), ("decode", 1.0), ("site", 1.75)):
+            assert spans.seconds(name) == pytest.approx(lasted_s, abs=1e-6)
+            assert name == "site" or spans.parent(name) == spans.one("site").context.span_id
+        request = spans.one("request").attributes or {}
+        assert request["mico.request_id"] == "mine"
+        assert request["mico.status"] == "answered"
+        assert (spans.one("decode").attributes or {})["gen_ai.usage.output_tokens"] == 4
+        assert (spans.one("site").attributes or {})["mico.request_id"] == "mine"
+        assert spans.seconds("forecast") <= spans.seconds("request")
+
+    run(scenario)
+
+
+def test_without_a_client_trace_a_query_is_a_trace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(here: Scene) -> None:
+        spans = await traced(here, monkeypatch, "")
+        assert len(spans.all) == 8
+        assert len({span.context.trace_id for span in spans.all}) == 1
+        assert spans.one("request").parent is None
+        assert spans.parent("site") == spans.one("attempt").context.span_id
+
+    run(scenario)
+
+
+def test_what_the_client_does_not_sample_is_not_traced_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(here: Scene) -> None:
+        assert (await traced(here, monkeypatch, f"00-{TRACE}-{SPAN}-00")).all == ()
+
+    run(scenario)
+
+
+def test_nothing_is_imported_where_no_collector_is_named() -> None:
+    program = (
+        "import sys, gateway.app, site_engine.app, site_engine.remote.process\n"
+        "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
