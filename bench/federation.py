@@ -183,6 +183,7 @@ def mismatches(folder: Path, answers: list[Answered], most: int) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.set_num_threads(1)  # on a busy machine threads that wait for each other take minutes
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     context = model.config.max_position_embeddings
