@@ -118,6 +118,17 @@ async def banner(watcher: Watcher) -> str:
     return str(overview.raise_for_status().json()["banner"]["text"])
 
 
+async def page_says(watcher: Watcher, *words: str) -> str:
+    """The page's first line, as soon as all these words are in it: it is made once a second."""
+
+    async def said() -> bool:
+        page = await banner(watcher)
+        return all(word in page for word in words)
+
+    await soon(said, f"the page says {', '.join(words)}")
+    return await banner(watcher)
+
+
 async def lose_region(applied: Applied, watcher: Watcher) -> dict[str, Any]:
     lost = applied.kill(LOST)
     sites = [name for name in lost if not name.startswith("gateway")]
@@ -125,11 +136,8 @@ async def lose_region(applied: Applied, watcher: Watcher) -> dict[str, Any]:
     async def noticed() -> bool:
         return all([await watcher.everywhere(name, False) for name in sites])
 
-    return {
-        "killed": lost,
-        "noticed_s": await soon(noticed, "both sites seen as down"),
-        "page": await banner(watcher),
-    }
+    noticed_s = await soon(noticed, "both sites seen as down")
+    return {"killed": lost, "noticed_s": noticed_s, "page": await page_says(watcher, *sites)}
 
 
 async def bring_back(applied: Applied, watcher: Watcher, lost: list[str]) -> dict[str, Any]:
@@ -144,7 +152,7 @@ async def bring_back(applied: Applied, watcher: Watcher, lost: list[str]) -> dic
 
     load_s = await soon(at_work, "the region that came back serves tokens")
     took = {"apply_s": apply_s, "ready_after_s": ready_s, "takes_load_after_s": load_s}
-    return {"replaced": replaced, **took, "page": await banner(watcher)}
+    return {"replaced": replaced, **took, "page": await page_says(watcher, "4 sites ready")}
 
 
 async def served(applied: Applied, watcher: Watcher, names: list[str]) -> int:
