@@ -33,6 +33,7 @@ class OpenAIServer:
     owner: str = "somebody"
     metrics: str | None = None  # the page, None for 404; {running} and {waiting} are filled in
     key: str = ""
+    repeats_keys: bool = False  # in what it says when it refuses one
     counts: bool = True  # whether it sends usage
     port: int = 0
     running: int = 0
@@ -91,7 +92,8 @@ class OpenAIServer:
     async def _reply(self, head: tuple[str, str, Any], body: bytes, reader: Any, writer: Any) -> None:
         method, path, headers = head
         if self.key and headers.get("authorization") != f"Bearer {self.key}":
-            _whole(writer, 401, {"error": {"message": "the key is wrong"}})
+            shown = f": {headers.get('authorization')}" if self.repeats_keys else ""
+            _whole(writer, 401, {"error": {"message": f"the key is wrong{shown}"}})
         elif method == "POST" and self.drops:
             self.drops -= 1
             writer.transport.abort()

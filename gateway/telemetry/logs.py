@@ -33,8 +33,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """For the whole process, once, before anything logs."""
+    """For the whole process, once, before anything logs. Libraries speak up from warnings on: at a finer level
+    some of them write down what they are given, secrets too.
+    """
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(JsonFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[stream], force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[stream], force=True)
+    for ours in ("gateway", "predictor"):
+        logging.getLogger(ours).setLevel(level.upper())
     logging.getLogger("uvicorn.access").disabled = True  # the edge logs each request with its id

@@ -53,6 +53,7 @@ class Server:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.root = root
+        self._key = key.encode()
         self._client = httpx.AsyncClient(
             base_url=root,
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -90,12 +91,17 @@ class Server:
             response = await self._send(self._client.build_request("POST", asking.path, json=asking.body))
             try:
                 if response.status_code != httpx.codes.OK:
-                    raise refused(response.status_code, await response.aread(), response.headers)
+                    told = self._without_key(await response.aread())
+                    raise refused(response.status_code, told, response.headers)
                 yield response.aiter_bytes()
             finally:
                 await response.aclose()
         except (httpx.HTTPError, httpx.StreamError, OSError) as exc:
             raise ServerLost(f"{self.root} broke off: {_told(exc)}") from exc
+
+    def _without_key(self, told: bytes) -> bytes:
+        """Some servers repeat the key that they refuse, and what they say goes on to clients."""
+        return told.replace(self._key, b"***") if self._key else told
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """Up to the headers of its response."""
