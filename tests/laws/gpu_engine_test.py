@@ -13,9 +13,10 @@ from tests import interpreted  # noqa: F401 - skips where there is no Triton
 # isort: split
 from site_engine.cuda.engine import AheadEngine
 from site_engine.cuda.lean import lean_forward
-from site_engine.engine import EngineSettings
+from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.grammar import Grammars
 from site_engine.hf_bridge import from_model
-from site_engine.request import Finish
+from site_engine.request import Finish, Request, Sampling
 from tests.engine_models import (
     FAMILIES,
     Collected,
@@ -103,6 +104,26 @@ def test_who_is_cancelled_or_stops_while_its_next_token_is_computed_leaves_nothi
     assert engine._pool.free == engine._pool.capacity
 
 
+def test_drawn_tokens_depend_on_the_seed_alone() -> None:
+    """Not on the neighbours, nor on whether the engine runs ahead."""
+    of = lean_family("llama")
+    rules = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+    alone = SiteEngine(of.served, EngineSettings(slots=2, page_size=4, kv_tokens=256), Ticks())
+    alone.submit(Request("one", [5, 6, 7], Sampling(max_tokens=8, **rules)))
+    wanted = drain(alone)["one"].token_ids
+    engine = ahead(of, lean=True)
+    engine.submit(greedy("greedy", [5, 6, 7], 8))
+    engine.submit(Request("one", [5, 6, 7], Sampling(max_tokens=8, **rules)))
+    engine.submit(Request("other", [9, 9], Sampling(max_tokens=3, temperature=2.0)))
+    collected: dict[str, Collected] = {}
+    for _ in range(3):
+        gather(engine.step(), collected)
+    engine.submit(greedy("ruled", [3, 2, 1], 2, logprobs=1))
+    got = drain(engine, collected)
+    assert got["one"].token_ids == wanted
+    assert got["greedy"].token_ids == of.generate([5, 6, 7], 8) != wanted
+
+
 def test_rules_that_need_the_tokens_switch_the_lead_off_and_on_again() -> None:
     of = family("llama")
     engine = ahead(of)
@@ -125,3 +146,24 @@ def test_logits_that_are_not_finite_fail_the_request_and_no_other() -> None:
     last = got["sick"].last
     assert last is not None and last.finish is Finish.FAILED
     assert got["well"].token_ids == of.generate([1, 2, 3], 4)
+
+
+def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_have_none() -> None:
+    of = family("llama")
+    served = of.served
+    grammars = Grammars(served.tokenizer, served.vocab_size, served.eos_token_ids)
+    yes_or_no = grammars.compile('start: %json {"enum": ["yes", "no"]}', "response_format")
+    engine = ahead(of)
+    asked = requests(3)
+    for number, (prompt, tokens) in enumerate(asked):
+        engine.submit(greedy(str(number), prompt, tokens))
+    guided = greedy("guided", [5, 6, 7], 20)
+    guided.grammar = yes_or_no
+    engine.submit(guided)
+    got = drain(engine)
+    assert got["guided"].text in {'"yes"', '"no"'}
+    assert got["guided"].last is not None
+    assert got["guided"].last.finish is Finish.STOP
+    for number, (prompt, tokens) in enumerate(asked):
+        assert got[str(number)].token_ids == of.generate(prompt, tokens)
+    assert not engine._careful

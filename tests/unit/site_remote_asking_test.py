@@ -13,6 +13,7 @@ from site_engine.remote.asking import asking, guessed_tokens
 from site_engine.remote.dialects import LLAMA_CPP, UNKNOWN, VLLM
 from site_engine.remote.server import RETRY_AFTER_MAX_S, refused
 from site_engine.request import Lane, RemainingCurve, Sampling
+from site_engine.tools import ToolChoice, Tools
 
 
 def assign(prompt: m.Prompt, sampling: Sampling | None = None, **more: Any) -> m.Assign:
@@ -89,6 +90,44 @@ def test_servers_honour_different_fields() -> None:
     assert asking(attempt, "theirs", VLLM).body["repetition_penalty"] == 1.1
     with pytest.raises(NotServed):
         asking(attempt, "theirs", LLAMA_CPP)
+
+
+ADD = {"type": "function", "function": {"name": "add"}}
+HI = (m.ChatMessage("user", "hi"),)
+
+
+@pytest.mark.parametrize(
+    ("tools", "passed"),
+    [
+        (Tools((ADD,)), {"tools": [ADD], "tool_choice": "auto"}),
+        (
+            Tools((ADD,), ToolChoice.REQUIRED, single=True),
+            {"tools": [ADD], "tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (
+            Tools((ADD,), ToolChoice.NAMED, "add"),
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        ),
+    ],
+)
+def test_tools_are_passed_on_in_the_servers_own_fields(tools: Tools, passed: dict[str, Any]) -> None:
+    body = asking(assign(m.ChatPrompt(HI, tools)), "theirs", VLLM).body
+    assert passed.items() <= body.items()
+    with pytest.raises(NotServed) as refusal:
+        asking(assign(m.ChatPrompt(HI, tools)), "theirs", UNKNOWN)
+    assert (refusal.value.reason, refusal.value.param) == (Reason.UNSUPPORTED, "tools")
+
+
+def test_a_schema_is_passed_on_where_it_is_honoured() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    body = asking(assign(m.ChatPrompt(HI), guided_json=json.dumps(schema)), "theirs", VLLM).body
+    assert body["response_format"]["json_schema"]["schema"] == schema
+    assert body["response_format"]["json_schema"]["strict"] is True
+    any_object = assign(m.ChatPrompt(HI), guided_json='{"type":"object"}')
+    assert asking(any_object, "theirs", VLLM).body["response_format"] == {"type": "json_object"}
+    with pytest.raises(NotServed) as refusal:
+        asking(any_object, "theirs", UNKNOWN)
+    assert (refusal.value.reason, refusal.value.param) == (Reason.UNSUPPORTED, "response_format")
 
 
 def test_prompts_are_guessed_by_their_length() -> None:

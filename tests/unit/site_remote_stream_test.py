@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.remote.stream import EVENT_BYTES_MAX, Garbage, Stream
-from site_engine.request import Finish, Output
+from site_engine.request import Finish, Output, ToolCall
 
 
 def event(**body: Any) -> bytes:
@@ -50,6 +50,21 @@ def test_cuts_change_nothing(words: list[str], cuts: list[int], newline: bytes) 
     (end,) = stream.end()
     assert (end.finish, end.prompt_tokens) == (Finish.STOP, 9)
     assert end.completion_tokens == max(5, sum(1 for each in words if each))
+
+
+def test_calls_of_functions_are_told_as_the_server_told_them() -> None:
+    def news(**call: Any) -> bytes:
+        return event(choices=[{"index": 0, "delta": {"tool_calls": [{"index": 1, **call}]}}])
+
+    begun = news(id="c1", type="function", function={"name": "add", "arguments": ""})
+    stream = Stream(["a"])
+    outputs = read(
+        stream, begun, news(function={"arguments": '{"a": 1}'}), piece("", finish="tool_calls"), DONE
+    )
+    told = [call for output in outputs for call in output.tool_calls]
+    assert told == [ToolCall(1, "c1", "add"), ToolCall(1, arguments='{"a": 1}')]
+    assert stream.spoke
+    assert stream.end()[0].finish is Finish.TOOL_CALLS
 
 
 @pytest.mark.parametrize(
