@@ -2,7 +2,7 @@
 
 `python -m bench.engine --model FOLDER --workload alpaca --requests 64 --slots 32 --peer transformers-cb`
 A folder with nothing but a config.json gets random weights. Greedy; every answer is as long as told; as many
-queries are in flight as there are slots. The last line is JSON.
+queries are in flight as there are slots. Needs torch, transformers, on a GPU triton. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -12,34 +12,25 @@ import copy
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
 
-from bench.workload import SHAPES, Query, queries
+from bench import roofline
+from bench.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
+from bench.workload import SHAPES, Query, lengths, queries
+from site_engine.admission import DEFAULT_POLICY, POLICIES
+from site_engine.dense import DenseEngine
 from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, from_model
+from site_engine.hf_bridge import LoadedModel, from_model, store_by_columns
 from site_engine.request import Request, Sampling
 
-Clock = Callable[[], float]
-CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-class Run(NamedTuple):
-    """One pass over all queries; `answers` in their order, `step_ms` the median decode iteration if known."""
-
-    seconds: float
-    answers: list[list[int]]
-    step_ms: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(map(len, self.answers)) / self.seconds
+RUNNERS = ("packed", "dense", "decoupled", "static")
+LONGEST_TOKENS = 2048  # prompt and response of one query
 
 
 def load_plain(source: str, device: str, dtype: str) -> Any:
@@ -49,12 +40,34 @@ def load_plain(source: str, device: str, dtype: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(source)
         torch.manual_seed(0)
         with torch.device(device):
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=chosen).eval()
-    return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=chosen).to(device).eval()
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=chosen)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=chosen).to(device)
+    return model.eval().requires_grad_(False)
 
 
-def run_mico(model: LoadedModel, work: list[Query], slots: int, token_budget: int, clock: Clock) -> Run:
-    engine = SiteEngine(model, EngineSettings(slots=slots, token_budget=token_budget), clock)
+def make_engine(model: LoadedModel, runner: str, room: Room, clock: Clock) -> SiteEngine:
+    """The engine as a site would run it, or over a padded batch as the papers do."""
+    budget = room.token_budget
+    if runner == "static":  # the prompts of a batch start together
+        budget = max(budget, room.kv_tokens)
+    settings = EngineSettings(
+        slots=room.slots,
+        token_budget=budget,
+        kv_tokens=room.kv_tokens,
+        policy=POLICIES["static"] if runner == "static" else DEFAULT_POLICY,
+        prefix_cache=runner == "packed",
+    )
+    if runner != "packed":
+        return DenseEngine(model, settings, clock, apart=runner == "decoupled")
+    if model.device.type != "cuda":
+        return SiteEngine(model, settings, clock)
+    from site_engine.cuda.engine import engine_on_gpu  # needs Triton, which not every platform has
+
+    return engine_on_gpu(model, settings, clock)
+
+
+def run_mico(engine: SiteEngine, work: list[Query], clock: Clock) -> Run:
     answers: list[list[int]] = [[] for _ in work]
     decode_s: list[float] = []
     began = clock()
@@ -64,7 +77,7 @@ def run_mico(model: LoadedModel, work: list[Query], slots: int, token_budget: in
     while engine.has_work:
         step_began = clock()
         outputs = engine.step()
-        if len(outputs) == slots:
+        if len(outputs) == engine.settings.slots:
             decode_s.append(clock() - step_began)
         for output in outputs:
             answers[int(output.request_id)] += output.token_ids
@@ -72,114 +85,90 @@ def run_mico(model: LoadedModel, work: list[Query], slots: int, token_budget: in
     return Run(seconds, answers, statistics.median(decode_s) * 1e3 if decode_s else None)
 
 
-def run_static(model: Any, work: list[Query], slots: int, token_budget: int, clock: Clock) -> Run:
-    """`generate` on batches in order of arrival, padded on the left, each as long as its longest answer."""
-    del token_budget
-    answers: list[list[int]] = []
-    began = clock()
-    for first in range(0, len(work), slots):
-        batch = work[first : first + slots]
-        width = max(len(query.prompt) for query in batch)
-        ids = torch.tensor([[0] * (width - len(query.prompt)) + query.prompt for query in batch])
-        mask = torch.tensor([[0] * (width - len(query.prompt)) + [1] * len(query.prompt) for query in batch])
-        longest = max(query.response_tokens for query in batch)
-        with torch.inference_mode():
-            whole = model.generate(
-                ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                max_new_tokens=longest,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )[:, width:].tolist()
-        answers += [ids_[: query.response_tokens] for ids_, query in zip(whole, batch, strict=True)]
-    return Run(clock() - began, answers)
-
-
-def run_continuous(model: Any, work: list[Query], slots: int, token_budget: int, clock: Clock) -> Run:
-    """transformers' continuous batching, told the true length of every answer."""
-    blocks = -(-slots * 1024 // 16)
-    settings = transformers.ContinuousBatchingConfig(
-        num_blocks=blocks, page_size=16, max_batch_tokens=max(token_budget, slots)
-    )
-    generation = transformers.GenerationConfig(
-        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024
-    )
-    manager = model.init_continuous_batching(generation, settings)
-    manager.start()
-    answers: dict[str, list[int]] = {}
-    waiting = enumerate(work)
-    began = clock()
-    for at, query in islice(waiting, slots):
-        manager.add_request(query.prompt, str(at), max_new_tokens=query.response_tokens)
-    while len(answers) < len(work):
-        result = manager.get_result(timeout=1.0)
-        if result is not None and result.is_finished():
-            answers[result.request_id] = list(result.generated_tokens)
-            for at, query in islice(waiting, 1):
-                manager.add_request(query.prompt, str(at), max_new_tokens=query.response_tokens)
-        elif result is None and not manager.is_running():
-            raise RuntimeError("transformers' continuous batching ended before its work")
-    seconds = clock() - began
-    manager.stop(block=True)
-    return Run(seconds, [answers[str(at)] for at in range(len(work))])
-
-
-PEERS: dict[str, Callable[[Any, list[Query], int, int, Clock], Run]] = {
-    "transformers-static": run_static,
-    "transformers-cb": run_continuous,
-}
-
-
 def same_answers(mine: Run, other: Run) -> float:
     """The share of queries answered with the very same tokens."""
     return sum(a == b for a, b in zip(mine.answers, other.answers, strict=True)) / len(mine.answers)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    plain = load_plain(options.model, options.device, options.dtype)
-    served = from_model(copy.deepcopy(plain), name=Path(options.model).name)
+def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> dict[str, list[Run]]:
+    """Ours as "mico" and each peer, in turn; new token ids in each repetition; a first round warms up."""
     clock = CLOCKS[options.clock]
-    mine: list[Run] = []
-    others: dict[str, list[Run]] = {name: [] for name in options.peer}
-    for repetition in range(options.repeat):
-        work = queries(
+
+    def work(repetition: int) -> list[Query]:
+        return queries(
             options.workload,
             options.requests,
             vocab_size=served.vocab_size,
-            context_tokens=min(served.context_tokens, 2048),
+            context_tokens=min(served.context_tokens, LONGEST_TOKENS),
             repetition=repetition,
         )
-        mine.append(run_mico(served, work, options.slots, options.token_budget, clock))
-        for name in options.peer:
-            others[name].append(
-                PEERS[name](copy.deepcopy(plain), work, options.slots, options.token_budget, clock)
-            )
-    speed = statistics.median(run.tokens_per_s for run in mine)
-    peers = {name: statistics.median(run.tokens_per_s for run in runs) for name, runs in others.items()}
+
+    room = room_for(work(0), options.slots, options.token_budget)
+    engine = make_engine(served, options.runner, room, clock)
+    contenders: dict[str, Callable[[list[Query]], Run]] = {
+        "mico": lambda asked: run_mico(engine, asked, clock)
+    }
+    for name in options.peer:
+        model = copy.deepcopy(plain)
+        contenders[name] = partial(_run_peer, name, model, room, clock)
+    warm_up = work(-1) if served.device.type == "cuda" else work(-1)[:2]
+    for contend in contenders.values():
+        contend(warm_up)
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for repetition in range(options.repeat):
+        for name, contend in contenders.items():
+            runs[name].append(contend(work(repetition)))
+    return runs
+
+
+def _run_peer(name: str, model: Any, room: Room, clock: Clock, work: list[Query]) -> Run:
+    return PEERS[name](model, work, room, clock)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    plain = load_plain(options.model, options.device, options.dtype)
+    served = from_model(store_by_columns(copy.deepcopy(plain)), name=Path(options.model).name)
+    floor = _roofline(options, served)
+    runs = run_all(options, plain, served)
+    speeds = {name: statistics.median(run.tokens_per_s for run in each) for name, each in runs.items()}
+    mine, speed = runs.pop("mico"), speeds.pop("mico")
     steps = [run.step_ms for run in mine if run.step_ms is not None]
     return {
         "out_tok_s": round(speed, 1),
         "wall_s": round(statistics.median(run.seconds for run in mine), 3),
-        "peers": {name: round(other, 1) for name, other in peers.items()},
-        "ratio": {name: round(speed / other, 2) for name, other in peers.items()},
+        "peers": {name: round(other, 1) for name, other in speeds.items()},
+        "ratio": {name: round(speed / other, 2) for name, other in speeds.items()},
         "same_answers": {
-            name: min(same_answers(*pair) for pair in zip(mine, runs, strict=True))
-            for name, runs in others.items()
+            name: min(same_answers(*pair) for pair in zip(mine, each, strict=True))
+            for name, each in runs.items()
         },
         "step_ms": round(statistics.median(steps), 3) if steps else None,
+        "roofline_fraction": None if floor is None else round(speed / floor, 4),
+        "roofline_tok_s": None if floor is None else round(floor, 1),
         "conditions": _conditions(options),
     }
 
 
+def _roofline(options: argparse.Namespace, served: LoadedModel) -> float | None:
+    """Output tokens per second if nothing but this device's memory and products took time."""
+    sizes = roofline.sizes(served)
+    if sizes is None:
+        return None
+    weight_bytes = (sizes.body + sizes.head) * sizes.number_bytes
+    rates = roofline.measure(served.device, served.dtype, weight_bytes, CLOCKS[options.clock])
+    work = lengths(options.workload, options.requests)
+    seconds = roofline.ideal_seconds(work, options.slots, sizes, rates)
+    return sum(response for _, response in work) / seconds
+
+
 def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    kept = ("workload", "requests", "slots", "token_budget", "device", "dtype", "threads", "repeat", "clock")
+    kept = ("workload", "runner", "requests", "slots", "token_budget", "device", "dtype", "threads", "repeat")
     return {
         "model": Path(options.model).name,
-        **{name: getattr(options, name) for name in kept},
+        **{name: getattr(options, name) for name in (*kept, "clock")},
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "processor": platform.machine(),
+        "processor": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
     }
 
 
@@ -189,6 +178,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--model", required=True, help="a folder, with weights or a config.json alone, or a Hub id"
     )
     parser.add_argument("--workload", choices=sorted(SHAPES), default="alpaca")
+    parser.add_argument("--runner", choices=RUNNERS, default="packed", help="all but packed: padded batches")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--slots", type=int, default=256, help="requests that run at once")
     parser.add_argument("--token-budget", type=int, default=8192, help="tokens of one iteration")
