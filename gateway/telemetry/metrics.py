@@ -1,6 +1,7 @@
 """What this replica exports to Prometheus. Sites are read when scraped; queries are counted as they end.
 
-Labels are bounded: sites by the directory, models by what sites serve, everything else by enums.
+Labels are bounded: sites by the directory, and what is counted of one that the directory forgot goes with
+it; models by what sites serve, everything else by enums.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Metrics:
             buckets=_TOKENS,
             registry=registry,
         )
+        self._seen: set[str] = set()  # the sites that something was counted of
+        self._by_site = (self._requests, self._tokens, self._ttft, self._itl, self._queue)
         registry.register(self)
 
     def also(self, collector: Collector) -> None:
@@ -56,9 +59,11 @@ class Metrics:
         self._registry.register(collector)
 
     def text(self) -> bytes:
+        self._forget(self._seen - {site.name for site in self._directory.sites})
         return generate_latest(self._registry)
 
     def observe(self, outcome: Outcome) -> None:
+        self._seen.update(attempt.decision.site for attempt in outcome.attempts)
         self._requests.labels(outcome.site or "none", outcome.status.value).inc()
         self._count_tokens(outcome)
         self._count_decisions(outcome)
@@ -84,6 +89,14 @@ class Metrics:
             for state in SiteState:
                 states.add_metric([site.name, state.value], float(site.state is state))
         yield states
+
+    def _forget(self, sites: set[str]) -> None:
+        for site in sites:
+            for family in self._by_site:
+                family.remove_by_labels({"site": site})
+            for end in ("from", "to"):
+                self._offloads.remove_by_labels({end: site})
+        self._seen -= sites
 
     def _count_tokens(self, outcome: Outcome) -> None:
         if outcome.attempts:

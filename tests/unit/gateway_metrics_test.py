@@ -99,3 +99,39 @@ def test_a_query_that_no_site_took_costs_no_tokens() -> None:
     metrics.observe(replace(ANSWERED, status=Status.REFUSED, attempts=(), queue_s=None, first_token_s=None))
     assert exported(metrics)("mico_requests_total", site="none", outcome="refused") == 1
     assert b"mico_tokens_total{" not in metrics.text()
+
+
+def test_every_promised_metric_is_there_with_its_labels() -> None:
+    metrics = Metrics(here := directory(), lambda: 0)
+    moved = replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b")))
+    metrics.observe(moved)
+    families = text_string_to_metric_families(metrics.text().decode())
+    labels = {
+        sample.name: frozenset(sample.labels) - {"le"} for family in families for sample in family.samples
+    }
+    promised = {
+        "mico_site_outstanding_tokens": {"site", "cloud", "region"},
+        "mico_site_capacity_tokens": {"site", "cloud", "region"},
+        "mico_tokens_total": {"site", "cloud", "model", "type"},
+        "mico_ttft_seconds_bucket": {"site"},
+        "mico_itl_seconds_bucket": {"site"},
+        "mico_queue_seconds_bucket": {"site"},
+        "mico_requests_total": {"site", "outcome"},
+        "mico_site_state": {"site", "state"},
+        "mico_decisions_total": {"reason"},
+        "mico_forecast_abs_error_tokens_bucket": {"model"},
+        "mico_offloads_total": {"from", "to", "result"},
+    }
+    assert {name: labels[name] for name in promised} == promised
+    assert len(here.sites) == 2
+
+
+def test_what_was_counted_of_a_site_that_is_forgotten_goes_with_it() -> None:
+    metrics = Metrics(directory(), lambda: 0)
+    metrics.observe(replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b"))))
+    for number in range(50):  # machines that came and went, each under a name of its own
+        metrics.observe(replace(ANSWERED, attempts=(attempt(f"gone-{number}", "released"), attempt("b"))))
+        metrics.observe(replace(ANSWERED, attempts=(attempt("b", "released"), attempt(f"gone-{number}"))))
+    page = metrics.text().decode()
+    assert "gone-" not in page
+    assert 'mico_requests_total{outcome="answered",site="b"} 51.0' in page
