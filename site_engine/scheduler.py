@@ -81,6 +81,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """The next iteration. Grows pages and moves requests between waiting, running and preempted."""
         plan = Plan()
+        self._make_way(now)
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
         budget = self._plan_prefills(plan, budget)
@@ -200,6 +201,17 @@ class Scheduler:
                 return
             self._start(request, now)
             budget -= self._plan_chunk(plan, request, budget)
+
+    def _make_way(self, now: float) -> None:
+        """Whoever is next of a better lane waits for no line of a batch: the last of those gives up its slot
+        and its pages, one an iteration, and comes back later.
+        """
+        first = self._next(now)
+        if first is None or not self.running or self._policy.static:
+            return
+        last = self.running[-1]
+        if first.lane < last.lane and not (self._rows and self._room_for(first)):
+            self._preempt(last)
 
     def _next(self, now: float) -> Request | None:
         """Who was preempted comes back before anyone new of its lane starts."""
