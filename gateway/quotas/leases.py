@@ -113,7 +113,8 @@ class Leases:
     async def _renew_for_ever(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), EVERY_S - REST_S)
+                async with asyncio.timeout(EVERY_S - REST_S):
+                    await self._wanted.wait()
             self._wanted.clear()
             done, self._round = self._round, asyncio.Event()
             await self._renew_or_log()

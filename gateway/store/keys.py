@@ -165,8 +165,9 @@ class KeyRing:
 
     async def _refresh_for_ever(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wanted.wait(), REFRESH_S - REST_S)
+            with suppress(TimeoutError):  # wait_for would lose a cancellation that comes with the event
+                async with asyncio.timeout(REFRESH_S - REST_S):
+                    await self._wanted.wait()
             self._wanted.clear()
             done, self._round = self._round, asyncio.Event()
             await self._refresh_or_log()
