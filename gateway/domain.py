@@ -108,13 +108,7 @@ class Query:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Features of a model without which it can't be answered."""
-        wanted = {
-            "logprobs": self.sampling.logprobs is not None,
-            "guided": bool(self.sampling.guided_json),
-            "tools": isinstance(self.prompt, Chat) and bool(self.prompt.tools_json),
-        }
-        return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
+        return needs(self.prompt, self.sampling)
 
     @property
     def prompt_tokens_guess(self) -> int:
@@ -126,6 +120,16 @@ class Query:
         if isinstance(self.prompt, str):
             return 1 + len(self.prompt) // 4
         return len(self.prompt)
+
+
+def needs(prompt: Prompt, sampling: Sampling) -> frozenset[str]:
+    """Features of a model without which this can't be answered."""
+    wanted = {
+        "logprobs": sampling.logprobs is not None,
+        "guided": bool(sampling.guided_json),
+        "tools": isinstance(prompt, Chat) and bool(prompt.tools_json),
+    }
+    return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 # ---- a site --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from litestar.types import ControllerRouterHandler
 
 from gateway.api.backend import Backend
 from gateway.api.catalogue import model_routes
+from gateway.api.elsewhere import missing_routes
 from gateway.api.exchange import Envelope, Exchange
 from gateway.api.generation import generation_routes
 from gateway.api.health import health_routes
@@ -34,7 +35,13 @@ _EXPOSED_HEADERS = [
 def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = ()) -> Litestar:
     """`handlers` are further endpoints, such as metrics or files; they share the errors and the envelope."""
     app = Litestar(
-        [*generation_routes(backend), *model_routes(backend), *health_routes(backend), *handlers],
+        [
+            *generation_routes(backend),
+            *model_routes(backend),
+            *health_routes(backend),
+            *missing_routes(),
+            *handlers,
+        ],
         exception_handlers={Exception: _refuse},
         cors_config=CORSConfig(allow_origins=["*"], expose_headers=_EXPOSED_HEADERS),
         openapi_config=None,

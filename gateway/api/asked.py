@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.api.fields import UNSUPPORTED, WRONG_VALUE, Fields
-from gateway.domain import Caller, Model, Query, Sampling
+from gateway.domain import Caller, Model, Query, Sampling, needs
 from gateway.errors import BadRequest
 from gateway.prompt import Prompt
 
@@ -50,11 +50,24 @@ def read_streaming(fields: Fields) -> Streaming:
     return Streaming(on, usage, options.flag("continuous_usage_stats") and usage)
 
 
-def check_limit(asked: Asked, models: Sequence[Model]) -> None:
-    """Refuses a wish that no prompt leaves room for. Less than that the site clips. Passes unknown models."""
-    wanted = asked.sampling.max_tokens
+_ABILITIES = {
+    "tools": ("tools", "call functions", "leave 'tools' out, or set 'tool_choice' to \"none\""),
+    "guided": ("response_format", "hold an answer to a JSON schema", "leave 'response_format' out"),
+}
+
+
+def check_model(asked: Asked, models: Sequence[Model]) -> None:
+    """Refuses what no site that serves the model can do. Passes unknown models."""
     model = next((m for m in models if m.id == asked.model), None)
-    if wanted is None or model is None or wanted <= model.context_tokens:
+    if model is not None:
+        _check_limit(asked, model)
+        _check_abilities(asked, model)
+
+
+def _check_limit(asked: Asked, model: Model) -> None:
+    """A wish that no prompt leaves room for. Less than that the site clips."""
+    wanted = asked.sampling.max_tokens
+    if wanted is None or wanted <= model.context_tokens:
         return
     raise BadRequest(
         f"'{asked.limit_field}' is {wanted}, but the context of {model.id} is {model.context_tokens} tokens,"
@@ -64,17 +77,9 @@ def check_limit(asked: Asked, models: Sequence[Model]) -> None:
     )
 
 
-_ABILITIES = {
-    "tools": ("tools", "call functions", "leave 'tools' out, or set 'tool_choice' to \"none\""),
-    "guided": ("response_format", "hold an answer to a JSON schema", "leave 'response_format' out"),
-}
-
-
-def check_abilities(asked: Asked, needs: frozenset[str], models: Sequence[Model]) -> None:
-    """Refuses what no site that serves the model can do. Passes unknown models."""
-    model = next((m for m in models if m.id == asked.model), None)
-    for ability in sorted(needs & _ABILITIES.keys()):
-        if model is not None and ability not in model.features:
+def _check_abilities(asked: Asked, model: Model) -> None:
+    for ability in sorted(needs(asked.prompts[0], asked.sampling) & _ABILITIES.keys()):
+        if ability not in model.features:
             param, what, instead = _ABILITIES[ability]
             raise BadRequest(
                 f"No site that serves {model.id} can {what}; {instead}. /v1/models lists what models can do.",

@@ -12,7 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api import whole
-from gateway.api.asked import Asked, check_abilities, check_limit, queries
+from gateway.api.asked import Asked, check_model, queries
 from gateway.api.auth import caller_of
 from gateway.api.backend import Backend
 from gateway.api.body import ClientGone, read_json
@@ -73,7 +73,6 @@ class Generation:
             timeout_s=self.backend.timeout_s,
             traceparent=header(scope, b"traceparent"),
         )
-        check_abilities(asked, asking[0].needs, self.backend.models())
         relay = self._stream if asked.streaming.on else self._whole
         pieces = complete(self.backend.answer, asking)
         within_s = self.backend.timeout_s + DELIVERY_S
@@ -84,7 +83,7 @@ class Generation:
         fields = Fields(body, problems)
         asked = self.read(fields)
         problems.raise_any()
-        check_limit(asked, self.backend.models())
+        check_model(asked, self.backend.models())
         if log.isEnabledFor(logging.DEBUG) and (unknown := fields.unread()):
             log.debug("ignored unknown fields: %s", ", ".join(unknown)[:200])
         return asked

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from gateway.api import whole
-from gateway.api.asked import Asked, check_limit, queries
+from gateway.api.asked import Asked, check_model, queries
 from gateway.api.backend import Backend
 from gateway.api.chat_request import read_chat
 from gateway.api.completion_request import read_completion
@@ -40,7 +40,7 @@ def asked_of(endpoint: Endpoint, body: dict[str, object], backend: Backend) -> A
     problems = Problems()
     asked = endpoint.read(Fields(body, problems))
     problems.raise_any()
-    check_limit(asked, backend.models())
+    check_model(asked, backend.models())
     return asked
 
 

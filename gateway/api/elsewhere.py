@@ -1,0 +1,32 @@
+"""What OpenAI's API has and this one has not: refused by name, whatever is sent, so that nobody guesses."""
+
+from __future__ import annotations
+
+from litestar import route
+from litestar.handlers import HTTPRouteHandler
+
+from gateway.errors import NotFound
+
+HERE = "This gateway serves /v1/chat/completions and /v1/completions"
+_MISSING = {
+    "embeddings": ("/v1/embeddings",),
+    "reranking": ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"),
+    "images": ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+    "audio": ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"),
+    "moderation": ("/v1/moderations",),
+    "responses and assistants": ("/v1/responses", "/v1/assistants", "/v1/threads"),
+    "fine-tuning": ("/v1/fine_tuning/jobs",),
+    "tokenizing (models and their tokenizers live at the sites)": ("/tokenize", "/detokenize"),
+}
+
+
+def missing_routes() -> list[HTTPRouteHandler]:
+    return [_missing(what, paths) for what, paths in _MISSING.items()]
+
+
+def _missing(what: str, paths: tuple[str, ...]) -> HTTPRouteHandler:
+    @route(list(paths), http_method=["GET", "POST"], status_code=200)
+    async def refuse() -> None:
+        raise NotFound(f"{HERE}; it has no {what}.")
+
+    return refuse

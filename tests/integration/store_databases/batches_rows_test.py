@@ -1,0 +1,134 @@
+"""Rows 70 to 76 of the API's promises: files and batches as OpenAI's SDK and raw requests see them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import openai
+import pytest
+
+from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
+from tests.fakes.edge import error_of
+
+ONE = jsonl(chat_line(0))
+BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+
+
+def run(url: str, scenario: Callable[[Replica], Awaitable[None]], **limits: Any) -> None:
+    async def main() -> None:
+        async with replica(url, **limits) as here:
+            await scenario(here)
+
+    asyncio.run(main())
+
+
+def test_row_70_an_upload_is_processed_or_refused_by_name(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        file = await here.sdk().files.create(file=("in.jsonl", ONE), purpose="batch")
+        assert (file.status, file.bytes, file.purpose) == ("processed", len(ONE), "batch")
+        sent = {"file": ("in.jsonl", ONE)}
+        for form, param in (
+            ({"data": {"purpose": "batch"}}, "file"),
+            ({"files": sent}, "purpose"),
+            ({"files": sent, "data": {"purpose": "fine-tune"}}, "purpose"),
+        ):
+            missing = await here.raw("POST", "/v1/files", **({"files": {"other": ("x", b"1")}} | form))
+            assert error_of(missing, 400)["param"] == param
+        large = await here.raw(
+            "POST", "/v1/files", files={"file": ("in.jsonl", b"x" * 5000)}, data={"purpose": "batch"}
+        )
+        error_of(large, 413)
+
+    run(url, scenario, file_bytes=4000)
+
+
+def test_row_71_files_are_listed_read_and_deleted(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        ids = [await here.upload(jsonl(chat_line(number))) for number in range(3)]
+        listed = (await here.raw("GET", "/v1/files?limit=2&order=asc")).json()
+        assert [file["id"] for file in listed["data"]] == ids[:2]
+        assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (ids[0], ids[1], True)
+        rest = (await here.raw("GET", f"/v1/files?order=asc&after={ids[1]}")).json()
+        assert ([file["id"] for file in rest["data"]], rest["has_more"]) == (ids[2:], False)
+        newest = [file.id async for file in here.sdk().files.list()]
+        assert newest == ids[::-1]
+        content = await here.raw("GET", f"/v1/files/{ids[0]}/content")
+        assert content.content == ONE
+        deleted = (await here.raw("DELETE", f"/v1/files/{ids[0]}")).json()
+        assert deleted == {"id": ids[0], "object": "file", "deleted": True}
+        error_of(await here.raw("GET", f"/v1/files/{ids[0]}"), 404)
+
+    run(url, scenario)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+    ],
+)
+def test_row_72_a_batch_of_something_unknown_is_refused(url: str, change: dict[str, str], param: str) -> None:
+    async def scenario(here: Replica) -> None:
+        file_id = await here.upload(ONE)
+        asked = BATCH | {"input_file_id": file_id} | change
+        assert error_of(await here.raw("POST", "/v1/batches", json=asked), 400)["param"] == param
+        if param == "endpoint":
+            batch = (await here.raw("POST", "/v1/batches", json=BATCH | {"input_file_id": file_id})).json()
+            assert (batch["status"], batch["object"]) == ("validating", "batch")
+
+    run(url, scenario)
+
+
+def test_rows_73_to_74_states_times_and_lines(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        wrong = chat_line(1, messages=[])
+        done = await here.ended(await here.submit(jsonl(chat_line(0), wrong)))
+        assert (done.status, done.request_counts.model_dump()) == (
+            "completed",
+            {"total": 2, "completed": 1, "failed": 1},
+        )
+        assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
+        (good,) = await here.lines(done.output_file_id)
+        assert good.keys() == {"id", "custom_id", "response", "error"}
+        assert good["response"].keys() == {"status_code", "request_id", "body"}
+        (bad,) = await here.lines(done.error_file_id)
+        assert (bad["custom_id"], bad["response"]["status_code"]) == ("c-1", 400)
+        assert bad["response"]["body"]["error"]["param"] == "messages"
+        twice = await here.ended(await here.submit(jsonl(chat_line(0), chat_line(0), b"{")))
+        assert (twice.status, twice.failed_at is not None) == ("failed", True)
+        assert sorted({error.line for error in twice.errors.data}) == [2, 3]
+
+    run(url, scenario)
+
+
+def test_row_75_cancelling_keeps_what_is_finished_and_lists_turn_their_pages(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        done = await here.submit(ONE)
+        await here.ended(done)
+        here.open.clear()
+        held = await here.submit(jsonl(*(chat_line(number) for number in range(3))))
+        await asked_at_least(here, 2)
+        cancelling = await here.sdk().batches.cancel(held)
+        assert cancelling.status in {"cancelling", "cancelled"}
+        here.open.set()
+        assert (await here.ended(held)).cancelled_at is not None
+        page = (await here.raw("GET", "/v1/batches?limit=1")).json()
+        assert ([batch["id"] for batch in page["data"]], page["has_more"]) == ([held], True)
+        assert [batch.id async for batch in here.sdk().batches.list(limit=1)] == [held, done]
+
+    run(url, scenario)
+
+
+def test_row_76_a_file_of_too_many_lines_fails(url: str) -> None:
+    async def scenario(here: Replica) -> None:
+        batch = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(4)))))
+        assert batch.status == "failed"
+        assert not here.asked
+        with pytest.raises(openai.BadRequestError):
+            await here.sdk().batches.cancel(batch.id)
+
+    run(url, scenario, lines=3)
