@@ -140,6 +140,7 @@ def http_server(
         access_log=False,
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # who asks is who connects: anybody can write a header
         timeout_keep_alive=75,  # longer than what balancers and pooled clients keep open
         timeout_graceful_shutdown=max(1, round(end_within_s)),
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context(),

@@ -18,6 +18,7 @@ import grpc
 from gateway.failures import Failures
 from gateway.pki import invitation
 from gateway.pki.authority import Authority, PkiError, SiteCertificate, read_site
+from gateway.pki.invitation import Invitation
 from gateway.store.errors import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -55,12 +56,23 @@ class Certificates:
             return "its certificate has expired and was not renewed"
         return None
 
-    def invited(self, secret: str) -> str:
-        """The site that a join secret is for. Raises PkiError."""
+    def invited(self, secret: str) -> Invitation:
+        """What a join secret says. Raises PkiError when it is wrong, too old or revoked."""
         found = invitation.read(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
-        if found.issued_at <= self.register.void_until(found.site):
+        self._check(found, found.site)
+        return found
+
+    def named(self, asker: SiteCertificate | Invitation, csr: bytes) -> str:
+        """The site that asks. Raises PkiError, also when of a pool's machines just this one was revoked."""
+        if isinstance(asker, SiteCertificate):
+            return asker.site
+        site = invitation.named(asker.site, self.authority.requested_name(csr))
+        self._check(asker, site)
+        return site
+
+    def _check(self, invited: Invitation, site: str) -> None:
+        if invited.issued_at <= self.register.void_until(site):
             raise PkiError("the join secret was revoked: `mico pki invite` makes a new one")
-        return found.site
 
     async def issue(self, site: str, csr: bytes, *, renewal: bool) -> bytes:
         """Raises PkiError, StoreUnavailable."""
@@ -96,18 +108,20 @@ class Entrance:
         """A certificate for who asks with a good one, or with a join secret. Raises Refusal."""
         if self.certificates is None:
             raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "this gateway issues no certificates: set pki")
-        shown = self._certificate(context)
         try:
-            site = shown.site if shown else self.certificates.invited(_bearer(context))
+            asker = self._certificate(context) or self.certificates.invited(_bearer(context))
         except PkiError as exc:
             raise self._failed(context, str(exc)) from exc
+        renewal = isinstance(asker, SiteCertificate)
         try:
-            pem = await self.certificates.issue(site, await csr(), renewal=shown is not None)
+            request = await csr()
+            site = self.certificates.named(asker, request)
+            pem = await self.certificates.issue(site, request, renewal=renewal)
         except PkiError as exc:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(exc)) from exc
         except StoreUnavailable as exc:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the database is away: {exc}") from exc
-        log.info("site %s %s a certificate", site, "renewed its" if shown else "was issued a first")
+        log.info("site %s %s a certificate", site, "renewed its" if renewal else "was issued a first")
         return pem
 
     def _certificate(self, context: Any) -> SiteCertificate | None:

@@ -95,6 +95,12 @@ class Authority:
         raw = self._key.private_numbers().private_value.to_bytes(32, "big")
         return hmac.new(raw, b"mico " + purpose, hashlib.sha256).digest()
 
+    @staticmethod
+    def requested_name(csr_pem: bytes) -> str:
+        """What the request calls itself, empty if nothing. Raises PkiError."""
+        subject = _request(csr_pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        return str(subject[0].value) if subject else ""
+
     def issue_site(self, site: str, csr_pem: bytes, now: datetime) -> Issued:
         """For the key in the request; whatever else it asks for is ignored. Raises PkiError."""
         key = _requested_key(csr_pem)
@@ -176,17 +182,24 @@ def _builder(
     )
 
 
-def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey | rsa.RSAPublicKey:
+def _request(csr_pem: bytes) -> x509.CertificateSigningRequest:
     if len(csr_pem) > CSR_BYTES_MAX:
         raise PkiError(f"the request has {len(csr_pem)} bytes, at most {CSR_BYTES_MAX} are read")
     try:
         csr = x509.load_pem_x509_csr(csr_pem)
         valid = csr.is_signature_valid
-        key = csr.public_key()
     except (ValueError, InvalidSignature, UnsupportedAlgorithm) as exc:
         raise PkiError(f"the request can't be read: {exc}") from exc
     if not valid:
         raise PkiError("the request is not signed by its own key")
+    return csr
+
+
+def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey | rsa.RSAPublicKey:
+    try:
+        key = _request(csr_pem).public_key()
+    except (ValueError, UnsupportedAlgorithm) as exc:
+        raise PkiError(f"the request's key can't be read: {exc}") from exc
     strong = isinstance(key, ec.EllipticCurvePublicKey) or (
         isinstance(key, rsa.RSAPublicKey) and key.key_size >= _RSA_BITS_LEAST
     )

@@ -1,6 +1,7 @@
 """Join secrets: a site's name and two dates under a keyed hash. Nothing is stored of them.
 
-One may be used again while it holds, because a machine that is replaced must be able to come back.
+One may be used again while it holds, because a machine that is replaced must be able to come back. A name
+that ends in `*` is for machines that a cloud makes alike: each says in its request which of them it is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ class Invitation(NamedTuple):
     site: str
     issued_at: int
     expires_at: int
+
+
+def named(invited: str, wanted: str) -> str:
+    """The name that a certificate is to have. Raises PkiError when that is not what the secret is for."""
+    if not invited.endswith("*"):
+        return invited
+    begins_so = wanted.startswith(invited[:-1]) and len(wanted) >= len(invited)
+    if not begins_so or "*" in wanted or not wanted.isprintable():
+        raise PkiError(f"the join secret is for sites {invited}, not for {wanted!r}")
+    return wanted
 
 
 def write(invitation: Invitation, key: bytes) -> str:

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 import grpc
+import httpx
 import openai
 import pytest
 
+import migrations
 from gateway.answer import answer
 from gateway.api.backend import Backend, Readiness
+from gateway.app import serve
+from gateway.config import GatewayConfig
 from gateway.domain import Status
 from gateway.federation.server import Federation
+from gateway.store.store import open_store
 from tests.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback
-from tests.fakes.federation import Scene, ScriptedSite, scene, until
+from tests.fakes.federation import TOKEN, Scene, ScriptedSite, scene, until
+from wire import federation_pb2 as pb
 
 
 def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
@@ -59,7 +69,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
         here.gateway.end()
         cancel = await site.next()
         assert cancel.cancel.attempt_id == assign.attempt_id
-        await site.step(assign, "", 1, finish=3)
+        await site.step(assign, "", 1, finish=pb.Delta.CANCELLED)
         await reading
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["error"]["code"] == "shutting_down"
@@ -77,7 +87,7 @@ def test_whoever_waits_for_a_first_token_is_told_to_come_back() -> None:
         assign = await site.assigned()
         here.gateway.end()
         assert (await site.next()).cancel.attempt_id == assign.attempt_id
-        await site.step(assign, "", 0, finish=3)
+        await site.step(assign, "", 0, finish=pb.Delta.CANCELLED)
         refused = await asking
         assert error_of(refused, 503)["code"] == "shutting_down"
         assert refused.headers["retry-after"] == "1"
@@ -131,3 +141,62 @@ def test_the_same_process_replaces_its_own_link() -> None:
             assert federation.links["alpha"] is not link
 
     asyncio.run(scenario())
+
+
+def test_a_process_that_is_told_to_end_lets_no_stream_end_in_silence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        url = f"sqlite:///{tmp_path / 'mico.db'}"
+        await asyncio.to_thread(migrations.upgrade, url)
+        async with open_store(url, tmp_path, serving=False) as store:
+            _, key = await store.keys.create_key("test")
+        http, grpc_port = free_ports(2)
+        config = GatewayConfig(
+            http_port=http,
+            grpc_port=grpc_port,
+            mtls_port=0,
+            database_url=url,
+            folder=tmp_path,
+            site_tokens=(TOKEN,),
+            drain_s=0.3,
+        )
+        serving = asyncio.create_task(serve(config))
+        site = ScriptedSite("alpha", f"127.0.0.1:{grpc_port}")
+        await until(lambda: serving.done() or listens(grpc_port), "the gateway listens")
+        await site.join()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}", timeout=20) as client:
+            await until(lambda: listens(http), "HTTP listens")
+            asked = {"headers": {"authorization": f"Bearer {key}"}, "json": chat_body(model="m", stream=True)}
+            begun = asyncio.create_task(begin(site))
+            async with client.stream("POST", "/v1/chat/completions", **asked) as answer:  # type: ignore[arg-type]
+                lines = answer.aiter_lines()
+                assert "data: " in await anext(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert await serving == 0
+        await begun
+        await site.close()
+
+    asyncio.run(scenario())
+
+
+async def begin(site: ScriptedSite) -> None:
+    """Say a little of one answer, then nothing until it is cancelled."""
+    assign = await site.assigned()
+    await site.step(assign, "Hel", 1)
+    assert (await site.next()).cancel.attempt_id == assign.attempt_id
+    await site.step(assign, "", 1, finish=pb.Delta.CANCELLED)
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -17,6 +17,7 @@ import pytest
 
 import migrations
 from gateway.domain import SiteState
+from gateway.failures import MOST
 from gateway.federation.directory import Directory
 from gateway.federation.entrance import Certificates
 from gateway.federation.server import Federation, FederationSettings, listen
@@ -214,6 +215,52 @@ def test_without_a_certificate_or_with_a_foreign_secret_nobody_is_let_in(tmp_pat
         with pytest.raises(LinkLost, match="UNAUTHENTICATED, the join secret is missing or wrong"):
             await identity.renew()
         assert await here.store.certificates.every() == []
+
+    play(tmp_path, scenario)
+
+
+def test_machines_of_a_pool_share_a_join_secret_and_are_revoked_one_by_one(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        secret = here.invite("pool-*")
+        for name in ("pool-1", "pool-2"):
+            identity = identity_of(here.config(name, join_secret=secret))
+            assert identity is not None
+            await identity.renew()
+        assert [row.site for row in await here.store.certificates.every()] == ["pool-1", "pool-2"]
+        here.now_s = 2.0
+        await here.store.certificates.revoke("pool-1", "lost", time.time() + here.now_s)
+        for name, refusal in (
+            ("pool-1", "was revoked"),
+            ("other", "is for sites pool-*, not"),
+            ("pool-*", "not"),
+        ):
+            identity = identity_of(
+                replace(here.config(name, join_secret=secret), identity=tmp_path / "again")
+            )
+            assert identity is not None
+            with pytest.raises(LinkLost) as caught:
+                await identity.renew()
+            assert refusal in str(caught.value)
+        identity = identity_of(here.config("pool-2", join_secret=secret))
+        assert identity is not None
+        await identity.renew()
+
+    play(tmp_path, scenario)
+
+
+def test_who_fails_too_often_is_told_only_that(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        identity = identity_of(here.config("alpha", join_secret="mico-join-wrong"))
+        assert identity is not None
+        reasons = []
+        for _ in range(int(MOST) + 2):
+            with pytest.raises(LinkLost) as caught:
+                await identity.renew()
+            reasons.append("RESOURCE_EXHAUSTED" in str(caught.value))
+        assert reasons == [False] * int(MOST) + [True] * 2
+        identity = identity_of(here.config("alpha", join_secret=here.invite("alpha")))
+        assert identity is not None
+        await identity.renew()  # who can say who it is is let in all the same
 
     play(tmp_path, scenario)
 
