@@ -22,7 +22,7 @@ import torch
 import transformers
 import triton
 
-from bench.forced import check, force_plain
+from bench.forced import GREEDY, check, force_plain
 from bench.workload import SHAPES, lengths, queries
 from site_engine.attention import triton_launch
 from site_engine.attention.triton_launch import DecodeWork, Tile
@@ -175,7 +175,7 @@ def buckets(engine: AheadEngine, counts: Sequence[int], context: int = 200) -> N
     for rows in counts:
         requests = []
         for row in range(rows):
-            request = Request(f"bucket {row}", [11] * context)
+            request = Request(f"bucket {row}", [11] * context, GREEDY)
             request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
             requests.append(request)
         plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
@@ -204,7 +204,7 @@ def prefill_rate(engine: AheadEngine, chunks: int, tokens: int) -> float:
     for _ in range(5):
         requests = []
         for row in range(chunks):
-            request = Request(f"prefill {row}", [random.randrange(10, 30000) for _ in range(tokens)])
+            request = Request(f"prefill {row}", [random.randrange(10, 30000) for _ in range(tokens)], GREEDY)
             request.row, request.pages = row, pool.take(pool.pages_for(tokens)) or []
             requests.append(request)
         plan = Plan([], [Entry(request, 0, tokens, True) for request in requests])
@@ -237,7 +237,14 @@ def kind_of(plan: Plan | None) -> str:
     return f"decode <= {next(limit for limit in (8, 16, 32, 64, 128, 192, 240, 256) if rows <= limit)}"
 
 
-def serve(engine: AheadEngine, workload: str, repetition: int) -> Pass:
+SAMPLINGS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "nucleus": {"temperature": 0.8, "top_p": 0.95},
+}
+
+
+def serve(engine: AheadEngine, workload: str, repetition: int, sampling: str = "greedy") -> Pass:
     work = queries(
         workload, 512, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
         repetition=repetition,
@@ -246,8 +253,8 @@ def serve(engine: AheadEngine, workload: str, repetition: int) -> Pass:
     torch.cuda.synchronize()
     began = seconds()
     for at, query in enumerate(work):
-        sampling = Sampling(max_tokens=query.response_tokens, temperature=0.0, ignore_eos=True)
-        engine.submit(Request(f"{repetition} {at}", query.prompt, sampling))
+        rules = Sampling(max_tokens=query.response_tokens, ignore_eos=True, **SAMPLINGS[sampling])  # type: ignore[arg-type]
+        engine.submit(Request(f"{repetition} {at}", query.prompt, rules))
     tokens, step_s = 0, []
     kinds: dict[str, list[float]] = {}
     while engine.has_work:
@@ -271,12 +278,12 @@ def profile(engine: AheadEngine, context: int = 225) -> None:  # noqa: C901 - a 
     for rows, prompt in ((ROWS, 0), (16, 0), (ROWS - 1, 161)):
         requests = []
         for row in range(rows):
-            request = Request(f"profile {row}", [11] * context)
+            request = Request(f"profile {row}", [11] * context, GREEDY)
             request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
             requests.append(request)
         plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
         if prompt:
-            request = Request("profile prompt", [11] * prompt)
+            request = Request("profile prompt", [11] * prompt, GREEDY)
             request.row, request.pages = rows, pool.take(pool.pages_for(prompt)) or []
             requests.append(request)
             plan.prefills.append(Entry(request, 0, prompt, True))
@@ -329,9 +336,9 @@ def costs(engine: AheadEngine, do: list[str], lap: Callable[[str], None]) -> dic
     return found
 
 
-def rate(engine: AheadEngine, workload: str, reps: int) -> dict[str, Any]:
-    serve(engine, workload, 99)
-    passes = [serve(engine, workload, repetition) for repetition in range(reps)]
+def rate(engine: AheadEngine, workload: str, reps: int, sampling: str = "greedy") -> dict[str, Any]:
+    serve(engine, workload, 99, sampling)
+    passes = [serve(engine, workload, repetition, sampling) for repetition in range(reps)]
     rates = [one.tokens / one.wall_s for one in passes]
     found = {
         "out_tok_s": round(statistics.median(rates)),
@@ -341,7 +348,7 @@ def rate(engine: AheadEngine, workload: str, reps: int) -> dict[str, Any]:
         "graphs": len(engine._device_runner._steps),
         "slowest_steps_ms": [round(one * 1e3, 1) for one in sorted(passes[-1].step_s)[-8:]],
     }
-    print(f"SERVE {workload}: {found}", flush=True)
+    print(f"SERVE {workload} {sampling}: {found}", flush=True)
     for kind, step_s in sorted(passes[-1].kinds.items()):
         print(f"   {kind}: {len(step_s)} x {statistics.fmean(step_s) * 1e3:.3f} ms = {sum(step_s):.3f} s")
     return found
@@ -354,6 +361,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
+    parser.add_argument("--sampling", default="greedy", help=f"some of {', '.join(SAMPLINGS)}")
     asked = parser.parse_args()
     do = asked.do.split(",")
     result: dict[str, Any] = {"model": asked.model, "device": torch.cuda.get_device_name()}
@@ -381,7 +389,9 @@ def main() -> None:
     lap(f"{engine.warm()} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
     result |= costs(engine, do, lap)
     for workload in [name for name in SHAPES if name in do]:
-        result[workload] = rate(engine, workload, asked.reps)
+        for sampling in asked.sampling.split(","):
+            name = workload if sampling == "greedy" else f"{workload}_{sampling}"
+            result[name] = rate(engine, workload, asked.reps, sampling)
         lap(workload)
     if "profile" in do:
         profile(engine)

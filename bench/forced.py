@@ -9,9 +9,10 @@ import torch
 
 from site_engine.cuda.engine import AheadEngine
 from site_engine.cuda.runner import DeviceRunner
-from site_engine.request import Request
+from site_engine.request import Request, Sampling
 from site_engine.scheduler import Entry, Plan
 
+GREEDY = Sampling(temperature=0.0)
 CHECKED_ROWS = 24
 CHECKED_STEPS = 6
 
@@ -46,7 +47,7 @@ def check(engine: AheadEngine, forced: Forced) -> str:
     """Prompts packed, the rest token by token through graphs, against the plain model's logits."""
     requests = []
     for row, ids in enumerate(forced.sequences):
-        request = Request(f"check {row}", ids)
+        request = Request(f"check {row}", ids, GREEDY)
         request.row, request.pages = row, engine._pool.take(engine._pool.pages_for(len(ids))) or []
         requests.append(request)
     runner: DeviceRunner = engine._device_runner

@@ -145,7 +145,7 @@ def _mix(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
     return z ^ (z >> np.uint64(31))
 
 
-def _seed(request: Request) -> int:
+def seed_of(request: Request) -> int:
     """Of the caller's seed and the choice; without a seed, of the request's own name."""
     seed = request.sampling.seed
     source = f"name {request.id}" if seed is None else f"seed {seed}"
@@ -162,7 +162,7 @@ def _rules(requests: Sequence[Request], device: torch.device) -> _Rules:
     ks = [one.top_k for _, one in random]
     biases = [(row, token, bias) for row, one in rows for token, bias in one.logit_bias.items()]
     return _Rules(
-        seeds=np.array([_seed(requests[row]) for row, _ in random], dtype=np.uint64),
+        seeds=np.array([seed_of(requests[row]) for row, _ in random], dtype=np.uint64),
         random=[row for row, _ in random],
         temperature=column([one.temperature for _, one in random]),
         top_k=torch.tensor(ks, device=device)[:, None] if any(ks) else None,

@@ -15,7 +15,7 @@ from site_engine.cuda.model import QUERY_KEY_VALUE, compile_ends, compile_layers
 from site_engine.cuda.runner import DeviceRunner, Flight
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.hf_bridge import CannotServe, LoadedModel
-from site_engine.request import Admission, Output, Request, State
+from site_engine.request import Admission, Output, Request, Sampling, State
 from site_engine.runner import Forward, PackedRunner
 from site_engine.scheduler import Entry, Plan
 
@@ -23,7 +23,7 @@ WARM_CONTEXT_TOKENS = 1024
 
 
 class AheadEngine(SiteEngine):
-    """One iteration ahead while every request is greedy and plain; else as the engine it extends."""
+    """One iteration ahead while the device can choose every token itself; else as the engine it extends."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AheadEngine(SiteEngine):
     def _certify(self, reference: PackedRunner) -> None:
         """Raise CannotServe unless the device computes the reference's logits: a chunk, the rest, a token."""
         tokens = certify.sample_prompts(self._model.vocab_size)[0][: self._limit_tokens - 1]
-        request = Request("certify", tokens)
+        request = Request("certify", tokens, Sampling(temperature=0.0))
         request.row, request.pages = 0, self._pool.take(self._pool.pages_for(len(tokens))) or []
         middle, last = len(tokens) // 2, len(tokens) - 1
         chunks = [Entry(request, 0, middle, True), Entry(request, middle, last - middle, True)]
@@ -178,11 +178,10 @@ def fast_forward(model: LoadedModel) -> Forward:
 
 
 def _plain(request: Request) -> bool:
-    """Greedy, and nothing that needs the logits or the tokens before the next step starts."""
+    """Nothing that needs the logits or the tokens on the host before the next step starts."""
     sampling = request.sampling
     return (
-        sampling.greedy
-        and request.grammar is None
+        request.grammar is None
         and not sampling.logit_bias
         and sampling.min_tokens == 0
         and sampling.logprobs is None

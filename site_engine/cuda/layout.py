@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from site_engine.cuda.draw import RULES, SlotRules
 from site_engine.request import Request
 from site_engine.scheduler import Plan
 
@@ -40,7 +41,7 @@ class Shape(NamedTuple):
     @property
     def sections(self) -> tuple[int, ...]:
         t, s, p = self.tokens, self.samples, self.patches
-        return (t, t, t, s, s, p, p, 4 * self.items, 4 * self.blocks)
+        return (t, t, t, s, s, RULES * s, p, p, 4 * self.items, 4 * self.blocks)
 
 
 class Sections(NamedTuple):
@@ -51,6 +52,7 @@ class Sections(NamedTuple):
     slot: Any  # [tokens]: where key and value go; 0, in the trash page, where the decode kernel writes them
     wanted: Any  # [samples]
     owner: Any  # [samples]
+    rules: Any  # [RULES x samples]: how each draws its token
     patch_at: Any  # [patches]
     patch_page: Any  # [patches]
     items: Any  # [4 x items], as the decode kernel takes them
@@ -119,6 +121,7 @@ class Packer:
         self._page_size = page_size
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
+        self._rules = SlotRules(slots)
 
     def shape(self, plan: Plan, patches: int) -> Shape:
         """Decode steps and small mixed ones are padded to a shape with a graph, others are as they are."""
@@ -166,7 +169,14 @@ class Packer:
         self._fill_prefills(to, plan, sampled)
         to.wanted[len(sampled) :] = 0
         to.owner[len(sampled) :] = self._slots
+        self._fill_rules(to.rules.reshape(RULES, -1), plan, to.owner[: len(sampled)])
         return sampled
+
+    def _fill_rules(self, rules: Numbers, plan: Plan, slots: Numbers) -> None:
+        for entry in plan.prefills:
+            self._rules.set(entry.request)
+        ends = [start + length for _, start, length, samples in plan.entries if samples]
+        self._rules.fill(rules, slots, ends)
 
     def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:
         """One item per chunk of a row; where no prompt follows, padding rows have one and become zeros."""

@@ -7,13 +7,14 @@ import torch
 from site_engine import context
 from site_engine.attention.arena import Arena
 from site_engine.attention.triton_launch import DecodeWork, PrefillWork, chunk_tokens, launched
-from site_engine.cuda import kernels
+from site_engine.cuda import draw_kernels, kernels
 from site_engine.cuda.attention import DeviceContext, Fresh
 from site_engine.cuda.layout import Shape, views
 from site_engine.runner import Forward
 
 PREPARE_BLOCK = 256
 ARGMAX_SPAN = 8192
+DRAW_SPAN = 8192
 
 
 class Device:
@@ -112,6 +113,11 @@ class Step:
         kernels.best_of_row[(rows,)](
             tops, places, self._in.owner, self._device.newest, self.chosen, spans,
             SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1, EARLY=early, **launched(early),
+        )  # fmt: skip
+        draw_kernels.draw[(rows,)](
+            logits, self._in.rules, self._in.owner, self._device.newest, self.chosen,
+            vocabulary, logits.stride(0), rows,
+            SPAN=DRAW_SPAN, BITS=8 * logits.element_size(), num_warps=16, EARLY=early, **launched(early),
         )  # fmt: skip
 
     def _decode_work(self) -> DecodeWork | None:

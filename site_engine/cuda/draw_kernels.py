@@ -1,0 +1,120 @@
+"""A Triton kernel that draws a row's next token by its own rules and number, as the sampler does on the host."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def draw(
+    logits,  # [rows, vocabulary]
+    rules,  # [5, rows], 32 bits each: temperature (0: leave the row), top_k, top_p, min_p, the number drawn
+    owner,  # [rows]: the slot that a row's token belongs to
+    newest,  # [slots]
+    chosen,  # [rows]: the best token; becomes the drawn one; negative: the logits were not finite
+    vocabulary,
+    row_stride,
+    rows,
+    SPAN: tl.constexpr,
+    BITS: tl.constexpr,  # of a logit
+    EARLY: tl.constexpr,
+):
+    """One program per row. What top-k and top-p leave is found by the least logit, two bits at a time."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    temperature = tl.load(rules + row).to(tl.float32, bitcast=True)
+    best = tl.load(chosen + row)
+    if (temperature == 0.0) | (best < 0):
+        return
+    top_k = tl.load(rules + rows + row)
+    top_p = tl.load(rules + 2 * rows + row).to(tl.float32, bitcast=True)
+    min_p = tl.load(rules + 3 * rows + row).to(tl.float32, bitcast=True)
+    number = (
+        tl.load(rules + 4 * rows + row).to(tl.uint32, bitcast=True).to(tl.float64) * 2.3283064365386963e-10
+    )
+    its = logits + row.to(tl.int64) * row_stride
+    top = tl.load(its + best).to(tl.float32)
+    scale = LOG2_E / temperature
+    least = tl.full([], -(1 << (BITS - 1)), tl.int32)
+    if top_k > 0:
+        least = _least(its, vocabulary, top, 0.0, least, top_k.to(tl.float32), SPAN, BITS)
+    if top_p < 1.0:
+        mass, _, _ = _masses(its, vocabulary, top, scale, least, least, 0, SPAN, BITS)
+        least = _least(its, vocabulary, top, scale, least, top_p * mass, SPAN, BITS)
+    total = tl.zeros([], tl.float64)
+    for at in range(0, vocabulary, SPAN):
+        _, weights = _span(its, at, vocabulary, top, scale, least, min_p, SPAN, BITS)
+        total += tl.sum(weights, 0).to(tl.float64)
+    target = number * total
+    before = tl.zeros([], tl.float64)  # the weight of all spans before the one that the number falls into
+    span = tl.zeros([], tl.int32)
+    running = tl.zeros([], tl.float64)
+    for at in range(0, vocabulary, SPAN):
+        _, weights = _span(its, at, vocabulary, top, scale, least, min_p, SPAN, BITS)
+        weight = tl.sum(weights, 0).to(tl.float64)
+        enters = (running <= target) & (weight > 0)
+        span = tl.where(enters, at, span)
+        before = tl.where(enters, running, before)
+        running += weight
+    place, weights = _span(its, span, vocabulary, top, scale, least, min_p, SPAN, BITS)
+    beyond = (before + tl.cumsum(weights, 0).to(tl.float64) > target) & (weights > 0)
+    token = tl.min(tl.where(beyond, place, vocabulary), 0)
+    last = tl.max(tl.where(weights > 0, place, 0), 0)  # where rounding leaves the number past the end
+    token = tl.where(token < vocabulary, token, last)
+    tl.store(newest + tl.load(owner + row), token)
+    tl.store(chosen + row, token)
+
+
+@triton.jit
+def _least(its, vocabulary, top, scale, floor, goal, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """The highest rank at or above which the weights, of those from `floor` on, reach the goal."""
+    low = tl.full([], -(1 << (BITS - 1)), tl.int32)
+    step = tl.full([], 1 << (BITS - 2), tl.int32)
+    for _ in range(BITS // 2):
+        one, two, three = _masses(its, vocabulary, top, scale, floor, low, step, SPAN, BITS)
+        reached = (one >= goal).to(tl.int32) + (two >= goal).to(tl.int32) + (three >= goal).to(tl.int32)
+        low += reached * step
+        step = step >> 2
+    return tl.maximum(low, floor)
+
+
+@triton.jit
+def _masses(its, vocabulary, top, scale, floor, low, step, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """The sums of weights at or above the ranks one, two and three steps over `low`; no scale: each is 1."""
+    one = tl.zeros([], tl.float32)
+    two = tl.zeros([], tl.float32)
+    three = tl.zeros([], tl.float32)
+    for at in range(0, vocabulary, SPAN):
+        place = at + tl.arange(0, SPAN)
+        here = place < vocabulary
+        values = tl.load(its + place, mask=here, other=0.0).to(tl.float32)
+        rank = _rank(values, BITS)
+        weights = tl.where(here & (rank >= floor), tl.exp2((values - top) * scale), 0.0)
+        one += tl.sum(tl.where(rank >= low + step, weights, 0.0), 0)
+        two += tl.sum(tl.where(rank >= low + 2 * step, weights, 0.0), 0)
+        three += tl.sum(tl.where(rank >= low + 3 * step, weights, 0.0), 0)
+    return one, two, three
+
+
+@triton.jit
+def _span(its, at, vocabulary, top, scale, least, min_p, SPAN: tl.constexpr, BITS: tl.constexpr):
+    """Places of a span and their weights relative to the best's; 0 where a rule forbids."""
+    place = at + tl.arange(0, SPAN)
+    here = place < vocabulary
+    values = tl.load(its + place, mask=here, other=0.0).to(tl.float32)
+    weights = tl.exp2((values - top) * scale)
+    keep = here & (_rank(values, BITS) >= least) & (weights >= min_p)
+    return place, tl.where(keep, weights, 0.0)
+
+
+@triton.jit
+def _rank(values, BITS: tl.constexpr):
+    """Integers in the order of the numbers."""
+    bits = values.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return ordered >> (32 - BITS)
