@@ -51,7 +51,7 @@ def admit(
         raise Overloaded(
             f"{live} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S
         )
-    if of_tenant >= TENANT_PARTS * (most_live - live):
+    if of_tenant > TENANT_PARTS * (most_live - live):
         raise Overloaded(
             f"{of_tenant} queries of {query.caller.tenant} are being answered, and there is little room left",
             retry_after_s=RETRY_AFTER_S,

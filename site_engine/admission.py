@@ -19,6 +19,7 @@ PROMPT_TOKEN_WORK = 0.02
 AGEING_S = 10.0
 """So much waiting outweighs a factor of e in work times length."""
 STARVING_AFTER_S = 60.0
+TENANT_PARTS = 4
 FAIR_WITHIN_TOKENS = 32_768
 """Tenants whose shares differ by less count as served alike, so that the shortest of all of them goes first.
 With turns at every request p99 latency per token is up to twice as long (bench/results/simulation.md).
@@ -70,6 +71,13 @@ POLICIES = {
     "worst_case": Policy(score=first_come, reserved_tokens=whole_limit),
     "static": Policy(score=first_come, reserved_tokens=whole_limit, static=True),
 }
+
+
+def has_place(of_tenant: int, waiting: int, most: int) -> bool:
+    """Whether one more may wait: a tenant may have `TENANT_PARTS` times the places that are free, so that no
+    flood of one fills the queue (Choudhury and Hahne, Dynamic queue length thresholds, 1998).
+    """
+    return waiting < most and of_tenant <= TENANT_PARTS * (most - waiting)
 
 
 class _Tenants:
@@ -127,24 +135,53 @@ class AdmissionQueue:
         self.response_tokens += request.expected_remaining()
 
     def first(self, now: float) -> Request | None:
-        """The request that runs next, or None. One that starves goes before its betters of the same lane."""
+        """The request that runs next, or None. One that starves goes before its betters of the same lane
+        and tenant, and brings a tenant of lower priority into its turn; it does not make a flood go first.
+        """
         if not self._waiting:
             return None
         level = self._levels[min(self._levels)]
         request = level.first(self._clocks, self._floor)
-        oldest = next(iter(self._waiting.values()))
-        if oldest.lane == request.lane and now - oldest.arrived_s > self._starving_after_s:
-            return oldest
-        return request
+        starving = self._starving(request.lane, now)
+        if not starving:
+            return request
+        tenant = min([*starving, request.tenant], key=self._clock)
+        return starving.get(tenant, request)
+
+    def waiting_of(self, tenant: str) -> int:
+        return sum(len(level.heaps.get(tenant, ())) for level in self._levels.values())
+
+    def _starving(self, lane: int, now: float) -> dict[str, Request]:
+        """Of each tenant the oldest that has waited too long, the oldest tenant first."""
+        found: dict[str, Request] = {}
+        for request in self._waiting.values():
+            if now - request.arrived_s <= self._starving_after_s:
+                break
+            if request.lane == lane:
+                found.setdefault(request.tenant, request)
+        return found
+
+    def _clock(self, tenant: str) -> float:
+        return max(self._clocks.get(tenant, self._floor), self._floor)
 
     def take(self, request: Request) -> None:
         """Remove a request that starts, and charge its tenant for what it is expected to cost."""
         level = self._levels[request.lane, request.priority]
-        start = max(self._clocks.get(request.tenant, self._floor), self._floor)
+        start = self._clock(request.tenant)
         self._floor = level.behind(self._clocks, self._floor)
         self.remove(request.id)
+        request.charged = request.generated + request.expected_remaining()
         self._clocks[request.tenant] = start + request.expected_remaining() + _prompt_work(request)
         self._clocks = {tenant: clock for tenant, clock in self._clocks.items() if clock > self._floor}
+
+    def settle(self, request: Request) -> None:
+        """It has ended: its tenant is charged for what it got, not for what was expected."""
+        owed = self._clock(request.tenant) + request.generated - request.charged
+        request.charged = request.generated
+        if owed > self._floor:
+            self._clocks[request.tenant] = owed
+        else:
+            self._clocks.pop(request.tenant, None)
 
     def remove(self, request_id: str) -> Request | None:
         """Remove one that was cancelled or given up; None if it does not wait here."""

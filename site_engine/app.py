@@ -192,6 +192,7 @@ def load_engine(config: SiteConfig) -> Loaded:
         page_size=config.page_size,
         kv_tokens=config.kv_tokens,
         max_pending=config.max_pending,
+        share_prefixes=config.share_prefixes,
         iteration_floor_s=config.iteration_floor_s,
     )
     try:

@@ -70,10 +70,11 @@ class SiteConfig:
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
     slots: int = 32  # requests that run at once
-    token_budget: int = 512  # tokens computed in one iteration
+    token_budget: int | None = None  # tokens computed in one iteration; absent: by the device (engine.py)
     page_size: int = 16  # tokens in a page of keys and values
     kv_tokens: int | None = None  # room for keys and values; absent: measured
     max_pending: int = 1024
+    share_prefixes: bool = False  # between tenants too: faster, but times then tell what others have asked
     iteration_floor_s: float = 0.0  # makes a site slower than its machine
 
     input_usd_per_mtok: float = 0.0
@@ -96,7 +97,7 @@ class SiteConfig:
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, f"is {value}; it must be 0 or more")
         _require(
-            self.token_budget >= self.slots or self.engine != "native",
+            self.token_budget is None or self.token_budget >= self.slots or self.engine != "native",
             "token_budget",
             f"is {self.token_budget}; it must cover one token of each of {self.slots} slots",
         )

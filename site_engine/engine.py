@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 from site_engine import intake
-from site_engine.admission import DEFAULT_POLICY, AdmissionQueue, Policy
+from site_engine.admission import DEFAULT_POLICY, AdmissionQueue, Policy, has_place
 from site_engine.answer import Answer
 from site_engine.attention.arena import Arena, Poison, affordable_tokens
 from site_engine.attention.swap import HostSwap, copy_seconds_per_token
@@ -28,10 +28,16 @@ if TYPE_CHECKING:
     from site_engine.grammar import Grammar
 
 
+TOKEN_BUDGETS = {"cpu": 512, "cuda": 8192}
+"""Tokens computed per iteration unless told otherwise: 8,192 is what was measured on an H200
+(bench/results/gpu.md); on a CPU longer chunks only keep those waiting who decode.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     slots: int = 32  # requests that run at once
-    token_budget: int = 512  # tokens computed per iteration
+    token_budget: int | None = None  # tokens computed per iteration; None: by the device
     page_size: int = 16
     kv_tokens: int | None = None  # room for keys and values; None: measured from the memory that is free
     max_pending: int = 1024
@@ -39,6 +45,7 @@ class EngineSettings:
         0.0  # an iteration lasts at least so long; its owner waits, the engine only counts it
     )
     prefix_cache: bool = True
+    share_prefixes: bool = False  # also between tenants, who can then tell by the time what others have asked
     swap_tokens: int = 0  # room in the computer's memory for preempted requests; 0: they compute again
     policy: Policy = DEFAULT_POLICY
     debug_poison: bool = False  # freed pages hold NaN
@@ -46,7 +53,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if min(self.slots, self.page_size, self.max_pending) < 1:
             raise ValueError("slots, page_size and max_pending must be at least 1")
-        if self.token_budget < self.slots:
+        if self.token_budget is not None and self.token_budget < self.slots:
             raise ValueError(
                 f"token_budget ({self.token_budget}) must cover one token of each of {self.slots} slots"
             )
@@ -58,6 +65,9 @@ class SiteEngine:
         self._model = model
         self._clock = clock
         self._limit_tokens, self._pool, self._arena = _memory(model, settings)
+        self._token_budget = settings.token_budget or max(
+            TOKEN_BUDGETS.get(model.device.type, 512), settings.slots
+        )
         self._meter = Meter()
         self._scheduler = Scheduler(
             self._pool,
@@ -65,8 +75,9 @@ class SiteEngine:
             PrefixTree(self._pool) if settings.prefix_cache else None,
             self._swap_space() if settings.swap_tokens else None,
             slots=settings.slots,
-            token_budget=settings.token_budget,
+            token_budget=self._token_budget,
             policy=settings.policy,
+            share_prefixes=settings.share_prefixes,
         )
         self._runner: Runner = PackedRunner(
             model.forward,
@@ -106,8 +117,9 @@ class SiteEngine:
         if request.id in self._answers:
             raise Refused(RefusedReason.INVALID, f"a request named {request.id!r} is already here")
         intake.check(request, limit_tokens=self._limit_tokens, vocab_size=self._model.vocab_size)
-        if len(self._scheduler.queue) >= self.settings.max_pending:
-            raise Refused(RefusedReason.FULL, f"{self.settings.max_pending} requests already wait")
+        queue, most = self._scheduler.queue, self.settings.max_pending
+        if not has_place(queue.waiting_of(request.tenant), len(queue), most):
+            raise Refused(RefusedReason.FULL, f"{len(queue)} requests already wait, of {most} at most")
         request.state = State.WAITING
         request.arrived_s = self._clock()
         room = self._limit_tokens - len(request.prompt)
@@ -188,9 +200,7 @@ class SiteEngine:
         def worth(tokens: int) -> bool:
             """Both ways over, against computing all tokens again in chunks that read what came before."""
             cost = self._meter.fit.cost()
-            again_s = tokens * (
-                cost.per_token_s + cost.per_kv_token_s * tokens / (2 * self.settings.token_budget)
-            )
+            again_s = tokens * (cost.per_token_s + cost.per_kv_token_s * tokens / (2 * self._token_budget))
             return 2 * tokens * copy_s < again_s
 
         return HostSwap(self._arena, self.settings.swap_tokens, worth)

@@ -3,6 +3,9 @@
 The tree holds one reference to each of its pages. A page is offered as soon as its computation is planned:
 all keys and values of an iteration are written before any is read, so the same iteration may share it. Who
 holds a page of the tree holds all before it: none in use follows a page that only the tree holds.
+
+How long a prompt takes tells whether its beginning was known, so owners do not share with each other: the
+first page of a beginning is known by its owner too.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ from site_engine.kv import PagePool
 STALE_PER_NODE = 4  # old entries of the eviction heap that are kept before it is built anew
 
 
+Key = tuple[int | str, ...]
+
+
 class _Node:
     __slots__ = ("children", "key", "page", "parent", "used")
 
-    def __init__(self, page: int, key: tuple[int, ...], parent: _Node | None) -> None:
+    def __init__(self, page: int, key: Key, parent: _Node | None) -> None:
         self.page = page
         self.key = key
         self.parent = parent
-        self.children: dict[tuple[int, ...], _Node] = {}
+        self.children: dict[Key, _Node] = {}
         self.used = 0
 
 
@@ -43,10 +49,10 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], held: Sequence[int] = ()) -> list[int]:
+    def match(self, tokens: Sequence[int], held: Sequence[int] = (), owner: str = "") -> list[int]:
         """The pages of the longest known beginning that follow those already held, with a reference each."""
         node, pages = self._root, []
-        for depth, key in enumerate(self._keys(tokens)):
+        for depth, key in enumerate(self._keys(tokens, owner)):
             child = node.children.get(key)
             if child is None:
                 break
@@ -58,10 +64,10 @@ class PrefixTree:
         self._pool.share(pages)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], owner: str = "") -> None:
         """Offer the full pages of a request, up to the first that another request has computed already."""
         node = self._root
-        for key, page in zip(self._keys(tokens), pages, strict=False):
+        for key, page in zip(self._keys(tokens, owner), pages, strict=False):
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = self._nodes[page] = _Node(page, key, node)
@@ -100,9 +106,11 @@ class PrefixTree:
         del self._nodes[node.page]
         self._pool.uncache(node.page)
 
-    def _keys(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def _keys(self, tokens: Sequence[int], owner: str) -> Iterator[Key]:
         size = self._page_size
-        return (tuple(tokens[at : at + size]) for at in range(0, len(tokens) - size + 1, size))
+        for at in range(0, len(tokens) - size + 1, size):
+            page = tuple(tokens[at : at + size])
+            yield page if at else (owner, *page)
 
     def _on_idle(self, page: int) -> None:
         node = self._nodes[page]

@@ -175,6 +175,7 @@ class Request:
     row: int = field(default=-1, init=False)  # place in the runner's tables while running
     cached_tokens: int = field(default=0, init=False)  # taken over from others since it last started
     preemptions: int = field(default=0, init=False)
+    charged: float = field(default=0.0, init=False)  # its tenant was, for an output of so many tokens
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)

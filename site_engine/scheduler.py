@@ -56,7 +56,9 @@ class Scheduler:
         slots: int,
         token_budget: int,
         policy: Policy = DEFAULT_POLICY,
+        share_prefixes: bool = False,
     ) -> None:
+        """`share_prefixes`: also between tenants, who can then tell by the time what others have asked."""
         self.pool = pool
         self.queue = queue
         self.prefixes = prefixes
@@ -66,6 +68,7 @@ class Scheduler:
         self.promised = 0  # pages that running requests are expected to need and have not taken
         self._token_budget = token_budget
         self._policy = policy
+        self._share_prefixes = share_prefixes
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
@@ -112,6 +115,8 @@ class Scheduler:
 
     def release(self, request: Request) -> None:
         """Take a request out, whatever its state; its pages and its row are free afterwards."""
+        if request.charged:
+            self.queue.settle(request)
         if request.row >= 0:
             self._leave(request)
         elif request in self.preempted:
@@ -155,8 +160,7 @@ class Scheduler:
         if length <= 0:
             return 0
         self._grow(request, request.computed + length)
-        if self.prefixes is not None:
-            self.prefixes.insert(request.tokens[: request.computed + length], request.pages)
+        self._offer(request, request.computed + length)
         plan.prefills.append(Entry(request, request.computed, length, length == missing))
         return length
 
@@ -265,8 +269,7 @@ class Scheduler:
         self.running.remove(request)
         del self._order[request.id]
         self._promise(request, 0)
-        if self.prefixes is not None:
-            self.prefixes.insert(request.tokens[: request.computed], request.pages)
+        self._offer(request, request.computed)
         self._give_back(request)
         self._rows.append(request.row)
         request.row = -1
@@ -284,10 +287,17 @@ class Scheduler:
         page_size = self.pool.page_size
         if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
             return 0
-        pages = self.prefixes.match(request.tokens[:-1], request.pages)
+        pages = self.prefixes.match(request.tokens[:-1], request.pages, self._owner(request))
         request.pages += pages
         request.computed += len(pages) * page_size
         return len(pages) * page_size
+
+    def _offer(self, request: Request, tokens: int) -> None:
+        if self.prefixes is not None:
+            self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
+
+    def _owner(self, request: Request) -> str:
+        return "" if self._share_prefixes else request.tenant
 
     # ---- promises
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from site_engine.admission import has_place
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, TextPrompt
 from site_engine.prompts import Prepared
@@ -92,7 +93,7 @@ class RemoteEngine:
     def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
         attempt_id = group[0].id.split("/", 2)[2]
         asked, tokens = self._asked[attempt_id]
-        if (refusal := self._refusal()) is not None:
+        if (refusal := self._refusal(group[0].tenant)) is not None:
             reply(refusal)
             return
         held = Held(tuple(group), asked, tokens, self._clock(), reply)
@@ -241,13 +242,14 @@ class RemoteEngine:
 
     # when it goes wrong
 
-    def _refusal(self) -> NotServed | None:
+    def _refusal(self, tenant: str) -> NotServed | None:
         if self._broken:
             return NotServed(Reason.INTERNAL, self._broken)
         if (left_s := self._blocked_until_s - self._clock()) > 0:
             return NotServed(Reason.FULL, f"the server asked to be left alone for {left_s:.1f} s more")
-        if len(self.holding.pending) >= self._terms.max_pending:
-            return NotServed(Reason.FULL, f"{self._terms.max_pending} attempts wait here already")
+        waiting, most = len(self.holding.pending), self._terms.max_pending
+        if not has_place(self.holding.pending_of(tenant), waiting, most):
+            return NotServed(Reason.FULL, f"{waiting} attempts wait here already, of {most} at most")
         return None
 
     def _turned_away(self, held: Held, refused: ServerRefused) -> None:

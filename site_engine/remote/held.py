@@ -23,6 +23,7 @@ class Held:
     arrived_s: float
     reply: Callable[[Admission | NotServed], None]
     stream: Stream = field(init=False)
+    turn: float = 0.0  # its tenant's virtual time, in tokens, when it is this one's turn
     sent_s: float | None = None
     first_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -35,8 +36,8 @@ class Held:
         return self.requests[0]
 
     @property
-    def order(self) -> tuple[int, int, float]:
-        return (self.request.lane, self.request.priority, self.arrived_s)
+    def order(self) -> tuple[int, int, float, float]:
+        return (self.request.lane, self.request.priority, self.turn, self.arrived_s)
 
     @property
     def tokens(self) -> int:
@@ -61,10 +62,14 @@ class Held:
 
 
 class Holding:
+    """Tenants take turns by tokens: start-time fair queuing, with each attempt's turn known as it arrives."""
+
     def __init__(self) -> None:
         self.pending: list[Held] = []  # in the order in which they are to be sent
         self.sent: set[Held] = set()
         self._by_request: dict[str, Held] = {}
+        self._turns: dict[str, float] = {}  # of each tenant the turn of its next attempt
+        self._now = 0.0  # the turn of the attempt that was sent last
 
     def __len__(self) -> int:
         return len(self.pending) + len(self.sent)
@@ -74,6 +79,9 @@ class Holding:
 
     def add(self, held: Held) -> int:
         """How many are to be sent before it."""
+        tenant = held.request.tenant
+        held.turn = max(self._now, self._turns.get(tenant, 0.0))
+        self._turns[tenant] = held.turn + held.prompt_tokens + held.expected_remaining()
         insort(self.pending, held, key=lambda each: each.order)
         self._by_request.update((each.id, held) for each in held.requests)
         return self.pending.index(held)
@@ -81,8 +89,13 @@ class Holding:
     def begin(self) -> Held:
         """The first of those pending is sent now."""
         held = self.pending.pop(0)
+        self._now = max(self._now, held.turn)
+        self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > self._now}
         self.sent.add(held)
         return held
+
+    def pending_of(self, tenant: str) -> int:
+        return sum(held.request.tenant == tenant for held in self.pending)
 
     def drop(self, held: Held) -> None:
         if held in self.sent:

@@ -155,14 +155,14 @@ def test_one_tenant_does_not_fill_the_gateway() -> None:
         async with scene(most_live=10) as here:
             site = await here.site("a", slots=20)
             flood = [asyncio.create_task(gather(here, here.query())) for _ in range(12)]
-            await until(lambda: sum(task.done() for task in flood) == 4)
+            await until(lambda: sum(task.done() for task in flood) == 3)
             refusals = [task.exception() for task in flood if task.done()]
             assert all(isinstance(each, Overloaded) and "tenant-1" in each.message for each in refusals)
-            assert here.gateway.live_of(TENANT) == 8
+            assert here.gateway.live_of(TENANT) == 9
             other = here.query(caller=Caller("key-2", "tenant-2"))
             asking = asyncio.create_task(gather(here, other))
             await until(lambda: here.gateway.live_of("tenant-2") == 1)
-            for _ in range(9):
+            for _ in range(10):
                 await site.finish(await site.assigned(), "x", 1)
             await asyncio.gather(*flood, asking, return_exceptions=True)
             await here.gateway.settled()

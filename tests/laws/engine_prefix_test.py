@@ -193,3 +193,17 @@ def test_eviction_begins_with_the_longest_unused() -> None:
     pool.drop(tree.match([1, 1]))
     tree.evict(1)
     assert [len(tree.match(tokens)) for tokens in ([1, 1], [2, 2], [3, 3])] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_tenant_cannot_tell_what_another_has_asked(shared: bool) -> None:
+    """Its beginning is computed as if nobody had asked the same, unless the operator lets tenants share."""
+    engine = engine_for(family("llama").served, page_size=4, share_prefixes=shared)
+    prompt = list(range(1, 30))
+    cached = []
+    for name, tenant in (("first", "a"), ("again", "a"), ("other", "b"), ("other again", "b")):
+        engine.submit(Request(name, prompt, Sampling(max_tokens=2, temperature=0.0), tenant=tenant))
+        timings = drain(engine)[name].outputs[-1].timings
+        assert timings is not None
+        cached.append(timings.cached_prompt_tokens)
+    assert cached == [0, 28, 28 if shared else 0, 28]

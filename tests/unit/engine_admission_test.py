@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from math import e
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.admission import AGEING_S, FAIR_WITHIN_TOKENS, AdmissionQueue
+from site_engine.admission import AGEING_S, FAIR_WITHIN_TOKENS, AdmissionQueue, has_place
 from site_engine.request import Lane, RemainingCurve, RemainingPoint, Request
 
 
@@ -107,6 +107,69 @@ def test_who_starves_goes_first_within_its_lane() -> None:
     late = queue.first(11.0)
     assert late is not None
     assert late.id == "starves"
+
+
+def test_a_flood_that_starves_does_not_go_before_another_tenant() -> None:
+    queue = AdmissionQueue(starving_after_s=10.0)
+    for n in range(200):
+        queue.push(waiting(f"flood {n}", tenant="flood", arrived_s=0.1 * n))
+    for _ in range(10):
+        request = queue.first(60.0)
+        assert request is not None
+        queue.take(request)
+    for n in range(5):
+        queue.push(waiting(f"few {n}", tenant="few", arrived_s=60.0))
+    served = order(queue, now=61.0)[: 10 + int(FAIR_WITHIN_TOKENS / 100)]
+    assert [name for name in served if name.startswith("few")] == [f"few {n}" for n in range(5)]
+
+
+def test_a_tenant_is_charged_for_what_it_got_not_for_what_was_expected() -> None:
+    """One tenant's answers are ten times as long as forecast: in the end both got as many tokens."""
+    queue, got = AdmissionQueue(), Counter[str]()
+    for n in range(100):
+        queue.push(waiting(f"long {n}", 1_000, tenant="long"))
+    for n in range(700):
+        queue.push(waiting(f"short {n}", 1_000, tenant="short"))
+    while got.total() < 20 * FAIR_WITHIN_TOKENS:
+        request = queue.first(0.0)
+        assert request is not None
+        queue.take(request)
+        tokens = 10_000 if request.tenant == "long" else 1_000
+        request.tokens += [1] * tokens
+        got[request.tenant] += tokens
+        queue.settle(request)
+        queue.settle(request)
+    assert 0.8 < got["long"] / got["short"] < 1.25
+
+
+@settings(deadline=None, max_examples=15)
+@given(means=st.lists(st.sampled_from((300, 1_000, 4_000)), min_size=2, max_size=5), seed=st.integers(0, 9))
+def test_tenants_that_all_have_demand_are_served_alike(means: list[int], seed: int) -> None:
+    """Jain's index of the tokens served is at least 0.95, however the tenants' requests differ."""
+    rnd, queue, each = random.Random(seed), AdmissionQueue(), 10 * FAIR_WITHIN_TOKENS
+    for tenant, mean in enumerate(means):
+        for n in range(2 * each // mean):
+            queue.push(waiting(f"{tenant}.{n}", rnd.uniform(0.5, 1.5) * mean, tenant=str(tenant)))
+    got = [0.0] * len(means)
+    while sum(got) < each * len(means):
+        request = queue.first(0.0)
+        assert request is not None
+        queue.take(request)
+        got[int(request.tenant)] += request.expected_remaining()
+    assert sum(got) ** 2 / (len(got) * sum(tokens**2 for tokens in got)) >= 0.95
+
+
+@given(most=st.integers(1, 200), tenants=st.integers(1, 5))
+def test_no_tenant_fills_the_queue_alone(most: int, tenants: int) -> None:
+    held = [0] * tenants
+    for tenant in range(tenants):  # each takes all that it can get
+        while has_place(held[tenant], sum(held), most):
+            held[tenant] += 1
+    assert sum(held) <= most
+    if most >= 20:
+        assert has_place(0, sum(held[:1]), most)
+        assert min(held) > 0 or tenants > 2
+        assert held[0] >= 0.75 * most
 
 
 @given(seed=st.integers(0, 1000))
