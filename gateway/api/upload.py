@@ -123,7 +123,8 @@ async def _body(scope: Scope, receive: Receive, limit_bytes: int) -> AsyncIterat
         size += len(message["body"])
         if size > limit_bytes + FRAME_BYTES:
             raise _too_large(limit_bytes)
-        yield message["body"]
+        if message["body"]:  # to the parser an empty one is the end
+            yield message["body"]
         more = message["more_body"]
 
 

@@ -1,0 +1,257 @@
+"""/v1/files and /v1/batches: what is refused and how, who sees what, lists and pages, large files."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import Batch, FileObject
+
+from migrations import upgrade
+from tests.batch_replica import Replica, chat_line, jsonl, replica
+from tests.fakes.edge import error_of
+
+Scenario = Callable[[Replica], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("batches") / "mico.db"
+    upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def play(template: Path, tmp_path: Path) -> Callable[..., None]:
+    def run(scenario: Scenario, **limits: Any) -> None:
+        shutil.copy(template, tmp_path / "mico.db")
+
+        async def main() -> None:
+            async with replica(f"sqlite:///{tmp_path}/mico.db", sites=("a",), **limits) as here:
+                await scenario(here)
+
+        asyncio.run(main())
+
+    return run
+
+
+def upload(content: bytes = b"{}\n", **fields: str) -> dict[str, Any]:
+    return {"files": {"file": ("in.jsonl", content)}, "data": fields}
+
+
+REFUSED_UPLOADS: list[tuple[str, dict[str, Any], int, str | None]] = [
+    ("no purpose", upload(), 400, "purpose"),
+    ("another purpose", upload(purpose="fine-tune"), 400, "purpose"),
+    ("no file", {"files": {"else": ("x", b"1")}, "data": {"purpose": "batch"}}, 400, "file"),
+    ("empty", upload(b"", purpose="batch"), 400, "file"),
+    ("too large", upload(b"x" * 5000, purpose="batch"), 413, None),
+    ("far too large", upload(b"x" * 100_000, purpose="batch"), 413, None),
+    ("not a form", {"json": {"purpose": "batch"}}, 400, None),
+    (
+        "broken",
+        {"content": b"--b\r\nnonsense", "headers": {"content-type": "multipart/form-data; boundary=b"}},
+        400,
+        None,
+    ),
+    (
+        "an impossible time to keep it",
+        upload(purpose="batch", **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"}),
+        400,
+        "expires_after.seconds",
+    ),
+]
+
+
+def test_an_upload_is_refused_with_the_field_and_leaves_nothing(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        for name, form, status, param in REFUSED_UPLOADS:
+            error = error_of(await here.raw("POST", "/v1/files", **form), status)
+            assert error["param"] == param, (name, error)
+        listed = (await here.raw("GET", "/v1/files")).json()
+        assert (listed["object"], listed["data"], listed["has_more"]) == ("list", [], False)
+        assert await left_over(here) == 0
+
+    play(scenario, file_bytes=4096)
+
+
+async def left_over(here: Replica) -> int:
+    from sqlalchemy import func, select
+
+    from gateway.store.tables import file_parts, files
+
+    ledger: Any = here.batches.runner._means.ledger
+    async with ledger._engine.connect() as connection:
+        counts = [await connection.scalar(select(func.count()).select_from(t)) for t in (files, file_parts)]
+    return sum(counts)
+
+
+def test_a_file_keeps_the_time_that_was_asked_for(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        fields = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+        raw = await here.raw("POST", "/v1/files", **upload(b"12345", **fields))
+        file = FileObject.model_validate_json(raw.content, strict=True)
+        assert file.expires_at == file.created_at + 3600
+
+    play(scenario)
+
+
+def test_a_tenant_sees_its_own_alone(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        batch_id = await here.submit(jsonl(chat_line(0)))
+        file_id = (await here.sdk().batches.retrieve(batch_id)).input_file_id
+        await here.ended(batch_id)
+        for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch_id}"):
+            assert error_of(await here.raw("GET", path, "two"), 404)["code"] == "not_found"
+            error_of(await here.raw("GET", path, "nobody"), 401)
+        error_of(await here.raw("DELETE", f"/v1/files/{file_id}", "two"), 404)
+        error_of(await here.raw("POST", f"/v1/batches/{batch_id}/cancel", "two"), 404)
+        assert (await here.raw("GET", "/v1/batches", "two")).json()["data"] == []
+        body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        error = error_of(await here.raw("POST", "/v1/batches", "two", json=body), 400)
+        assert error["param"] == "input_file_id"
+
+    play(scenario)
+
+
+REFUSED_BATCHES: list[tuple[dict[str, Any], str]] = [
+    ({"input_file_id": None}, "input_file_id"),
+    ({"input_file_id": "file-nope"}, "input_file_id"),
+    ({"endpoint": "/v1/embeddings"}, "endpoint"),
+    ({"completion_window": "1h"}, "completion_window"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
+]
+
+
+def test_a_batch_is_refused_with_the_field(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        file_id = await here.upload(jsonl(chat_line(0)))
+        body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        for change, param in REFUSED_BATCHES:
+            error = error_of(await here.raw("POST", "/v1/batches", json=body | change), 400)
+            assert error["param"] == param, change
+
+    play(scenario)
+
+
+GOOD = chat_line(0)
+FAULTS: list[tuple[str, list[Any], list[tuple[str, int | None]]]] = [
+    ("same id twice", [GOOD, chat_line(1), GOOD], [("duplicate_custom_id", 3)]),
+    ("another url", [GOOD, chat_line(1) | {"url": "/v1/completions"}], [("invalid_url", 2)]),
+    ("another method", [GOOD | {"method": "GET"}], [("invalid_method", 1)]),
+    ("no id", [{k: v for k, v in GOOD.items() if k != "custom_id"}], [("missing_required_parameter", 1)]),
+    ("no body", [GOOD | {"body": []}], [("missing_required_parameter", 1)]),
+    ("streamed", [chat_line(0, stream=True)], [("unsupported_parameter", 1)]),
+    ("two models", [GOOD, chat_line(1, model="other")], [("mismatched_model", 2)]),
+    ("no JSON", [b"{", GOOD, b"7"], [("invalid_json_line", 1), ("invalid_json_line", 3)]),
+    ("blank", [b"", b"  "], [("empty_file", None)]),
+    ("too many", [chat_line(number) for number in range(6)], [("too_many_lines", None)]),
+    ("too long", [GOOD, b"x" * 2000], [("line_too_long", 2)]),
+]
+
+
+def test_a_file_that_is_no_batch_is_told_why_line_by_line(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        for name, lines, faults in FAULTS:
+            batch_id = await here.submit(jsonl(*lines))
+            await here.ended(batch_id)
+            raw = await here.raw("GET", f"/v1/batches/{batch_id}")
+            batch = Batch.model_validate_json(raw.content, strict=True)
+            assert batch.status == "failed" and batch.failed_at and batch.errors and batch.errors.data, name
+            assert [(error.code, error.line) for error in batch.errors.data] == faults, name
+        assert here.asked == []
+
+    play(scenario, lines=5, line_bytes=1000)
+
+
+def test_blank_lines_are_passed_over_and_counted(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        content = b"\r\n" + jsonl(chat_line(0)).replace(b"\n", b"\r\n") + b"\n" + jsonl(chat_line(1)).rstrip()
+        done = await here.ended(await here.submit(content))
+        assert (done.status, done.request_counts.completed) == ("completed", 2)
+        ids = [line["id"].split("-")[1] for line in await here.lines(done.output_file_id)]
+        assert ids == ["2", "4"]
+
+    play(scenario)
+
+
+def test_lists_page_in_both_orders(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        made = [await here.upload(b"%d" % number) for number in range(5)]
+        newest = [file.id async for file in here.sdk().files.list(limit=2)]
+        assert newest == made[::-1]
+        oldest = [file.id async for file in here.sdk().files.list(limit=2, order="asc")]
+        assert oldest == made
+        page = (await here.raw("GET", f"/v1/files?limit=2&after={made[3]}")).json()
+        assert (page["first_id"], page["last_id"], page["has_more"]) == (made[2], made[1], True)
+        assert error_of(await here.raw("GET", "/v1/files?limit=0"), 400)["param"] == "limit"
+        assert error_of(await here.raw("GET", "/v1/files?order=up"), 400)["param"] == "order"
+        assert error_of(await here.raw("GET", "/v1/files?after=file-x"), 400)["param"] == "after"
+        assert (await here.raw("GET", "/v1/files?purpose=batch_output")).json()["data"] == []
+
+    play(scenario)
+
+
+def test_the_input_of_a_batch_that_runs_stays(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        here.open.clear()
+        batch_id = await here.submit(jsonl(chat_line(0)))
+        file_id = (await here.sdk().batches.retrieve(batch_id)).input_file_id
+        error = error_of(await here.raw("DELETE", f"/v1/files/{file_id}"), 400)
+        assert error["code"] == "file_in_use" and batch_id in error["message"]
+        here.open.set()
+        await here.ended(batch_id)
+        assert (await here.raw("DELETE", f"/v1/files/{file_id}")).status_code == 200
+
+    play(scenario)
+
+
+def test_a_tenant_has_so_much_room_and_so_many_batches(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        here.open.clear()
+        await here.submit(jsonl(chat_line(0)))
+        file_id = await here.upload(b"x" * 3000)
+        error = error_of(await here.raw("POST", "/v1/files", **upload(b"1", purpose="batch")), 400)
+        assert error["code"] == "storage_full"
+        await here.upload(b"1", "two")
+        body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        error_of(await here.raw("POST", "/v1/batches", json=body), 429)
+        here.open.set()
+
+    play(scenario, tenant_bytes=3000, tenant_batches=1)
+
+
+def test_a_large_file_streams_in_and_out(play: Callable[..., None]) -> None:
+    """What the process holds of it at most stays far below its size."""
+    size, piece = 24 * 2**20, bytes(range(256)) * 1024
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="big"\r\n\r\n'
+        for _ in range(size // len(piece)):
+            yield piece
+        yield b"\r\n--b--\r\n"
+
+    async def scenario(here: Replica) -> None:
+        tracemalloc.start()
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        file = (await here.raw("POST", "/v1/files", content=body(), headers=kind)).json()
+        assert file["bytes"] == size, file
+        files: Any = here.batches.runner._means.files
+        stored = await files.get("tenant-1", file["id"])
+        pieces = 0
+        async for part in files.parts(stored):
+            assert part == piece[:65536]
+            pieces += 1
+        assert pieces * 65536 == size
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 8 * 2**20
+
+    play(scenario)

@@ -1,0 +1,230 @@
+"""Laws of batches that need no gateway: order, room, spread, the lines of a file, and who may write."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.batches.files import Files, Page
+from gateway.batches.ledger import LeaseLost, Ledger
+from gateway.batches.order import order
+from gateway.batches.reading import BadLine, lines
+from gateway.batches.room import room, share, spread
+from gateway.batches.sweep import sweep
+from gateway.batches.values import Batch, BatchStatus, Line, Outcome
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.store.engine import open_engine
+from migrations import upgrade
+
+
+def line(number: int, tokens: float = 1.0, place: int = 0) -> Line:
+    return Line(number, place, f"c-{number}", 0, 10, 5, tokens)
+
+
+def site(name: str, *, slots: int = 8, running: int = 0, engine: str = "native", assigned: int = 0) -> Site:
+    models = {"m": Model("m", "r", 1024, 0, "mico")}
+    identity = SiteIdentity(name, "boot", "aws", "here", models, slots, 10_000, engine=engine)
+    load = LoadReport(1, 0.0, running=running, token_load=10.0 * running)
+    return Site(identity, SiteState.READY, load, Credit(requests=assigned))
+
+
+@given(st.lists(st.floats(0, 1e6)))
+def test_an_order_names_every_line_once_longest_first(tokens: list[float]) -> None:
+    turns = order([line(number, each) for number, each in enumerate(tokens)])
+    assert sorted(turns) == list(range(len(tokens)))
+    ordered = [tokens[index] for index in turns]
+    assert ordered == sorted(tokens, reverse=True)
+
+
+sites = st.lists(
+    st.tuples(
+        st.integers(1, 64), st.integers(0, 80), st.sampled_from(["native", "openai"]), st.integers(0, 5)
+    ),
+    max_size=8,
+)
+
+
+@given(sites, st.integers(0, 20))
+def test_no_site_is_given_more_than_it_has_room_for(
+    drawn: list[tuple[int, int, str, int]], starting: int
+) -> None:
+    found = [
+        site(str(number), slots=slots, running=running, engine=engine, assigned=assigned)
+        for number, (slots, running, engine, assigned) in enumerate(drawn)
+    ]
+    free = room(found, "m", {"0": starting}, 0.0)
+    for each, count in free:
+        held = each.load.running + each.credit.requests + (starting if each.name == "0" else 0)
+        slots = each.identity.slots
+        assert count > 0
+        most = slots + max(1, slots // 4) if each.identity.engine == "native" else max(1, slots - 1)
+        assert held + count <= most
+    total = sum(count for _, count in free)
+    assert total == 0 or 1 <= share(free, 3) <= total
+
+
+@given(
+    st.lists(st.floats(1, 4000), min_size=1, max_size=60),
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+)
+def test_a_window_goes_to_the_sites_by_what_they_have_free(lengths: list[float], spare: list[int]) -> None:
+    free = [(site(str(number)), count) for number, count in enumerate(spare)]
+    chosen = spread(lengths, free)
+    assert len(chosen) == len(lengths)
+    assert set(chosen) <= {each.name for each, _ in free}
+
+
+def test_a_full_window_fills_every_site_and_none_beyond_a_line_or_two() -> None:
+    free = [(site("a"), 8), (site("b"), 4), (site("c"), 2)]
+    counts = Counter(spread([float(length) for length in range(14)], free))
+    assert sum(counts.values()) == 14
+    assert abs(counts["a"] - 8) <= 2 and abs(counts["b"] - 4) <= 2 and abs(counts["c"] - 2) <= 2
+
+
+def test_no_line_goes_where_an_operator_or_silence_says_no() -> None:
+    from dataclasses import replace
+
+    here = site("a")
+    assert room([here], "m", {}, 0.0)
+    assert not room([here], "other", {}, 0.0)
+    assert not room([here], "m", {}, 60.0)
+    assert not room([replace(here, state=SiteState.DRAINING)], "m", {}, 0.0)
+    assert not room([replace(here, weight=0.0)], "m", {}, 0.0)
+    assert not room([replace(here, pinned_off=frozenset({"m"}))], "m", {}, 0.0)
+
+
+@given(st.binary(max_size=300), st.integers(1, 40))
+def test_lines_lie_where_they_are_said_to_lie_however_the_file_is_cut(content: bytes, size: int) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for start in range(0, len(content), size):
+            yield content[start : start + size]
+
+    async def read() -> list[tuple[int, bytes]]:
+        found = [raw async for raw in lines(parts(), 1000)]
+        for raw in found:
+            assert content[raw.begins : raw.begins + len(raw.data)] == raw.data
+        return [(raw.number, raw.data) for raw in found]
+
+    expected = enumerate(content.split(b"\n"), 1)
+    assert asyncio.run(read()) == [each for each in expected if each[1].strip(b" \t\r\n")]
+
+
+def test_an_endless_line_is_refused_before_it_is_held() -> None:
+    taken = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield b"x" * 100
+
+    async def read() -> None:
+        async for _ in lines(endless(), 1000):
+            pass
+
+    with pytest.raises(BadLine, match="longer than the limit"):
+        asyncio.run(read())
+    assert taken <= 11
+
+
+# ---- the ledger
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ledger") / "mico.db"
+    upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def url(template: Path, tmp_path: Path) -> str:
+    shutil.copy(template, tmp_path / "mico.db")
+    return f"sqlite:///{tmp_path}/mico.db"
+
+
+def batch(batch_id: str = "batch_1", created_at: float = 0.0) -> Batch:
+    return Batch(batch_id, "t", "key", "/v1/completions", "file-1", created_at, created_at + 86_400.0, 60.0)
+
+
+def test_an_outcome_is_written_once_and_by_the_holder_of_the_lease_alone(url: str) -> None:
+    async def main() -> None:
+        now = 0.0
+        engine = open_engine(url)
+        one, two = (Ledger(engine, name, lambda: now, lease_s=10.0) for name in ("one", "two"))
+        await one.create(batch())
+        assert [each.id for each in await one.lease(5)] == ["batch_1"]
+        assert await two.lease(5) == []
+        await one.add_lines("batch_1", [line(1), line(2, place=1)])
+        await one.write("batch_1", [Outcome(1, False, b"first")])
+        await one.write("batch_1", [Outcome(1, True, b"second")])
+        now = 9.0
+        assert await one.lease(5) and await two.lease(5) == []  # renewed
+        now = 20.0
+        assert [each.id for each in await two.lease(5)] == ["batch_1"]
+        with pytest.raises(LeaseLost):
+            await one.write("batch_1", [Outcome(2, False, b"late")])
+        assert not await one.change("batch_1", status=BatchStatus.COMPLETED)
+        assert [each.number for each in await two.waiting("batch_1", -1, 9)] == [2]
+        pages = [page async for page in two.outcomes("batch_1")]
+        assert [(number, text.text if text else None) for number, _, text in pages[0]] == [
+            (1, b"first"),
+            (2, None),
+        ]
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_a_replica_keeps_what_it_has_before_it_takes_more(url: str) -> None:
+    async def main() -> None:
+        engine = open_engine(url)
+        one, two = (Ledger(engine, name, lambda: 0.0) for name in ("one", "two"))
+        for number in range(5):
+            await one.create(batch(f"batch_{number}", created_at=float(number)))
+        assert [each.id for each in await one.lease(2)] == ["batch_0", "batch_1"]
+        assert [each.id for each in await two.lease(2)] == ["batch_2", "batch_3"]
+        assert [each.id for each in await two.lease(2)] == ["batch_2", "batch_3"]
+        await one.release("batch_0")
+        assert [each.id for each in await two.lease(3)] == ["batch_2", "batch_3", "batch_0"]
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_what_is_too_old_goes_and_what_a_batch_reads_stays(url: str) -> None:
+    async def main() -> None:
+        now = 0.0
+        engine = open_engine(url)
+        files, ledger = Files(engine, lambda: now), Ledger(engine, "one", lambda: now, lease_s=10.0)
+        writers = [await files.begin("t") for _ in range(3)]
+        for writer in writers:
+            await writer.write(b"x" * 200_000)
+        kept, read = [await writer.finish("f", "batch", 1000.0) for writer in writers[:2]]
+        from dataclasses import replace
+
+        await ledger.create(replace(batch("going"), input_file_id=read.id))
+        await ledger.create(batch("over"))
+        for each in await ledger.lease(5):
+            await ledger.add_lines(each.id, [line(1)])
+        assert await ledger.end("over", BatchStatus.COMPLETED, at=now)
+        now = 500.0
+        assert await sweep(files, ledger, 100.0) == 1  # the batch that is over
+        assert [each.id for each in await files.listed("t", None, Page(9, newest_first=False))] == sorted(
+            [kept.id, read.id]
+        )
+        now = 90_000.0
+        assert await sweep(files, ledger, 100.0) == 2  # the file nobody reads, and the one never finished
+        assert [each.id for each in await files.listed("t", None, Page(9))] == [read.id]
+        assert [each.id for each in await ledger.listed("t", Page(9))] == ["going"]
+        assert await files.read(read.id, 65_530, 20) == b"x" * 20
+        await engine.dispose()
+
+    asyncio.run(main())

@@ -1,0 +1,154 @@
+"""`mico batch …` against a scripted gateway: files, exit statuses, JSON, a gateway that goes away, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mico.cli import main
+from mico.client import Client
+from mico.commands import batch as commands
+from mico.session import Session
+
+OUTPUT = b'{"custom_id":"a"}\n'
+ERRORS = b'{"custom_id":"b"}\n'
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def a_batch(status: str, completed: int = 0, failed: int = 0, **more: Any) -> dict[str, Any]:
+    counts = {"total": 2, "completed": completed, "failed": failed}
+    times = {"created_at": 1_750_000_000, "expires_at": 1_750_086_400}
+    return {"id": "batch_1", "object": "batch", "status": status, "request_counts": counts, **times, **more}
+
+
+class Gateway:
+    """Plays `states` one after another when asked how the batch is; the last one stays."""
+
+    def __init__(self, *states: dict[str, Any] | int | type[BaseException]) -> None:
+        self.states = list(states)
+        self.uploaded = b""
+        self.submitted: dict[str, Any] = {}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == "/v1/files":
+            self.uploaded = request.read()
+            return httpx.Response(200, json={"id": "file-in"})
+        if path.endswith("/content"):
+            return httpx.Response(200, content=OUTPUT if "out" in path else ERRORS)
+        if request.method == "POST" and path == "/v1/batches":
+            self.submitted = json.loads(request.read())
+            return httpx.Response(200, json=a_batch("validating"))
+        if path.endswith("/cancel"):
+            return httpx.Response(200, json=a_batch("cancelling"))
+        if path == "/v1/batches":
+            return httpx.Response(200, json={"data": [a_batch("in_progress", 1)]})
+        return self.tell(request)
+
+    def tell(self, request: httpx.Request) -> httpx.Response:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, int):
+            return httpx.Response(state, json={"error": {"message": "restarting"}})
+        if isinstance(state, dict):
+            return httpx.Response(200, json=state)
+        raise state("gone")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "POLL_S", 0.0)
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    return tmp_path
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gateway: Gateway,
+    *arguments: str,
+) -> tuple[int, str, str]:
+    def client(self: Session, base_url: str | None, api_key: str | None) -> Client:
+        return Client("http://gateway/v1", "k", transport=httpx.MockTransport(gateway))
+
+    monkeypatch.setattr(Session, "client", client)
+    status = main(["batch", *arguments])
+    return status, *capsys.readouterr()
+
+
+DONE = a_batch("completed", 2, output_file_id="file-out")
+
+
+def test_run_submits_waits_and_writes_the_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    gateway = Gateway(a_batch("validating"), a_batch("in_progress", 1), DONE)
+    status, out, err = play(monkeypatch, capsys, gateway, "run", "in.jsonl", "-o", "answers.jsonl")
+    assert (status, out) == (0, "answers.jsonl\n")
+    assert (here / "answers.jsonl").read_bytes() == OUTPUT
+    assert b'name="purpose"\r\n\r\nbatch' in gateway.uploaded and b"{}\n" in gateway.uploaded
+    assert gateway.submitted["completion_window"] == "24h"
+    assert "in_progress: 1 of 2 answered" in err and "completed: 2 of 2 lines answered" in err
+
+
+def test_lines_with_errors_are_beside_the_answers_and_in_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    partly = a_batch("completed", 1, 1, output_file_id="file-out", error_file_id="file-err")
+    status, out, _ = play(monkeypatch, capsys, Gateway(partly), "run", "in.jsonl", "--json")
+    told = json.loads(out)
+    assert (status, told["output_path"], told["errors_path"]) == (3, "in.out.jsonl", "in.out.errors.jsonl")
+    assert (here / "in.out.errors.jsonl").read_bytes() == ERRORS
+
+
+def test_a_file_that_is_no_batch_fails_with_its_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = {"line": 7, "message": "This line is not valid JSON.", "code": "invalid_json_line"}
+    failed = a_batch("failed", errors={"object": "list", "data": [fault]})
+    status, out, err = play(monkeypatch, capsys, Gateway(failed), "run", "in.jsonl")
+    assert (status, out) == (1, "")
+    assert "line 7: This line is not valid JSON." in err
+
+
+def test_a_gateway_that_restarts_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = Gateway(a_batch("in_progress"), httpx.ConnectError, 503, httpx.ReadError, DONE)
+    assert play(monkeypatch, capsys, gateway, "run", "in.jsonl")[0] == 0
+    monkeypatch.setattr(commands, "AWAY_WITHIN_S", -1.0)
+    status, _, err = play(monkeypatch, capsys, Gateway(httpx.ConnectError), "run", "in.jsonl")
+    assert status == 1 and "mico batch fetch batch_1 --wait" in err
+
+
+def test_ctrl_c_leaves_the_batch_and_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = Gateway(a_batch("in_progress", 1), KeyboardInterrupt)
+    status, out, err = play(monkeypatch, capsys, gateway, "run", "in.jsonl", "-o", "o.jsonl")
+    assert (status, out) == (130, "")
+    assert "mico batch fetch batch_1 --wait -o o.jsonl" in err
+
+
+def test_the_small_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway = Gateway(a_batch("in_progress", 1))
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        return play(monkeypatch, capsys, gateway, *arguments)
+
+    assert run("submit", "in.jsonl")[:2] == (0, "batch_1\n")
+    assert json.loads(run("list", "--json")[1])[0]["id"] == "batch_1"
+    assert "1/2" in run("list")[1]
+    assert json.loads(run("show", "batch_1", "--json")[1])["status"] == "in_progress"
+    assert "in_progress" in run("show", "batch_1")[1]
+    assert json.loads(run("cancel", "batch_1", "--json")[1])["status"] == "cancelling"
+    status, out, err = run("fetch", "batch_1")
+    assert (status, out) == (1, "") and "--wait" in err
+    assert run("run", "nowhere.jsonl")[0] == 2
+    gateway.states = [DONE]
+    assert run("fetch", "batch_1")[:2] == (0, "batch_1.out.jsonl\n")
