@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,6 +52,10 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(min=0.0, max=2.0, help="0: always the likeliest.")
     ] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", exists=True, dir_okay=False, help="The answer must satisfy this file."),
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show times, speed and site.")] = False,
     base_url: BaseUrl = None,
     api_key: ApiKey = None,
@@ -58,7 +64,11 @@ def chat(
     here = session(context)
     client = here.client(base_url, api_key)
     chosen = here.settings.value("model", model) or first_model(client)
-    limits = {"max_completion_tokens": max_tokens, "temperature": temperature}
+    limits = {
+        "max_completion_tokens": max_tokens,
+        "temperature": temperature,
+        "response_format": None if json_schema is None else response_format(json_schema),
+    }
     options = {name: value for name, value in limits.items() if value is not None}
 
     def ask(messages: list[Message]) -> Answer:
@@ -78,6 +88,16 @@ def chat(
         raise CommandFailed(
             "there is no question", tip="-q TEXT, or pipe one in", exit_code=ExitCode.WRONG_USAGE
         )
+
+
+def response_format(file: Path) -> dict[str, object]:
+    try:
+        schema = json.loads(file.read_text())
+    except ValueError as error:
+        raise CommandFailed(
+            f"{file} holds no JSON", cause=str(error), exit_code=ExitCode.WRONG_USAGE
+        ) from error
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
 def first_model(client: Client) -> str:

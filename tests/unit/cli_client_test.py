@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mico.client import Client
-from mico.commands.chat import relay
+from mico.commands.chat import relay, response_format
 from mico.errors import CommandFailed, ExitCode
 from mico.sse import data_events
 
@@ -106,3 +107,13 @@ def test_no_gateway_is_a_failure_with_a_tip() -> None:
     with pytest.raises(CommandFailed) as failure:
         client(refuse).get("/v1/models")
     assert "mico up" in failure.value.tip
+
+
+def test_a_schema_file_becomes_a_format_and_a_broken_one_a_reason(tmp_path: Path) -> None:
+    good, broken = tmp_path / "good.json", tmp_path / "broken.json"
+    good.write_text('{"type": "integer"}')
+    broken.write_text("{")
+    asked = {"name": "answer", "schema": {"type": "integer"}, "strict": True}
+    assert response_format(good) == {"type": "json_schema", "json_schema": asked}
+    with pytest.raises(CommandFailed, match="holds no JSON"):
+        response_format(broken)

@@ -1,0 +1,189 @@
+"""What holding answers to a JSON schema costs: an iteration with so many guided rows beside one with none.
+
+`python -m bench.guided --rows 32`
+The demo model, greedy; every answer is cut before its schema ends. Kinds of batches take turns. `masks` is
+the time to compute the masks of all rows by itself, `apply` the time to apply them, both also for a large
+vocabulary of made-up words. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.grammar import Grammar, Grammars
+from site_engine.hf_bridge import LoadedModel, load
+from site_engine.masks import Masks
+from site_engine.request import Request, Sampling
+from site_engine.tools import guided_source
+
+MODEL = Path(__file__).parents[1] / "mico/demo_model/weights"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 5, "maxLength": 40},
+        "age": {"type": "integer"},
+        "kind": {"enum": ["friend", "colleague", "stranger"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}
+
+
+def grammar_of(grammars: Grammars) -> Grammar:
+    return grammars.compile(guided_source(PEOPLE, None, None, grammars.written), "response_format")
+
+
+def steps(
+    model: LoadedModel, grammar: Grammar, rows: int, guided: int, tokens: int
+) -> Iterator[tuple[float, float]]:
+    """(wall, CPU of all threads) seconds of every full decode iteration."""
+    engine = SiteEngine(model, EngineSettings(slots=rows), time.perf_counter)
+    for row in range(rows):
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        request = Request(str(row), [7 + row, 5, 9], sampling)
+        request.grammar = grammar if row < guided else None
+        engine.submit(request)
+    while engine.has_work:
+        wall, cpu = time.perf_counter(), time.process_time()
+        if len(engine.step()) == rows:
+            yield time.perf_counter() - wall, time.process_time() - cpu
+
+
+def masks_ms(grammars: Grammars, vocab_size: int, rows: int, repeat: int) -> dict[str, float]:
+    """In the middle of strings and between them, as rows are."""
+    grammar = grammar_of(grammars)
+    requests = []
+    for row, text in zip(range(rows), _beginnings(), strict=False):
+        request = Request(str(row), [0], Sampling())
+        request.row, request.guide = row, grammar.start()
+        request.guide.matcher.try_consume_tokens(grammars._tokens.tokenize_str(text))
+        requests.append(request)
+    masks = Masks(rows, vocab_size, torch.device("cpu"))
+    logits = torch.zeros(rows, vocab_size)
+    every = range(rows)
+
+    def fill() -> None:
+        masks.begin(requests)
+        assert masks._coming is not None
+        masks._coming.result()
+
+    return {
+        "masks": _median_ms(fill, repeat),
+        "apply": _median_ms(lambda: masks.allow(requests, every, logits), repeat),
+    }
+
+
+def _beginnings() -> Iterator[str]:
+    whole = '[{"name": "Ada Lovelace", "age": 36, "kind": "friend"}, {"name": "Bo'
+    while True:
+        yield from (whole[:cut] for cut in range(1, len(whole), 3))
+
+
+def _median_ms(work: Callable[[], object], repeat: int) -> float:
+    def once() -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    once()
+    return round(statistics.median(once() for _ in range(repeat)) * 1e3, 3)
+
+
+def large_tokenizer(words: int) -> Any:
+    """Byte-level, with made-up words of 2 to 12 letters, half of them after a space."""
+    rnd = random.Random(0)
+    vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    while len(vocabulary) < words:
+        word = "".join(rnd.choices("etaoinshrdlucmfwypvbgk", k=rnd.randint(2, 12)))
+        vocabulary.setdefault(rnd.choice(("", "Ġ")) + word, len(vocabulary))
+    tokens = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokens.add_special_tokens(["<end>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    model = load(str(MODEL))
+    began = time.perf_counter()
+    grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
+    made_ms = (time.perf_counter() - began) * 1e3
+    began = time.perf_counter()
+    grammar = grammar_of(grammars)
+    compiled_ms = (time.perf_counter() - began) * 1e3
+    kinds = {"plain": 0, "one guided": 1, "half guided": options.rows // 2, "all guided": options.rows}
+    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    for _ in range(options.repeat):
+        for kind, guided in kinds.items():
+            taken[kind] += steps(model, grammar, options.rows, guided, options.tokens)
+    large = large_tokenizer(options.vocabulary)
+    large_grammars = Grammars(large, len(large), ())
+    return {
+        "step_ms": {kind: _both(found) for kind, found in taken.items()},
+        "alone_ms": {
+            str(model.vocab_size): masks_ms(grammars, model.vocab_size, options.rows, 30),
+            str(len(large)): masks_ms(large_grammars, len(large), options.rows, 30),
+        },
+        "load_tokenizer_ms": round(made_ms, 1),
+        "compile_ms": round(compiled_ms, 2),
+        "conditions": {
+            "model": "demo",
+            **{name: getattr(options, name) for name in ("rows", "tokens", "repeat", "threads")},
+            "torch": torch.__version__,
+            "processor": platform.machine(),
+        },
+    }
+
+
+def _both(found: list[tuple[float, float]]) -> dict[str, float]:
+    wall, cpu = zip(*found, strict=True)
+    tenth = sorted(wall)[len(wall) // 10]
+    return {
+        "wall": round(statistics.median(wall) * 1e3, 2),
+        "wall_fastest_tenth": round(tenth * 1e3, 2),
+        "cpu": round(statistics.median(cpu) * 1e3, 2),
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.guided", description=__doc__)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=80, help="of each answer")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--vocabulary", type=int, default=128_000, help="words of the large vocabulary")
+    parser.add_argument("--json", action="store_true", help="nothing but the JSON line")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    found = measure(options)
+    if not options.json:
+        for kind, took in found["step_ms"].items():
+            print(f"{kind:12} {took['wall']} ms an iteration, {took['cpu']} ms of CPU")
+        for vocabulary, took in found["alone_ms"].items():
+            print(f"{vocabulary} tokens: masks {took['masks']} ms, to apply them {took['apply']} ms")
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
