@@ -1,4 +1,5 @@
-"""The engine against `generate`: random requests over families, engine shapes, tight pools, swaps, sharing.
+"""The engine against `generate` and transformers' continuous batching: random requests over families,
+runners, policies, engine shapes, tight pools, swaps and sharing.
 
 `python -m bench.exactness [--requests 2000]` compares float32 greedy tokens; the last line is JSON.
 A difference counts unless the plain model's two best logits there are closer than rounding.
@@ -12,6 +13,7 @@ import itertools
 import json
 import random
 import sys
+import time
 from collections import Counter
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,12 +22,18 @@ import torch
 import transformers
 
 from bench.families import VOCAB, random_model, tiny_config
+from bench.peers import Room, run_continuous
+from bench.workload import Query
+from site_engine.admission import DEFAULT_POLICY, POLICIES
 from site_engine.attention.swap import HostSwap
+from site_engine.dense import DenseEngine
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.hf_bridge import LoadedModel, from_model
 from site_engine.request import RemainingCurve, RemainingPoint, Request, Sampling
 
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt_neo", "mixtral", "gpt_oss", "deepseek_v3")
+NOT_CONTINUOUS = ("gpt_neo", "deepseek_v3")  # transformers' continuous batching fails on these
+RUNNERS = ("packed", "packed", "packed", "packed", "dense", "decoupled")
 REQUESTS_PER_ENGINE = 25
 ROUNDING = 1e-4
 TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
@@ -44,19 +52,27 @@ def pair(name: str) -> Pair:
 
 def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
     """A shape of engine; most have a pool so tight that requests are preempted."""
-    slots = rnd.randint(1, 16)
-    page_size = rnd.choice([1, 2, 4, 8, 16])
+    slots, runner = rnd.randint(1, 16), rnd.choice(RUNNERS)
+    kv_tokens = rnd.choice([128, 144, 192, 4096])
+    paged = runner == "packed"
     settings = EngineSettings(
         slots=slots,
         token_budget=slots + rnd.randint(0, 60),
-        page_size=page_size,
-        kv_tokens=rnd.choice([128, 144, 192, 4096]),
-        prefix_cache=rnd.random() < 0.7,
-        swap_tokens=rnd.choice([0, 100, 4096]),
-        debug_poison=True,
+        page_size=rnd.choice([1, 2, 4, 8, 16] if kv_tokens < 4096 else [1, 16, 64, 256]),
+        kv_tokens=kv_tokens,
+        policy=rnd.choice([*POLICIES.values(), *[DEFAULT_POLICY] * 5]),
+        prefix_cache=paged and rnd.random() < 0.7,
+        swap_tokens=rnd.choice([0, 100, 4096]) if paged else 0,
+        debug_poison=paged,
     )
     ticks = itertools.count()
-    engine = SiteEngine(served, settings, lambda: next(ticks) * 1e-3)
+
+    def clock() -> float:
+        return next(ticks) * 1e-3
+
+    if not paged:
+        return DenseEngine(served, settings, clock, apart=runner == "decoupled")
+    engine = SiteEngine(served, settings, clock)
     if isinstance(engine._scheduler.swap, HostSwap):
         engine._scheduler.swap._worth = lambda tokens: rnd.random() < 0.7
     return engine
@@ -109,6 +125,17 @@ def alone(model: Any, request: Request) -> list[int]:
     return answer
 
 
+@cache
+def continuous_copy(name: str) -> Any:
+    return copy.deepcopy(pair(name).plain)
+
+
+def together(name: str, requests: list[Request]) -> list[list[int]]:
+    """What transformers' continuous batching answers to all of them."""
+    work = [Query(list(request.prompt), request.max_tokens) for request in requests]
+    return run_continuous(continuous_copy(name), work, Room(8, 128, 4096), time.perf_counter).answers
+
+
 def is_a_tie(model: Any, request: Request, answer: list[int], expected: list[int]) -> bool:
     """Whether the first different token was a matter of rounding."""
     at = next((n for n, two in enumerate(zip(answer, expected, strict=False)) if two[0] != two[1]), None)
@@ -118,6 +145,19 @@ def is_a_tie(model: Any, request: Request, answer: list[int], expected: list[int
         ids = torch.tensor([[*request.prompt, *expected[:at]]])
         best = model(input_ids=ids, use_cache=False).logits[0, -1].topk(2).values
     return bool(best[0] - best[1] < ROUNDING * best[0].abs().clamp(min=1.0))
+
+
+def compare(
+    where: str, plain: Any, requests: list[Request], answers: dict[str, list[int]], expected: list[list[int]]
+) -> Counter[str]:
+    """How many differ, and how many of these by rounding alone."""
+    count: Counter[str] = Counter()
+    for request, wanted in zip(requests, expected, strict=True):
+        if answers[request.id] != wanted:
+            tie = is_a_tie(plain, request, answers[request.id], wanted)
+            count["ties" if tie else "mismatches"] += 1
+            print(f"{where}, request {request.id}: {'tie' if tie else 'WRONG'}", file=sys.stderr)
+    return count
 
 
 def main() -> int:
@@ -136,17 +176,15 @@ def main() -> int:
         answers, seen = serve(engine, requests, rnd)
         count.update(seen)
         count["leaked_pages"] += engine._pool.capacity - engine._pool.available
-        for request in requests:
-            expected = alone(plain, request)
-            count["requests"] += 1
-            count["tokens"] += len(expected)
-            if answers[request.id] != expected:
-                tie = is_a_tie(plain, request, answers[request.id], expected)
-                count["ties" if tie else "mismatches"] += 1
-                print(
-                    f"{name}, engine {number}, request {request.id}: {'tie' if tie else 'WRONG'}",
-                    file=sys.stderr,
-                )
+        count[f"requests_{type(engine).__name__}"] += len(requests)
+        oracles = {"generate": [alone(plain, request) for request in requests]}
+        if name not in NOT_CONTINUOUS:
+            oracles["continuous batching"] = together(name, requests)
+        for oracle, expected in oracles.items():
+            count[f"against {oracle}"] += len(requests)
+            count.update(compare(f"{name}, engine {number}", plain, requests, answers, expected))
+        count["requests"] += len(requests)
+        count["tokens"] += sum(map(len, oracles["generate"]))
     found = {"mismatches": 0, "ties": 0, **count, "families": len(FAMILIES), "torch": torch.__version__}
     print(json.dumps(found))
     return 1 if found["mismatches"] or found["leaked_pages"] else 0

@@ -106,7 +106,7 @@ def padded(
         token_budget=batch * CONTEXT,
         kv_tokens=batch * CONTEXT,
         policy=policy,
-        max_pending=len(queries),
+        max_pending=4 * len(queries),
         prefix_cache=False,
     )
     engine = DenseEngine(model, settings, _ticks(), apart=apart)
@@ -122,7 +122,7 @@ def packed(model: LoadedModel, queries: Sequence[Query], batch: int) -> Cost:
         token_budget=batch * CONTEXT,
         kv_tokens=batch * CONTEXT,
         policy=POLICIES["fcfs"],
-        max_pending=len(queries),
+        max_pending=4 * len(queries),
         prefix_cache=False,
     )
     engine = SiteEngine(model, settings, _ticks())
