@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.api.app import create_http
 from gateway.api.serving import Limits, http_server
-from gateway.failures import MOST
+from gateway.failures import MOST, Failures
 from tests.fakes.edge import KEY, Script, chat_body, error_of, get, in_process, say
 
 QUICK = Limits(connections=3, slow_s=0.15, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
@@ -150,7 +150,7 @@ def test_wrong_keys_are_looked_up_only_so_often_and_a_good_one_still_passes() ->
         looked.append(secret)
 
     async def main() -> None:
-        script = Script(answer=say("Hello"), settings={"look_again": look_again})
+        script = Script(answer=say("Hello"), settings={"look_again": look_again, "failures": Failures(lambda: 0.0)})
         async with in_process(script) as edge:
             body = chat_body()
             for _ in range(int(MOST)):
@@ -168,3 +168,18 @@ def test_wrong_keys_are_looked_up_only_so_often_and_a_good_one_still_passes() ->
 def test_every_response_forbids_guessing_its_type() -> None:
     for path in ("/health", "/v1/models", "/nowhere", "/admin/api/sites"):
         assert get(path).headers["x-content-type-options"] == "nosniff"
+
+
+def test_who_forges_the_address_it_comes_from_is_counted_where_it_comes_from() -> None:
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        statuses = []
+        while b"429" not in statuses:
+            number = len(statuses)
+            assert number < 1000
+            forged = f"x-forwarded-for: 10.0.1.{number}\r\nx-real-ip: 10.0.1.{number}\r\n"
+            writer.write(f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{forged}\r\n".encode())
+            statuses.append((await answered(reader))[9:12])
+        assert set(statuses[: int(MOST)]) == {b"401"}
+
+    play(scenario, replace(QUICK, slow_s=10.0))

@@ -17,7 +17,7 @@ import pytest
 
 import migrations
 from gateway.domain import SiteState
-from gateway.failures import MOST
+from gateway.failures import MOST, Failures
 from gateway.federation.directory import Directory
 from gateway.federation.entrance import Certificates
 from gateway.federation.server import Federation, FederationSettings, listen
@@ -250,6 +250,7 @@ def test_machines_of_a_pool_share_a_join_secret_and_are_revoked_one_by_one(tmp_p
 
 def test_who_fails_too_often_is_told_only_that(tmp_path: Path) -> None:
     async def scenario(here: Scene) -> None:
+        here.federation._entrance.failures = Failures(lambda: 0.0)
         identity = identity_of(here.config("alpha", join_secret="mico-join-wrong"))
         assert identity is not None
         reasons = []
