@@ -12,13 +12,15 @@ from gateway.routing.demand import Demand
 from gateway.routing.fleet import Numbers
 
 CROWDING = 16.0
-"""What a query costs the others of a site that has one request per slot, in its own decode times; four times
+"""What a query costs the others of a site that has one request per slot, in its own decode times; three times
 as much at two requests per slot, and next to nothing while most slots are free.
 
 Counted at the speed of the fastest candidate, so that crowding weighs alike on fast and slow sites: were it
 weighed by each site's own speed, fast sites would build up queues while slow ones have slots free. Measured:
 bench/results/simulation.md.
 """
+LONG_QUEUE = 1.5
+"""Requests per slot beyond which the queues of sites are compared by the time they take."""
 FIRST_TOKEN = 4.0
 """A second until the first token weighs so much more than one between tokens."""
 REPORTS_EVERY_S = 1.5
@@ -33,7 +35,7 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     """Least expected completion; a late first token, crowding, price and missed reports count in seconds."""
     found, at = candidates.estimates, candidates.at
     fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
-    crowding_s = (CROWDING * demand.response_tokens * fastest_s) * requests_per_slot(candidates) ** 2
+    crowding_s = (CROWDING * demand.response_tokens * fastest_s) * _crowding(candidates)
     missed_s = np.maximum(0.0, candidates.now_s - REPORTS_EVERY_S - at.heard_s)
     cost_s = found.finish_s + FIRST_TOKEN * found.first_token_s + crowding_s
     cost_s += STALE_PENALTY * missed_s + found.price_usd / USD_PER_SECOND
@@ -82,6 +84,25 @@ def shortest_wait(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     first_token_s = candidates.estimates.first_token_s
     place = candidates.least(first_token_s, turn)
     return Choice(place, f"soonest first token: {first_token_s[place]:.2f} s")
+
+
+def _crowding(candidates: Candidates) -> Numbers:
+    """Grows with the square while slots are free, so that no site fills up before the others, and evenly
+    beyond: who waits there is delayed by each that comes. In a long queue it counts time, not heads.
+    """
+    held = requests_per_slot(candidates)
+    near = np.minimum(held, LONG_QUEUE)
+    crowding = np.where(held < 1.0, held**2, 2.0 * near - 1.0)
+    queued = candidates.may & (held > LONG_QUEUE)
+    if queued.any():
+        each_s = _drain_s(candidates) / held.clip(min=1.0)
+        crowding += 2.0 * (held - near) * each_s / each_s.min(where=queued, initial=np.inf)
+    return crowding
+
+
+def _drain_s(candidates: Candidates) -> Numbers:
+    """Until all that a site holds has been computed."""
+    return candidates.at.evenly * candidates.estimates.iteration_s + candidates.at.prefill_s
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:
