@@ -215,18 +215,7 @@ def run(options: argparse.Namespace, folder: Path, database_url: str | None) -> 
         sdk = here.sdk(client_url)
         alone_s = chats(sdk, here.model, texts[:CHATS], options.max_tokens)
         began = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "mico",
-            "--folder",
-            str(folder / "mico"),
-            "batch",
-            "run",
-            str(source),
-        ]
-        command += ["-o", str(out), "--json", "--base-url", client_url, "--api-key", here.facts["api_key"]]
-        running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        running = followed(here, folder / "mico", source, out, client_url)
         batch_id = first_batch(sdk)
         wait_for_counts(sdk, batch_id, options.prompts // 6)
         beside_s = chats(sdk, here.model, texts[:CHATS], options.max_tokens)
@@ -249,6 +238,20 @@ def run(options: argparse.Namespace, folder: Path, database_url: str | None) -> 
             "lines_per_s": round(options.prompts / total_s, 1),
             "chat_first_token_ms": {"alone": told(alone_s), "beside_the_batch": told(beside_s)},
         }
+
+
+def followed(
+    here: Federation, folder: Path, source: Path, out: Path, client_url: str
+) -> subprocess.Popen[str]:
+    """`mico batch run`; with two replicas it is submitted to the first and followed at the other."""
+    key = ["--api-key", here.facts["api_key"]]
+    asked = ["batch", "run", str(source)]
+    if len(here.running.root_urls) > 1:
+        submit = ["batch", "submit", str(source), "--base-url", f"{here.running.root_urls[0]}/v1", *key]
+        asked = ["batch", "fetch", mico(folder, *submit).strip(), "--wait"]
+    more = ["-o", str(out), "--json", "--base-url", client_url, *key]
+    command = [sys.executable, "-m", "mico", "--folder", str(folder), *asked, *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def first_batch(sdk: OpenAI) -> str:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
+from gateway.admin.access import Access
+from gateway.admin.batches import batch_reads
 from gateway.admin.desk import Desk
 from gateway.admin.routes import Office, admin_routes
 from gateway.answer import answer
 from gateway.api.app import create_http
 from gateway.api.backend import Backend, Readiness
 from gateway.api.serving import HttpServer, http_server
-from gateway.batches.opening import open_batches
+from gateway.batches.opening import Batches, open_batches
 from gateway.config import ConfigError, GatewayConfig
 from gateway.domain import Outcome, SiteState, Status
 from gateway.doors import Doors, open_doors
@@ -37,9 +39,10 @@ from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.watch import Watch
+from predictor.current import CurrentForecaster
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
-from predictor.runtime import Forecaster, load
+from predictor.runtime import Forecaster
 
 if TYPE_CHECKING:
     from gateway.telemetry.traces import Traces
@@ -89,7 +92,13 @@ async def serve(config: GatewayConfig) -> int:
         ) as batches,
     ):
         core.metrics.also(scaler)
-        server = _http(config, core, backend, [*admin_routes(backend, office), *batches.routes], doors)
+        server = _http(
+            config,
+            core,
+            backend,
+            [*admin_routes(backend, office), *_batch_routes(backend, office, batches)],
+            doors,
+        )
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
         serving = asyncio.create_task(server.serve())
@@ -117,8 +126,10 @@ async def _core(
     federation = Federation(settings, directory, gateway_clock, doors.certificates)
     histogram = HistogramForecaster()
     forecasts = Forecasts(_forecaster(config, histogram), histogram)
+    forecasts.start()
 
     metrics = Metrics(directory, lambda: gateway.live)
+    metrics.also(forecasts)
     watch = Watch(directory, config.name, clock=gateway_clock, keeper=store.figures)
 
     def record(outcome: Outcome) -> None:
@@ -130,8 +141,7 @@ async def _core(
         watch.observe(outcome)
         if traces is not None:
             traces.observe(outcome)
-        if outcome.status is Status.ANSWERED:
-            histogram.observe(outcome.model, outcome.completion_tokens)
+        forecasts.observe(outcome)
 
     leases = Leases(store.slices, WhenAway(config.quotas_when_away))
     await leases.start()
@@ -195,6 +205,7 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
             reads=store.read,
             still_valid=store.keys.still_valid,
             session_key=store.keys.session_key,
+            store=store,
         )
     finally:
         watch.close()
@@ -212,10 +223,15 @@ def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:
     """Without a usable model the histogram of what was answered forecasts, and its name says so."""
     try:
-        return load(config.predictor)
+        return CurrentForecaster(config.predictor)
     except ArtifactError:
         log.exception("no forecaster could be loaded; forecasts come from %s", histogram.name)
         return histogram
+
+
+def _batch_routes(backend: Backend, office: Office, batches: Batches) -> list[HTTPRouteHandler]:
+    access = Access(backend, office.still_valid, office.session_key)
+    return [*batches.routes, *batch_reads(access, batches.ledger)]
 
 
 def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:

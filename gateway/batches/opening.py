@@ -31,6 +31,7 @@ FINISH_WITHIN_S: Final = 10.0
 class Batches(NamedTuple):
     routes: list[HTTPRouteHandler]
     runner: Runner
+    ledger: Ledger
 
 
 @asynccontextmanager
@@ -74,7 +75,7 @@ async def open_batches(
         *batch_routes(backend, files, ledger, limits, runner.look_now),
     ]
     try:
-        yield Batches(routes, runner)
+        yield Batches(routes, runner, ledger)
     finally:
         await runner.close(FINISH_WITHIN_S)
         sweeping.cancel()

@@ -108,6 +108,7 @@ class Batch:
     errors: list[dict[str, Any]] | None = None
     output_file_id: str | None = None
     error_file_id: str | None = None
+    leased_by: str | None = None
 
     @property
     def ended(self) -> bool:
