@@ -43,7 +43,7 @@ class Guide:
 
     @property
     def error(self) -> str:
-        return self.matcher.get_error()
+        return self.matcher.get_error().partition("\n")[0]  # what follows shows the schema
 
 
 class Grammar:
@@ -118,5 +118,6 @@ def quoted(text: str) -> str:
 def _refusal(error: str, param: str) -> NotServed:
     """Another engine may know what this one has not implemented; a wrong schema is wrong everywhere."""
     reason = Reason.UNSUPPORTED if "nimplemented" in error else Reason.INVALID
-    said = " ".join(error.split())[:300]
+    told = error.partition("\n   1 |")[0].rpartition("compile JSON schema: ")[2]  # without our own wrapping
+    said = " ".join(told.split())[:300]
     return NotServed(reason, f"the schema can't be enforced: {said}", param)

@@ -7,13 +7,14 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
 import torch
 import transformers
+from pydantic import BaseModel, Field
 
 from bench.families import random_model
 from gateway.answer import answer
@@ -56,6 +57,12 @@ ASK: dict[str, Any] = {
     "max_tokens": 300,
     "seed": 3,
 }
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=9)
+    age: int = Field(ge=0, le=99)
+    likes: Literal["tea", "coffee"] | None
 
 
 @cache
@@ -154,6 +161,9 @@ def test_row_40_an_answer_satisfies_its_schema() -> None:
         cut = await stage.ask(response_format=AS_PERSON, max_tokens=4)
         assert cut.choices[0].finish_reason == "length"
         assert cut.choices[0].message.content.startswith("{")
+        parse = stage.edge.sdk.chat.completions.parse
+        parsed = await parse(**ASK, response_format=Person)
+        assert isinstance(parsed.choices[0].message.parsed, Person)
         some = await stage.ask(response_format={"type": "json_object"}, max_tokens=20)
         assert some.choices[0].message.content.startswith("{")
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from site_engine.engine import SiteEngine
 from site_engine.errors import NotServed, Reason
 from site_engine.grammar import Grammar, Grammars
+from site_engine.masks import Masks
 from site_engine.request import Finish, Refused, RemainingCurve, RemainingPoint, Request, Sampling
 from site_engine.tools import guided_source
 from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
@@ -271,6 +272,24 @@ def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
     with pytest.raises(NotServed, match=told) as refused:
         following(schema)
     assert (refused.value.reason, refused.value.param) == (reason, "response_format")
+    assert "x-guidance" not in refused.value.message
+
+
+def test_masks_are_applied_on_a_device_as_on_a_cpu() -> None:
+    size = family("llama").served.vocab_size
+    requests = [guided(str(row), row) for row in range(3)]
+    for row, request in enumerate(requests):
+        request.row, request.guide = 2 - row, following(POINT).start()
+    masks = Masks(4, size, torch.device("cpu"))
+    masks.begin(requests)
+    here, there = torch.randn(4, size), torch.zeros(4, size)
+    there[:] = here
+    masks.allow(requests, [0, 2], here)
+    masks._allow_there([2, 0], [0, 2], there)
+    assert torch.equal(here, there)
+    kept = torch.isfinite(here).sum(-1).tolist()
+    assert kept[1] == kept[3] == size
+    assert 0 < kept[0] < size
 
 
 def test_one_schema_is_compiled_once() -> None:
