@@ -117,7 +117,13 @@ class Replica:
 
 @asynccontextmanager
 async def replica(
-    url: str, *, sites: Sequence[str] = ("a", "b"), slots: int = 4, name: str = "r1", **limits: Any
+    url: str,
+    *,
+    sites: Sequence[str] = ("a", "b"),
+    slots: int = 4,
+    name: str = "r1",
+    features: Sequence[str] = ("chat", "logprobs", "resume"),
+    **limits: Any,
 ) -> AsyncIterator[Replica]:
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(scene())
@@ -144,7 +150,10 @@ async def replica(
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
         this = Replica(here, batches, http)
         this.open.set()
-        serving = [asyncio.create_task(this.serve(await here.site(site, slots=slots))) for site in sites]
+        serving = [
+            asyncio.create_task(this.serve(await here.site(site, features=features, slots=slots)))
+            for site in sites
+        ]
         try:
             yield this
         finally:

@@ -246,6 +246,8 @@ class Job:
         except (BudgetSpent, AboveQuota) as spent:
             return Outcome(line.number, True, asking.refused(line.custom_id, query_id, spent))
         except (TooMany, Overloaded, NoSite, Ending) as full:
+            if isinstance(full, NoSite) and self._free(self._means.backend.clock()):
+                return self._broke(line, query_id, full)  # others could run: it is this line
             wait_s = full.retry_after_s or BACKOFF_S
             return Put(replace(line, runs=line.runs + 1), wait_s, all_wait=True)
         except ClientMistake as mistake:

@@ -192,6 +192,20 @@ def test_a_body_that_is_refused_costs_nothing_and_is_told(url: str) -> None:
     asyncio.run(main())
 
 
+def test_a_line_that_no_site_can_serve_holds_up_no_other(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.batches.job.BACKOFF_S", 0.01)
+
+    async def main() -> None:
+        async with replica(url, features=("chat", "resume")) as here:
+            content = jsonl(chat_line(0, logprobs=True), *(chat_line(number) for number in range(1, 9)))
+            done = await here.ended(await here.submit(content))
+            (refused,) = await here.lines(done.error_file_id)
+            assert refused["response"]["body"]["error"]["code"] == "no_site"
+            assert (done.request_counts.completed, len(here.asked)) == (8, 8)
+
+    asyncio.run(main())
+
+
 def test_lines_for_a_model_that_nobody_serves_are_told_so(url: str) -> None:
     async def main() -> None:
         async with replica(url) as here:
