@@ -23,6 +23,7 @@ from mico.commands import (
     pki,
     predictor,
     processes,
+    quotas,
     simulate,
     sites,
     top,
@@ -74,6 +75,8 @@ for act in (operate.drain, operate.pause, operate.resume, operate.weight, operat
 app.add_typer(sites.app, name="sites")
 app.command()(top.top)
 app.add_typer(keys.app, name="keys")
+app.add_typer(quotas.tenants, name="tenants")
+app.add_typer(quotas.quotas, name="quotas")
 app.add_typer(pki.app, name="pki")
 app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)

@@ -13,11 +13,13 @@ from gateway.admin.reads import read_routes
 from gateway.admin.session import session_routes
 from gateway.admin.sites import site_routes
 from gateway.admin.stream import stream_routes
+from gateway.admin.tenancy import tenancy_routes
 from gateway.api.backend import Backend
 from gateway.dashboard.pages import page_routes
 from gateway.domain import Caller
 from gateway.federation.directory import Directory
 from gateway.store.queries import Reads
+from gateway.store.store import Store
 from gateway.telemetry.watch import Watch
 
 
@@ -31,6 +33,7 @@ class Office:
     reads: Reads | None
     still_valid: Callable[[str], Caller | None]
     session_key: bytes
+    store: Store | None = None
 
 
 def admin_routes(backend: Backend, office: Office) -> list[HTTPRouteHandler]:
@@ -41,4 +44,5 @@ def admin_routes(backend: Backend, office: Office) -> list[HTTPRouteHandler]:
         *site_routes(access, backend, office.directory, office.desk),
         *read_routes(access, office.watch, office.reads),
         *stream_routes(access, office.watch),
+        *(tenancy_routes(access, office.store) if office.store else ()),
     ]

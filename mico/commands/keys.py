@@ -13,6 +13,7 @@ from mico.errors import CommandFailed
 from mico.session import Database, Json, Session, session
 
 if TYPE_CHECKING:
+    from gateway.store.audit import Act
     from gateway.store.key_table import KeyInfo
     from gateway.store.store import Store
 
@@ -20,6 +21,8 @@ T = TypeVar("T")
 SECONDS_A_DAY = 86_400.0
 
 app = typer.Typer(help="API keys.", no_args_is_help=True)
+
+Reason = Annotated[str, typer.Option(help="Why; the audit keeps it.")]
 
 
 @app.command("create")
@@ -29,8 +32,10 @@ def create(
     name: Annotated[str, typer.Argument(help="Whose it is or what it is for.")],
     tenant: Annotated[str, typer.Option(help="Who pays for its use.")] = "default",
     model: Annotated[list[str] | None, typer.Option(help="Allow this model only; repeatable.")] = None,
+    region: Annotated[list[str] | None, typer.Option(help="Use sites of this region only.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May also use the admin API.")] = False,
     days: Annotated[float | None, typer.Option(min=0.01, help="Ends by itself after so many days.")] = None,
+    reason: Reason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
@@ -39,9 +44,44 @@ def create(
     expires_at = None if days is None else time.time() + days * SECONDS_A_DAY
 
     async def work(store: Store) -> tuple[KeyInfo, str]:
-        return await store.keys.create_key(name, tenant, models=model, admin=admin, expires_at=expires_at)
+        return await store.keys.create_key(
+            name,
+            tenant,
+            models=model,
+            regions=region,
+            admin=admin,
+            expires_at=expires_at,
+            act=act(reason),
+        )
 
-    key, secret = visit(here, database, work)
+    show_once(here, *visit(here, database, work), as_json=as_json)
+
+
+@app.command("rotate")
+def rotate(
+    context: typer.Context,
+    *,
+    key_id: Annotated[str, typer.Argument(help="The id, as in mico keys list.")],
+    overlap: Annotated[str, typer.Option(help="How long the old key still works: 10m, 1h, 1d.")] = "1d",
+    reason: Reason = "",
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """Make a key in the place of another, with its scopes and quotas, and show it, this once."""
+    from mico.commands.operate import duration
+
+    here, overlap_s = session(context), duration(overlap)
+
+    async def work(store: Store) -> tuple[KeyInfo, str] | None:
+        return await store.keys.rotate_key(key_id, overlap_s, act(reason))
+
+    rotated = visit(here, database, work)
+    if rotated is None:
+        raise CommandFailed(f"there is no valid key {key_id}", tip="mico keys list shows the ids")
+    show_once(here, *rotated, as_json=as_json)
+
+
+def show_once(here: Session, key: KeyInfo, secret: str, *, as_json: bool) -> None:
     if as_json:
         here.terminal.json({**facts(key), "key": secret})
     else:
@@ -69,6 +109,7 @@ def list_keys(context: typer.Context, database: Database = None, as_json: Json =
 def revoke(
     context: typer.Context,
     key_id: Annotated[str, typer.Argument(help="The id, as in mico keys list.")],
+    reason: Reason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
@@ -76,7 +117,7 @@ def revoke(
     here = session(context)
 
     async def work(store: Store) -> KeyInfo | None:
-        return await store.keys.revoke_key(key_id)
+        return await store.keys.revoke_key(key_id, act(reason))
 
     key = visit(here, database, work)
     if key is None:
@@ -93,6 +134,15 @@ def visit(here: Session, database: str | None, work: Callable[[Store], Awaitable
     return with_store(here.settings.value("database_url", database), here.folder.path, work)
 
 
+def act(reason: str) -> Act:
+    """By whoever has this shell, and can reach the database."""
+    from getpass import getuser
+
+    from gateway.store.audit import AT_THE_COMMAND_LINE, Act
+
+    return Act(f"{getuser()} at the {AT_THE_COMMAND_LINE}", reason)
+
+
 def facts(key: KeyInfo) -> dict[str, Any]:
     return {
         "id": key.id,
@@ -101,6 +151,7 @@ def facts(key: KeyInfo) -> dict[str, Any]:
         "hint": f"…{key.hint}",
         "state": state(key),
         "models": None if key.models is None else sorted(key.models),
+        "regions": None if key.regions is None else sorted(key.regions),
         "admin": key.admin,
         "created_at": moment(key.created_at),
         "expires_at": moment(key.expires_at),

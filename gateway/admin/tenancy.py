@@ -1,0 +1,232 @@
+"""`/admin/api/…`: tenants, keys, quotas, usage and the audit; the verbs of `mico tenants | keys | quotas`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import get, post
+from litestar.handlers import HTTPRouteHandler
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.admin.access import Access, AnyRequest
+from gateway.errors import BadRequest, NotFound, Overloaded
+from gateway.quotas.limits import Kind, Scope
+from gateway.store.audit import Act
+from gateway.store.engine import reason
+from gateway.store.key_table import KeyInfo
+from gateway.store.queries import TotalBy
+from gateway.store.quota_book import LARGEST, NoSuch, Quota
+from gateway.store.store import Store
+
+T = TypeVar("T")
+DAY_S = 86_400.0
+REASON_CHARS = 300
+NAME_CHARS = 200
+ENTRIES_MOST = 1_000
+OVERLAP_S = 86_400.0
+
+
+class NewKey(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    tenant: str = "default"
+    models: list[str] | None = None
+    regions: list[str] | None = None
+    admin: bool = False
+    days: float | None = None
+    reason: str = ""
+
+
+class Rotation(msgspec.Struct, forbid_unknown_fields=True):
+    overlap_s: float = OVERLAP_S
+    reason: str = ""
+
+
+class Reason(msgspec.Struct, forbid_unknown_fields=True):
+    reason: str = ""
+
+
+class NewTenant(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    best_priority: int = 0
+    reason: str = ""
+
+
+class NewQuotas(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a tenant or a key. `limits` by kind; null lifts one, what is not named stays."""
+
+    scope: Scope
+    subject: str
+    limits: dict[Kind, int | None]
+    reason: str = ""
+
+
+def tenancy_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
+    return [*_key_routes(access, store), *_quota_routes(access, store), *_record_routes(access, store)]
+
+
+def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
+    @get("/admin/api/keys")
+    async def list_keys(request: AnyRequest) -> dict[str, Any]:
+        await access.operator(request)
+        async with answered():
+            return {"keys": [key_facts(key) for key in await store.keys.list_keys()]}
+
+    @post("/admin/api/keys", status_code=200)
+    async def create_key(request: AnyRequest) -> dict[str, Any]:
+        who = (await access.acting(request)).who
+        new = await body_of(request, NewKey)
+        named(new.name, "name"), named(new.tenant, "tenant")
+        expires_at = None if new.days is None else time.time() + new.days * DAY_S
+        async with answered():
+            key, secret = await store.keys.create_key(
+                new.name,
+                new.tenant,
+                models=new.models,
+                regions=new.regions,
+                admin=new.admin,
+                expires_at=expires_at,
+                act=act(who, new.reason),
+            )
+        return {**key_facts(key), "key": secret}
+
+    @post("/admin/api/keys/{key_id:str}/rotate", status_code=200)
+    async def rotate_key(request: AnyRequest) -> dict[str, Any]:
+        who, key_id = (await access.acting(request)).who, request.path_params["key_id"]
+        asked = await body_of(request, Rotation)
+        if not 0 <= asked.overlap_s <= 365 * DAY_S:
+            raise BadRequest("overlap_s is from 0 to a year", param="overlap_s")
+        async with answered():
+            rotated = await store.keys.rotate_key(key_id, asked.overlap_s, act(who, asked.reason))
+        if rotated is None:
+            raise NotFound(f"there is no valid key {key_id!r}")
+        return {**key_facts(rotated[0]), "key": rotated[1]}
+
+    @post("/admin/api/keys/{key_id:str}/revoke", status_code=200)
+    async def revoke_key(request: AnyRequest) -> dict[str, Any]:
+        who, key_id = (await access.acting(request)).who, request.path_params["key_id"]
+        asked = await body_of(request, Reason)
+        async with answered():
+            key = await store.keys.revoke_key(key_id, act(who, asked.reason))
+        if key is None:
+            raise NotFound(f"there is no key {key_id!r}")
+        return key_facts(key)
+
+    return [list_keys, create_key, rotate_key, revoke_key]
+
+
+def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
+    @get("/admin/api/tenants")
+    async def list_tenants(request: AnyRequest) -> dict[str, Any]:
+        await access.operator(request)
+        async with answered():
+            return {"tenants": msgspec.to_builtins(await store.quotas.tenants())}
+
+    @post("/admin/api/tenants", status_code=200)
+    async def set_tenant(request: AnyRequest) -> dict[str, Any]:
+        who = (await access.acting(request)).who
+        new = await body_of(request, NewTenant)
+        if not -(2**31) <= new.best_priority < 2**31:
+            raise BadRequest("best_priority is a 32-bit number", param="best_priority")
+        async with answered():
+            set_to = await store.quotas.set_tenant(
+                named(new.name, "name"), best_priority=new.best_priority, act=act(who, new.reason)
+            )
+        facts: dict[str, Any] = msgspec.to_builtins(set_to)
+        return facts
+
+    @get("/admin/api/quotas")
+    async def list_quotas(request: AnyRequest) -> dict[str, Any]:
+        await access.operator(request)
+        async with answered():
+            return {"quotas": [quota_facts(quota) for quota in await store.quotas.quotas()]}
+
+    @post("/admin/api/quotas", status_code=200)
+    async def set_quotas(request: AnyRequest) -> dict[str, Any]:
+        who = (await access.acting(request)).who
+        new = await body_of(request, NewQuotas)
+        for kind, amount in new.limits.items():
+            if amount is not None and not 0 <= amount <= LARGEST:
+                raise BadRequest(f"{kind.value} is from 0 to {LARGEST}", param=f"limits.{kind.value}")
+        async with answered():
+            found = await store.quotas.set_quotas(new.scope, new.subject, new.limits, act(who, new.reason))
+        return {"quotas": [quota_facts(quota) for quota in found]}
+
+    return [list_tenants, set_tenant, list_quotas, set_quotas]
+
+
+def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
+    @get("/admin/api/usage")
+    async def usage(request: AnyRequest) -> dict[str, Any]:
+        """`by` tenant, model or site; `days` back."""
+        await access.operator(request)
+        by, days = request.query_params.get("by", "tenant"), request.query_params.get("days", "30")
+        if by not in tuple(TotalBy):
+            raise BadRequest(f"by is one of {', '.join(TotalBy)}", param="by")
+        try:
+            since = time.time() - float(days) * DAY_S
+        except ValueError as exc:
+            raise BadRequest("days is a number", param="days") from exc
+        async with answered():
+            return {"by": by, "usage": msgspec.to_builtins(await store.read.totals(TotalBy(by), since=since))}
+
+    @get("/admin/api/audit")
+    async def audit(request: AnyRequest) -> dict[str, Any]:
+        await access.operator(request)
+        limit = request.query_params.get("limit", "100")
+        if not limit.isdecimal() or not 1 <= int(limit) <= ENTRIES_MOST:
+            raise BadRequest(f"limit is from 1 to {ENTRIES_MOST}", param="limit")
+        async with answered():
+            return {"entries": msgspec.to_builtins(await store.orders.entries(int(limit)))}
+
+    return [usage, audit]
+
+
+@asynccontextmanager
+async def answered() -> AsyncIterator[None]:
+    """Raises NotFound, or Overloaded when the database is away."""
+    try:
+        yield
+    except NoSuch as exc:
+        raise NotFound(str(exc)) from exc
+    except (SQLAlchemyError, OSError) as exc:
+        raise Overloaded(f"the database is away ({reason(exc)}): nothing was changed") from exc
+
+
+async def body_of(request: AnyRequest, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await request.body() or b"{}", type=kind)
+    except msgspec.MsgspecError as exc:
+        raise BadRequest(f"the body is not understood: {exc}") from exc
+
+
+def act(who: str, why: str) -> Act:
+    """Raises BadRequest without a reason."""
+    text = " ".join(why.split())[:REASON_CHARS]
+    if not text:
+        raise BadRequest("Say why: the reason is kept in the audit.", param="reason")
+    return Act(who, text)
+
+
+def named(name: str, param: str) -> str:
+    if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
+        raise BadRequest(f"{param} has 1 to {NAME_CHARS} printable characters", param=param)
+    return name
+
+
+def key_facts(key: KeyInfo) -> dict[str, Any]:
+    facts: dict[str, Any] = msgspec.to_builtins(key)
+    return facts | {name: sorted(facts[name]) for name in ("models", "regions") if facts[name] is not None}
+
+
+def quota_facts(quota: Quota) -> dict[str, Any]:
+    return {
+        "scope": quota.id.scope.value,
+        "subject": quota.id.subject,
+        "kind": quota.id.kind.value,
+        "amount": quota.amount,
+        "in_use": quota.in_use,
+    }

@@ -1,0 +1,205 @@
+"""Tenants, keys and quotas by the admin API and the command line, on real databases; every change audited."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from typer.testing import CliRunner
+
+from gateway.admin.access import Access
+from gateway.admin.tenancy import tenancy_routes
+from gateway.api.app import create_http
+from gateway.api.backend import Backend, Readiness
+from gateway.store.store import Store, open_store
+from mico.cli import app
+from tests.fakes.edge import say
+
+
+def admin_api(store: Store, secret: str) -> httpx2.AsyncClient:
+    backend = Backend(
+        answer=say("x"),
+        models=list,
+        authenticate=store.keys.authenticate,
+        ready=lambda: Readiness(True, ""),
+        version="1",
+    )
+    access = Access(backend, store.keys.still_valid, store.keys.session_key)
+    transport = httpx2.ASGITransport(create_http(backend, tenancy_routes(access, store)))
+    headers = {"authorization": f"Bearer {secret}"}
+    return httpx2.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
+
+
+async def post(client: httpx2.AsyncClient, path: str, status: int = 200, **body: Any) -> dict[str, Any]:
+    response = await client.post(f"/admin/api/{path}", json=body)
+    assert response.status_code == status, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def get(client: httpx2.AsyncClient, path: str) -> dict[str, Any]:
+    response = await client.get(f"/admin/api/{path}")
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_the_admin_api_makes_rotates_and_revokes_keys_and_audits_it(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            boss, secret = await store.keys.create_key("boss", admin=True)
+            async with admin_api(store, secret) as client:
+                made = await post(
+                    client, "keys", name="app", tenant="shop", regions=["eu"], models=["m"], reason="launch"
+                )
+                caller = store.keys.authenticate(made["key"])
+                assert caller is not None
+                assert (caller.tenant, caller.regions, caller.models) == ("shop", {"eu"}, {"m"})
+                new = await post(client, f"keys/{made['id']}/rotate", overlap_s=600, reason="yearly")
+                both = [store.keys.authenticate(each["key"]) for each in (made, new)]
+                assert [each and each.quota_id for each in both] == [made["id"]] * 2
+                assert both[1] is not None and both[1].regions == {"eu"}
+                await post(client, f"keys/{made['id']}/revoke", reason="leaked")
+                assert store.keys.authenticate(made["key"]) is None
+                assert store.keys.authenticate(new["key"]) is not None
+                listed = await get(client, "keys")
+                assert {key["id"] for key in listed["keys"]} == {boss.id, made["id"], new["id"]}
+                assert made["key"] not in json.dumps(listed)
+                entries = (await get(client, "audit?limit=3"))["entries"]
+                found = [(each["action"], each["reason"], each["who"]) for each in entries]
+                who = f"boss ({boss.id})"
+                assert sorted(found) == sorted(
+                    [
+                        (f"create key {made['id']}", "launch", who),
+                        (f"rotate key {made['id']}", "yearly", who),
+                        (f"revoke key {made['id']}", "leaked", who),
+                    ]
+                )
+
+    asyncio.run(main())
+
+
+def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            _, secret = await store.keys.create_key("boss", admin=True)
+            async with admin_api(store, secret) as client:
+                tenant = {"scope": "tenant", "subject": "shop"}
+                await post(client, "quotas", 404, **tenant, limits={"tokens_per_min": 5}, reason="x")
+                await post(client, "tenants", name="shop", best_priority=-3, reason="pays more")
+                limits = {"tokens_per_min": 1000, "concurrent_queries": 4}
+                await post(client, "quotas", **tenant, limits=limits, reason="contract")
+                left = await post(
+                    client, "quotas", **tenant, limits={"tokens_per_min": None}, reason="renewed"
+                )
+                assert [(each["kind"], each["amount"]) for each in left["quotas"]] == [
+                    ("concurrent_queries", 4)
+                ]
+                assert (await get(client, "quotas"))["quotas"] == left["quotas"]
+                (entry, *_) = (await get(client, "audit"))["entries"]
+                assert entry["before"] == "concurrent_queries 4; tokens_per_min 1000"
+                assert entry["after"] == "concurrent_queries 4"
+                names = [each["name"] for each in (await get(client, "tenants"))["tenants"]]
+                assert names == ["default", "shop"]
+                made = await post(client, "keys", name="app", tenant="shop", reason="launch")
+                caller = store.keys.authenticate(made["key"])
+                assert caller is not None and caller.best_priority == -3
+                await post(client, "tenants", name="shop", best_priority=2, reason="pays less")
+                await store.keys.refresh()
+                caller = store.keys.authenticate(made["key"])
+                assert caller is not None and caller.best_priority == 2
+                assert (await get(client, "usage?by=model&days=1")) == {"by": "model", "usage": []}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("keys", {"name": "x"}, "reason"),
+        ("keys", {"name": "", "reason": "x"}, "name"),
+        (
+            "quotas",
+            {"scope": "tenant", "subject": "a", "limits": {"tokens_per_min": -1}, "reason": "x"},
+            None,
+        ),
+        ("quotas", {"scope": "team", "subject": "a", "limits": {}, "reason": "x"}, None),
+        ("tenants", {"name": "x", "best_priority": 2**40, "reason": "x"}, "best_priority"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_nothing_changes(
+    path: str, body: dict[str, Any], param: str | None, tmp_path: Path, sqlite_template: Path
+) -> None:
+    async def main() -> None:
+        shutil.copy(sqlite_template, tmp_path / "mico.db")
+        async with open_store(f"sqlite:///{tmp_path}/mico.db", tmp_path) as store:
+            _, secret = await store.keys.create_key("boss", admin=True)
+            _, other = await store.keys.create_key("user")
+            before = len(await store.orders.entries(100))
+            async with admin_api(store, secret) as client:
+                refusal = (await post(client, path, 400, **body))["error"]
+                assert param is None or refusal["param"] == param
+            async with admin_api(store, other) as client:
+                await post(client, path, 403, **body)
+            assert len(await store.orders.entries(100)) == before
+
+    asyncio.run(main())
+
+
+def test_a_rotated_key_lives_as_long_as_the_first_did_and_a_dead_one_is_not_rotated(
+    url: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            old, secret = await store.keys.create_key("app", expires_at=time.time() + 1_000)
+            rotated = await store.keys.rotate_key(old.id, 0.0)
+            assert rotated is not None
+            assert store.keys.authenticate(secret) is None
+            assert rotated[0].expires_at == pytest.approx(time.time() + 1_000, abs=60)
+            again = await store.keys.rotate_key(rotated[0].id, 60.0)
+            assert again is not None and again[0].first_id == old.id
+            await store.keys.revoke_key(again[0].id)
+            assert await store.keys.rotate_key(again[0].id, 60.0) is None
+            assert await store.keys.rotate_key("key_of_nobody", 60.0) is None
+
+    asyncio.run(main())
+
+
+def test_the_command_line_has_the_same_verbs(url: str, tmp_path: Path) -> None:
+    def mico(*arguments: str, status: int = 0) -> Any:
+        command = ["--folder", str(tmp_path), *arguments, "--database", url, "--json"]
+        done = CliRunner().invoke(app, command)
+        assert (done.exit_code == 0) == (status == 0), done.output
+        return json.loads(done.stdout) if done.exit_code == 0 else done.exception
+
+    key = mico("keys", "create", "app", "--tenant", "shop", "--region", "eu", "--reason", "launch")
+    assert key["regions"] == ["eu"]
+    mico("tenants", "set", "shop", "--best-priority", "-1")
+    assert [tenant["name"] for tenant in mico("tenants", "list")] == ["shop"]
+    mico("quotas", "set", "--tenant", "shop", "--tokens-per-min", "5000", "--concurrent-queries", "7")
+    new = mico("keys", "rotate", key["id"], "--overlap", "1h")
+    mico("quotas", "set", "--key", new["id"], "--requests-per-min", "60")
+    listed = {(row["scope"], row["subject"], row["kind"]): row["amount"] for row in mico("quotas", "list")}
+    assert listed == {
+        ("key", key["id"], "requests_per_min"): 60,
+        ("tenant", "shop", "concurrent_queries"): 7,
+        ("tenant", "shop", "tokens_per_min"): 5000,
+    }
+    mico("quotas", "set", "--tenant", "shop", "--tokens-per-min", "none")
+    assert len(mico("quotas", "list")) == 2
+    mico("quotas", "set", "--tenant", "shop", status=1)
+    mico("quotas", "set", "--tenant", "shop", "--tokens-per-min", "many", status=1)
+    mico("quotas", "set", "--tenant", "nobody", "--tokens-per-min", "5", status=1)
+    mico("keys", "revoke", new["id"], "--reason", "done")
+
+    async def actions() -> list[str]:
+        async with open_store(url, tmp_path, serving=False) as store:
+            return [entry.action.split()[0] for entry in await store.orders.entries(100)]
+
+    assert sorted(asyncio.run(actions())) == ["create", "revoke", "rotate", "set", "set", "set", "set"]
