@@ -157,6 +157,14 @@ def wait_for_counts(sdk: OpenAI, batch_id: str, least: int) -> None:
     raise TimeoutError(f"fewer than {least} lines after {WITHIN_S:.0f} s")
 
 
+def wait_for_usage(here: Federation, batch_id: str, least: int) -> None:
+    """Returns after a while in any case: whoever checks sees what is missing."""
+    rows = select(func.count()).select_from(usage).where(usage.c.query_id.like(f"{batch_id}-%"))
+    deadline_s = time.monotonic() + 60
+    while here.scalars(rows)[0][0][0] < least and time.monotonic() < deadline_s:
+        threading.Event().wait(0.5)
+
+
 def check(out: Path, errors: Path, count: int, here: Federation, batch_id: str) -> dict[str, Any]:
     lines = [json.loads(line) for path in (out, errors) if path.exists() for line in path.open()]
     ids = Counter(line["custom_id"] for line in lines)
@@ -225,6 +233,8 @@ def run(options: argparse.Namespace, folder: Path, database_url: str | None) -> 
             restart_dead(here.folder, here.running)
         printed, _ = running.communicate(timeout=WITHIN_S)
         total_s = time.monotonic() - began
+        restart_dead(here.folder, here.running)  # what the killed one had not stored is in its journal
+        wait_for_usage(here, batch_id, options.prompts)
         checked = check(out, folder / "out.errors.jsonl", options.prompts, here, batch_id)
         wrong = differ_alone(here, sdk, out, texts, options.max_tokens)
         return {
