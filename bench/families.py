@@ -55,7 +55,10 @@ _SHRUNK: dict[str, Any] = {
 }
 _SPECIAL: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "deepseek_v2": {"num_experts_per_tok": 2},  # without a number by default
+    "gemma3": {"mm_tokens_per_image": 4},
 }
+_TINY_SIGHT = {"image_size": 28, "patch_size": 14}
 
 
 class Verdict(NamedTuple):
@@ -69,12 +72,11 @@ def tiny_config(model_type: str) -> Any:
     """The type's configuration with every known size shrunk. Raises what the type does not like about it."""
     made = CONFIG_MAPPING[model_type]
     default = made()
-    known = {
-        name: size
-        for name, size in _SHRUNK.items()
-        if hasattr(default, name)
-        and (getattr(default, name) is not None or name in {"num_key_value_heads", "n_inner"})
-    }
+    known = _sizes(default)
+    if hasattr(default, "text_config"):  # a model that sees too: only its text is tried
+        known["text_config"] = tiny_config(default.text_config.model_type).to_dict()
+    if hasattr(default, "vision_config"):
+        known["vision_config"] = _sizes(default.vision_config) | _TINY_SIGHT
     if getattr(default, "kv_lora_rank", None):  # latent attention has as many key as query heads
         known = {**known, "num_key_value_heads": 4}
         known.pop("head_dim", None)
@@ -84,6 +86,16 @@ def tiny_config(model_type: str) -> Any:
         return made(**known, layer_types=(kinds * 2)[:2]) if kinds else made(**known)
     except Exception:  # noqa: BLE001 - some derive their kinds from other sizes and refuse to be told
         return made(**known)
+
+
+def _sizes(default: Any) -> dict[str, Any]:
+    """Those of the shrunk sizes that a configuration has."""
+    return {
+        name: size
+        for name, size in _SHRUNK.items()
+        if hasattr(default, name)
+        and (getattr(default, name) is not None or name in {"num_key_value_heads", "n_inner"})
+    }
 
 
 def random_model(config: Any, seed: int = 0) -> Any:

@@ -18,6 +18,7 @@ torch.set_num_threads(1)
         "codegen",
         "qwen3",
         "gemma3_text",  # windows in some layers
+        "gemma3",  # sees too
         "phi",  # part of a head rotates
         "opt",  # learned positions with an offset
         "gpt_neox",
