@@ -127,10 +127,11 @@ class Identity:
     async def _ask(self, address: str, credentials: Any, secret: str) -> bytes:
         metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
         channel = self._dial(address, credentials)
+        call = federation_pb2_grpc.FederationStub(channel).Enrol(metadata=metadata)  # type: ignore[no-untyped-call]
         try:
             async with asyncio.timeout(ASK_WITHIN_S):
-                call = federation_pb2_grpc.FederationStub(channel).Enrol(metadata=metadata)  # type: ignore[no-untyped-call]
-                await call.write(pb.EnrolRequest(csr=self._request()))
+                with suppress(asyncio.InvalidStateError):  # refused before this was written
+                    await call.write(pb.EnrolRequest(csr=self._request()))
                 answer = await call.read()
                 if answer is grpc.aio.EOF:
                     raise LinkLost(f"{(await call.code()).name}, {await call.details()}")

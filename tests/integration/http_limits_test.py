@@ -150,7 +150,9 @@ def test_wrong_keys_are_looked_up_only_so_often_and_a_good_one_still_passes() ->
         looked.append(secret)
 
     async def main() -> None:
-        script = Script(answer=say("Hello"), settings={"look_again": look_again, "failures": Failures(lambda: 0.0)})
+        script = Script(
+            answer=say("Hello"), settings={"look_again": look_again, "failures": Failures(lambda: 0.0)}
+        )
         async with in_process(script) as edge:
             body = chat_body()
             for _ in range(int(MOST)):
