@@ -56,6 +56,7 @@ def begin(folder: Folder, servers: list[Foreign], model: Path) -> Running:
     ports = choose_ports(0)
     plan = Plan(folder, (ports,), str(model), (profiles(1)[0],), folder.database_url, demo_model.NAME)
     running = start_all(plan)
+    context_tokens = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     for server in servers:
         settings = {
             "site": server.name,
@@ -66,6 +67,7 @@ def begin(folder: Folder, servers: list[Foreign], model: Path) -> Running:
             "gateways": [f"127.0.0.1:{ports.grpc}"],
             "token_file": str(folder.token_file),
             "slots": SLOTS,
+            "context_tokens": context_tokens,  # some servers don't say, and then read whatever they are sent
         }
         write_private(folder.config(server.name), toml(settings))
         process = start_process(folder, server.name, "site")
