@@ -16,6 +16,7 @@ from gateway.quotas.book import Full
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, gave_up, tries
+from gateway.routing.policies import JOINTLY
 from gateway.story import Story
 from predictor.forecast import Forecast
 
@@ -44,7 +45,7 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
         forecast = story.foresee(await in_time(gateway, story, gateway.forecasts.of(query)))
         await reserve_answer(gateway, story, forecast)
         plan = tries(query.sampling, gateway.most_tries, query.toward)
-        this = next(plan)
+        this = await gather(gateway, story, next(plan))
         while not story.answered:
             attempt = dispatch(gateway, story, this)
             try:
@@ -69,18 +70,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     query, forecast = story.query, story.forecast
     assert forecast is not None, "a query is forecast before it is dispatched"
     began_s = gateway.clock() - query.received_s
-    delivered = len(this.resume.token_ids) if this.resume else 0
-    prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
-    demand = Demand.of(
-        query.model,
-        prompt_tokens,
-        forecast,
-        query.sampling,
-        delivered=delivered,
-        lane=query.lane,
-        needs=query.needs,
-        regions=query.caller.regions,
-    )
+    demand = demanded(story, this)
     placed = decide(
         demand,
         gateway.directory.fleet,
@@ -109,6 +99,33 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     attempt = link.assign(told, decision, demand, forecast, resume=this.resume, moves=this.moves)
     story.begin(attempt)
     return attempt
+
+
+def demanded(story: Story, this: Try) -> Demand:
+    query, forecast = story.query, story.forecast
+    assert forecast is not None, "a query is forecast before it is dispatched"
+    delivered = len(this.resume.token_ids) if this.resume else 0
+    prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
+    return Demand.of(
+        query.model,
+        prompt_tokens,
+        forecast,
+        query.sampling,
+        delivered=delivered,
+        lane=query.lane,
+        needs=query.needs,
+        regions=query.caller.regions,
+    )
+
+
+async def gather(gateway: Gateway, story: Story, first: Try) -> Try:
+    """In a burst onto sites that are all full, wait some milliseconds to be assigned with what else comes."""
+    if gateway.policy_name not in JOINTLY or first.toward is not None:
+        return first
+    demand = demanded(story, first)
+    if not gateway.window.keeps(demand, gateway.directory.fleet, gateway.clock()):
+        return first
+    return first._replace(toward=await in_time(gateway, story, gateway.gathered(demand)))
 
 
 def too_short(gateway: Gateway, story: Story) -> frozenset[str]:

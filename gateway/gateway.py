@@ -16,7 +16,9 @@ from gateway.federation.server import Federation
 from gateway.forecasting import Forecasts
 from gateway.quotas.book import Quotas
 from gateway.routing.candidates import Policy
+from gateway.routing.demand import Demand
 from gateway.routing.policies import POLICIES
+from gateway.routing.window import GATHER_S, Gathered, Window
 from gateway.story import Story
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Gateway:
     wall_clock: Callable[[], float] = time.time
     stories: dict[str, Story] = field(default_factory=dict)
     turns: itertools.count[int] = field(default_factory=itertools.count)
+    window: Window = field(default_factory=Window)
     quotas: Quotas = field(default_factory=Quotas)
     lease_more: Callable[[], Awaitable[None]] = _nobody_to_ask
     complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
@@ -68,6 +71,19 @@ class Gateway:
 
     def live_of(self, tenant: str) -> int:
         return len(self._of_tenants.get(tenant, ()))
+
+    async def gathered(self, demand: Demand) -> str | None:
+        """The site that the demand is assigned to with others, when its window closes."""
+        loop = asyncio.get_running_loop()
+        site: asyncio.Future[str | None] = loop.create_future()
+
+        def place(name: str | None) -> None:
+            if not site.done():  # nobody waits for it any more
+                site.set_result(name)
+
+        if self.window.add(Gathered(demand, place)):
+            loop.call_later(GATHER_S, lambda: self.window.close(self.directory.fleet, self.clock()))
+        return await site
 
     def tell(self, query: Query) -> Story:
         return Story(query, self.clock, self.wall_clock())

@@ -39,7 +39,7 @@ class Try(NamedTuple):
         """Why `toward`, in an operator's words."""
         if self.moves:
             return f"offloaded: {self.toward} was idle and bid for it"
-        return "assigned jointly: with the other lines of its batch that start now"
+        return "assigned jointly: with what else of its batch or burst starts now"
 
 
 class Setback(NamedTuple):

@@ -125,3 +125,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "shortest_wait": shortest_wait,
     }
 )
+
+JOINTLY = frozenset({"mico", "token_balanced"})
+"""The policies under which a burst on full sites is assigned as one window."""

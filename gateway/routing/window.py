@@ -2,10 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from gateway.routing.demand import Demand
+from gateway.routing.filters import may
+from gateway.routing.fleet import Fleet
 
 BUCKETS = 10
+GATHER_S = 0.003
+"""Of a burst, what comes within so long is assigned jointly."""
+LEAST_JOINTLY = 4
+"""Fewer are decided one by one."""
+
+
+class Gathered(NamedTuple):
+    """`place` is called once, with a site's name or None: decide it alone."""
+
+    demand: Demand
+    place: Callable[[str | None], None]
+
+
+class Window:
+    """What comes in a burst while every site is full, until it is assigned jointly.
+
+    A query that nobody came shortly before, or that a free slot waits for, is not kept.
+    """
+
+    def __init__(self) -> None:
+        self._gathered: list[Gathered] = []
+        self._came_s = -inf
+
+    def keeps(self, demand: Demand, fleet: Fleet, now_s: float) -> bool:
+        """Whether a query that comes now should wait for others. Call it once for each."""
+        follows, self._came_s = now_s - self._came_s <= GATHER_S, now_s
+        at = fleet.figures
+        return follows and not bool((may(demand, fleet, at, now_s) & (at.held < at.slots)).any())
+
+    def add(self, gathered: Gathered) -> bool:
+        """Whether it is the first: then `close` is due in `GATHER_S`."""
+        self._gathered.append(gathered)
+        return len(self._gathered) == 1
+
+    def close(self, fleet: Fleet, now_s: float) -> None:
+        """Longest first, so that each site hears of what takes longest before the rest."""
+        gathered, self._gathered = self._gathered, []
+        sites = together([each.demand for each in gathered], fleet, now_s)
+        for index in sorted(range(len(gathered)), key=lambda index: -gathered[index].demand.response_tokens):
+            gathered[index].place(sites[index])
+
+
+def together(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str | None]:
+    """Each demand's site where they are assigned jointly, None where too few want the same."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, demand in enumerate(demands):
+        alike.setdefault((demand.model, demand.needs, demand.regions), []).append(index)
+    sites: list[str | None] = [None] * len(demands)
+    at = fleet.figures
+    for indices in alike.values():
+        places = np.flatnonzero(may(demands[indices[0]], fleet, at, now_s))
+        if len(indices) < LEAST_JOINTLY or not len(places):
+            continue
+        speeds = at.slots[places] * at.weight[places] / at.iteration_s[places]
+        lengths = [demands[index].response_tokens for index in indices]
+        chosen = assign(lengths, speeds.tolist(), at.token_load[places].tolist())
+        for index, place in zip(indices, chosen, strict=True):
+            sites[index] = fleet.sites[int(places[place])].name
+    return sites
 
 
 def assign(

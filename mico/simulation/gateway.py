@@ -18,7 +18,8 @@ from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, tries
-from gateway.routing.window import assign
+from gateway.routing.policies import JOINTLY, POLICIES
+from gateway.routing.window import GATHER_S, Gathered, Window, assign
 from mico.simulation.events import Clock
 from mico.simulation.queries import Expected, Query, Record
 from mico.simulation.specification import MODEL, SiteSpec
@@ -72,6 +73,8 @@ class Gateway:
         self.offload = offload
         self._window_s = window_s
         self._window: list[Query] = []
+        self._burst = Window()
+        self._jointly = any(policy is POLICIES[name] for name in JOINTLY)
         self._turns = count()
         self._ids = count()
         self._plans: dict[int, Generator[Try, Setback, None]] = {}
@@ -96,11 +99,24 @@ class Gateway:
     def arrive(self, query: Query) -> None:
         self.records[query.number] = Record(query)
         if self._window_s is None:
-            self._dispatch(query, self._plan(query), 0)
+            self._gather(query)
             return
         if not self._window:
             self._clock.after(self._window_s, self._assign_window)
         self._window.append(query)
+
+    def _gather(self, query: Query) -> None:
+        """As production does: at once, or with what else comes in a burst on full sites."""
+        first, demand = self._plan(query), self._expected[query.number].demand
+        if not (self._jointly and self._burst.keeps(demand, self.directory.fleet, self._clock.now_s)):
+            self._dispatch(query, first, 0)
+            return
+
+        def place(site: str | None) -> None:
+            self._dispatch(query, first._replace(toward=site), 0)
+
+        if self._burst.add(Gathered(demand, place)):
+            self._clock.after(GATHER_S, lambda: self._burst.close(self.directory.fleet, self._clock.now_s))
 
     def _plan(self, query: Query) -> Try:
         plan = self._plans[query.number] = tries(Sampling(), MOST_TRIES)
@@ -142,6 +158,7 @@ class Gateway:
             turn=next(self._turns),
             avoid=this.avoid,
             toward=this.toward,
+            because=this.because,
         )
         if placed.site is None:
             self._over(query)

@@ -656,3 +656,19 @@ def test_a_fault_of_the_gateway_is_not_recorded_as_the_clients() -> None:
         assert here.outcomes[0].status is not Status.CANCELLED
 
     run(scenario)
+
+
+def test_a_burst_onto_full_sites_is_assigned_as_one_window() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a", slots=1), await here.site("b", slots=1)]
+        tasks = [asyncio.create_task(whole(here, here.query())) for _ in range(12)]
+        for _ in tasks:
+            site, assign = await one_of(here, *sites)
+            await site.finish(assign, "x", 1)
+        await asyncio.gather(*tasks)
+        reasons = [outcome.attempts[0].decision.reason for outcome in here.outcomes]
+        jointly = sum(reason.startswith("assigned jointly") for reason in reasons)
+        assert 0 < jointly < len(tasks), "those that find a slot free need not wait for others"
+        assert {outcome.status for outcome in here.outcomes} == {Status.ANSWERED}
+
+    run(scenario)

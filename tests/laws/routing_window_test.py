@@ -14,7 +14,7 @@ from gateway.routing.decide import MOST_TOLD, decide
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES
-from gateway.routing.window import assign
+from gateway.routing.window import GATHER_S, Gathered, Window, assign, together
 
 NOW = 10.0
 DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)
@@ -141,3 +141,41 @@ def test_an_idle_site_is_preferred_to_a_busy_equal(policy: str) -> None:
     )
     assert placed.site is not None
     assert placed.site.name == "idle"
+
+
+def full(name: str, *, slower: float = 1.0) -> Site:
+    site = idle(name, slower=slower)
+    return replace(site, load=replace(site.load, running=8, running_remaining=(90,) * 8, token_load=720.0))
+
+
+def test_a_window_keeps_only_what_follows_closely_onto_full_sites() -> None:
+    window, crowded = Window(), Fleet.of([full("a"), full("b")])
+    assert not window.keeps(DEMAND, crowded, 1.0), "nobody came before it"
+    assert window.keeps(DEMAND, crowded, 1.0 + GATHER_S / 2)
+    assert not window.keeps(DEMAND, crowded, 2.0), "the burst is over"
+    assert not window.keeps(DEMAND, Fleet.of([full("a"), idle("b")]), 2.0), "a slot is free"
+    assert window.keeps(replace(DEMAND, model="x"), Fleet.of([idle("a")]), 2.0), "but not of this model"
+
+
+@given(st.lists(st.tuples(st.floats(1, 900), st.sampled_from(["m", "n", "nobody's"])), max_size=60))
+def test_what_a_window_kept_is_placed_once_where_it_may_go(asked: list[tuple[float, str]]) -> None:
+    n = Model("n", "", 4096, 0, "")
+    other = replace(full("other"), identity=replace(full("other").identity, models={"n": n}))
+    fleet, window, placed = Fleet.of([full("a"), full("b", slower=2.0), other]), Window(), list[str | None]()
+    firsts = [
+        window.add(Gathered(replace(DEMAND, model=model, response_tokens=tokens), placed.append))
+        for tokens, model in asked
+    ]
+    window.close(fleet, 0.0)
+    window.close(fleet, 0.0)
+    assert len(placed) == len(asked)
+    assert firsts == [index == 0 for index in range(len(asked))]
+    counts = {model: sum(asks == model for _, asks in asked) for model in ("m", "n")}
+    jointly = {model: count if count >= 4 else 0 for model, count in counts.items()}
+    assert sum(site in {"a", "b"} for site in placed) == jointly["m"]
+    assert placed.count("other") == jointly["n"]
+
+
+def test_a_window_follows_speed_and_what_a_site_has_to_do() -> None:
+    sites = together([DEMAND] * 300, Fleet.of([full("fast"), full("slow", slower=2.0)]), 0.0)
+    assert 185 <= sites.count("fast") <= 215
