@@ -1,0 +1,105 @@
+"""A site that answers at once with a fixed number of tokens: what is left to measure is the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from wire import federation_pb2 as pb
+from wire import federation_pb2_grpc as rpc
+
+TOKEN = "a-site-token"
+REPORT_S = 0.5
+REDIAL_S = 0.3
+
+
+class StandIn:
+    """Joins one gateway, and again whenever it was lost."""
+
+    def __init__(self, address: str, prompt_tokens: int, answer_tokens: int) -> None:
+        self._address = address
+        self._prompt_tokens = prompt_tokens
+        self._answer_tokens = answer_tokens
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> StandIn:
+        self._task = asyncio.create_task(self._join_for_ever())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _join_for_ever(self) -> None:
+        while True:
+            with suppress(grpc.RpcError, asyncio.InvalidStateError):
+                async with grpc.aio.insecure_channel(self._address) as channel:
+                    await self._serve(channel)
+            await asyncio.sleep(REDIAL_S)
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        call = rpc.FederationStub(channel).Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
+        out: asyncio.Queue[pb.SiteMessage] = asyncio.Queue()
+        out.put_nowait(pb.SiteMessage(hello=hello()))
+        writing = asyncio.create_task(self._write(call, out))
+        reporting = asyncio.create_task(report(out))
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self._take(message, out)
+        finally:
+            writing.cancel()
+            reporting.cancel()
+            await asyncio.gather(writing, reporting, return_exceptions=True)
+
+    def _take(self, message: Any, out: asyncio.Queue[pb.SiteMessage]) -> None:
+        match message.WhichOneof("body"):
+            case "ping":
+                out.put_nowait(pb.SiteMessage(pong=pb.Pong(nonce=message.ping.nonce)))
+            case "assign":
+                attempt_id, tokens = message.assign.attempt_id, self._answer_tokens
+                accepted = pb.Accepted(attempt_id=attempt_id, prompt_tokens=self._prompt_tokens)
+                delta = pb.Delta(
+                    attempt_id=attempt_id,
+                    text="word " * tokens,
+                    token_ids=range(tokens),
+                    completion_tokens=tokens,
+                    finish=pb.Delta.STOP,
+                )
+                out.put_nowait(pb.SiteMessage(accepted=accepted))
+                out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=[delta])))
+
+    async def _write(self, call: Any, out: asyncio.Queue[pb.SiteMessage]) -> None:
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await out.get())
+
+
+def hello() -> pb.Hello:
+    model = pb.Model(id="m", revision="1", context_tokens=8192, features=["chat", "resume"])
+    return pb.Hello(
+        protocol=1,
+        site="stand-in",
+        boot_id=str(time.monotonic_ns()),
+        cloud="none",
+        region="here",
+        models=[model],
+        slots=10_000,
+        kv_capacity_tokens=10**8,
+    )
+
+
+async def report(out: asyncio.Queue[pb.SiteMessage]) -> None:
+    sequence = 0
+    while True:
+        sequence += 1
+        cost = pb.IterationCost(base_s=0.001)
+        out.put_nowait(pb.SiteMessage(load=pb.Load(seq=sequence, kv_free_tokens=10**8, iteration=cost)))
+        await asyncio.sleep(REPORT_S)
