@@ -58,6 +58,7 @@ class Identity:
         self._dial = dial
         self._unix_time = unix_time
         self._refused = asyncio.Event()
+        self._taken_at = float("-inf")
         try:
             self._key = _key(folder)
             self._certificate = _certificate(folder, self._key)
@@ -85,9 +86,13 @@ class Identity:
         return grpc.ssl_channel_credentials(self._asking.ca, _pem(self._key), shown)
 
     def refused(self) -> None:
-        """A gateway takes the certificate no longer: another is needed, and only a join secret gets it."""
-        self._certificate = None
-        self._refused.set()
+        """A gateway takes the certificate no longer: another is needed, and only a join secret gets it.
+
+        One that was issued just now is not at fault; another would be refused as well.
+        """
+        if self._unix_time() - self._taken_at > REST_LONGEST_S:
+            self._certificate = None
+            self._refused.set()
 
     async def keep(self) -> None:
         """Asks in time, while the site runs; what is refused is asked for again, ever more rarely."""
@@ -157,7 +162,7 @@ class Identity:
         draft = self._folder / f"{CERTIFICATE}.new"
         draft.write_bytes(pem)
         draft.replace(self._folder / CERTIFICATE)
-        self._certificate = certificate
+        self._certificate, self._taken_at = certificate, self._unix_time()
         log.info("this site has a certificate until %s", certificate.not_valid_after_utc.isoformat())
 
 

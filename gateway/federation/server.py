@@ -104,7 +104,7 @@ class Federation(rpc.FederationServicer):
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
-            peers=settings.peers,
+            peers=settings.peers if shown is None else (),  # they are ports for tokens
             heartbeat_s=settings.heartbeat_s,
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,

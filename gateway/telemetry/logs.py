@@ -33,8 +33,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """For the whole process, once, before anything logs. Libraries speak up from warnings on: at a finer level
-    some of them write down what they are given, secrets too.
+    """For the whole process, once, before anything logs.
+
+    Libraries speak up from warnings on: finer, some of them write down what they are given, secrets too.
     """
     stream = logging.StreamHandler(sys.stderr)
     stream.setFormatter(JsonFormatter())

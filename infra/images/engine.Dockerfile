@@ -11,7 +11,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ONLY_BINARY=:all:
 RUN python -m venv /opt/mico
 WORKDIR /source
 COPY . .
-RUN /opt/mico/bin/pip install --constraint constraints.txt ".[engine]"
+RUN /opt/mico/bin/pip install --constraint constraints.txt ".[engine,otel]"
 
 FROM ${PYTHON}
 LABEL org.opencontainers.image.title="mico engine"
