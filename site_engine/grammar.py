@@ -97,8 +97,11 @@ class Grammars:
         if len(source) > SOURCE_CHARS_MAX:
             raise NotServed(Reason.INVALID, f"the schema is longer than {SOURCE_CHARS_MAX} characters", param)
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(source), log_level=0)
-        if matcher.is_error():
-            raise _refusal(matcher.get_error(), param)
+        trial = matcher.deep_copy()
+        if not trial.is_error():
+            trial.compute_bitmask()  # some are found too large, or without any answer, by the first token
+        if trial.is_error():
+            raise _refusal(trial.get_error(), param)
         return matcher
 
     def _try_out(self, tokenizer: Any) -> None:
@@ -118,6 +121,7 @@ def quoted(text: str) -> str:
 def _refusal(error: str, param: str) -> NotServed:
     """Another engine may know what this one has not implemented; a wrong schema is wrong everywhere."""
     reason = Reason.UNSUPPORTED if "nimplemented" in error else Reason.INVALID
-    told = error.partition("\n   1 |")[0].rpartition("compile JSON schema: ")[2]  # without our own wrapping
-    said = " ".join(told.split())[:300]
+    told = error.partition("\n   1 |")[0].partition("\n<state>")[0]  # without our own wrapping
+    told = told.rpartition("compile JSON schema: ")[2]
+    said = "no answer satisfies it" if "NoExtension" in told else " ".join(told.split())[:300]
     return NotServed(reason, f"the schema can't be enforced: {said}", param)

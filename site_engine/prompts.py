@@ -205,6 +205,8 @@ def _told(assign: Assign, work: Callable[[], T]) -> T | NotServed:
         return work()
     except NotServed as refusal:
         return refusal
+    except RecursionError:
+        return NotServed(Reason.INVALID, "a schema, or the arguments of a call, are nested too deeply")
     except Exception as exc:
         told = {"request_id": assign.request_id}
         log.exception("the tokenizer failed on attempt %s", assign.attempt_id, extra=told)

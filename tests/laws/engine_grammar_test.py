@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import jsonschema
@@ -29,6 +29,7 @@ POINT = {
     "required": ["x", "name"],
     "additionalProperties": False,
 }
+DEEP = reduce(lambda inner, _: {"type": "array", "items": inner}, range(400), {"type": "null"})
 PROMPTS = [[7 * at + 1, 5, at + 2] for at in range(6)]
 
 
@@ -264,6 +265,8 @@ def test_a_mask_that_fails_costs_only_those_that_need_it(monkeypatch: pytest.Mon
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, Reason.INVALID, "incompatible"),
         ({"type": "array", "uniqueItems": True}, Reason.UNSUPPORTED, "uniqueItems"),
         ({"enum": ["x" * 300_000]}, Reason.INVALID, "longer"),
+        ({"$ref": "#"}, Reason.INVALID, "no answer"),
+        (DEEP, Reason.INVALID, "recursion"),
     ],
 )
 def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(
