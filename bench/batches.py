@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import filecmp
 import json
 import os
 import signal
@@ -36,10 +37,13 @@ from sqlalchemy import func, select
 from bench.federation import prompts
 from gateway.store.engine import open_engine
 from gateway.store.tables import batches, usage
+from mico.client import Client
 from mico.local.federation import restart_dead
 from mico.local.folder import Folder, Running
+from mico.local.processes import Process
 
 KILL_AT_SHARE = 1 / 3
+LARGE_MB = 100
 ALONE = 20
 CHATS = 30
 WITHIN_S = 900.0
@@ -166,7 +170,9 @@ def wait_for_usage(here: Federation, batch_id: str, least: int) -> None:
 
 
 def check(out: Path, errors: Path, count: int, here: Federation, batch_id: str) -> dict[str, Any]:
-    lines = [json.loads(line) for path in (out, errors) if path.exists() for line in path.open()]
+    lines = [
+        json.loads(line) for path in (out, errors) if path.exists() for line in path.read_text().splitlines()
+    ]
     ids = Counter(line["custom_id"] for line in lines)
     answered = [line for line in lines if line["response"] and line["response"]["status_code"] == 200]
     for line in answered:
@@ -189,6 +195,33 @@ def check(out: Path, errors: Path, count: int, here: Federation, batch_id: str) 
     }
 
 
+def large_file(
+    here: Federation, base_url: str, process: Process, folder: Path, megabytes: int
+) -> dict[str, Any]:
+    """Up and down again: seconds, and what the gateway's memory peaked at beyond what it held before."""
+    client = Client(base_url, here.facts["api_key"])
+    source, back = folder / "large.jsonl", folder / "back.jsonl"
+    source.write_bytes(os.urandom(2**20) * megabytes)
+    held = memory_mb(process, "VmRSS")
+    began = time.perf_counter()
+    file = client.upload(source, "batch")
+    uploaded = time.perf_counter()
+    client.download(f"/v1/files/{file['id']}/content", back)
+    ended = time.perf_counter()
+    return {
+        "megabytes": megabytes,
+        "same": filecmp.cmp(source, back, shallow=False),
+        "up_s": round(uploaded - began, 1),
+        "down_s": round(ended - uploaded, 1),
+        "peak_beyond_mb": round(memory_mb(process, "VmHWM") - held, 1),
+    }
+
+
+def memory_mb(process: Process, name: str) -> float:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
+
+
 def errors_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if not line["response"] or line["response"]["status_code"] != 200]
 
@@ -200,7 +233,7 @@ def error_code(line: dict[str, Any]) -> str:
 
 def differ_alone(here: Federation, sdk: OpenAI, out: Path, texts: list[str], most: int) -> int:
     """Of some lines, how many have another greedy text than the same prompt asked alone."""
-    found = {line["custom_id"]: line for line in map(json.loads, out.open())}
+    found = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}
     wrong = 0
     for number in range(0, len(texts), max(1, len(texts) // ALONE)):
         messages: Any = [{"role": "user", "content": texts[number]}]
@@ -237,8 +270,10 @@ def run(options: argparse.Namespace, folder: Path, database_url: str | None) -> 
         wait_for_usage(here, batch_id, options.prompts)
         checked = check(out, folder / "out.errors.jsonl", options.prompts, here, batch_id)
         wrong = differ_alone(here, sdk, out, texts, options.max_tokens)
+        gateway = here.running.gateways[-1]
         return {
             **checked,
+            "large_file": large_file(here, client_url, gateway, folder, LARGE_MB),
             "greedy_texts_that_differ_from_asking_alone": wrong,
             "exit_status": running.returncode,
             "status": json.loads(printed)["status"] if printed else "none",
