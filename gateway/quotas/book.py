@@ -35,7 +35,10 @@ class Full(Exception):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """One limit and the slice of it that this replica holds. `written` is what the database has of it."""
+    """One limit and the slice of it that this replica holds. `written` is what the database has of it.
+
+    `fair`: others have a right to what this slice wanted beyond its size when it was looked at last.
+    """
 
     id: LimitId
     limit: int
@@ -45,6 +48,7 @@ class Held:
     written_used: int = 0
     elsewhere: int = 0
     unmet: int = 0
+    fair: bool = False
 
     def room(self, now: float) -> int:
         return self.ceiling - self.meter.used(now)
@@ -159,7 +163,7 @@ class Quotas:
 
     def _full(self, held: Held, need: int, now: float) -> Full:
         used = held.meter.used(now)
-        elsewhere = held.limit - held.elsewhere - used >= need and held.ceiling < held.limit
+        elsewhere = held.limit - held.elsewhere - used >= need and held.ceiling < held.limit and not held.fair
         return Full(held, refusal_of(held, need, now), elsewhere=elsewhere)
 
     # ---- what is shown
@@ -233,7 +237,7 @@ class Quotas:
         held.ceiling = max(used, min(grant.target, grant.amount))
         held.ceiling = min(held.ceiling, grant.amount)
         held.written, held.written_used, held.elsewhere = grant.amount, claim.used, grant.elsewhere
-        held.unmet = 0
+        held.unmet, held.fair = 0, grant.target <= grant.amount < claim.want
         return held.ceiling < held.written
 
     def forget_slices(self) -> None:
