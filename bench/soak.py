@@ -220,10 +220,10 @@ class Soak:
         self.book.count["rows"] += len(self.engine._scheduler.running)
         self.clock.now_s += ITERATION_S
 
-    def capacity(self) -> float:
+    def capacity(self, steps: int = WARM_UP_STEPS) -> float:
         """Requests per second when there is always a queue, with everything going wrong."""
         began, number = self.clock(), 0
-        while self.book.count["iterations"] < WARM_UP_STEPS:
+        while self.book.count["iterations"] < steps:
             while len(self.book.open) < 3 * SETTINGS.slots:
                 number += 1
                 self.ask(-number)

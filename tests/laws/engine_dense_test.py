@@ -82,7 +82,7 @@ def test_windows_sinks_and_unequal_widths_are_exact(model_type: str) -> None:
         assert trickle(dense(served, apart=apart), requests) == packed
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     seed=st.integers(0, 6),
     slots=st.integers(1, 6),
