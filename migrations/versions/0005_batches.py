@@ -8,6 +8,12 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
+    _files()
+    _batches()
+    _lines()
+
+
+def _files() -> None:
     op.create_table(
         "files",
         sa.Column("id", sa.String, nullable=False),
@@ -29,6 +35,9 @@ def upgrade() -> None:
         sa.Column("data", sa.LargeBinary, nullable=False),
         sa.PrimaryKeyConstraint("file_id", "part", name="pk_file_parts"),
     )
+
+
+def _batches() -> None:
     op.create_table(
         "batches",
         sa.Column("id", sa.String, nullable=False),
@@ -63,6 +72,9 @@ def upgrade() -> None:
     op.create_index("ix_batches_tenant", "batches", ["tenant"])
     op.create_index("ix_batches_status", "batches", ["status"])
     op.create_index("ix_batches_created_at", "batches", ["created_at"])
+
+
+def _lines() -> None:
     op.create_table(
         "batch_lines",
         sa.Column("batch_id", sa.String, nullable=False),
