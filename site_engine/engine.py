@@ -69,6 +69,8 @@ class SiteEngine:
             TOKEN_BUDGETS.get(model.device.type, 512), settings.slots
         )
         self._meter = Meter()
+        # when an iteration ended with more to do: what passes until the next is part of what that takes
+        self._went_on_s: float | None = None
         self._scheduler = Scheduler(
             self._pool,
             AdmissionQueue(settings.policy.score),
@@ -106,7 +108,8 @@ class SiteEngine:
                 self._isolate(plan, error)
             else:
                 self._publish(plan, logits, sampled)
-            self._measure(plan, began)
+            self._measure(plan, began if self._went_on_s is None else self._went_on_s)
+        self._went_on_s = self._clock() if self._answers else None
         outputs, self._outputs = self._outputs, []
         return outputs
 
