@@ -27,6 +27,7 @@ HELLO_WITHIN_S = 10.0
 MISSED_HEARTBEATS = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 HANDSHAKE_WITHIN_MS = 20_000
+IDLE_MS = 60_000
 STREAMS_A_CONNECTION = 16
 METADATA_BYTES = 16 * 1024
 BYE = "it said bye"
@@ -222,6 +223,7 @@ async def listen(
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_WITHIN_MS),
         ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
+        ("grpc.max_connection_idle_ms", IDLE_MS),  # a site always has a stream open
         ("grpc.max_metadata_size", METADATA_BYTES),
     ]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_SITES)

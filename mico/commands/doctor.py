@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -57,7 +58,10 @@ def machine() -> Iterator[Finding]:
 
 
 def local(here: Session) -> Iterator[Finding]:
-    yield database(here)
+    found = database(here)
+    yield found
+    if found.verdict is Verdict.OK:
+        yield from certificates(here)
     yield port(here)
     yield processes(here)
 
@@ -112,6 +116,25 @@ def database(here: Session) -> Finding:
     except CommandFailed as failure:
         return Finding("database", Verdict.FAIL, failure.cause, "mico db upgrade")
     return Finding("database", Verdict.OK, f"{where.shown}, newest schema, {rows} usage rows")
+
+
+def certificates(here: Session) -> Iterator[Finding]:
+    """Nothing where sites have none. One that is past three quarters of its life should have been renewed."""
+    from gateway.pki.authority import SITE_LIFE
+    from gateway.store.certificates import Registered
+    from gateway.store.store import Store
+    from mico.store_access import with_store
+
+    async def every(store: Store) -> list[Registered]:
+        return await store.certificates.every()
+
+    listed = with_store(here.settings.value("database_url"), here.folder.path, every)
+    held = {each.site: each.expires_at for each in listed if each.expires_at is not None}
+    late = [site for site, until in held.items() if until - time.time() < SITE_LIFE.total_seconds() / 4]
+    if late:
+        yield Finding("certificates", Verdict.WARN, f"not renewed: {', '.join(late)}", "mico pki list")
+    elif held:
+        yield Finding("certificates", Verdict.OK, f"{len(held)} sites have one")
 
 
 def port(here: Session) -> Finding:
