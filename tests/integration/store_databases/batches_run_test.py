@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
 from openai.types import Batch, FileDeleted, FileObject
 from openai.types.chat import ChatCompletion
+from sqlalchemy.exc import OperationalError
 
-from gateway.domain import Lane
+from gateway.answer import answer
+from gateway.domain import Lane, Piece, Query
+from gateway.errors import TooMany
+from gateway.gateway import Gateway
 from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
 
 STRICT = {"strict": True}
@@ -202,6 +207,42 @@ def test_a_line_that_no_site_can_serve_holds_up_no_other(url: str, monkeypatch: 
             (refused,) = await here.lines(done.error_file_id)
             assert refused["response"]["body"]["error"]["code"] == "no_site"
             assert (done.request_counts.completed, len(here.asked)) == (8, 8)
+
+    asyncio.run(main())
+
+
+def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.batches.job.BACKOFF_S", 0.01)
+    seen: set[str] = set()
+
+    async def limited(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
+        """The first run of every line meets a quota."""
+        if query.text not in seen:
+            seen.add(query.text)
+            raise TooMany("30 requests a minute", retry_after_s=0.02)
+        async for piece in answer(gateway, query):
+            yield piece
+
+    monkeypatch.setattr("tests.batch_replica.answer", limited)
+
+    async def main() -> None:
+        async with replica(url) as here:
+            runner: Any = here.batches.runner
+            ledger, away = runner._means.ledger, iter([True, False, True, True, False, False, True])
+            write = ledger.write
+
+            async def sometimes(*given: Any) -> None:
+                if next(away, False):
+                    raise OperationalError("", {}, OSError("the database is away"))
+                await write(*given)
+
+            monkeypatch.setattr(ledger, "write", sometimes)
+            done = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(12)))))
+            lines = by_id(await here.lines(done.output_file_id))
+            assert (len(lines), len(here.asked), next(away, None)) == (12, 12, None)
+            assert all(line["id"].endswith("-1") for line in lines.values())  # each ran once before
 
     asyncio.run(main())
 
