@@ -1,0 +1,54 @@
+"""The register of certificates on both databases: one row a site, and revocations reach other replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegister
+from gateway.store.store import open_store
+from tests.fakes.federation import until
+
+
+async def issue(register: CertificateRegister, site: str, at: float, *, renewal: bool) -> None:
+    await register.issued(site, serial=f"{at:.0f}", issued_at=at, expires_at=at + 100, renewal=renewal)
+
+
+def test_a_site_has_one_row_through_renewals_and_revocations(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path, serving=False) as store:
+            register = store.certificates
+            assert register.void_until("a") == register.expires_at("a") == float("-inf")
+            await issue(register, "a", 1000.0, renewal=False)
+            await issue(register, "b", 1000.0, renewal=False)
+            for number in (1, 2):
+                await issue(register, "a", 1000.0 + number, renewal=True)
+            first, other = await register.every()
+            assert (first.site, first.serial, first.renewals, first.expires_at) == ("a", "1002", 2, 1102.0)
+            assert (other.site, other.renewals) == ("b", 0)
+            await register.revoke("a", "why", 1500.0)
+            await register.revoke("never seen", "", 1600.0)
+            assert register.void_until("a") == 1500.0
+            assert register.void_until("never seen") == 1600.0
+            assert register.expires_at("a") == float("-inf")
+            await issue(register, "a", 1700.0, renewal=False)
+            row = (await register.every())[0]
+            assert (row.renewals, row.revoked_at, row.reason) == (0, 1500.0, "why")
+            assert register.expires_at("a") == 1800.0
+
+    asyncio.run(main())
+
+
+def test_another_replica_learns_of_a_revocation_within_seconds(url: str, tmp_path: Path) -> None:
+    assert REFRESH_S + REFRESH_TIMEOUT_S <= 5.0  # what is promised
+
+    async def main() -> None:
+        async with (
+            open_store(url, tmp_path / "one", serving=False) as one,
+            open_store(url, tmp_path / "two", serving=False) as two,
+        ):
+            await two.certificates.start()
+            await one.certificates.revoke("a", "", 1500.0)
+            await until(lambda: two.certificates.void_until("a") == 1500.0, "the other replica knows")
+
+    asyncio.run(main())
