@@ -17,9 +17,6 @@ from gateway.errors import TooMany
 from gateway.gateway import Gateway
 from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
 
-STRICT = {"strict": True}
-
-
 def by_id(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {line["custom_id"]: line for line in lines}
     assert len(found) == len(lines), "a line was answered twice"
