@@ -8,6 +8,7 @@ running; new token ids in every repetition; a warm-up run of each is not counted
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import platform
@@ -23,6 +24,7 @@ import transformers
 import triton
 
 from bench.forced import GREEDY, check, force_plain
+from bench.peers import PEERS, room_for
 from bench.workload import SHAPES, lengths, queries
 from site_engine.attention import triton_launch
 from site_engine.attention.triton_launch import DecodeWork, Tile
@@ -244,9 +246,11 @@ SAMPLINGS: dict[str, dict[str, float]] = {
 }
 
 
-def serve(engine: AheadEngine, workload: str, repetition: int, sampling: str = "greedy") -> Pass:
+def serve(
+    engine: AheadEngine, workload: str, repetition: int, sampling: str = "greedy", count: int = 512
+) -> Pass:
     work = queries(
-        workload, 512, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
+        workload, count, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
         repetition=repetition,
     )  # fmt: skip
     gc.collect()
@@ -354,6 +358,23 @@ def rate(engine: AheadEngine, workload: str, reps: int, sampling: str = "greedy"
     return found
 
 
+def beside_peers(engine: AheadEngine, plain: Any, workload: str, count: int) -> dict[str, Any]:
+    """The first queries of a workload: here, and by transformers' own ways of serving, a short pass first."""
+    work = queries(
+        workload, count, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
+        repetition=7,
+    )  # fmt: skip
+    serve(engine, workload, 8, count=count)
+    one = serve(engine, workload, 7, count=count)
+    speeds = {"mico": round(one.tokens / one.wall_s)}
+    for name, run in PEERS.items():
+        run(plain, work[:4], room_for(work[:4], 4, 8192), seconds)
+        speeds[name] = round(run(plain, work, room_for(work, ROWS, 8192), seconds).tokens_per_s)
+        torch.cuda.empty_cache()
+    print(f"PEERS {workload}, {count} queries, output tokens/s: {speeds}", flush=True)
+    return speeds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
@@ -362,6 +383,8 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
     parser.add_argument("--sampling", default="greedy", help=f"some of {', '.join(SAMPLINGS)}")
+    parser.add_argument("--peer-queries", type=int, default=0, help="so many for transformers, too; slow")
+    parser.add_argument("--peer-workload", default="alpaca", choices=sorted(SHAPES))
     asked = parser.parse_args()
     do = asked.do.split(",")
     result: dict[str, Any] = {"model": asked.model, "device": torch.cuda.get_device_name()}
@@ -375,6 +398,7 @@ def main() -> None:
         print(f"-- {what} at {seconds() - began:.1f} s", flush=True)
 
     plain = plain_model(asked.model)
+    peer = copy.deepcopy(plain) if asked.peer_queries else None
     forced = force_plain(plain, plain.config.vocab_size) if "check" in do else None
     model: LoadedModel = from_model(plain, eos_token_ids=())
     lap("certified")
@@ -392,6 +416,8 @@ def main() -> None:
         for sampling in asked.sampling.split(","):
             name = workload if sampling == "greedy" else f"{workload}_{sampling}"
             result[name] = rate(engine, workload, asked.reps, sampling)
+        if peer is not None and workload == asked.peer_workload:
+            result[f"{workload}_peers"] = beside_peers(engine, peer, workload, asked.peer_queries)
         lap(workload)
     if "profile" in do:
         profile(engine)

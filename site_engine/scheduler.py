@@ -81,8 +81,11 @@ class Scheduler:
     def free_slots(self) -> int:
         return len(self._rows)
 
-    def plan(self, now: float) -> Plan:
-        """The next iteration. Grows pages and moves requests between waiting, running and preempted."""
+    def plan(self, now: float, most_new: int | None = None) -> Plan:
+        """The next iteration. Grows pages and moves requests between waiting, running and preempted.
+
+        At most `most_new` start: what is planned while a device computes must not take longer than it does.
+        """
         plan = Plan()
         self._make_way(now)
         preempted_before = len(self.preempted)
@@ -92,7 +95,7 @@ class Scheduler:
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
         if len(self.preempted) == preempted_before:  # who was preempted now does not come back now
-            self._admit(plan, budget, now)
+            self._admit(plan, budget, now, most_new)
         return plan
 
     def advance(self, plan: Plan) -> None:
@@ -192,10 +195,11 @@ class Scheduler:
 
     # ---- coming and going
 
-    def _admit(self, plan: Plan, budget: int, now: float) -> None:
+    def _admit(self, plan: Plan, budget: int, now: float, most_new: int | None) -> None:
         if self._policy.static and self.running:
             return
-        while budget > 0 and self._rows:
+        started = self._started
+        while budget > 0 and self._rows and (most_new is None or self._started - started < most_new):
             request = self._next(now)
             if request is None:
                 return

@@ -81,7 +81,7 @@ def cases(early: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (kernels.prepare_inputs, {"BLOCK": 256}, {}),
         (kernels.best_of_span, {"SPAN": 8192, "EARLY": early}, {"num_warps": 8}),
         (kernels.best_of_row, {"SPANS_PAD": 32, "EARLY": early}, {"num_warps": 1}),
-        (draw_kernels.draw, {"SPAN": 8192, "BITS": 16, "EARLY": early}, {"num_warps": 16}),
+        (draw_kernels.draw, {"SPAN": 8192, "SPANS_PAD": 32, "BITS": 16, "EARLY": early}, {"num_warps": 16}),
         (thin_kernels.thin_product, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
         (thin_kernels.thin_product, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
         (thin_kernels.thin_product, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),

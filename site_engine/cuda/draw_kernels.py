@@ -1,4 +1,4 @@
-"""A Triton kernel that draws a row's next token by its own rules and number, as the sampler does on the host."""
+"""A Triton kernel that draws a row's next token by its own rules and number, as `sampler.py` does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # eager steps have any number: compile once
 def draw(
     logits,  # [rows, vocabulary]
     rules,  # [5, rows], 32 bits each: temperature (0: leave the row), top_k, top_p, min_p, the number drawn
@@ -19,6 +19,7 @@ def draw(
     row_stride,
     rows,
     SPAN: tl.constexpr,
+    SPANS_PAD: tl.constexpr,
     BITS: tl.constexpr,  # of a logit
     EARLY: tl.constexpr,
 ):
@@ -46,22 +47,16 @@ def draw(
     if top_p < 1.0:
         mass, _, _ = _masses(its, vocabulary, top, scale, least, least, 0, SPAN, BITS)
         least = _least(its, vocabulary, top, scale, least, top_p * mass, SPAN, BITS)
-    total = tl.zeros([], tl.float64)
-    for at in range(0, vocabulary, SPAN):
-        _, weights = _span(its, at, vocabulary, top, scale, least, min_p, SPAN, BITS)
-        total += tl.sum(weights, 0).to(tl.float64)
-    target = number * total
-    before = tl.zeros([], tl.float64)  # the weight of all spans before the one that the number falls into
-    span = tl.zeros([], tl.int32)
-    running = tl.zeros([], tl.float64)
-    for at in range(0, vocabulary, SPAN):
-        _, weights = _span(its, at, vocabulary, top, scale, least, min_p, SPAN, BITS)
-        weight = tl.sum(weights, 0).to(tl.float64)
-        enters = (running <= target) & (weight > 0)
-        span = tl.where(enters, at, span)
-        before = tl.where(enters, running, before)
-        running += weight
-    place, weights = _span(its, span, vocabulary, top, scale, least, min_p, SPAN, BITS)
+    spans = tl.arange(0, SPANS_PAD)
+    sums = tl.zeros([SPANS_PAD], tl.float32)
+    for span in range((vocabulary + SPAN - 1) // SPAN):
+        _, weights = _span(its, span * SPAN, vocabulary, top, scale, least, min_p, SPAN, BITS)
+        sums = tl.where(spans == span, tl.sum(weights, 0), sums)
+    ends = tl.cumsum(sums.to(tl.float64), 0)
+    target = number * tl.max(ends, 0)
+    before = tl.max(tl.where(ends <= target, ends, 0.0), 0)  # the weight of the spans before the number's own
+    span = tl.sum((ends <= target).to(tl.int32), 0)
+    place, weights = _span(its, span * SPAN, vocabulary, top, scale, least, min_p, SPAN, BITS)
     beyond = (before + tl.cumsum(weights, 0).to(tl.float64) > target) & (weights > 0)
     token = tl.min(tl.where(beyond, place, vocabulary), 0)
     last = tl.max(tl.where(weights > 0, place, 0), 0)  # where rounding leaves the number past the end
@@ -86,19 +81,19 @@ def _least(its, vocabulary, top, scale, floor, goal, SPAN: tl.constexpr, BITS: t
 @triton.jit
 def _masses(its, vocabulary, top, scale, floor, low, step, SPAN: tl.constexpr, BITS: tl.constexpr):
     """The sums of weights at or above the ranks one, two and three steps over `low`; no scale: each is 1."""
-    one = tl.zeros([], tl.float32)
-    two = tl.zeros([], tl.float32)
-    three = tl.zeros([], tl.float32)
+    one = tl.zeros([SPAN], tl.float32)
+    two = tl.zeros([SPAN], tl.float32)
+    three = tl.zeros([SPAN], tl.float32)
     for at in range(0, vocabulary, SPAN):
         place = at + tl.arange(0, SPAN)
         here = place < vocabulary
         values = tl.load(its + place, mask=here, other=0.0).to(tl.float32)
         rank = _rank(values, BITS)
         weights = tl.where(here & (rank >= floor), tl.exp2((values - top) * scale), 0.0)
-        one += tl.sum(tl.where(rank >= low + step, weights, 0.0), 0)
-        two += tl.sum(tl.where(rank >= low + 2 * step, weights, 0.0), 0)
-        three += tl.sum(tl.where(rank >= low + 3 * step, weights, 0.0), 0)
-    return one, two, three
+        one += tl.where(rank >= low + step, weights, 0.0)
+        two += tl.where(rank >= low + 2 * step, weights, 0.0)
+        three += tl.where(rank >= low + 3 * step, weights, 0.0)
+    return tl.sum(one, 0), tl.sum(two, 0), tl.sum(three, 0)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "samples", "patches"])  # eager steps have any: compile once
 def prepare_inputs(
     source,  # [tokens]: a token id; or -1 - slot, whose newest token it is
     position,  # [tokens]

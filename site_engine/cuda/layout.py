@@ -17,7 +17,7 @@ from site_engine.scheduler import Plan
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 FINE_ROWS = 64  # up to here row buckets are 8 apart, then 16
-MIXED_TOKENS = (*range(32, 545, 32), 640, 768, 1024)
+MIXED_TOKENS = (*range(32, 545, 32), *range(576, 1025, 64))
 """Sizes of mixed steps; larger ones run outside a graph: there the host is faster than the device."""
 MIXED_MOST_CHUNKS = 64
 FEW_ROWS = 32
@@ -43,6 +43,11 @@ class Shape(NamedTuple):
         t, s, p = self.tokens, self.samples, self.patches
         return (t, t, t, s, s, RULES * s, p, p, 4 * self.items, 4 * self.blocks)
 
+    @property
+    def room(self) -> int:
+        """Numbers of the whole block."""
+        return sum(_aligned(size) for size in self.sections)
+
 
 class Sections(NamedTuple):
     """Views of a step's block; numpy arrays on the host, tensors on the device."""
@@ -63,8 +68,13 @@ def views(block: Any, shape: Shape) -> Sections:
     at, made = 0, []
     for size in shape.sections:
         made.append(block[at : at + size])
-        at += size
+        at += _aligned(size)
     return Sections(*made)
+
+
+def _aligned(size: int) -> int:
+    """Sections begin at multiples of 16 bytes: a kernel is compiled anew for addresses that are none."""
+    return -(-size // 4) * 4
 
 
 class PageTables:

@@ -107,7 +107,7 @@ class DeviceRunner:
         if len(at) > shape.patches:
             self._patch(at, pages)
             at, pages = [], []
-        block = torch.empty(sum(shape.sections), dtype=torch.int32, pin_memory=self._cuda)
+        block = torch.empty(shape.room, dtype=torch.int32, pin_memory=self._cuda)
         to = views(block.numpy(), shape)
         requests = self._packer.fill(to, shape, plan)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
@@ -129,7 +129,7 @@ class DeviceRunner:
         return step
 
     def _padding(self, shape: Shape) -> torch.Tensor:
-        block = torch.zeros(sum(shape.sections), dtype=torch.int32)
+        block = torch.zeros(shape.room, dtype=torch.int32)
         to = views(block.numpy(), shape)
         to.owner[:], to.patch_at[:] = self._slots, -1
         items = to.items.reshape(-1, 4)

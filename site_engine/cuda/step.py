@@ -39,7 +39,7 @@ class Step:
         self._forward = forward
         self._shape = shape
         self._fresh = fresh
-        self._block = torch.zeros(sum(shape.sections), dtype=torch.int32, device=device.where)
+        self._block = torch.zeros(shape.room, dtype=torch.int32, device=device.where)
         self._in = views(self._block, shape)
         self._ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=device.where)
         self._positions = torch.zeros_like(self._ids)
@@ -117,7 +117,8 @@ class Step:
         draw_kernels.draw[(rows,)](
             logits, self._in.rules, self._in.owner, self._device.newest, self.chosen,
             vocabulary, logits.stride(0), rows,
-            SPAN=DRAW_SPAN, BITS=8 * logits.element_size(), num_warps=16, EARLY=early, **launched(early),
+            SPAN=DRAW_SPAN, SPANS_PAD=1 << (-(-vocabulary // DRAW_SPAN) - 1).bit_length(),
+            BITS=8 * logits.element_size(), num_warps=16, EARLY=early, **launched(early),
         )  # fmt: skip
 
     def _decode_work(self) -> DecodeWork | None:

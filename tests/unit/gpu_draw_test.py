@@ -40,7 +40,7 @@ def drawn(requests: list[Request], logits: torch.Tensor, span: int = 128) -> lis
     newest = torch.full((count,), -1, dtype=torch.int32)
     draw_kernels.draw[(count,)](
         logits, torch.from_numpy(rules).flatten(), torch.arange(count, dtype=torch.int32), newest, chosen,
-        VOCAB, logits.stride(0), count, SPAN=span, BITS=8 * logits.element_size(), EARLY=False,
+        VOCAB, logits.stride(0), count, SPAN=span, SPANS_PAD=4, BITS=8 * logits.element_size(), EARLY=False,
     )  # fmt: skip
     ruled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
     assert newest[ruled].tolist() == chosen[ruled].tolist()
