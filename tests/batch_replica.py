@@ -14,6 +14,8 @@ import httpx2
 import openai
 from sqlalchemy.exc import OperationalError
 
+from gateway.admin.access import Access
+from gateway.admin.batches import batch_reads
 from gateway.answer import answer
 from gateway.api.app import create_http
 from gateway.api.backend import Backend, Readiness
@@ -23,7 +25,11 @@ from gateway.domain import Caller
 from tests.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
-CALLERS = {"one": Caller("key-1", "tenant-1"), "two": Caller("key-2", "tenant-2")}
+CALLERS = {
+    "one": Caller("key-1", "tenant-1"),
+    "two": Caller("key-2", "tenant-2"),
+    "boss": Caller("key-3", "ops", admin=True),
+}
 CALLERS_BY_ID = {caller.key_id: caller for caller in CALLERS.values()}
 LEASE_S = 0.6
 LOOK_EVERY_S = 0.05
@@ -146,7 +152,10 @@ async def replica(
                 look_every_s=LOOK_EVERY_S,
             )
         )
-        transport = httpx2.ASGITransport(create_http(backend, batches.routes))
+        access = Access(backend, CALLERS_BY_ID.get, b"session key")
+        transport = httpx2.ASGITransport(
+            create_http(backend, [*batches.routes, *batch_reads(access, batches.ledger)])
+        )
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
         this = Replica(here, batches, http)
         this.open.set()

@@ -12,7 +12,7 @@ from litestar import Request, Response, delete, get, post
 from litestar.datastructures import State
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gateway.api.auth import caller_of
 from gateway.api.backend import Backend
@@ -206,5 +206,7 @@ def answering(page: Page | None = None) -> Iterator[None]:
         if page is None:
             raise
         raise BadRequest(f"'after' names nothing: {page.after!r}."[:200], param="after") from exc
+    except DataError as exc:  # Postgres keeps no NUL in a text
+        raise BadRequest("A parameter has characters that no name here has.", code="invalid_value") from exc
     except (SQLAlchemyError, OSError) as exc:
         raise Overloaded("the database does not answer now", retry_after_s=2.0) from exc

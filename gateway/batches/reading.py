@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -52,8 +52,8 @@ def read_line(raw: Raw, endpoint: str, limits: BatchLimits) -> Wanted:
     """Raises BadLine. What the body itself asks for is read when the line runs, as any query's."""
     entry = _entry(raw)
     custom_id, body = entry.get("custom_id"), entry.get("body")
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= limits.custom_id_chars:
-        said = f"a string of 1 to {limits.custom_id_chars} characters"
+    if not _is_name(custom_id, limits.custom_id_chars):
+        said = f"a string of 1 to {limits.custom_id_chars} characters, NUL not among them"
         raise _bad(raw, "missing_required_parameter", f"'custom_id' must be {said}.", "custom_id")
     if entry.get("method") != "POST":
         raise _bad(raw, "invalid_method", "'method' must be \"POST\".", "method")
@@ -61,11 +61,16 @@ def read_line(raw: Raw, endpoint: str, limits: BatchLimits) -> Wanted:
         raise _bad(raw, "invalid_url", f"'url' must be the endpoint of the batch, {endpoint!r}.", "url")
     if not isinstance(body, dict):
         raise _bad(raw, "missing_required_parameter", "'body' must be the JSON object of a request.", "body")
-    if not isinstance(body.get("model"), str) or not body["model"]:
+    if not _is_name(body.get("model"), limits.custom_id_chars):
         raise _bad(raw, "missing_required_parameter", "'body.model' must name a model.", "body.model")
     if body.get("stream"):
         raise _bad(raw, "unsupported_parameter", "A line of a batch can't be streamed.", "body.stream")
     return Wanted(custom_id, body)
+
+
+def _is_name(value: object, most: int) -> TypeGuard[str]:
+    """Short, and what every database can keep."""
+    return isinstance(value, str) and 0 < len(value) <= most and "\0" not in value
 
 
 def _entry(raw: Raw) -> dict[str, object]:

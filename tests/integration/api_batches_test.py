@@ -118,6 +118,19 @@ def test_a_tenant_sees_its_own_alone(play: Callable[..., None]) -> None:
     play(scenario)
 
 
+def test_an_operator_sees_everyones_batches(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        ids = [await here.submit(jsonl(chat_line(0)), key) for key in ("one", "two")]
+        listed = (await here.raw("GET", "/admin/api/batches", "boss")).json()["data"]
+        assert {each["id"]: each["tenant"] for each in listed} == dict(
+            zip(ids, ("tenant-1", "tenant-2"), strict=True)
+        )
+        error_of(await here.raw("GET", "/admin/api/batches", "one"), 403)
+        await here.ended(ids[0])
+
+    play(scenario)
+
+
 REFUSED_BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"input_file_id": None}, "input_file_id"),
     ({"input_file_id": "file-nope"}, "input_file_id"),
@@ -147,6 +160,7 @@ FAULTS: list[tuple[str, list[Any], list[tuple[str, int | None]]]] = [
     ("another method", [GOOD | {"method": "GET"}], [("invalid_method", 1)]),
     ("no id", [{k: v for k, v in GOOD.items() if k != "custom_id"}], [("missing_required_parameter", 1)]),
     ("no body", [GOOD | {"body": []}], [("missing_required_parameter", 1)]),
+    ("NUL in its id", [GOOD | {"custom_id": "a\0"}], [("missing_required_parameter", 1)]),
     ("streamed", [chat_line(0, stream=True)], [("unsupported_parameter", 1)]),
     ("two models", [GOOD, chat_line(1, model="other")], [("mismatched_model", 2)]),
     ("no JSON", [b"{", GOOD, b"7"], [("invalid_json_line", 1), ("invalid_json_line", 3)]),

@@ -17,6 +17,7 @@ from gateway.errors import TooMany
 from gateway.gateway import Gateway
 from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
 
+
 def by_id(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {line["custom_id"]: line for line in lines}
     assert len(found) == len(lines), "a line was answered twice"
@@ -64,6 +65,20 @@ def test_a_batch_is_answered_in_openais_shapes(url: str) -> None:
             raw = await here.raw("DELETE", f"/v1/files/{file.id}")
             assert FileDeleted.model_validate_json(raw.content, strict=True).deleted
             assert (await here.raw("GET", f"/v1/files/{file.id}")).status_code == 404
+
+    asyncio.run(main())
+
+
+def test_a_name_that_no_database_keeps_is_the_clients_mistake(url: str) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            for path in (
+                "/v1/files/a%00",
+                "/v1/batches/a%00",
+                "/v1/files?after=%00",
+                "/v1/files?purpose=%00",
+            ):
+                assert (await here.raw("GET", path)).status_code in {200, 400, 404}, path
 
     asyncio.run(main())
 
