@@ -16,6 +16,7 @@ from gateway.domain import Lane, Piece, Query
 from gateway.errors import TooMany
 from gateway.gateway import Gateway
 from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
+from tests.fakes.federation import until
 
 
 def by_id(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -118,6 +119,36 @@ def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> Non
                 assert len(second.asked) == 40 - finished
                 assert len(set(second.asked)) == len(second.asked)
             first.open.set()
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lost its lease while lines ran there: what they bring is dropped, what still runs is ended."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            runner: Any = first.batches.runner
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(20))))
+            await asked_at_least(first, 5)
+            first.open.clear()
+            finished = await settled(first, batch_id)
+            ledger, lease = runner._means.ledger, runner._means.ledger.lease
+
+            async def away(*_: object) -> None:
+                raise OperationalError("", {}, OSError("the database is away"))
+
+            monkeypatch.setattr(ledger, "lease", away)
+            async with replica(url, name="r2") as second:
+                done = await second.ended(batch_id)
+                monkeypatch.setattr(ledger, "lease", lease)
+                first.open.set()
+                await until(lambda: runner.in_flight == 0, "nothing of it runs any more")
+                assert len(by_id(await second.lines(done.output_file_id))) == 20
+                assert len(second.asked) == 20 - finished
+                assert await second.sdk().batches.retrieve(batch_id) == done
 
     asyncio.run(main())
 
