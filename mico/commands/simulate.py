@@ -143,10 +143,10 @@ def _plain(value: object) -> str:
 
 def _plot(runs: list[dict[str, Any]], path: Path) -> None:
     try:
-        from matplotlib import pyplot  # type: ignore[import-not-found]
+        from matplotlib import pyplot
     except ModuleNotFoundError as error:
         raise CommandFailed(
-            "no picture without matplotlib", cause=str(error), tip="pip install matplotlib"
+            "no picture without matplotlib", cause=str(error), tip="pip install 'mico[bench]'"
         ) from error
     names = ["{policy} · {estimator} · {order} · {load:g}".format(**row) for row in runs]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.4 * len(runs) + 2), sharey=True)

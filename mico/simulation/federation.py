@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.domain import LoadReport
 from gateway.routing.candidates import Policy
 from mico.simulation.events import Clock
 from mico.simulation.gateway import Attempt, Gateway
-from mico.simulation.queries import Expected, Query, Record
+from mico.simulation.queries import Expected, Query, Record, expected_length
 from mico.simulation.site import Row, SimulatedSite
 from mico.simulation.specification import SiteSpec
 from site_engine.admission import Score
@@ -34,7 +34,8 @@ class Outage:
 class Setting:
     """Everything that a run depends on but the queries. `report_every_s`: sites report when something
     changed, at most so often, and `report_delay_s` longer than half a round trip under way. `window_s`: so
-    long a gateway collects queries to assign them jointly; None assigns each by the policy as it comes.
+    long a gateway collects queries to assign them jointly, by `window_length`; None is as in production,
+    where only what comes in a burst onto full sites is.
     """
 
     specs: tuple[SiteSpec, ...]
@@ -46,6 +47,7 @@ class Setting:
     report_delay_s: float = 0.0
     gateways: int = 1
     window_s: float | None = None
+    window_length: Callable[[Expected], float] = expected_length
     outages: tuple[Outage, ...] = ()
 
 
@@ -64,6 +66,7 @@ class Federation:
                 expected=expected,
                 offload=setting.offload,
                 window_s=setting.window_s,
+                window_length=setting.window_length,
             )
             for _ in range(setting.gateways)
         ]

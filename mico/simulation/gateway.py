@@ -21,7 +21,7 @@ from gateway.routing.failover import Setback, Try, tries
 from gateway.routing.policies import JOINTLY, POLICIES
 from gateway.routing.window import GATHER_S, Gathered, Window, assign
 from mico.simulation.events import Clock
-from mico.simulation.queries import Expected, Query, Record
+from mico.simulation.queries import Expected, Query, Record, expected_length
 from mico.simulation.specification import MODEL, SiteSpec
 
 MOST_TRIES = 4
@@ -60,6 +60,7 @@ class Gateway:
         expected: Mapping[int, Expected],
         offload: bool = True,
         window_s: float | None = None,
+        window_length: Callable[[Expected], float] = expected_length,
     ) -> None:
         self.directory = Directory()
         self.records: dict[int, Record] = {}
@@ -71,7 +72,7 @@ class Gateway:
         self._network = network
         self._expected = expected
         self.offload = offload
-        self._window_s = window_s
+        self._window_s, self._window_length = window_s, window_length
         self._window: list[Query] = []
         self._burst = Window()
         self._jointly = any(policy is POLICIES[name] for name in JOINTLY)
@@ -126,7 +127,7 @@ class Gateway:
         """What came within the window goes out jointly, longest first."""
         queries, self._window = self._window, []
         fleet = self.directory.fleet
-        lengths = [self._expected[query.number].demand.response_tokens for query in queries]
+        lengths = [self._window_length(self._expected[query.number]) for query in queries]
         speeds = fleet.figures.slots / fleet.figures.iteration_s
         places = assign(lengths, speeds.tolist(), fleet.figures.token_load.tolist())
         for index in sorted(range(len(queries)), key=lambda index: -lengths[index]):

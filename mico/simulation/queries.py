@@ -35,6 +35,16 @@ class Expected(NamedTuple):
     curve: RemainingCurve
 
 
+def expected_length(expected: Expected) -> float:
+    return expected.demand.response_tokens
+
+
+def possible_length(expected: Expected) -> float:
+    """What one answer in a thousand like it reaches: what a batch ends with is rarely forecast to be long."""
+    last = expected.curve.points[-1]
+    return last.generated + last.expected
+
+
 @dataclass(slots=True)
 class Record:
     """Seconds since the query's arrival, as its client saw them; nan until then."""
