@@ -40,7 +40,8 @@ async def close(batch: Batch, means: Means, *, cancelled: bool) -> None:
     output, errors = _Side(batch, means), _Side(batch, means)
     try:
         missing = await _sort(batch, means, unanswered, output, errors)
-        status = unanswered if cancelled or missing else BatchStatus.COMPLETED
+        never_began = not batch.total
+        status = unanswered if cancelled or missing or never_began else BatchStatus.COMPLETED
         ended = await means.ledger.end(
             batch.id,
             status,

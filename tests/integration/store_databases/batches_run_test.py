@@ -310,6 +310,9 @@ def test_a_batch_waits_while_no_site_is_there_and_expires(url: str, monkeypatch:
             rest = by_id(await here.lines(done.error_file_id))
             assert {line["error"]["code"] for line in rest.values()} == {"batch_expired"}
             assert len(rest) == 2 and here.asked == []
+            monkeypatch.setattr("gateway.api.batches.WINDOW_S", -1.0)
+            late = await here.ended(await here.submit(jsonl(chat_line(0))))
+            assert (late.status, late.error_file_id, late.request_counts.total) == ("expired", None, 0)
 
     asyncio.run(main())
 
