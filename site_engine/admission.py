@@ -83,11 +83,12 @@ def has_place(of_tenant: int, waiting: int, most: int) -> bool:
 class _Tenants:
     """The waiting requests of one lane and priority, shared out between tenants by start-time fair queuing:
     each tenant has a virtual clock that runs by the tokens it was given. Who is ahead of the one furthest
-    behind by more than `FAIR_WITHIN_TOKENS` waits for it.
+    behind by more than `FAIR_WITHIN_TOKENS` waits for it, at once where as much of its own waits: a flood.
     """
 
     def __init__(self) -> None:
         self.heaps: dict[str, list[tuple[float, int, Request]]] = {}
+        self.work: dict[str, float] = {}  # that waits, in tokens
 
     def behind(self, clocks: dict[str, float], floor: float) -> float:
         """The virtual time of the tenant furthest behind."""
@@ -97,8 +98,9 @@ class _Tenants:
         behind = self.behind(clocks, floor)
 
         def place(name: str) -> tuple[int, float, int]:
-            ahead = int((max(clocks.get(name, floor), floor) - behind) / FAIR_WITHIN_TOKENS)
-            return ahead, *self.heaps[name][0][:2]
+            clock = max(clocks.get(name, floor), floor)
+            flood = min(self.work[name], FAIR_WITHIN_TOKENS)
+            return int((clock - behind + flood) / FAIR_WITHIN_TOKENS), *self.heaps[name][0][:2]
 
         return self.heaps[min(self.heaps, key=place)][0][2]
 
@@ -130,6 +132,8 @@ class AdmissionQueue:
         level = self._levels.setdefault((request.lane, request.priority), _Tenants())
         self._sequence += 1
         heappush(level.heaps.setdefault(request.tenant, []), (self._score(request), self._sequence, request))
+        work = request.expected_remaining() + _prompt_work(request)
+        level.work[request.tenant] = level.work.get(request.tenant, 0.0) + work
         self._waiting[request.id] = request
         self.prompt_tokens += len(request.tokens)
         self.response_tokens += request.expected_remaining()
@@ -145,7 +149,8 @@ class AdmissionQueue:
         starving = self._starving(request.lane, now)
         if not starving:
             return request
-        tenant = min([*starving, request.tenant], key=self._clock)
+        below = [tenant for tenant in starving if tenant not in level.heaps]
+        tenant = min([*below, request.tenant], key=self._clock)
         return starving.get(tenant, request)
 
     def waiting_of(self, tenant: str) -> int:
@@ -197,7 +202,8 @@ class AdmissionQueue:
 
     def _unlist(self, request: Request) -> None:
         key = (request.lane, request.priority)
-        heaps = self._levels[key].heaps
+        heaps, work = self._levels[key].heaps, self._levels[key].work
+        work[request.tenant] -= request.expected_remaining() + _prompt_work(request)
         heap = heaps[request.tenant]
         if heap[0][2] is request:
             heappop(heap)
@@ -205,6 +211,6 @@ class AdmissionQueue:
             heap[:] = [entry for entry in heap if entry[2] is not request]
             heapify(heap)
         if not heap:
-            del heaps[request.tenant]
+            del heaps[request.tenant], work[request.tenant]
         if not heaps:
             del self._levels[key]

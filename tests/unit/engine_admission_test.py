@@ -109,18 +109,23 @@ def test_who_starves_goes_first_within_its_lane() -> None:
     assert late.id == "starves"
 
 
-def test_a_flood_that_starves_does_not_go_before_another_tenant() -> None:
+def test_a_flood_does_not_go_before_the_few_queries_of_another_tenant() -> None:
+    """Also once it starves, and while the tenants' shares still count as alike."""
     queue = AdmissionQueue(starving_after_s=10.0)
-    for n in range(200):
-        queue.push(waiting(f"flood {n}", tenant="flood", arrived_s=0.1 * n))
-    for _ in range(10):
-        request = queue.first(60.0)
-        assert request is not None
-        queue.take(request)
-    for n in range(5):
-        queue.push(waiting(f"few {n}", tenant="few", arrived_s=60.0))
-    served = order(queue, now=61.0)[: 10 + int(FAIR_WITHIN_TOKENS / 100)]
-    assert [name for name in served if name.startswith("few")] == [f"few {n}" for n in range(5)]
+    for n in range(1_000):
+        queue.push(waiting(f"flood {n}", tenant="flood", arrived_s=0.01 * n))
+    for now in (1.0, 60.0):
+        for _ in range(10):
+            request = queue.first(now)
+            assert request is not None
+            queue.take(request)
+        for n in range(5):
+            queue.push(waiting(f"few {n}", tenant="few", arrived_s=now))
+        for n in range(5):
+            request = queue.first(now)
+            assert request is not None
+            assert request.id == f"few {n}"
+            queue.take(request)
 
 
 def test_a_tenant_is_charged_for_what_it_got_not_for_what_was_expected() -> None:
