@@ -41,7 +41,7 @@ def up(
     here.folder.make()
     with here.folder.locked():
         already = here.folder.running()
-        runs_already = already is not None and any(each.alive for each in already.gateways)
+        runs_already = already is not None and any(each.alive for each in already.processes)
         if already and runs_already:
             here.terminal.say(f"a federation runs here since {already.started_at}; mico down stops it")
             running = mend(here, already)
