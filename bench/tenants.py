@@ -1,6 +1,6 @@
 """Two real gateway replicas on one real Postgres: quotas, revocation, an absent database, a killed replica.
 
-    python -m bench.tenants                 all parts, about seven minutes
+    python -m bench.tenants                 all parts, about eight minutes
     python -m bench.tenants --only quota    one of: quota, revoke, outage, kill, turns
 
 Each gateway is a process of its own; the site behind both is a stand-in that answers at once, so that what is
