@@ -38,6 +38,7 @@ from gateway.scaling.scaler import scaling
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
+from gateway.telemetry.together import Others
 from gateway.telemetry.watch import Watch
 from predictor.current import CurrentForecaster
 from predictor.errors import ArtifactError
@@ -195,8 +196,11 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
     """What operators look at and act through."""
     gateway, _, watch = core
     desk = Desk(store.orders, gateway.directory, gateway.federation.links, watch)
+    others = Others(store.figures, watch.replica, watch.summary, watch.events.add)
+    watch.others = lambda: others.summaries
     await desk.start()
     await watch.start()
+    asking = asyncio.create_task(others.run())
     try:
         yield Office(
             directory=gateway.directory,
@@ -209,8 +213,9 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
         )
     finally:
         watch.close()
+        asking.cancel()
         await desk.close()
-        await asyncio.gather(*watch.saving, return_exceptions=True)
+        await asyncio.gather(asking, *watch.saving, return_exceptions=True)
 
 
 def _scaling_plan(config: GatewayConfig) -> ScalingPlan:

@@ -1,16 +1,25 @@
-"""A day of figures, one row a minute, so that a page which opens after a restart still shows yesterday."""
+"""Figures for the page: a day, one row a minute, that outlives a restart; and what each replica says now."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.engine import insert_new
-from gateway.store.tables import history
+from gateway.store.tables import history, replica_figures
 
 KEPT_MINUTES: Final = 25 * 60
+GONE_AFTER_S: Final = 3_600.0
+
+
+class Written(NamedTuple):
+    """`at` is the time of the replica that wrote it."""
+
+    replica: str
+    at: float
+    summary: dict[str, Any]
 
 
 class Figures:
@@ -31,3 +40,13 @@ class Figures:
         kept = select(history).where(history.c.minute >= minute).order_by(history.c.minute)
         async with self._engine.connect() as connection:
             return [(row.minute, row.sample) for row in await connection.execute(kept)]
+
+    async def tell(self, mine: Written) -> list[Written]:
+        """Write down what this replica says now; what the others said last comes back, by name."""
+        table, name = replica_figures, mine.replica
+        stale = (table.c.replica == name) | (table.c.at < mine.at - GONE_AFTER_S)
+        async with self._engine.begin() as connection:
+            await connection.execute(delete(table).where(stale))
+            await connection.execute(insert(table), mine._asdict())
+            others = select(table).where(table.c.replica != name).order_by(table.c.replica)
+            return [Written(*row) for row in await connection.execute(others)]

@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0005"
+SCHEMA: Final = "0006"
 """The migration that this program was written for."""
 
 metadata = MetaData(
@@ -169,6 +169,14 @@ history = Table(
     metadata,
     Column("minute", BigInteger, primary_key=True, autoincrement=False),  # unix time / 60
     Column("sample", JSON, nullable=False),
+)
+
+replica_figures = Table(
+    "replica_figures",
+    metadata,
+    Column("replica", String, primary_key=True),
+    Column("at", Double, nullable=False),  # on that replica's clock: only that it changes is read from it
+    Column("summary", JSON, nullable=False),
 )
 
 files = Table(

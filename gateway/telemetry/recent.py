@@ -1,6 +1,6 @@
 """What the queries of the last five minutes say: waits, errors, why they went where they went, the forecasts.
 
-Of this replica's queries only. Does not know of sites that nobody asked.
+Of this replica's queries only: together.py adds the others'. Does not know of sites that nobody asked.
 """
 
 from __future__ import annotations

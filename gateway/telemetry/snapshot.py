@@ -57,7 +57,7 @@ class SiteView:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """All sites together; errors and waits are those of this replica's own queries."""
+    """All sites and all replicas together; of waits the worst site's at the replica where they are worst."""
 
     output_per_s: float
     input_per_s: float
@@ -80,9 +80,12 @@ class Banner:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
+    """`replica` made it, of the queries of all `replicas`."""
+
     seq: int
     at: float
     replica: str
+    replicas: list[str]
     banner: Banner
     totals: Totals
     clouds: dict[str, float]

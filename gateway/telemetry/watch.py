@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Protocol
 
@@ -19,11 +20,14 @@ from gateway.telemetry.events import Event, EventLog
 from gateway.telemetry.history import History, Sample
 from gateway.telemetry.recent import Move, Recent
 from gateway.telemetry.snapshot import Rates, Snapshot, by_cloud, shown_state, totals, views
+from gateway.telemetry.together import Summary, together
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 EVENTS_SHOWN = 60
+MOVES_SHARED = 20
+MOVES_SHARED_S = 60.0
 
 
 class Keeper(Protocol):
@@ -35,6 +39,8 @@ class Keeper(Protocol):
 
 class Watch:
     """`clock` is the gateway's monotonic clock, `unix_time` dates what people see.
+
+    `others` is what the other replicas say of their queries, by name.
 
     A listener awaits `after(seq)`: it gets the newest snapshot, so one that is slow skips some, and nothing
     is queued for anybody. After `close` it gets None.
@@ -59,6 +65,8 @@ class Watch:
         self.unix_time = unix_time
         self._keeper = keeper
         self._rates = Rates()
+        self._moves: deque[Event] = deque(maxlen=MOVES_SHARED)
+        self.others: Callable[[], Mapping[str, Summary]] = dict
         self._news = asyncio.Event()
         self._closed = False
         self._ticking: asyncio.Task[None] | None = None
@@ -87,6 +95,18 @@ class Watch:
     def observe(self, outcome: Outcome) -> None:
         self.recent.observe(outcome, self.unix_time())
 
+    def summary(self) -> Summary:
+        """What the queries of this replica alone say."""
+        now, recent = self.unix_time(), self.recent
+        return Summary(
+            failed_per_min=recent.failed_per_min(now),
+            ended_per_min=recent.ended_per_min(now),
+            waits=recent.waits(now),
+            routes=recent.routes(),
+            quality=recent.quality(),
+            moves=[event for event in self._moves if event.at > now - MOVES_SHARED_S],
+        )
+
     async def after(self, seq: int) -> Snapshot | None:
         """The newest snapshot that is newer than `seq`; None once the watch is closed."""
         while not self._closed and (self.snapshot is None or self.snapshot.seq <= seq):
@@ -100,19 +120,23 @@ class Watch:
         self.recent.forget(now)
         self.events.states(now, ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites))
         for move, number in self.recent.take_moves():
-            self.events.add(_moved(now, move, number))
-        shown = views(sites, self._rates.observe(sites, now_s), self.recent.waits(now), now_s)
-        summed = totals(shown, self.recent.failed_per_min(now), self.recent.ended_per_min(now))
+            self._moves.append(moved := _moved(now, move, number))
+            self.events.add(moved)
+        others = self.others()
+        said = together([self.summary(), *others.values()])
+        shown = views(sites, self._rates.observe(sites, now_s), said.waits, now_s)
+        summed = totals(shown, said.failed_per_min, said.ended_per_min)
         self.snapshot = Snapshot(
             seq=self.snapshot.seq + 1 if self.snapshot else 1,
             at=round(now, 3),
             replica=self.replica,
+            replicas=sorted({self.replica, *others}),
             banner=banner(shown, summed),
             totals=summed,
             clouds=by_cloud(shown),
             sites=shown,
-            routes=self.recent.routes(),
-            quality=self.recent.quality(),
+            routes=said.routes,
+            quality=said.quality,
             events=self.events.latest(EVENTS_SHOWN),
         )
         self.encoded = msgspec.json.encode(self.snapshot)

@@ -27,6 +27,7 @@ from gateway.errors import NoSite
 from gateway.store.engine import open_engine
 from gateway.store.figures import Figures
 from gateway.store.orders import OrderBook
+from gateway.telemetry.together import Others
 from gateway.telemetry.watch import Watch
 from migrations import upgrade
 from tests.fakes.federation import Scene, scene, until
@@ -45,6 +46,7 @@ class Replica:
     book: OrderBook
     http: httpx2.AsyncClient
     callers: dict[str, Caller]
+    others: Others
     shift_s: list[float] = field(default_factory=lambda: [0.0])
 
     async def act(self, site: str, verb: str, **body: Any) -> httpx2.Response:
@@ -60,7 +62,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def office(here: Scene, url: str) -> AsyncIterator[Replica]:
+async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Replica]:
     engine = open_engine(url)
     shift = [0.0]
 
@@ -68,7 +70,10 @@ async def office(here: Scene, url: str) -> AsyncIterator[Replica]:
         return time.time() + shift[0]
 
     callers = {ADMIN: Caller("key-a", "ops", admin=True), USER: Caller("key-u", "shop")}
-    watch = Watch(here.gateway.directory, "g1", unix_time=unix_time, keeper=Figures(engine))
+    figures = Figures(engine)
+    watch = Watch(here.gateway.directory, name, unix_time=unix_time, keeper=figures)
+    others = Others(figures, name, watch.summary, watch.events.add, unix_time=unix_time)
+    watch.others = lambda: others.summaries
     book = OrderBook(engine)
     desk = Desk(book, here.gateway.directory, here.gateway.federation.links, watch, unix_time=unix_time)
     by_id = {caller.key_id: secret for secret, caller in callers.items()}
@@ -94,7 +99,7 @@ async def office(here: Scene, url: str) -> AsyncIterator[Replica]:
     await watch.start()
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
         try:
-            yield Replica(here, watch, desk, book, http, callers, shift)
+            yield Replica(here, watch, desk, book, http, callers, others, shift)
         finally:
             watch.close()
             await desk.close()
@@ -223,6 +228,30 @@ def test_an_order_holds_at_every_replica_and_after_a_restart(url: str) -> None:
             async with office(second, url) as reborn:
                 assert second.gateway.directory.sites[0].pinned_off == {"m"}
                 assert [e.who for e in reborn.watch.events.latest() if e.kind == "operator"] == ["key-a"]
+
+    asyncio.run(main())
+
+
+def test_a_page_shows_the_queries_of_every_replica(url: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), scene() as first, scene() as second:
+            site = await first.site("a")
+            await second.site("a")
+            async with office(first, url) as one, office(second, url, "g2") as two:
+                running = asyncio.create_task(text_of(first))
+                await site.finish(await site.assigned(), "hello", 5)
+                await running
+                one.watch.observe(first.outcomes[0])
+                await one.others.look()
+                await two.others.look()
+                one.watch.tick()
+                shown = two.watch.tick()
+                assert shown.replicas == ["g1", "g2"]
+                assert shown.totals.ended_per_min == 1.0
+                assert [(r.site, r.attempts) for r in shown.routes] == [("a", 1)]
+                assert shown.sites[0].ttft_p95_s is not None
+                await one.others.look()
+                assert one.watch.tick().totals.ended_per_min == 1.0
 
     asyncio.run(main())
 

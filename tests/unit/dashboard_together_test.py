@@ -1,0 +1,99 @@
+"""One page for all replicas: counts are summed, the worst waits stand, who is silent is not counted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.store.figures import Written
+from gateway.telemetry.events import Event
+from gateway.telemetry.recent import Quality, Route, SiteWaits
+from gateway.telemetry.together import FRESH_S, Others, Summary, together
+
+WAITS = st.builds(SiteWaits, st.none() | st.floats(0, 60), st.none() | st.floats(0, 1), st.floats(0, 99))
+SUMMARIES = st.builds(
+    Summary,
+    failed_per_min=st.integers(0, 99).map(float),
+    ended_per_min=st.integers(0, 99).map(float),
+    waits=st.dictionaries(st.sampled_from("abc"), WAITS),
+    routes=st.lists(
+        st.builds(Route, st.sampled_from(["why", "else"]), st.sampled_from("abc"), st.integers(1, 9))
+    ),
+    quality=st.none()
+    | st.builds(
+        Quality, st.just("m"), st.integers(1, 99), st.floats(0, 1), st.floats(0, 1), st.floats(0, 99)
+    ),
+)
+
+
+class Shelf:
+    """A database for as many replicas as use it."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Written] = {}
+        self.away = False
+
+    async def tell(self, mine: Written) -> list[Written]:
+        if self.away:
+            raise OSError("away")
+        self.rows[mine.replica] = Written(*msgspec.json.decode(msgspec.json.encode(mine)))
+        return [row for name, row in self.rows.items() if name != mine.replica]
+
+
+@given(st.lists(SUMMARIES, max_size=4))
+def test_nothing_is_lost_and_nothing_counted_twice(summaries: list[Summary]) -> None:
+    said = together(summaries)
+    assert said.ended_per_min == sum(each.ended_per_min for each in summaries)
+    assert sum(r.attempts for r in said.routes) == sum(r.attempts for s in summaries for r in s.routes)
+    assert set(said.waits) == {site for each in summaries for site in each.waits}
+    for each in summaries:
+        for site, waits in each.waits.items():
+            assert (said.waits[site].ttft_p95_s or 0) >= (waits.ttft_p95_s or 0)
+    answers = sum(each.quality.answers for each in summaries if each.quality)
+    assert (said.quality.answers if said.quality else 0) == answers
+
+
+@given(SUMMARIES)
+def test_one_replica_alone_says_what_it_said(summary: Summary) -> None:
+    said = together([summary])
+    assert (said.failed_per_min, said.waits) == (summary.failed_per_min, summary.waits)
+
+
+def test_two_replicas_know_of_each_other_until_one_is_silent() -> None:
+    shelf, now = Shelf(), [0.0]
+    told: list[str] = []
+    move = Event(5.0, "offload", "b", "took 1 query")
+    own = {"g1": Summary(ended_per_min=3.0), "g2": Summary(ended_per_min=4.0, moves=[move])}
+
+    def others(name: str) -> Others:
+        return Others(
+            shelf,
+            name,
+            lambda: own[name],
+            lambda event: told.append(f"{name}: {event.text}"),
+            clock=lambda: now[0],
+            unix_time=lambda: now[0] + (1000.0 if name == "g2" else 0.0),  # its clock is ahead
+        )
+
+    async def scenario() -> None:
+        one, two = others("g1"), others("g2")
+        await two.look()
+        for _ in range(2):
+            await one.look()
+        assert one.summaries == {"g2": own["g2"]}
+        assert told == ["g1: took 1 query"]
+        now[0] = 4.0
+        own["g2"] = replace(own["g2"], moves=[move, replace(move, at=6.0, text="took 2 queries")])
+        await two.look()
+        await one.look()
+        assert two.summaries == {"g1": own["g1"]}
+        assert told[1:] == ["g1: took 2 queries"]
+        now[0] = 4.0 + FRESH_S + 0.1
+        await one.look()
+        assert one.summaries == {}
+
+    asyncio.run(scenario())
