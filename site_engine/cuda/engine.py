@@ -13,7 +13,6 @@ from site_engine import certify
 from site_engine.cuda.lean import lean_forward
 from site_engine.cuda.model import QUERY_KEY_VALUE, compile_ends, compile_layers, join
 from site_engine.cuda.runner import DeviceRunner, Flight
-from site_engine.cuda.starts import Starts
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.hf_bridge import CannotServe, LoadedModel
 from site_engine.request import Admission, Output, Request, Sampling, State
@@ -21,6 +20,7 @@ from site_engine.runner import Forward, PackedRunner
 from site_engine.scheduler import Entry, Plan
 
 WARM_CONTEXT_TOKENS = 1024
+MOST_NEW = 32  # requests that start in one iteration: with more the device waits for the host
 
 
 class AheadEngine(SiteEngine):
@@ -40,7 +40,6 @@ class AheadEngine(SiteEngine):
         self._flight: Flight | None = None
         self._launched_s = 0.0  # when the flight began
         self._published_s = 0.0  # when the one before it was read
-        self._starts = Starts(settings.slots)
         self._careful: set[str] = set()  # requests whose rules need tokens or logits on the host
         self._device_runner = DeviceRunner(
             forward or model.forward,
@@ -85,9 +84,7 @@ class AheadEngine(SiteEngine):
             return super().step()
         began = self._clock()
         self._apply_control(began)
-        plan = self._scheduler.plan(
-            began, self._starts.most(len(self._scheduler.queue), self._scheduler.free_slots)
-        )
+        plan = self._scheduler.plan(began, MOST_NEW)
         before, self._flight = self._flight, None
         before_s, self._launched_s = self._launched_s, began
         if plan:

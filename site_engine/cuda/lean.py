@@ -90,7 +90,8 @@ class LeanForward:
         self._layers = layers
         self._turn = turn
         self._apart = apart  # by rows: whether gate and up are faster as two products
-        self._thin_rows = 0 if any(_has_bias(layer) for layer in layers) else thin.MOST_ROWS
+        can_be_thin = thin.fits(model.device) and not any(_has_bias(layer) for layer in layers)
+        self._thin_rows = thin.MOST_ROWS if can_be_thin else 0
         self._embedding = body.embed_tokens.weight
         self._last = _norm(body.norm)
         self._head = Product(model.model.lm_head.weight, model.model.lm_head.bias)

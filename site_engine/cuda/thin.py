@@ -18,6 +18,7 @@ FEW_ROWS = 16
 PROGRAMS = 256  # of a product in parts; half of it with the most rows
 NARROW_COLUMNS = 2048  # a product with fewer columns is cut finer, a gate with fewer than four times as many
 LINES_AHEAD = 2  # of each row of weights, fetched while the kernel before still runs
+ROOMY = (9, 10)  # generations of compute capability
 
 
 class Tile(NamedTuple):
@@ -27,6 +28,11 @@ class Tile(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+
+def fits(device: torch.device) -> bool:
+    """Tiles take up to 160 KB of shared memory: Hopper and the data centre's Blackwell have it, others do not."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in ROOMY
 
 
 def whole(
