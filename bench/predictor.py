@@ -2,6 +2,7 @@
 
 Prints its conditions, a line for each artifact, and the same as one JSON line. Times are of whole forecasts,
 from text to distribution; beside the median stands the least, which other work on the machine disturbs less.
+`bench/adaptation.py` measures what a model learns from 200 answers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,19 @@ def measured(name: str) -> dict[str, float]:
         figures[f"ms_median_{size}"] = round(1e3 * float(np.median(times)), 3)
         figures[f"ms_least_{size}"] = round(1e3 * min(times), 3)
     figures["memory_mb"] = round(resident_mb() - memory, 1)
+    figures["artifact_mb"] = round(sum(file.stat().st_size for file in (SHIPPED / name).iterdir()) / 1e6, 1)
+    texts_alone = texts(BATCHES[1])
+    reading = [timed_reading(forecaster, texts_alone) / len(texts_alone) for _ in range(ROUNDS // BATCHES[1])]
+    figures["ms_least_reading_16"] = round(1e3 * min(reading), 3)
     return figures
+
+
+def timed_reading(forecaster: OnnxForecaster, asked: Sequence[str]) -> float:
+    """Seconds from texts to what the graph is given: words, pieces, counts."""
+    began = time.perf_counter()
+    for text in asked:
+        forecaster.read(text)
+    return time.perf_counter() - began
 
 
 def timed(forecaster: OnnxForecaster, queries: Sequence[Features]) -> float:

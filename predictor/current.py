@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from predictor.artifact import DEFAULT_NAME, SHIPPED, read_card
+from predictor.artifact import CARD_FILE, DEFAULT_NAME, SHIPPED, read_card
+from predictor.borrow import BorrowingForecaster
+from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.runtime import Features, OnnxForecaster
 
@@ -18,7 +20,8 @@ class CurrentForecaster:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or SHIPPED / DEFAULT_NAME
-        self._serving = OnnxForecaster(self._folder)
+        self._written = self._last_write()
+        self._serving = BorrowingForecaster(OnnxForecaster(self._folder))
 
     @property
     def name(self) -> str:
@@ -27,9 +30,22 @@ class CurrentForecaster:
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
         return self._serving.forecast(queries)
 
+    def observe(self, query: Features, tokens: int) -> None:
+        """A whole answer: what is not known of the model that gave it is learned from it."""
+        self._serving.observe(query, tokens)
+
     def refresh(self) -> bool:
         """Takes up the artifact in the folder if it is another; says whether it did. Raises ArtifactError."""
-        if read_card(self._folder) == self._serving.card:
+        written = self._last_write()
+        if written == self._written or read_card(self._folder) == self._serving.serving.card:
             return False
-        self._serving = OnnxForecaster(self._folder)
+        self._serving = BorrowingForecaster(OnnxForecaster(self._folder))
+        self._written = written
         return True
+
+    def _last_write(self) -> int:
+        """A card is written last, so its time tells of any change."""
+        try:
+            return (self._folder / CARD_FILE).stat().st_mtime_ns
+        except OSError as error:
+            raise ArtifactError(f"no predictor artifact in {self._folder}: {CARD_FILE} is missing") from error

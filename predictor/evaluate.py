@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from predictor import dataset, metrics, peers
 from predictor.artifact import DEFAULT_NAME, LEXICAL_NAME, SHIPPED
+from predictor.errors import DataError
 from predictor.labels import range_of
+from predictor.report import write as write_report
 from predictor.runtime import Features, OnnxForecaster
 
 Progress = Callable[[str], None]
@@ -36,18 +38,22 @@ def evaluate(
     *,
     artifact: Path | None = None,
     out: Path | None = None,
+    report: Path | None = None,
     held_out_only: bool = False,
     least_rows: int = 1,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """One document: `groups`, a row for each source and model, and `ms_per_query`.
 
-    `out` writes a parquet file with a row for each row of the data; `held_out_only` looks only at the prompts
-    that `predictor.dataset.split` keeps out of training. Raises DataError, ArtifactError.
+    `out` writes a parquet file with a row for each row of the data, `report` a folder with a table and plots;
+    `held_out_only` looks only at the prompts that `predictor.dataset.split` keeps out of training. Raises
+    DataError, ArtifactError.
     """
     frame = dataset.read(data)
     if held_out_only:
         frame = dataset.split(frame).held_out
+    if not len(frame):
+        raise DataError(f"{data} has no rows to score")
     forecaster = OnnxForecaster(artifact or SHIPPED / DEFAULT_NAME)
     found = forecasts_of(forecaster, frame, progress)
     lexical = forecaster
@@ -56,11 +62,12 @@ def evaluate(
     baseline = found if lexical is forecaster else forecasts_of(lexical, frame, progress)
     if out is not None:
         table(frame, found.probabilities, forecaster.card.edges).to_parquet(out, index=False)
-    groups = []
+    groups: list[dict[str, Any]] = []
+    places: dict[str, NDArray[np.int64]] = {}
     for (source, model), rows in frame.groupby(["source", "model"], sort=True):
         if len(rows) < least_rows:
             continue
-        own = rows.index.to_numpy()
+        places[f"{source}, {model}"] = own = rows.index.to_numpy(dtype=np.int64)
         groups.append(
             {
                 "source": source,
@@ -73,7 +80,7 @@ def evaluate(
                 "ceiling": ceiling(frame, rows),
             }
         )
-    return {
+    document = {
         "artifact": forecaster.name,
         "digest": forecaster.card.digest,
         "data": data.name,
@@ -83,6 +90,10 @@ def evaluate(
         "ms_per_query_lexical": round(baseline.ms_per_query, 4),
         "groups": groups,
     }
+    if report is not None:
+        lengths = frame.response_tokens.to_numpy(dtype=np.int64)
+        write_report(report, document, lengths, found.probabilities, forecaster.card.edges, places)
+    return document
 
 
 def forecasts_of(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Progress) -> Forecasts:

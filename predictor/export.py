@@ -5,7 +5,7 @@ Needs onnx; training only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from predictor import calibrate
 from predictor.features import DENSE
 
 OPSET = 17
@@ -23,6 +24,8 @@ ANSWER = "probabilities"
 INPUTS = "inputs"
 """What the head sees of a prompt: everything but the served model."""
 CONTRIBUTED = "com.microsoft"
+OWNER = "owner"
+"""Which query each row of the answer is of: one query may be forecast for many models."""
 Array = NDArray[np.float32]
 State = Mapping[str, Array]
 
@@ -71,7 +74,8 @@ class Drawing:
             "weights": (TensorProto.FLOAT, ["queries", "width"]),
             "dense": (TensorProto.FLOAT, ["queries", DENSE]),
             INPUTS: (TensorProto.FLOAT, ["queries", width]),
-            "model": (TensorProto.INT64, ["queries"]),
+            OWNER: (TensorProto.INT64, ["rows"]),
+            "model": (TensorProto.INT64, ["rows"]),
         }
         made = {target for node in self.nodes for target in node.output}
         read = {source for node in self.nodes for source in node.input}
@@ -79,7 +83,7 @@ class Drawing:
             self.nodes,
             name,
             [helper.make_tensor_value_info(key, *kind) for key, kind in inputs.items() if key in read - made],
-            [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["queries", width])],
+            [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["rows", width])],
             [numpy_helper.from_array(value, key) for key, value in self.constants.items()],
         )
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIBUTED, 1)]
@@ -99,10 +103,10 @@ def lexical_graph(table: Array, head: State, sharpness: Array) -> bytes:
 
 
 def student_graph(
-    table: Array, body: State, head: State, sharpness: Array, *, heads: int, query_heads: int
+    table: Array, body: State, head: State, sharpness: Array, *, heads: Sequence[int], query_heads: int
 ) -> bytes:
-    """The small encoder beside the lexical scores; `body` holds the weights of `networks.Student` or
-    `networks.Trimmed` by name. The matrices are kept in bytes."""
+    """The small encoder beside the lexical scores; `body` holds the weights of `networks.Trimmed` by name.
+    The matrices are kept in bytes."""
     draw = Drawing()
     draw.call(
         "Concat", _read(draw, body, heads, query_heads), _scores(draw, table), "dense", name=INPUTS, axis=1
@@ -115,7 +119,7 @@ def student_graph(
     reading.graph.node.extend(rest.graph.node)
     reading.graph.initializer.extend(rest.graph.initializer)
     reading.graph.output.extend(rest.graph.output)
-    reading.graph.input.extend(each for each in rest.graph.input if each.name == "model")
+    reading.graph.input.extend(each for each in rest.graph.input if each.name != INPUTS)
     onnx.checker.check_model(reading)
     serialised: bytes = reading.SerializeToString()
     return serialised
@@ -153,12 +157,14 @@ def _scores(draw: Drawing, table: Array) -> str:
 
 
 def _answer(draw: Drawing, head: State, sharpness: Array) -> None:
-    """`lexical.Head`, sharpened for the served model, as `probabilities`."""
+    """`lexical.Head`, sharpened for the served model and bent for the kind of prompt, as `probabilities`."""
+    inputs = len(head["mean"])
     served = draw.call("Gather", draw.constant("models", head["models.weight"]), "model")
-    centred = draw.call("Sub", INPUTS, draw.constant("mean", head["mean"]))
+    own = draw.call("Gather", INPUTS, OWNER)
+    centred = draw.call("Sub", own, draw.constant("mean", head["mean"]))
     scaled = draw.call("Mul", centred, draw.constant("scale", head["scale"]))
     low, high = draw.constant("low", np.float32(-5.0)), draw.constant("high", np.float32(5.0))
-    state = draw.call("Clip", scaled, low, high)
+    standardised = state = draw.call("Clip", scaled, low, high)
     for name in ("first", "second", "last"):
         weight = draw.constant(f"head.{name}.weight", head[f"{name}.weight"])
         bias = draw.constant(f"head.{name}.bias", head[f"{name}.bias"])
@@ -166,26 +172,43 @@ def _answer(draw: Drawing, head: State, sharpness: Array) -> None:
         if name != "last":
             state = draw.call("Relu", state)
     factor = draw.call("Gather", draw.constant("sharpness", sharpness.reshape(-1, 1)), "model")
-    draw.call("Softmax", draw.call("Mul", state, factor), name=ANSWER, axis=1)
+    _bent(draw, draw.call("Softmax", draw.call("Mul", state, factor), axis=1), standardised, inputs)
 
 
-def _read(draw: Drawing, body: State, heads: int, query_heads: int) -> str:
-    """`networks.Student` or `networks.Trimmed`: what its queries read `[queries, queries * width]`."""
+def _bent(draw: Drawing, probabilities: str, standardised: str, inputs: int) -> None:
+    """`calibrate.bent` by `calibrate.Kinds`, which bends nothing until `graft.with_kinds` fills it in."""
+    even = calibrate.one_kind(inputs)
+    weight, bias = draw.constant("kinds.weight", even.weight), draw.constant("kinds.bias", even.bias)
+    likeness = draw.call("Softmax", draw.call("Gemm", standardised, weight, bias, transB=1), axis=1)
+    reached = draw.call("MatMul", likeness, draw.constant("kinds.reached", even.reached[:, None]))
+    least = draw.constant("least_reached", np.float32(calibrate.LEAST_REACHED))
+    most = draw.constant("most_reached", np.float32(calibrate.MOST_REACHED))
+    reached = draw.call("Clip", reached, least, most)
+    knots = [calibrate.MEDIAN, calibrate.STATED, calibrate.FAR]
+    median, stated, far = (draw.constant(f"knot_{knot}", np.float32(knot)) for knot in knots)
+    width = draw.constant("body_width", np.float32(calibrate.STATED - calibrate.MEDIAN))
+    rest = draw.constant("tail_width", np.float32(calibrate.FAR - calibrate.STATED))
+    one = draw.constant("one", np.float32(1.0))
+    inner = draw.call("Div", draw.call("Sub", reached, median), width)
+    outer = draw.call("Div", draw.call("Sub", far, reached), rest)
+    moved = below = draw.call("CumSum", probabilities, draw.constant("along", np.int64(1)))
+    for knot, before, after in ((median, one, inner), (stated, inner, outer), (far, outer, one)):
+        beyond = draw.call("Relu", draw.call("Sub", below, knot))
+        moved = draw.call("Add", moved, draw.call("Mul", draw.call("Sub", after, before), beyond))
+    pads = draw.constant("before", np.array([0, 1, 0, -1]))
+    draw.call("Relu", draw.call("Sub", moved, draw.call("Pad", moved, pads)), name=ANSWER)
+
+
+def _read(draw: Drawing, body: State, heads: Sequence[int], query_heads: int) -> str:
+    """`networks.Trimmed`: what its queries read `[queries, queries * width]`."""
     nothing = draw.constant("nothing", np.int64(0))
     real = draw.call("Cast", draw.call("Not", draw.call("Equal", "pieces", nothing)), to=TensorProto.INT32)
     state = draw.plus(_words(draw, body["table"]), _places(draw, body["places"]))
-    trimmed = "begin_norm.weight" in body
-    if trimmed:
-        state = draw.normalised(state, body, "begin_norm", BERT_EPSILON)
-    layers = sorted({name.split(".")[1] for name in body if name.startswith("layers.")}, key=int)
-    for layer in layers:
-        prefix = f"layers.{layer}"
-        if trimmed:
-            state = _trimmed_layer(draw, body, prefix, state=state, real=real, heads=heads)
-            continue
-        asking = draw.normalised(state, body, f"{prefix}.attention_norm")
-        query = draw.linear(asking, body, f"{prefix}.attention.query")
-        state = _layer(draw, body, prefix, state=state, query=query, told=asking, real=real, heads=heads)
+    state = draw.normalised(state, body, "begin_norm", BERT_EPSILON)
+    for layer, own in enumerate(heads):
+        if f"layers.{layer}.merge.weight" in body:
+            state, real = _merged(draw, body, f"layers.{layer}", state=state, real=real)
+        state = _trimmed_layer(draw, body, f"layers.{layer}", state=state, real=real, heads=own)
     told = draw.normalised(state, body, "told_norm")
     queries = draw.constant("queries", body["queries"][None])
     query = draw.linear(
@@ -196,6 +219,19 @@ def _read(draw: Drawing, body: State, heads: int, query_heads: int) -> str:
     query = draw.call("Tile", query, times)
     read = _layer(draw, body, "reader", state=queries, query=query, told=told, real=real, heads=query_heads)
     return draw.call("Reshape", read, draw.constant("flat", np.array([0, -1])))
+
+
+def _merged(draw: Drawing, body: State, name: str, *, state: str, real: str) -> tuple[str, str]:
+    """States of neighbours as one, and which of them are real."""
+    weight = body[f"{name}.merge.weight"]
+    width, together = weight.shape[0], weight.shape[1] // weight.shape[0]
+    last = draw.constant("last_axis", np.array([-1]))
+    shown = draw.call("Unsqueeze", draw.call("Cast", real, to=TensorProto.FLOAT), last)
+    wide = draw.constant(f"{name}.wide", np.array([0, -1, together * width]))
+    groups = draw.call("Reshape", draw.call("Mul", state, shown), wide)
+    kept = draw.constant(f"{name}.merge.weight", np.ascontiguousarray(weight.T))
+    grouped = draw.call("Reshape", real, draw.constant(f"{name}.grouped", np.array([0, -1, together])))
+    return draw.call("MatMul", groups, kept), draw.call("ReduceMax", grouped, axes=[-1], keepdims=0)
 
 
 def _trimmed_layer(draw: Drawing, body: State, name: str, *, state: str, real: str, heads: int) -> str:

@@ -29,6 +29,21 @@ DENSE = 12
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]|\d{1,4}|[^\W\d_]+|[^\w\s]|\n")
 
 
+KNOWN_WORDS = 50_000
+_CAPITALS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class _Word(NamedTuple):
+    """What a bag needs to know of a word."""
+
+    hash: int
+    number: bool
+    sign: bool
+
+
+_known: dict[str, _Word] = {}
+
+
 class Bag(NamedTuple):
     """A text as slots of the table, each with its weight, and its counts."""
 
@@ -59,8 +74,8 @@ def words(text: str) -> list[str]:
 
 def bag(text: str) -> Bag:
     """Features of one text."""
-    found = words(text)
-    hashes = np.array([crc32(word.encode("utf-8", "surrogatepass")) for word in found], dtype=np.uint64)
+    found = [_known.get(word) or _told_of(word) for word in words(text)]
+    hashes = np.array([word.hash for word in found], dtype=np.uint64)
     pairs = (hashes[:-1] * np.uint64(0x9E3779B1) + hashes[1:] * np.uint64(0x85EBCA77)) >> np.uint64(7)
     slots = np.concatenate(
         [hashes % np.uint64(WORD_SLOTS), pairs % np.uint64(PAIR_SLOTS) + np.uint64(WORD_SLOTS)]
@@ -82,12 +97,28 @@ def batch(bags: Sequence[Bag]) -> Batch:
     return Batch(slots, weights, np.stack([each.dense for each in bags]))
 
 
-def _dense(text: str, found: list[str]) -> NDArray[np.float32]:
+def _told_of(word: str) -> _Word:
+    """Remembers what is said of a word; forgets all when there are too many."""
+    if len(_known) >= KNOWN_WORDS:
+        _known.clear()
+    told = _known[word] = _Word(
+        crc32(word.encode("utf-8", "surrogatepass")), word[0].isdigit(), not word[0].isalnum()
+    )
+    return told
+
+
+def _capitals(text: str) -> int:
+    if text.isascii():
+        return len(text) - len(text.encode().translate(None, _CAPITALS))
+    return sum(map(str.isupper, text))
+
+
+def _dense(text: str, found: list[_Word]) -> NDArray[np.float32]:
     """Counts that words do not carry, each about 0 to 1."""
     read = visible(text)
     length = max(1, len(read))
-    numbers = sum(word[0].isdigit() for word in found)
-    signs = sum(not word[0].isalnum() for word in found)
+    numbers = sum([word.number for word in found])
+    signs = sum([word.sign for word in found])
     lines = read.count("\n")
     return np.array(
         [
@@ -97,7 +128,7 @@ def _dense(text: str, found: list[str]) -> NDArray[np.float32]:
             math.log1p(numbers) / 4.0,
             numbers / max(1, len(found)),
             signs / max(1, len(found)),
-            sum(map(str.isupper, read)) / length,
+            _capitals(read) / length,
             0.0 if read.isascii() else sum(letter > "\x7f" for letter in read) / length,
             float(read.rstrip().endswith("?")),
             math.log1p(read.count("?")) / 3.0,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy.special import softmax
 
 from predictor import artifact, calibrate, dataset, graft, lexical, metrics
 from predictor.runtime import Features, OnnxForecaster
@@ -26,6 +27,12 @@ NOTES = (
     "Lengths are in the answering model's own tokens. The figures are this graph's, on held-out prompts.",
 )
 LEAST_FIGURE_ROWS = 100
+KIND_PROMPTS = 700
+"""At most so many prompts of a source teach what its kind looks like."""
+LEAST_COVERAGE_PROMPTS = 100
+FOLDS = 5
+CROSSED = "p90_coverage_by_source"
+"""On calibration and held-out prompts, each bent by what was fitted without its fold; all fit what serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +54,9 @@ def finish(
     trained: Trained, data: Path, parts: dataset.Split, out: Path, progress: Progress = lambda _: None
 ) -> artifact.Card:
     """Writes the calibrated artifact into the folder `out`, with its held-out figures on the card."""
-    known = parts.calibration[parts.calibration.model.isin(trained.models)]
-    progress(f"calibrating on {len(known)} rows")
-    graph = _calibrated(trained, known)
+    progress("calibrating")
+    graph = _calibrated(trained, parts.calibration[parts.calibration.model.isin(trained.models)])
+    graph, crossed = _bent(trained, graph, parts)
     aliases = {alias: model for alias, model in ALIASES.items() if model in trained.models}
     sources = {source: LICENCES.get(source, UNSTATED) for source in sorted(parts.train.source.unique())}
     card = artifact.Card(
@@ -65,7 +72,7 @@ def finish(
         trained_on=describe(data, parts),
         licences={**sources, **dict(trained.licences)},
         notes=(*NOTES, *trained.notes),
-        config=trained.config,
+        config={**trained.config, CROSSED: crossed},
     )
     artifact.write(out, graph, card, trained.vocabulary)
     progress("measuring on held-out prompts")
@@ -90,6 +97,35 @@ def _calibrated(trained: Trained, rows: pd.DataFrame) -> bytes:
         len(trained.models),
     )
     return graft.with_head(trained.graph, head, factors)
+
+
+def _bent(trained: Trained, graph: bytes, parts: dataset.Split) -> tuple[bytes, dict[str, float]]:
+    """The graph bent for the kinds of prompts that it tells apart, and the p90's coverage by source."""
+    head = graft.head_of(graph)
+    by_source = parts.train.drop_duplicates(["source", "prompt_id"]).groupby("source")
+    shown = by_source.head(KIND_PROMPTS).reset_index(drop=True)
+    seen = graft.standardised(head, graft.inputs_of(graph, trained.vocabulary, list(shown.prompt)))
+    kinds = calibrate.kinds_of(seen, shown.source.to_numpy(dtype=str))
+
+    both = pd.concat([parts.calibration, parts.held_out], ignore_index=True)
+    rows = both[both.model.isin(trained.models)].reset_index(drop=True)
+    prompts = rows.drop_duplicates("prompt_id")
+    owner, served = places(rows.prompt_id, prompts.prompt_id), places(rows.model, trained.models)
+    inputs = graft.inputs_of(graph, trained.vocabulary, list(prompts.prompt))
+    logits = lexical.logits_of(lexical.head_from(head), inputs, owner, served).astype(np.float64)
+    probabilities = softmax(logits * graft.sharpness_of(graph)[served][:, None], axis=1)
+    known, source = graft.standardised(head, inputs)[owner], rows.source.to_numpy(dtype=str)
+    lengths = rows.response_tokens.to_numpy(dtype=np.int64)
+    within = lengths <= metrics.quantile(probabilities, trained.edges, calibrate.STATED)
+    crossed = np.zeros(len(rows), dtype=bool)
+    for fold in range(FOLDS):
+        own = owner % FOLDS == fold
+        fitted = calibrate.fit_reached(kinds, known[~own], within[~own], source[~own])
+        moved = calibrate.bent(probabilities[own], fitted.reached_by(known[own]))
+        crossed[own] = lengths[own] <= metrics.quantile(moved, trained.edges, calibrate.STATED)
+    many = (each for each in np.unique(source) if len(set(owner[source == each])) >= LEAST_COVERAGE_PROMPTS)
+    told = {str(each): round(float(crossed[source == each].mean()), 4) for each in many}
+    return graft.with_kinds(graph, calibrate.fit_reached(kinds, known, within, source)), told
 
 
 def places(values: pd.Series[str], among: pd.Series[str] | tuple[str, ...]) -> NDArray[np.int64]:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from predictor import features
-from predictor.export import INPUTS
+from predictor.calibrate import Kinds
+from predictor.export import INPUTS, OWNER
 from predictor.pieces import Pieces, padded
 
 Array = NDArray[np.float32]
@@ -59,6 +60,31 @@ def with_head(graph: bytes, head: dict[str, Array], sharpness: Array) -> bytes:
     return changed
 
 
+def kinds_of(graph: bytes) -> Kinds:
+    """The kinds of prompts that the graph tells apart."""
+    kept = {each.name: each for each in onnx.load_from_string(graph).graph.initializer}
+    weight, bias, reached = (numpy_helper.to_array(kept[f"kinds.{name}"]).copy() for name in Kinds._fields)
+    return Kinds(weight, bias, reached.reshape(-1))
+
+
+def with_kinds(graph: bytes, kinds: Kinds) -> bytes:
+    """The same graph, bent for other kinds of prompts."""
+    model = onnx.load_from_string(graph)
+    fresh = {"kinds.weight": kinds.weight, "kinds.bias": kinds.bias, "kinds.reached": kinds.reached[:, None]}
+    for constant in model.graph.initializer:
+        if constant.name in fresh:
+            value = np.ascontiguousarray(fresh[constant.name], dtype=np.float32)
+            constant.CopyFrom(numpy_helper.from_array(value, constant.name))
+    changed: bytes = model.SerializeToString()
+    return changed
+
+
+def standardised(head: dict[str, Array], inputs: Array) -> Array:
+    """Inputs as the head and the kinds see them."""
+    found: Array = np.clip((inputs - head["mean"]) * head["scale"], -5.0, 5.0)
+    return found
+
+
 def inputs_of(
     graph: bytes,
     vocabulary: Sequence[str],
@@ -78,7 +104,7 @@ def inputs_of(
         chosen = by_length[start : start + BATCH_PROMPTS]
         batch = features.batch([features.bag(texts[index]) for index in chosen])
         known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
-        known["model"] = np.zeros(len(chosen), dtype=np.int64)
+        known |= {"model": np.zeros(len(chosen), dtype=np.int64), OWNER: np.arange(len(chosen))}
         if pieces is not None:
             known["pieces"] = padded([pieces.encode(texts[index]) for index in chosen])
         for index, row in zip(chosen, session.run([INPUTS], known)[0], strict=True):

@@ -13,26 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from predictor.lexical import Head, HeadConfig
-from predictor.pieces import LONGEST_PIECES
+from predictor.pieces import LONGEST_PIECES, WIDTH_STEP
 
 
 @dataclass(frozen=True, slots=True)
-class StudentConfig:
-    """Sizes: a few whole layers, then a layer where `queries` learned vectors read all pieces."""
+class AttentionConfig:
+    """Sizes of an attention over states of `width`; its heads together are `attention` wide."""
 
-    width: int = 256
-    attention: int = 192
-    heads: int = 6
-    hidden: int = 512
-    layers: int = 1
-    queries: int = 4
-    query_hidden: int = 1024
+    width: int
+    attention: int
+    heads: int
 
 
 class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """Multi-head attention of `asking` over `told`, both of one width."""
 
-    def __init__(self, config: StudentConfig) -> None:
+    def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         self.heads = config.heads
         self.query = nn.Linear(config.width, config.attention)
@@ -53,7 +49,7 @@ class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed here
 class Layer(nn.Module):  # type: ignore[misc]
     """Attention and a hidden layer, each after a normalisation and added to what was there."""
 
-    def __init__(self, config: StudentConfig, hidden: int) -> None:
+    def __init__(self, config: AttentionConfig, hidden: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
@@ -66,30 +62,6 @@ class Layer(nn.Module):  # type: ignore[misc]
         state = state + self.attention(asking, asking if told is None else told, real)
         hidden: Tensor = state + self.down(torch.relu(self.up(self.hidden_norm(state))))
         return hidden
-
-
-class Student(nn.Module):  # type: ignore[misc]
-    """The small encoder: pieces `[prompts, pieces]`, 0 for padding, to `[prompts, queries * width]`."""
-
-    def __init__(self, config: StudentConfig, vocabulary: int) -> None:
-        super().__init__()
-        self.config = config
-        self.width = config.queries * config.width
-        self.table = nn.Parameter(torch.randn(vocabulary, config.width) * 0.3)
-        self.places = nn.Parameter(torch.zeros(LONGEST_PIECES, config.width))
-        self.layers = nn.ModuleList(Layer(config, config.hidden) for _ in range(config.layers))
-        self.told_norm = nn.LayerNorm(config.width)
-        self.queries = nn.Parameter(torch.randn(config.queries, config.width) * 0.5)
-        self.reader = Layer(config, config.query_hidden)
-
-    def forward(self, pieces: Tensor) -> Tensor:
-        real = pieces != 0
-        state = functional.embedding(pieces, self.table) + self.places[: pieces.shape[1]]
-        for layer in self.layers:
-            state = layer(state, None, real)
-        queries = self.queries.expand(len(pieces), -1, -1)
-        read: Tensor = self.reader(queries, self.told_norm(state), real)
-        return read.flatten(1)
 
 
 class Teacher(nn.Module):  # type: ignore[misc]
@@ -129,12 +101,19 @@ class LengthNet(nn.Module):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class TrimmedConfig:
-    """How much of a teacher a trimmed student keeps: its first layers, their strongest heads and neurons."""
+class LayerConfig:
+    """What is kept of a teacher's layer; before it, `merged` neighbours become one, which halves its work."""
 
-    layers: int = 2
-    heads: int = 12
-    hidden: int = 768
+    heads: int
+    hidden: int
+    merged: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedConfig:
+    """How much of a teacher a student keeps: its first layers, their strongest heads and neurons."""
+
+    layers: tuple[LayerConfig, ...] = (LayerConfig(12, 768), LayerConfig(12, 768))
     queries: int = 4
     query_attention: int = 192
     query_heads: int = 6
@@ -144,19 +123,27 @@ class TrimmedConfig:
 class TrimmedLayer(nn.Module):  # type: ignore[misc]
     """A BERT layer: attention and a hidden layer, each added to what was there and then normalised."""
 
-    def __init__(self, width: int, attention: StudentConfig) -> None:
+    def __init__(self, attention: AttentionConfig, kept: LayerConfig) -> None:
         super().__init__()
+        width = attention.width
+        self.merged = kept.merged
+        if kept.merged > 1:
+            self.merge = nn.Linear(kept.merged * width, width, bias=False)
         self.attention = Attention(attention)
         self.attention_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, attention.hidden)
-        self.down = nn.Linear(attention.hidden, width)
+        self.up = nn.Linear(width, kept.hidden)
+        self.down = nn.Linear(kept.hidden, width)
         self.hidden_norm = nn.LayerNorm(width)
 
-    def forward(self, state: Tensor, real: Tensor) -> Tensor:
+    def forward(self, state: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """New states, and which of them are real."""
+        if self.merged > 1:
+            groups = (state * real[..., None]).unflatten(1, (-1, self.merged))
+            state, real = self.merge(groups.flatten(2)), real.unflatten(1, (-1, self.merged)).any(2)
         state = self.attention_norm(state + self.attention(state, state, real))
         hidden = self.down(functional.gelu(self.up(state), approximate="tanh"))
         added: Tensor = self.hidden_norm(state + hidden)
-        return added
+        return added, real
 
 
 class Trimmed(nn.Module):  # type: ignore[misc]
@@ -170,37 +157,39 @@ class Trimmed(nn.Module):  # type: ignore[misc]
         places = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
         self.places = nn.Parameter(places[:LONGEST_PIECES].detach().float().clone())
         self.begin_norm = _copied(nn.LayerNorm(self.table.shape[1]), embeddings.LayerNorm)
-        kept = zip(range(config.layers), teacher.encoder.layer, strict=False)
-        self.layers = nn.ModuleList(_trimmed(layer, config) for _, layer in kept)
-        reading = StudentConfig(self.table.shape[1], config.query_attention, config.query_heads)
+        kept = zip(teacher.encoder.layer, config.layers, strict=False)
+        self.layers = nn.ModuleList(_trimmed(layer, each) for layer, each in kept)
+        reading = AttentionConfig(self.table.shape[1], config.query_attention, config.query_heads)
         self.told_norm = nn.LayerNorm(self.table.shape[1])
         self.queries = nn.Parameter(torch.randn(config.queries, self.table.shape[1]) * 0.5)
         self.reader = Layer(reading, config.query_hidden)
         self.width = config.queries * self.table.shape[1]
 
     def forward(self, pieces: Tensor) -> Tensor:
+        pieces = functional.pad(pieces, (0, -pieces.shape[1] % WIDTH_STEP))
         real = pieces != 0
         state = functional.embedding(pieces, self.table) + self.places[: pieces.shape[1]]
         state = self.begin_norm(state)
         for layer in self.layers:
-            state = layer(state, real)
+            state, real = layer(state, real)
         queries = self.queries.expand(len(pieces), -1, -1)
         read: Tensor = self.reader(queries, self.told_norm(state), real)
         return read.flatten(1)
 
 
-def _trimmed(layer: nn.Module, config: TrimmedConfig) -> TrimmedLayer:
+def _trimmed(layer: nn.Module, kept: LayerConfig) -> TrimmedLayer:
     """A teacher's layer with its strongest heads and neurons: those of the largest weights in and out."""
     own, up, down = layer.attention, layer.intermediate.dense, layer.output.dense
     head_width = own.self.query.out_features // own.self.num_attention_heads
     strength = own.self.value.weight.norm(dim=1) * own.output.dense.weight.norm(dim=0)
-    heads = strength.unflatten(0, (-1, head_width)).sum(1).topk(config.heads).indices.sort().values
+    heads = strength.unflatten(0, (-1, head_width)).sum(1).topk(kept.heads).indices.sort().values
     columns = (heads[:, None] * head_width + torch.arange(head_width)).flatten()
-    neurons = (up.weight.norm(dim=1) * down.weight.norm(dim=0)).topk(config.hidden).indices.sort().values
+    neurons = (up.weight.norm(dim=1) * down.weight.norm(dim=0)).topk(kept.hidden).indices.sort().values
     width = down.out_features
-    trimmed: TrimmedLayer = TrimmedLayer(
-        width, StudentConfig(width, len(columns), config.heads, config.hidden)
-    )
+    trimmed: TrimmedLayer = TrimmedLayer(AttentionConfig(width, len(columns), kept.heads), kept)
+    if kept.merged > 1:  # begins as the mean, a little different for each place
+        mean = torch.cat([torch.eye(width) / kept.merged] * kept.merged, 1)
+        trimmed.merge.weight.data = mean + 0.01 * torch.randn_like(mean)
     for name in ("query", "key", "value"):
         _cut(getattr(trimmed.attention, name), getattr(own.self, name), rows=columns)
     _cut(trimmed.attention.out, own.output.dense, columns=columns)

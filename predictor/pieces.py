@@ -18,6 +18,8 @@ HEAD_PIECES = 80
 TAIL_PIECES = 46
 """Of a longer text only its beginning and end are read."""
 LONGEST_PIECES = HEAD_PIECES + TAIL_PIECES + 2
+WIDTH_STEP = 4
+"""Rectangles of pieces are a multiple of this wide, so that an encoder can merge neighbours."""
 LONGEST_WORD_CHARS = 40
 CACHED_WORDS = 50_000
 PAD, LINE, PARAGRAPH, UNKNOWN, START, END = "[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"
@@ -72,7 +74,8 @@ class Pieces:
 
 def padded(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     """Encoded texts in one rectangle, zeros at the end of the shorter ones."""
-    rectangle = np.zeros((len(encoded), max(map(len, encoded))), dtype=np.int64)
+    width = -(-max(map(len, encoded)) // WIDTH_STEP) * WIDTH_STEP
+    rectangle = np.zeros((len(encoded), width), dtype=np.int64)
     for row, pieces in enumerate(encoded):
         rectangle[row, : len(pieces)] = pieces
     return rectangle

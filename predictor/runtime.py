@@ -28,6 +28,7 @@ BATCH_CELLS = 1 << 9
 ALIKE_WIDTHS = 16
 """A query joins a batch whose shortest is at least half as long, less so many pieces: padding costs time."""
 UNKNOWN_ROW = 0
+UNKNOWN = "unknown-model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Forecaster(Protocol):
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]: ...
 
 
-class _Read(NamedTuple):
+class Read(NamedTuple):
     """A text as the models see it; pieces only for a model that reads them."""
 
     bag: features.Bag
@@ -80,33 +81,51 @@ class OnnxForecaster:
 
     def knows(self, model: str) -> bool:
         """Whether this served model, or the one it is an alias of, was trained on."""
-        return self._row(model) != UNKNOWN_ROW
+        return self.row(model) != UNKNOWN_ROW
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
-        read = [self._read(query) for query in queries]
-        rows = np.array([self._row(query.model) for query in queries], dtype=np.int64)
-        probabilities = np.empty((len(queries), len(self.card.edges) - 1))
-        for part in _batches([len(each.pieces) or len(each.bag.slots) for each in read]):
-            probabilities[part] = self._run([read[index] for index in part], rows[part])
-        names = [self.name if row != UNKNOWN_ROW else f"{self.name}:unknown-model" for row in rows]
-        pairs = zip(probabilities.tolist(), names, strict=True)
+        rows = np.array([self.row(query.model) for query in queries], dtype=np.int64)
+        found = self.answers([query.text for query in queries], np.arange(len(queries)), rows)
+        names = [self.name if row != UNKNOWN_ROW else f"{self.name}:{UNKNOWN}" for row in rows]
+        pairs = zip(found.tolist(), names, strict=True)
         return [Forecast(self.card.edges, tuple(each), name) for each, name in pairs]
 
-    def _read(self, query: Features) -> _Read:
-        pieces = self._pieces.encode(query.text) if self._pieces else []
-        return _Read(features.bag(query.text), pieces)
+    def answers(
+        self, texts: Sequence[str], owner: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Probabilities `[answers, ranges]`: of text `owner[i]` by the model in row `rows[i]` of the card.
 
-    def _run(self, read: list[_Read], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        Each text is read once, however many answers are asked of it.
+        """
+        read = [self.read(text) for text in texts]
+        found = np.empty((len(owner), len(self.card.edges) - 1))
+        for part in _batches([len(each.pieces) or len(each.bag.slots) for each in read]):
+            place = np.full(len(texts), -1)
+            place[part] = np.arange(len(part))
+            own = place[owner] >= 0
+            found[own] = self._run([read[index] for index in part], place[owner[own]], rows[own])
+        return found
+
+    def row(self, model: str) -> int:
+        """The row of a served model, or of the one it is an alias of; UNKNOWN_ROW for any other."""
+        return self._rows.get(model.casefold(), UNKNOWN_ROW)
+
+    def read(self, text: str) -> Read:
+        """A text as the graph is given it."""
+        pieces = self._pieces.encode(text) if self._pieces else []
+        return Read(features.bag(text), pieces)
+
+    def _run(
+        self, read: list[Read], owner: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         batch = features.batch([each.bag for each in read])
-        known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense, "model": rows}
+        known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
+        known |= {"owner": owner, "model": rows}
         if self._pieces:
             known["pieces"] = padded([each.pieces for each in read])
         found = self._session.run(["probabilities"], known)[0].astype(np.float64)
         normalised: NDArray[np.float64] = found / found.sum(axis=1, keepdims=True)
         return normalised
-
-    def _row(self, model: str) -> int:
-        return self._rows.get(model.casefold(), UNKNOWN_ROW)
 
 
 def load(path: Path | None = None) -> Forecaster:

@@ -154,7 +154,8 @@ def graph_of(net: networks.LengthNet, table: NDArray[np.float32], kept: networks
     body = {key.removeprefix("body."): value for key, value in state.items() if key.startswith("body.")}
     head = {key.removeprefix("head."): value for key, value in state.items() if key.startswith("head.")}
     even = np.ones(len(head["models.weight"]), dtype=np.float32)
-    return export.student_graph(table, body, head, even, heads=kept.heads, query_heads=kept.query_heads)
+    heads = [each.heads for each in kept.layers]
+    return export.student_graph(table, body, head, even, heads=heads, query_heads=kept.query_heads)
 
 
 def _teacher(  # noqa: PLR0917 - private, and each is of another type

@@ -48,10 +48,14 @@ class Figures:
 
 
 class Weights(NamedTuple):
-    """What of an artifact may change: its head, and a factor for each model."""
+    """What of an artifact may change, its head and a factor for each model; and how forecasts are bent."""
 
     head: dict[str, graft.Array]
     sharpness: graft.Array
+    kinds: calibrate.Kinds
+
+    def reached(self, inputs: graft.Array) -> NDArray[np.float64]:
+        return self.kinds.reached_by(graft.standardised(self.head, inputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def update(
         )
         for some in (steps // 8, steps)
     ]
-    end = _best([Weights(head, begin.sharpness) for head in heads], own.taken(calibration), served.card.edges)
+    end = _best([begin._replace(head=head) for head in heads], own.taken(calibration), served.card.edges)
 
     now, aside = _serving(served), own.taken(held_out)
     before = figures(now, _as_known(aside, len(served.card.models)), served.card.edges)
@@ -135,7 +139,7 @@ def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures
     net = lexical.head_from(weights.head)
     logits = lexical.logits_of(net, rows.inputs, rows.prompt, rows.model).astype(np.float64)
     logits *= weights.sharpness[rows.model][:, None]
-    probabilities = softmax(logits, axis=1)
+    probabilities = calibrate.bent(softmax(logits, axis=1), weights.reached(rows.inputs)[rows.prompt])
     bucket = metrics.likeliest_bucket(probabilities, edges, JUDGED_LENGTH)
     return Figures(
         rows=len(rows.length),
@@ -182,14 +186,14 @@ def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
 
 def _with_new_models(served: Served, rows: Outcomes) -> Weights:
     """What serves now, with a row for each new model: that of the known model whose forecasts fit it best."""
-    head, sharpness = _serving(served)
+    head, sharpness, kinds = _serving(served)
     known = len(served.card.models)
     nearest = [
         _nearest(head, sharpness, rows.taken(rows.model == new), served.card.edges)
         for new in range(known, len(served.models))
     ]
     picked = np.array([*range(known), *nearest])
-    return Weights({**head, "models.weight": head["models.weight"][picked]}, sharpness[picked])
+    return Weights({**head, "models.weight": head["models.weight"][picked]}, sharpness[picked], kinds)
 
 
 def _nearest(
@@ -276,8 +280,9 @@ def _sharpened(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Weig
         own = np.flatnonzero(rows.model == model)
         if len(own) >= OWN_SHARPNESS_ROWS:
             logits = lexical.logits_of(net, rows.inputs, rows.prompt[own], rows.model[own]).astype(np.float64)
-            factors[model] = calibrate.sharpness(logits, rows.length[own], edges)
-    return Weights(weights.head, factors)
+            reached = weights.reached(rows.inputs)[rows.prompt[own]]
+            factors[model] = calibrate.sharpness(logits, rows.length[own], edges, reached)
+    return weights._replace(sharpness=factors)
 
 
 def _best(candidates: list[Weights], rows: Outcomes, edges: tuple[int, ...]) -> Weights:
@@ -289,7 +294,8 @@ def _best(candidates: list[Weights], rows: Outcomes, edges: tuple[int, ...]) -> 
 
 
 def _serving(served: Served) -> Weights:
-    return Weights(graft.head_of(served.graph), graft.sharpness_of(served.graph))
+    graph = served.graph
+    return Weights(graft.head_of(graph), graft.sharpness_of(graph), graft.kinds_of(graph))
 
 
 def _as_known(rows: Outcomes, known: int) -> Outcomes:

@@ -62,6 +62,9 @@ def evaluate(
     ],
     artifact: Artifact = None,
     out: Annotated[Path | None, typer.Option(help="A parquet file for the forecast of every row.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A folder for a table and plots; needs matplotlib.")
+    ] = None,
     held_out: Annotated[bool, typer.Option(help="Only prompts that training never sees.")] = False,
     least_rows: Annotated[
         int | None, typer.Option(min=1, help="Leave out smaller groups. [default: 100; 1 with --json]")
@@ -78,6 +81,7 @@ def evaluate(
             data,
             artifact=artifact,
             out=out,
+            report=report,
             held_out_only=held_out,
             least_rows=least_rows or (1 if as_json else 100),
             progress=here.terminal.say,

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from gateway.domain import Caller, Query, Sampling
+import pytest
+
+from gateway.domain import Caller, Outcome, Query, Sampling, Status
 from gateway.forecasting import Forecasts
+from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, write
+from predictor.current import CurrentForecaster
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
 from predictor.runtime import Features
@@ -51,6 +58,82 @@ def test_a_failure_of_the_fallback_reaches_those_who_wait_and_those_who_come_lat
                 waiting = (forecasts.of(query(f"q{round_}{i}")) for i in range(3))
                 found = await asyncio.gather(*waiting, return_exceptions=True)
             assert all(isinstance(each, RuntimeError) for each in found)
+        await forecasts.close()
+
+    asyncio.run(scenario())
+
+
+def outcome(name: str, tokens: int, model: str = "m", forecast: Forecast | None = None) -> Outcome:
+    return Outcome(
+        query_id=name,
+        request_id=name,
+        tenant="t",
+        key_id="k",
+        model=model,
+        status=Status.ANSWERED,
+        error="",
+        prompt_tokens=3,
+        completion_tokens=tokens,
+        forecast=forecast,
+        attempts=(),
+        received_at=0.0,
+        queue_s=0.0,
+        first_token_s=0.1,
+        total_s=1.0,
+    )
+
+
+def sample(forecasts: Forecasts, name: str) -> dict[str, float]:
+    """One metric's value by who forecast it."""
+    (family,) = (each for each in forecasts.collect() if each.name == name)
+    return {each.labels["forecaster"]: each.value for each in family.samples}
+
+
+def test_outcomes_far_from_their_forecasts_raise_the_drift_that_is_exported() -> None:
+    forecasts = Forecasts(Forgetful(), HistogramForecaster())
+    told = Forecast((0, 100), (1.0,), "forgetful:m")
+    for number in range(300):
+        forecasts.observe(outcome(f"q{number}", 1 + number % 100, forecast=told))
+    assert sample(forecasts, "mico_forecast_drift") == {"forgetful": 0.0}
+    assert sample(forecasts, "mico_forecast_p90_coverage")["forgetful"] == pytest.approx(0.9, abs=0.02)
+    for number in range(1_000):
+        forecasts.observe(outcome(f"r{number}", 900, forecast=told))
+    assert sample(forecasts, "mico_forecast_drift") == {"forgetful": 1.0}
+    assert sample(forecasts, "mico_forecast_stability_index")["forgetful"] > 0.25
+
+
+def test_an_answer_that_was_cut_short_teaches_nothing() -> None:
+    async def scenario() -> None:
+        histogram = HistogramForecaster()
+        forecasts = Forecasts(histogram, histogram)
+        asked = Query("q", "m", "hi", Sampling(max_tokens=5), Caller("k", "t"), 0.0, 100.0)
+        before = await forecasts.of(asked)
+        forecasts.observe(outcome("q", 5, forecast=before))
+        assert histogram.forecast([Features("hi", "m")])[0] == before
+        forecasts.observe(outcome("q", 5, forecast=before))
+        assert histogram.forecast([Features("hi", "m")])[0] != before
+        await forecasts.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes(tmp_path: Path) -> None:
+    folder = tmp_path / "served"
+    shutil.copytree(SHIPPED / LEXICAL_NAME, folder)
+
+    async def scenario() -> None:
+        forecasts = Forecasts(CurrentForecaster(folder), HistogramForecaster(), look_every_s=0.01)
+        forecasts.start()
+        async with asyncio.timeout(30.0):
+            first = await forecasts.of(query("q"))
+            assert first.source == f"{LEXICAL_NAME}:unknown-model"
+            forecasts.observe(outcome("q", 7, forecast=first))
+            assert "like" in (await forecasts.of(query("r"))).source
+            card, graph = read_card(folder), (folder / GRAPH_FILE).read_bytes()
+            write(folder, graph, replace(card, name="newer"))
+            while forecasts.name != "newer":  # noqa: ASYNC110 - the folder is looked at by time
+                await asyncio.sleep(0.01)
+            assert (await forecasts.of(query("s"))).source.startswith("newer")
         await forecasts.close()
 
     asyncio.run(scenario())

@@ -9,6 +9,7 @@ import pytest
 
 from predictor.artifact import LEXICAL_NAME, SHIPPED
 from predictor.dataset import HELD_OUT_PERCENT, prompt_percent, split
+from predictor.errors import DataError
 from predictor.evaluate import evaluate
 from predictor.runtime import Features, OnnxForecaster
 
@@ -75,3 +76,19 @@ def test_held_out_prompts_are_those_the_split_keeps_aside(data: Path) -> None:
     ids = [set(part.prompt_id) for part in (parts.train, parts.calibration, parts.held_out)]
     assert sum(map(len, ids)) == len(set.union(*ids)) == 60
     assert np.isclose(aside.mean(), 0.1, atol=0.1)
+
+
+def test_a_report_has_a_table_and_two_plots(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="plots are an extra")
+    evaluate(data, artifact=LEXICAL, report=tmp_path / "report")
+    page = (tmp_path / "report" / "report.md").read_text("utf-8")
+    assert [model in page for model in MODELS] == [True] * len(MODELS)
+    for name in ("reliability.png", "predicted.png"):
+        assert (tmp_path / "report" / name).read_bytes().startswith(b"\x89PNG")
+        assert name in page
+
+
+def test_a_file_without_rows_is_refused(data: Path, tmp_path: Path) -> None:
+    pd.read_parquet(data).head(0).to_parquet(tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match="no rows"):
+        evaluate(tmp_path / "empty.parquet", artifact=LEXICAL)

@@ -38,9 +38,8 @@ def test_the_graph_says_what_the_weights_say(head: lexical.Head) -> None:
     bags = [features.bag(text) for text in TEXTS]
     model = np.array([0, 1, 2, 1])
     batch = features.batch(bags)
-    (served,) = session.run(
-        None, {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense, "model": model}
-    )
+    known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
+    (served,) = session.run(None, {**known, "owner": np.arange(len(TEXTS)), "model": model})
     inputs = np.concatenate([views.matrix_of(bags) @ table, batch.dense], axis=1).astype(np.float32)
     logits = lexical.logits_of(head, inputs, np.arange(len(TEXTS)), model)
     trained = softmax(logits * sharpness[model][:, None], axis=1)

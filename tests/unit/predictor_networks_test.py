@@ -7,6 +7,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from predictor import export, features, lexical, networks, views
+from predictor.pieces import padded
 
 PIECES = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 10], [2, 3, 0, 0, 0]])
 VIEWS, MODELS, RANGES = 4, 3, 7
@@ -35,26 +36,36 @@ def states(trimmed: networks.Trimmed, pieces: torch.Tensor) -> torch.Tensor:
 
 
 def test_trimming_nothing_leaves_the_encoder_as_it_was(encoder: BertModel) -> None:
+    every = networks.LayerConfig(heads=4, hidden=48)
     whole = networks.TrimmedConfig(
-        layers=2, heads=4, hidden=48, queries=2, query_attention=8, query_heads=2, query_hidden=8
+        (every, every), queries=2, query_attention=8, query_heads=2, query_hidden=8
     )
     pieces = torch.tensor(PIECES)
     real = pieces != 0
     with torch.no_grad():
         truth = encoder(input_ids=pieces, attention_mask=real.long()).last_hidden_state
-        kept = states(networks.Trimmed(whole, encoder).eval(), pieces)
+        kept = states(networks.Trimmed(whole, encoder).eval(), pieces)[:, : PIECES.shape[1]]
     assert torch.allclose(kept[real], truth[real], atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["trimmed", "student"])
-def test_the_graph_reads_as_the_net_does(kind: str, encoder: BertModel) -> None:
+def test_merged_neighbours_are_as_many_fewer_and_padding_says_nothing(encoder: BertModel) -> None:
+    torch.manual_seed(4)
+    kept = (networks.LayerConfig(2, 16), networks.LayerConfig(2, 16, merged=2))
+    config = networks.TrimmedConfig(kept, 2, query_attention=8, query_heads=2, query_hidden=8)
+    trimmed = networks.Trimmed(config, encoder).eval()
+    with torch.no_grad():
+        short = trimmed(torch.tensor(PIECES[:1, :4]))
+        padded = trimmed(torch.tensor(np.pad(PIECES[:1], ((0, 0), (0, 7)))))
+        assert states(trimmed, torch.tensor(PIECES)).shape[1] == 4
+    assert torch.allclose(short, padded, atol=1e-5)
+
+
+@pytest.mark.parametrize("merged", [1, 2, 4])
+def test_the_graph_reads_as_the_net_does(merged: int, encoder: BertModel) -> None:
     torch.manual_seed(2)
-    if kind == "trimmed":
-        body = networks.Trimmed(
-            networks.TrimmedConfig(1, 2, 16, 3, query_attention=16, query_heads=2, query_hidden=24), encoder
-        )
-    else:
-        body = networks.Student(networks.StudentConfig(32, 16, 2, 32, 1, 3, 24), vocabulary=50)
+    kept = networks.LayerConfig(2, 16, merged)
+    config = networks.TrimmedConfig((kept,), 3, query_attention=16, query_heads=2, query_hidden=24)
+    body = networks.Trimmed(config, encoder)
     bags = [features.bag(text) for text in ("Hello there.", "A longer one, is it not?", "")]
     table = np.random.default_rng(3).normal(size=(features.SLOTS, VIEWS)).astype(np.float32)
     table[features.PADDING_SLOT] = 0.0
@@ -74,8 +85,9 @@ def test_the_graph_reads_as_the_net_does(kind: str, encoder: BertModel) -> None:
         {key.removeprefix(part): value for key, value in state.items() if key.startswith(part)}
         for part in ("body.", "head.")
     ]
-    graph = export.student_graph(table, *parts, np.ones(MODELS, dtype=np.float32), heads=2, query_heads=2)
-    known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
-    (served,) = onnxruntime.InferenceSession(graph).run(None, {**known, "pieces": PIECES, "model": model})
+    graph = export.student_graph(table, *parts, np.ones(MODELS, dtype=np.float32), heads=[2], query_heads=2)
+    known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense, "owner": np.arange(3)}
+    known |= {"pieces": padded([row[row != 0] for row in PIECES]), "model": model}
+    (served,) = onnxruntime.InferenceSession(graph).run(None, known)
     # Eight bits in the matrices and in the tables.
     assert np.abs(served - truth).max() < 0.02

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel
 from predictor.errors import DataError
 from predictor.learn import Recipe
 from predictor.lexical import HeadConfig
-from predictor.networks import TrimmedConfig
+from predictor.networks import LayerConfig, TrimmedConfig
 from predictor.runtime import Features, OnnxForecaster
 from predictor.train import SmallPlan, train
 
@@ -20,7 +20,7 @@ TINY = SmallPlan(
     teachers=(ONE_PASS,),
     student=Recipe(epochs=6, batch_prompts=64, body_rate=2e-3, head_rate=1e-2, teacher_share=0.5),
     models=HeadConfig(epochs=1),
-    kept=TrimmedConfig(1, 2, 16, 2, query_attention=16, query_heads=2, query_hidden=16),
+    kept=TrimmedConfig((LayerConfig(2, 16),), 2, query_attention=16, query_heads=2, query_hidden=16),
     made_prompts=40,
 )
 

@@ -1,0 +1,74 @@
+"""What 200 answers of an unseen source teach, as in the paper: `python -m bench.adaptation --data FILE`.
+
+Trains a lexical model without the source, updates it with 200 of its answers and a rehearsal of the rest, and
+scores both on prompts that neither saw: there, and elsewhere. Prints its conditions and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from predictor import dataset
+from predictor.evaluate import scores
+from predictor.runtime import Features, OnnxForecaster
+from predictor.train import train
+from predictor.update import update
+
+ITEMS = 200
+FIGURES = ("rows", "accuracy_1024", "majority_1024", "mae", "spearman", "log_loss", "p90_coverage")
+MOST_SCORED = 6_000
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--data", type=Path, required=True)
+    asked.add_argument("--unseen", default="gsm8k", help="the source that is left out")
+    asked.add_argument("--model", default="human", help="whose answers of that source")
+    asked.add_argument("--prompts", type=int, default=8_000, help="so many prompts of the others")
+    told = asked.parse_args()
+    frame = dataset.read(told.data)
+    unseen = frame[(frame.source == told.unseen) & (frame.model == told.model)]
+    others = frame[frame.source != told.unseen]
+    kept = others.drop_duplicates("prompt_id").sample(told.prompts, random_state=7).prompt_id
+    others = others[others.prompt_id.isin(kept)].reset_index(drop=True)
+    with TemporaryDirectory() as folder:
+        found = measured(Path(folder), unseen, others)
+    conditions = {**vars(told), "data": told.data.name, "items": ITEMS, "load": os.getloadavg()[0]}
+    print(json.dumps({"conditions": conditions, **found}))
+
+
+def measured(folder: Path, unseen: pd.DataFrame, others: pd.DataFrame) -> dict[str, Any]:
+    """Figures there and elsewhere, before and after."""
+    elsewhere, outcomes = folder / "elsewhere.parquet", folder / "outcomes.parquet"
+    others.to_parquet(elsewhere)
+    items = unseen.sample(ITEMS, random_state=7).assign(model=f"{unseen.model.iloc[0]}-of-the-new-source")
+    items.to_parquet(outcomes)
+    train(elsewhere, folder / "before", progress=lambda text: print(text, flush=True))
+    update(folder / "before", outcomes, out=folder / "after", elsewhere=elsewhere)
+    rest = unseen[~unseen.prompt_id.isin(items.prompt_id)].assign(model=items.model.iloc[0])
+    places = {"there": rest, "elsewhere": dataset.split(others).held_out}
+    served = {when: OnnxForecaster(folder / when) for when in ("before", "after")}
+    return {
+        place: {when: figures(forecaster, rows.head(MOST_SCORED)) for when, forecaster in served.items()}
+        for place, rows in places.items()
+    }
+
+
+def figures(forecaster: OnnxForecaster, rows: pd.DataFrame) -> dict[str, Any]:
+
+    queries = [Features(row.prompt, row.model) for row in rows.itertuples()]
+    found = np.array([each.probabilities for each in forecaster.forecast(queries)])
+    scored = {**scores(rows, found, forecaster.card.edges), "rows": len(rows)}
+    return {name: scored[name] for name in FIGURES}
+
+
+if __name__ == "__main__":
+    main()

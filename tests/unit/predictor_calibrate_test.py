@@ -1,0 +1,65 @@
+"""Calibration makes coverage what it says, for kinds of prompts that it tells apart by themselves."""
+
+import numpy as np
+import onnxruntime
+import pytest
+from scipy.special import softmax
+
+from predictor import calibrate, export, features, graft, lexical, metrics
+
+EDGES = (0, 10, 20, 40, 80, 160, 320)
+
+
+def distributions(rows: int, seed: int = 2) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.ones(len(EDGES) - 1), rows)
+
+
+def test_bending_keeps_the_median_and_puts_the_p90_where_it_belongs() -> None:
+    edges = tuple(range(401))
+    drawn = np.random.default_rng(2).dirichlet(np.ones(400), 50)
+    moved = calibrate.bent(drawn, np.full(50, 0.95))
+    assert moved.sum(axis=1) == pytest.approx(np.ones(50))
+    for q, before in ((0.5, 0.5), (0.9, 0.5 + 0.4 * 0.4 / 0.45), (0.99, 0.99)):
+        told, was = (metrics.quantile(each, edges, share) for each, share in ((moved, q), (drawn, before)))
+        assert np.abs(told - was).max() <= 2
+
+
+def test_nothing_is_bent_where_the_p90_covers_what_it_says() -> None:
+    drawn = distributions(50)
+    assert calibrate.bent(drawn, np.full(50, calibrate.STATED)) == pytest.approx(drawn)
+
+
+def test_each_kind_gets_its_own_coverage() -> None:
+    random = np.random.default_rng(3)
+    source = np.array(["a", "b", "c"])[np.arange(3_000) % 3]
+    inputs = (np.eye(3)[np.arange(3_000) % 3] * 3 + random.normal(0, 0.3, (3_000, 3))).astype(np.float32)
+    reached = {"a": 0.97, "b": 0.9, "c": 0.8}
+    within = random.random(3_000) < np.vectorize(reached.get)(source)
+    kinds = calibrate.fit_reached(calibrate.kinds_of(inputs, source), inputs, within, source)
+    found = kinds.reached_by(inputs)
+    for each, share in reached.items():
+        assert found[source == each].mean() == pytest.approx(share, abs=0.03)
+
+
+def test_the_graph_bends_as_training_does() -> None:
+    random = np.random.default_rng(4)
+    views, models, ranges = 3, 2, len(EDGES) - 1
+    width = views + features.DENSE
+    state = lexical.state_of(lexical.Head(lexical.HeadConfig(hidden=8, model_width=4), width, models, ranges))
+    table = random.normal(size=(features.SLOTS, views)).astype(np.float32)
+    even = np.ones(models, dtype=np.float32)
+    reached = np.array([0.95, 0.8, 0.88], dtype=np.float32)
+    weight = random.normal(size=(3, width)).astype(np.float32)
+    kinds = calibrate.Kinds(weight, np.zeros(3, dtype=np.float32), reached)
+    graph = graft.with_kinds(export.lexical_graph(table, state, even), kinds)
+    assert graft.kinds_of(graph).reached == pytest.approx(reached)
+
+    texts = ["Name three colours.", "Write a poem.", ""]
+    batch = features.batch([features.bag(text) for text in texts])
+    known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
+    rows = np.array([0, 1, 0])
+    (served,) = onnxruntime.InferenceSession(graph).run(None, {**known, "owner": np.arange(3), "model": rows})
+    inputs = graft.inputs_of(graph, (), texts)
+    logits = lexical.logits_of(lexical.head_from(state), inputs, np.arange(3), rows)
+    shown = kinds.reached_by(graft.standardised(state, inputs))
+    assert served == pytest.approx(calibrate.bent(softmax(logits, axis=1), shown), abs=1e-5)
