@@ -36,7 +36,6 @@ app = typer.Typer(
     help="One OpenAI-compatible endpoint over GPU sites in many clouds.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
