@@ -55,9 +55,25 @@ def test_the_result_has_no_compiler_no_root_and_a_health_check(path: Path) -> No
     assert [words[1] for words in stage if words[0] == "USER"] == ["10001:10001"]
     assert [words[0] for words in stage].count("HEALTHCHECK") == 1
     assert not any({"apt-get", "gcc", "build-essential", "pip"} & set(words) for words in stage)
-    assert "PIP_ONLY_BINARY=:all:" in " ".join(
-        instructions(path)[2]
-    )  # nothing is compiled in the build either
+    assert "PIP_ONLY_BINARY=:all:" in " ".join(instructions(path)[2])  # no package is compiled in the build
+
+
+def test_triton_finds_its_c_compiled_when_a_site_starts(tmp_path: Path) -> None:
+    """As the engine's image does it; a process without a compiler then loads it, given a driver's library."""
+    pytest.importorskip("triton", reason="Triton has no build for this platform")
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc here: the image's build is not tried")
+    sys.path.insert(0, str(IMAGES))
+    import triton
+    import triton_glue
+
+    environment = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PATH": os.environ["PATH"]}
+    glue = [sys.executable, str(IMAGES / "triton_glue.py")]
+    subprocess.run(glue, env=environment, check=True, capture_output=True)
+    triton_glue.stand_in(Path(triton.__file__).parent / "backends/nvidia/driver.c", tmp_path)
+    start = "from triton.backends.nvidia import driver; driver.CudaUtils()"
+    driver = {"LD_LIBRARY_PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path), "CC": "/no/compiler"}
+    subprocess.run([sys.executable, "-c", start], env={**environment, **driver}, check=True)
 
 
 def test_the_gateway_image_carries_no_torch() -> None:
@@ -78,7 +94,10 @@ def test_the_build_context_holds_what_is_packaged_and_no_more(path: Path) -> Non
     lines = path.with_name(path.name + ".dockerignore").read_text().splitlines()
     assert lines[0] == "*"
     let_in = {line[1:] for line in lines if line.startswith("!")}
-    assert let_in == {*packages, "pyproject.toml", "constraints.txt", "README.md", "infra/images/linked.py"}
+    glue = {"infra/images/triton_glue.py"} if path.name.startswith("engine") else set()
+    assert let_in == {
+        *packages, "pyproject.toml", "constraints.txt", "README.md", "infra/images/linked.py", *glue
+    }  # fmt: skip
     copied = [
         words[1] for words in instructions(path) if words[0] == "COPY" and not words[1].startswith("--from")
     ]
