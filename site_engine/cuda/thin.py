@@ -31,7 +31,7 @@ class Tile(NamedTuple):
 
 
 def fits(device: torch.device) -> bool:
-    """Tiles take up to 160 KB of shared memory: Hopper and the data centre's Blackwell have it, others do not."""
+    """Tiles take up to 160 KB of shared memory, which Hopper and the data centre's Blackwell have."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in ROOMY
 
 
