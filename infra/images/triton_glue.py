@@ -1,4 +1,4 @@
-"""Compiles, while the image is built, the C module with which Triton calls the driver: a site has no compiler.
+"""Compiles, while an image is built, the C module with which Triton calls the driver: sites have no compiler.
 
 No driver is here to link with: a library of its name that answers nothing stands in. Made in Triton's cache.
 """

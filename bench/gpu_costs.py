@@ -1,0 +1,234 @@
+"""What the engine costs on a GPU: the decode kernel, steps by rows, prefill, the parts of a step's time."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from bench.forced import GREEDY
+from bench.workload import lengths
+from site_engine.attention import triton_launch
+from site_engine.attention.triton_launch import DecodeWork, Tile
+from site_engine.context import Scoring
+from site_engine.cuda.engine import AheadEngine
+from site_engine.request import Request, Sampling
+from site_engine.scheduler import Entry, Plan
+
+ROWS = 256
+LATER_LAYERS = 8  # kernels are timed over so many layers' pages, so that none stays in the cache
+
+
+def seconds() -> float:
+    return time.perf_counter()
+
+
+def timed_graph(once: Callable[[], None], calls: int, reps: int = 7) -> float:
+    """Microseconds per call inside a captured graph, median."""
+    once()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    took = []
+    for _ in range(reps):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        took.append(began.elapsed_time(ended) / calls * 1e3)
+    return float(statistics.median(took))
+
+
+def steady_lengths(workload: str, rows: int) -> list[int]:
+    """Contexts met while a workload runs: rows weighted by their response."""
+    pairs = lengths(workload, 512)
+    rnd = random.Random(1)
+    picked = rnd.choices(pairs, weights=[response for _, response in pairs], k=rows)
+    return [prompt + rnd.randrange(response) + 1 for prompt, response in picked]
+
+
+def decode_layers(  # noqa: PLR0917
+    engine: AheadEngine,
+    layers: int,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    table: torch.Tensor,
+    work: DecodeWork,
+    out: torch.Tensor,
+    tile: Tile,
+) -> None:
+    scoring = Scoring(inputs[0].shape[2] ** -0.5)
+    for keys, values in zip(engine._arena.keys[:layers], engine._arena.values[:layers], strict=True):
+        triton_launch.decode(*inputs, keys, values, table, work, out, scoring, tile=tile)
+
+
+def kernels(engine: AheadEngine) -> None:
+    """The decode kernel over mixes of lengths, with the writing of keys and values."""
+    arena, shape = engine._arena, engine._model.layers[0]
+    config = engine._model.model.config
+    heads, dim = config.num_attention_heads, shape.key_dim
+    layers = min(LATER_LAYERS, len(arena.keys))
+    for workload, rows in (
+        ("sharegpt", ROWS),
+        ("alpaca", ROWS),
+        ("sharegpt", 32),
+        ("alpaca", 32),
+        ("alpaca", 8),
+    ):
+        lens = steady_lengths(workload, rows)
+        pages = max(-(-one // arena.page_size) for one in lens)
+        table = torch.randint(1, arena.keys[0].shape[0], (rows, pages), dtype=torch.int32, device="cuda")
+        query = torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[0]
+        key, value = (
+            torch.randn(1, rows, shape.kv_heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[0]
+            for _ in range(2)
+        )
+        out = torch.empty(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
+        floor = 4 * sum(lens) * shape.kv_heads * dim / 4.3e6
+        told = []
+        for chunk, tile in (
+            (64, Tile(64, 2, 4)),
+            (128, Tile(64, 2, 4)),
+            (256, Tile(64, 2, 4)),
+            (256, Tile(64, 4, 3)),
+            (256, Tile(32, 2, 4)),
+            (512, Tile(64, 2, 4)),
+            (512, Tile(128, 4, 3)),
+        ):
+            items = [
+                (row, at, one, row)
+                for row, one in enumerate(lens)
+                for at in range(max(1, -(-(one - 1) // chunk)))
+            ]
+            counters = torch.zeros(rows * shape.kv_heads, dtype=torch.int32, device="cuda")
+            work = DecodeWork(
+                torch.tensor(items, dtype=torch.int32, device="cuda"), counters, len(items) > rows, chunk
+            )
+
+            once = partial(decode_layers, engine, layers, (query, key, value), table, work, out, tile)
+            told.append(f"{chunk} {tuple(tile)}: {timed_graph(once, layers):.1f}")
+        print(
+            f"KERNEL {workload} rows {rows} mean context {sum(lens) / rows:.0f}, floor {floor:.1f} us; "
+            + "; ".join(told),
+            flush=True,
+        )
+
+
+def fixed_steps(engine: AheadEngine, prompt_tokens: int, steps: int = 128) -> dict[str, float]:
+    """ROWS requests of one length, all decoding: the engine's own loop, wall time per iteration."""
+    rnd = random.Random(2)
+    for row in range(ROWS):
+        prompt = [rnd.randrange(10, 30000) for _ in range(prompt_tokens)]
+        engine.submit(
+            Request(f"fixed {row}", prompt, Sampling(max_tokens=steps + 40, temperature=0.0, ignore_eos=True))
+        )
+    took = []
+    while engine.has_work:
+        began = seconds()
+        outputs = engine.step()
+        took.append((len(outputs), seconds() - began))
+    full = [took_s for count, took_s in took if count == ROWS][-steps - 4 : -4]
+    return {"mean_ms": statistics.fmean(full) * 1e3, "median_ms": statistics.median(full) * 1e3}
+
+
+def buckets(engine: AheadEngine, counts: Sequence[int], context: int = 200) -> None:
+    """Device time of decode graphs by rows, and the host's time to launch one."""
+    runner, pool = engine._device_runner, engine._pool
+    told = []
+    for rows in counts:
+        requests = []
+        for row in range(rows):
+            request = Request(f"bucket {row}", [11] * context, GREEDY)
+            request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
+            requests.append(request)
+        plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
+        runner.launch(plan).land()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        host_s = []
+        began.record()
+        for _ in range(30):
+            start = seconds()
+            runner.launch(plan)
+            host_s.append(seconds() - start)
+        ended.record()
+        ended.synchronize()
+        told.append(
+            f"{rows}: {began.elapsed_time(ended) / 30:.3f} ({statistics.median(host_s) * 1e6:.0f} us)"
+        )
+        for request in requests:
+            pool.drop(request.pages)
+    print(f"BUCKETS rows: ms a step, context {context} (host to launch): " + ", ".join(told), flush=True)
+
+
+def prefill_rate(engine: AheadEngine, chunks: int, tokens: int) -> float:
+    """Tokens/s of a packed prefill of whole prompts, the middle of five."""
+    runner, pool = engine._device_runner, engine._pool
+    took = []
+    for _ in range(5):
+        requests = []
+        for row in range(chunks):
+            request = Request(f"prefill {row}", [random.randrange(10, 30000) for _ in range(tokens)], GREEDY)
+            request.row, request.pages = row, pool.take(pool.pages_for(tokens)) or []
+            requests.append(request)
+        plan = Plan([], [Entry(request, 0, tokens, True) for request in requests])
+        torch.cuda.synchronize()
+        began = seconds()
+        runner.launch(plan).land()
+        took.append(seconds() - began)
+        for request in requests:
+            pool.drop(request.pages)
+    return chunks * tokens / statistics.median(took)
+
+
+def profile(engine: AheadEngine, context: int = 225) -> None:  # noqa: C901 - a table
+    """Where a step goes. Last: after the profiler ran, every replay costs the host more."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    runner, pool = engine._device_runner, engine._pool
+    if engine._scheduler.prefixes is not None:
+        engine._scheduler.prefixes.clear()
+    for rows, prompt in ((ROWS, 0), (16, 0), (ROWS - 1, 161)):
+        requests = []
+        for row in range(rows):
+            request = Request(f"profile {row}", [11] * context, GREEDY)
+            request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
+            requests.append(request)
+        plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
+        if prompt:
+            request = Request("profile prompt", [11] * prompt, GREEDY)
+            request.row, request.pages = rows, pool.take(pool.pages_for(prompt)) or []
+            requests.append(request)
+            plan.prefills.append(Entry(request, 0, prompt, True))
+        runner.launch(plan).land()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(8):
+            runner.launch(plan)
+        ended.record()
+        ended.synchronize()
+        print(f"STEP rows {rows} prompt {prompt}: {began.elapsed_time(ended) / 8:.3f} ms")
+        with record(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(4):
+                runner.launch(plan)
+            torch.cuda.synchronize()
+        total: dict[str, list[float]] = {}
+        for event in seen.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                one = total.setdefault(event.name[:90], [0.0, 0])
+                one[0] += event.time_range.elapsed_us()
+                one[1] += 1
+        busy = sum(one[0] for one in total.values()) / 4e3
+        print(
+            f"PROFILE rows {rows} prompt {prompt} context {context}: busy {busy:.3f} ms, "
+            f"{sum(one[1] for one in total.values()) / 4:.0f} nodes"
+        )
+        for name, (us, count) in sorted(total.items(), key=lambda item: -item[1][0])[:16]:
+            print(f"   {us / 4e3:7.3f} ms  {us / count:7.1f} us x {count / 4:5.0f}  {name}")
+        for request in requests:
+            pool.drop(request.pages)
