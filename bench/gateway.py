@@ -1,0 +1,276 @@
+"""What a gateway adds to a query, and what it costs, beside LiteLLM and smg: one client, one upstream.
+
+    python -m bench.gateway --peer litellm,smg --tools VENV/bin --json
+    python -m bench.gateway --only memory --queries 200000
+    python -m bench.gateway --only profile              where Mico's CPU goes (needs py-spy)
+
+The peers live in an environment of their own: `pip install 'litellm[proxy]' smg`. Only validated answers
+count; CPU-seconds are those of the gateway's processes, so that other work on the machine hardly spoils them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.asking import Connection, Tally, closed_loop, open_loop, quantile_ms, request, stats
+from bench.contenders import CONTENDERS, Contender, Place, mico, process, tools_of, upstream
+
+UNARY_TOKENS = 16
+STREAM_TOKENS = 150
+SHORT_STREAM_TOKENS = 16
+STREAMS = 100
+ABORTS = 20
+ABORTED_WITHIN_S = 10.0
+GOALS = {
+    "added_unary_p50_ms": (1.5, "at most"),
+    "unary_per_cpu_s": (800, "at least"),
+    "chunks_per_cpu_s": (25_000, "at least"),
+    "added_first_token_p99_ms": (5.0, "at most"),
+    "aborts_that_arrived": (2 * ABORTS, "at least"),
+}
+
+
+async def unary_latency(port: int, key: str, count: int) -> Tally:
+    await closed_loop(
+        port, key, count=count // 5, connections=1, tokens=UNARY_TOKENS, paced=False, stream=False
+    )
+    return await closed_loop(
+        port, key, count=count, connections=1, tokens=UNARY_TOKENS, paced=False, stream=False
+    )
+
+
+async def cost(contender: Contender, work: Callable[[], Awaitable[Tally]]) -> tuple[Tally, float]:
+    before_s = contender.cpu_s()
+    tally = await work()
+    return tally, contender.cpu_s() - before_s
+
+
+async def unary_cost(contender: Contender, count: int) -> dict[str, Any]:
+    tally, cpu_s = await cost(
+        contender,
+        lambda: closed_loop(
+            contender.port,
+            contender.key,
+            count=count,
+            connections=16,
+            tokens=UNARY_TOKENS,
+            paced=False,
+            stream=False,
+        ),
+    )
+    return {
+        "unary_per_cpu_s": round(len(tally.replies) / cpu_s),
+        "unary": len(tally.replies),
+        "unary_wrong": dict(Counter(tally.wrong)),
+    }
+
+
+async def streams_cost(contender: Contender, streams: int) -> dict[str, Any]:
+    """Chunks that clients got; where a gateway joins several into one, they count as one."""
+    tally, cpu_s = await cost(
+        contender,
+        lambda: closed_loop(
+            contender.port,
+            contender.key,
+            count=streams,
+            connections=min(STREAMS, streams),
+            tokens=STREAM_TOKENS,
+            paced=True,
+            stream=True,
+        ),
+    )
+    return {
+        "chunks_per_cpu_s": round(tally.frames / cpu_s),
+        "tokens_per_cpu_s": round(len(tally.replies) * STREAM_TOKENS / cpu_s),
+        "streams": len(tally.replies),
+        "streams_wrong": dict(Counter(tally.wrong)),
+    }
+
+
+async def first_token(place: Place, contender: Contender, for_s: float) -> dict[str, Any]:
+    """Short streams at half of what a CPU-second of this gateway serves, beside the upstream at that pace."""
+    tokens = SHORT_STREAM_TOKENS
+    known, cpu_s = await cost(
+        contender,
+        lambda: closed_loop(
+            contender.port, contender.key, count=60, connections=8, tokens=tokens, paced=True, stream=True
+        ),
+    )
+    per_s = min(0.5 * len(known.replies) / cpu_s, 500.0)
+    there = await open_loop(contender.port, contender.key, per_s=per_s, for_s=for_s, tokens=tokens)
+    direct = await open_loop(place.upstream_port, "none", per_s=per_s, for_s=for_s, tokens=tokens)
+    first, first_direct = ([each.first_s for each in tally.replies] for tally in (there, direct))
+    return {
+        "half_load_streams_per_s": round(per_s, 1),
+        "first_token_p50_ms": quantile_ms(first, 0.5),
+        "first_token_p99_ms": quantile_ms(first, 0.99),
+        "direct_first_token_p99_ms": quantile_ms(first_direct, 0.99),
+        "added_first_token_p99_ms": round(quantile_ms(first, 0.99) - quantile_ms(first_direct, 0.99), 3),
+        "first_token_wrong": dict(Counter(there.wrong + direct.wrong)),
+    }
+
+
+async def aborts(place: Place, contender: Contender) -> dict[str, Any]:
+    """Clients that leave in the middle: how many of their answers the upstream is told to give up."""
+    arrived = {}
+    for stream in (False, True):
+        before = await stats(place.upstream_port)
+        connections = [await Connection.open(contender.port) for _ in range(ABORTS)]
+        for number, connection in enumerate(connections):
+            raw = request(contender.key, 2_000, number, paced=True, stream=stream)
+            connection.send(raw)
+        await until(place, lambda now, before=before: now["begun"] - before["begun"] >= ABORTS)
+        for connection in connections:
+            connection.leave()
+        await until(place, lambda now, before=before: now["aborted"] - before["aborted"] >= ABORTS)
+        arrived[stream] = (await stats(place.upstream_port))["aborted"] - before["aborted"]
+    return {
+        "aborts_unary": arrived[False],
+        "aborts_streamed": arrived[True],
+        "aborts_that_arrived": arrived[False] + arrived[True],
+    }
+
+
+async def until(place: Place, holds: Callable[[dict[str, int]], bool]) -> None:
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + ABORTED_WITHIN_S
+    while loop.time() < deadline_s:
+        if holds(await stats(place.upstream_port)):
+            return
+        await asyncio.sleep(0.1)
+
+
+async def measured(place: Place, contender: Contender, direct_p50_ms: float, scale: float) -> dict[str, Any]:
+    unary = await unary_latency(contender.port, contender.key, round(500 * scale))
+    p50_ms = quantile_ms([each.total_s for each in unary.replies], 0.5)
+    return {
+        "added_unary_p50_ms": round(p50_ms - direct_p50_ms, 3),
+        "unary_p50_ms": p50_ms,
+        **await unary_cost(contender, round(3_000 * scale)),
+        **await streams_cost(contender, round(2 * STREAMS * scale)),
+        **await first_token(place, contender, 10.0 * scale),
+        **await aborts(place, contender),
+        "rss_mib": contender.rss_mib(),
+    }
+
+
+async def side_by_side(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("mico", *options.peer):
+        scale = options.scale / 4 if name == "litellm" else options.scale
+        direct = await unary_latency(place.upstream_port, "none", 300)
+        direct_p50_ms = quantile_ms([each.total_s for each in direct.replies], 0.5)
+        async with CONTENDERS[name](place) as contender:
+            found[name] = await measured(place, contender, direct_p50_ms, scale)
+            found[name] |= {"direct_unary_p50_ms": direct_p50_ms, "load_average": os.getloadavg()[0]}
+        print(json.dumps({name: found[name]}), flush=True)
+    return found
+
+
+async def memory(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+    """Unary queries in ten parts; RSS after each."""
+    async with mico(place, "WARNING") as contender:
+        part, answered, rss = options.queries // 10, 0, []
+        before_s = contender.cpu_s()
+        for _ in range(10):
+            tally = await closed_loop(
+                contender.port, contender.key, count=part, connections=16, tokens=4, paced=False, stream=False
+            )
+            answered += len(tally.replies)
+            rss.append(contender.rss_mib())
+            print(json.dumps({"answered": answered, "rss_mib": rss[-1]}), flush=True)
+        cpu_s = contender.cpu_s() - before_s
+    return {"queries": answered, "rss_mib": rss, "unary_per_cpu_s_quiet_log": round(answered / cpu_s)}
+
+
+async def profile(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+    """Samples of the CPU under unary load and under streams, by the function on top and by our module."""
+    sampler = shutil.which("py-spy") or place.tools / "py-spy"
+    found: dict[str, Any] = {}
+    async with mico(place) as contender:
+        loads = {
+            "unary": lambda: unary_cost(contender, round(6_000 * options.scale)),
+            "streams": lambda: streams_cost(contender, round(4 * STREAMS * options.scale)),
+        }
+        for name, load in loads.items():
+            raw = place.folder / f"{name}.samples"
+            sampling = ("record", "-p", contender.process.pid, "-f", "raw", "-o", raw, "-r", 200, "-d", 8)
+            async with process("py-spy", place, sampler, *sampling) as sampler_process:
+                load_figures = await load()
+                await sampler_process.wait()
+            found[name] = load_figures | where(raw.read_text())
+    return found
+
+
+def where(samples: str) -> dict[str, Any]:
+    """Shares of all samples: under which of our modules (the innermost), and in which function itself."""
+    modules: Counter[str] = Counter()
+    tops: Counter[str] = Counter()
+    for line in samples.splitlines():
+        stack, _, count = line.rpartition(" ")
+        frames = stack.split(";")
+        ours = [frame for frame in frames if "gateway/" in frame or "predictor/" in frame]
+        modules[ours[-1].rpartition(":")[0] if ours else frames[-1]] += int(count)
+        tops[frames[-1].rpartition(":")[0] or frames[-1]] += int(count)
+    total = max(1, modules.total())
+    return {
+        "samples": total,
+        "by_our_function": {name: round(n / total, 3) for name, n in modules.most_common(25)},
+        "by_innermost": {name: round(n / total, 3) for name, n in tops.most_common(15)},
+    }
+
+
+PARTS = {"peers": side_by_side, "memory": memory, "profile": profile}
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        folder = options.folder or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-"))
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        place = Place(folder, tools_of(options.tools))
+        await stack.enter_async_context(upstream(place, options.iteration_ms))
+        return await PARTS[options.only](place, options)
+
+
+def missed(figures: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} is {figures[name]}, {sense} {goal} is the goal"
+        for name, (goal, sense) in GOALS.items()
+        if (figures[name] > goal) == (sense == "at most") and figures[name] != goal
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer", type=lambda text: [each for each in text.split(",") if each], default=[])
+    parser.add_argument("--only", choices=PARTS, default="peers")
+    parser.add_argument("--tools", type=Path, help="the folder of litellm's and smg's programs")
+    parser.add_argument("--folder", type=Path, help="keep logs here")
+    parser.add_argument("--scale", type=float, default=1.0, help="fewer or more of everything")
+    parser.add_argument("--queries", type=int, default=200_000, help="of the part memory")
+    parser.add_argument("--iteration-ms", type=float, default=20.0)
+    parser.add_argument("--json", action="store_true", help="the last line is JSON, without a summary")
+    options = parser.parse_args()
+    found = asyncio.run(run(options))
+    if not options.json and "mico" in found:
+        print("\n".join(missed(found["mico"])) or "every goal is met")
+    print(json.dumps(found))
+    return 1 if "mico" in found and missed(found["mico"]) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
