@@ -4,8 +4,9 @@
 
 An iteration is the unit of time, as in the paper: one second of the simulator's clock, whatever the batch.
 The prompts are held out from the shipped predictor's training. `paper_ratio` is the range the paper reports
-over all its cells; the values of single cells are not at hand. `ratio` is of the whole of ours, `assigned_ratio`
-of the paper's method, `bound_ratio` of a perfect schedule of the same queries. `--plots DIR` draws them and needs the extra `bench`.
+over all its cells; the values of single cells are not at hand. `ratio` is of the whole of ours,
+`assigned_ratio` of the paper's method, `bound_ratio` of a perfect schedule of the same queries. `--plots DIR`
+draws them and needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -175,10 +176,9 @@ def kv_reduction(workload: list[tuple[list[Query], dict[int, Expected]]], batch:
 def told(row: dict[str, Any]) -> str:
     return (
         "{clouds} clouds, batch {batch:2}: {ratio:.2f}x static (only scheduling {only_scheduling_ratio:.2f}, "
-        "only insertion {only_insertion_ratio:.2f}, both {assigned_ratio:.2f}, at best {bound_ratio:.2f}), of "
-        "the bound: assigned "
-        "{assigned_over_bound:.3f}, longest first with offload {makespan_over_bound:.3f} (worst "
-        "{worst_makespan_over_bound:.3f})"
+        "only insertion {only_insertion_ratio:.2f}, both {assigned_ratio:.2f}, at best {bound_ratio:.2f}), "
+        "of the bound: assigned {assigned_over_bound:.3f}, longest first with offload "
+        "{makespan_over_bound:.3f} (worst {worst_makespan_over_bound:.3f})"
     ).format(**row)
 
 

@@ -19,6 +19,10 @@ PROMPT_TOKEN_WORK = 0.02
 AGEING_S = 10.0
 """So much waiting outweighs a factor of e in work times length."""
 STARVING_AFTER_S = 60.0
+STARVING_EVERY = 4
+"""Of so many starts one is of who has waited longest, once that starves. Were it all of them, any overload in
+which nearly all starve would be first come first served.
+"""
 TENANT_PARTS = 4
 FAIR_WITHIN_TOKENS = 32_768
 """Tenants whose shares differ by less count as served alike, so that the shortest of all of them goes first.
@@ -116,6 +120,7 @@ class AdmissionQueue:
         self._clocks: dict[str, float] = {}
         self._floor = 0.0  # virtual time: the clock of whoever was furthest behind when one was served
         self._sequence = 0
+        self._taken = 0
         self.prompt_tokens = 0
         self.response_tokens = 0.0
 
@@ -139,14 +144,14 @@ class AdmissionQueue:
         self.response_tokens += request.expected_remaining()
 
     def first(self, now: float) -> Request | None:
-        """The request that runs next, or None. One that starves goes before its betters of the same lane
+        """The request that runs next, or None. One that starves takes turns with its betters of the same lane
         and tenant, and brings a tenant of lower priority into its turn; it does not make a flood go first.
         """
         if not self._waiting:
             return None
         level = self._levels[min(self._levels)]
         request = level.first(self._clocks, self._floor)
-        starving = self._starving(request.lane, now)
+        starving = self._starving(request.lane, now) if self._taken % STARVING_EVERY == 0 else {}
         if not starving:
             return request
         below = [tenant for tenant in starving if tenant not in level.heaps]
@@ -174,6 +179,7 @@ class AdmissionQueue:
         level = self._levels[request.lane, request.priority]
         start = self._clock(request.tenant)
         self._floor = level.behind(self._clocks, self._floor)
+        self._taken += 1
         self.remove(request.id)
         request.charged = request.generated + request.expected_remaining()
         self._clocks[request.tenant] = start + request.expected_remaining() + _prompt_work(request)

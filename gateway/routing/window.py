@@ -16,8 +16,6 @@ from gateway.routing.fleet import Fleet
 BUCKETS = 10
 GATHER_S = 0.003
 """Of a burst, what comes within so long is assigned jointly."""
-LEAST_JOINTLY = 4
-"""Fewer are decided one by one."""
 
 
 class Gathered(NamedTuple):
@@ -57,7 +55,11 @@ class Window:
 
 
 def together(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str | None]:
-    """Each demand's site where they are assigned jointly, None where too few want the same."""
+    """Each demand's site where they are assigned jointly, None where fewer want the same than there are slots
+    for it: what each of a few adds to the KV of a site, and to its queue, the policy knows better.
+
+    A prompt counts as the response tokens that a site could generate in the time it takes.
+    """
     alike: dict[tuple[object, ...], list[int]] = {}
     for index, demand in enumerate(demands):
         alike.setdefault((demand.model, demand.needs, demand.regions), []).append(index)
@@ -65,11 +67,15 @@ def together(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str 
     at = fleet.figures
     for indices in alike.values():
         places = np.flatnonzero(may(demands[indices[0]], fleet, at, now_s))
-        if len(indices) < LEAST_JOINTLY or not len(places):
+        if not len(places) or len(indices) < at.slots[places].sum():
             continue
-        speeds = at.slots[places] * at.weight[places] / at.iteration_s[places]
-        lengths = [demands[index].response_tokens for index in indices]
-        chosen = assign(lengths, speeds.tolist(), at.token_load[places].tolist())
+        speeds = (at.slots * at.weight / at.iteration_s)[places]
+        of_prompt = float((at.per_token_s[places] * speeds).mean())
+        work = [
+            demands[index].response_tokens + of_prompt * demands[index].prompt_tokens for index in indices
+        ]
+        loads = at.evenly[places] * at.slots[places] + at.prefill_s[places] * speeds
+        chosen = assign(work, speeds.tolist(), loads.tolist())
         for index, place in zip(indices, chosen, strict=True):
             sites[index] = fleet.sites[int(places[place])].name
     return sites

@@ -251,6 +251,7 @@ class SimulatedSite:
 
     def _finish(self, row: Row) -> None:
         row.produced = row.response_tokens
+        self.queue.settle(row)
         self._leave(row)
         self._ended(row)
 
