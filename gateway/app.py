@@ -43,6 +43,7 @@ from gateway.telemetry.watch import Watch
 from predictor.current import CurrentForecaster
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
+from predictor.outcomes import OutcomeLog
 from predictor.runtime import Forecaster
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ async def _core(
     gateway_clock = asyncio.get_running_loop().time
     federation = Federation(settings, directory, gateway_clock, doors.certificates)
     histogram = HistogramForecaster()
-    forecasts = Forecasts(_forecaster(config, histogram), histogram)
+    kept = OutcomeLog(config.outcomes) if config.outcomes else None
+    forecasts = Forecasts(_forecaster(config, histogram), histogram, kept=kept)
     forecasts.start()
 
     metrics = Metrics(directory, lambda: gateway.live)

@@ -41,6 +41,9 @@ class GatewayConfig:
     peers: tuple[str, ...] = ()
     policy: str = "mico"
     predictor: Path | None = None  # the shipped one when not set
+    outcomes: Path | None = (
+        None  # a folder to keep recent prompts in, with lengths, to update the predictor by
+    )
     scaling: Path | None = (
         None  # a TOML file: the pools whose machines this gateway may have more or fewer of
     )

@@ -1,6 +1,7 @@
 """Forecasts off the event loop: whatever queries wait while one batch runs make up the next.
 
-Outcomes come back here: what they teach, and how far they are from the forecasts. No text outlives its query.
+Outcomes come back here: what they teach, and how far they are from the forecasts. No text outlives its query,
+unless an outcome log is given.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from predictor.drift import DriftWatch
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
+from predictor.outcomes import OutcomeLog
 from predictor.runtime import Features, Forecaster
 
 log = logging.getLogger(__name__)
@@ -44,10 +46,16 @@ class Forecasts(Collector):
     """One thread runs the model. If it fails, `fallback` answers, and its name stands in the forecast."""
 
     def __init__(
-        self, forecaster: Forecaster, fallback: Forecaster, *, look_every_s: float = LOOK_EVERY_S
+        self,
+        forecaster: Forecaster,
+        fallback: Forecaster,
+        *,
+        kept: OutcomeLog | None = None,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._forecaster = forecaster
         self._fallback = fallback
+        self._kept = kept
         self._look_every_s = look_every_s
         self._waiting: list[tuple[Features, asyncio.Future[Forecast]]] = []
         self._worker: asyncio.Task[None] | None = None
@@ -88,8 +96,8 @@ class Forecasts(Collector):
         if outcome.forecast is not None:
             who = outcome.forecast.source.split(":", 1)[0]
             self._watches.setdefault(who, DriftWatch()).observe(outcome.forecast, outcome.completion_tokens)
-        if asked is not None and isinstance(self._forecaster, CurrentForecaster):
-            self._thread.submit(self._learn, self._forecaster, asked.features, outcome.completion_tokens)
+        if asked is not None:
+            self._thread.submit(self._learn, asked.features, outcome.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """How far recent outcomes are from what was forecast, by who forecast it."""
@@ -148,10 +156,12 @@ class Forecasts(Collector):
             log.exception("the forecaster %s failed", self._forecaster.name)
             return self._fallback.forecast(queries)
 
-    @staticmethod
-    def _learn(current: CurrentForecaster, asked: Features, tokens: int) -> None:
+    def _learn(self, asked: Features, tokens: int) -> None:
         try:
-            current.observe(asked, tokens)
+            if isinstance(self._forecaster, CurrentForecaster):
+                self._forecaster.observe(asked, tokens)
+            if self._kept is not None:
+                self._kept.add(asked, tokens)
         except Exception:
             log.exception("nothing was learned from an outcome")
 

@@ -5,6 +5,7 @@ The columns are those of `length_corpus.parquet`. Needs pandas; never imported i
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor.errors import DataError
+from predictor.outcomes import files_of
 
 NEEDED = ("source", "prompt_id", "prompt", "model", "response_tokens")
 HELD_OUT_PERCENT = 10
@@ -30,11 +32,14 @@ class Split:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows that can be learned from: those where the model answered something."""
+    """The rows that can be learned from: those where the model answered something.
+
+    `path` is a parquet file, or the folder in which a gateway keeps recent outcomes.
+    """
     try:
-        frame = pd.read_parquet(path)
+        frame = _outcomes(path) if path.is_dir() else pd.read_parquet(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+        raise DataError(f"{path} cannot be read: {error}") from error
     missing = [column for column in NEEDED if column not in frame.columns]
     if missing:
         raise DataError(f"{path} lacks the columns {', '.join(missing)}")
@@ -43,12 +48,21 @@ def read(path: Path) -> pd.DataFrame:
     return frame[frame.response_tokens > 0].reset_index(drop=True)
 
 
+def _outcomes(folder: Path) -> pd.DataFrame:
+    files = files_of(folder)
+    if not files:
+        raise DataError(f"{folder} holds no outcomes: start the gateway with `outcomes = {folder}`")
+    rows = (json.loads(line) for file in files for line in file.read_text("ascii").splitlines())
+    return pd.DataFrame(rows)
+
+
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, to say what was learned from."""
+    """SHA-256 of a file, or of the outcomes in a folder, to say what was learned from."""
     digest = sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
+    for file in files_of(path) if path.is_dir() else [path]:
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -129,7 +129,8 @@ def update(
     *,
     artifact: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The artifact's folder.")],
     outcomes: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="Recent outcomes, in the form of a corpus.")
+        Path,
+        typer.Argument(exists=True, help="Recent outcomes: a gateway's folder of them, or a corpus."),
     ],
     elsewhere: Annotated[Path | None, typer.Option(help="A corpus of what else is served.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write it. [default: in its place]")] = None,

@@ -16,6 +16,7 @@ from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, wri
 from predictor.current import CurrentForecaster
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
+from predictor.outcomes import OutcomeLog, files_of
 from predictor.runtime import Features
 
 
@@ -137,3 +138,17 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
         await forecasts.close()
 
     asyncio.run(scenario())
+
+
+def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
+    async def scenario(kept: OutcomeLog | None) -> None:
+        forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=kept)
+        forecasts.observe(outcome("q", 7, forecast=await forecasts.of(query("q"))))
+        await forecasts.close()
+
+    asyncio.run(scenario(None))
+    log = OutcomeLog(tmp_path / "outcomes")
+    assert files_of(tmp_path / "outcomes") == []
+    asyncio.run(scenario(log))
+    (file,) = files_of(tmp_path / "outcomes")
+    assert '"prompt": "hi"' in file.read_text()

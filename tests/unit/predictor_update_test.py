@@ -7,8 +7,9 @@ import pytest
 
 from predictor.artifact import LEXICAL_NAME, SHIPPED
 from predictor.current import CurrentForecaster
-from predictor.dataset import prompt_percent
+from predictor.dataset import prompt_percent, read
 from predictor.errors import DataError, RefusedUpdate
+from predictor.outcomes import OutcomeLog
 from predictor.runtime import Features, OnnxForecaster
 from predictor.update import HELD_OUT_PERCENT, update
 
@@ -90,3 +91,33 @@ def test_a_server_takes_up_the_new_artifact_and_keeps_the_old_beside_a_damaged_o
     assert serving.forecast(query)[0].expected() == before
     assert serving.refresh()
     assert serving.forecast(query)[0].expected() < before
+
+
+def test_what_a_gateway_kept_is_learned_from_without_a_conversion(tmp_path: Path) -> None:
+    kept = OutcomeLog(tmp_path / "outcomes")
+    rows = pd.read_parquet(outcomes(tmp_path / "same.parquet", 300))
+    for row in rows.itertuples():
+        kept.add(Features(row.prompt, row.model), int(row.response_tokens))
+    kept.add(Features("\ud800 你好", "terse/model"), 4)
+    folder = tmp_path / "new"
+    report = update(LEXICAL, tmp_path / "outcomes", out=folder)
+    assert report["outcomes"]["after"]["log_loss"] < report["outcomes"]["before"]["log_loss"]
+    assert OnnxForecaster(folder).knows("terse/model")
+
+
+def test_a_folder_of_outcomes_keeps_the_newest_and_goes_on_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("predictor.outcomes.MOST_LINES", 10)
+    for start in (0, 18):
+        kept = OutcomeLog(tmp_path)
+        for number in range(start, start + 18):
+            kept.add(Features(f"question {number}", "m"), number + 1)
+    lengths = read(tmp_path).response_tokens.tolist()
+    assert lengths == list(range(lengths[0], 37))
+    assert 10 <= len(lengths) <= 20
+
+
+def test_a_folder_without_outcomes_says_how_to_get_some(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="start the gateway with"):
+        update(LEXICAL, tmp_path)
