@@ -71,13 +71,10 @@ def store_by_columns(model: Any) -> Any:
     fast for one row (bench/results/engine.md). The numbers are the same.
     """
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if (
-            isinstance(module, torch.nn.Linear)
-            and weight.device.type == "cpu"
-            and weight.dtype is torch.float32
-        ):
-            weight.data = weight.data.t().contiguous().t()
+        if isinstance(module, torch.nn.Linear):
+            weight = module.weight
+            if weight.device.type == "cpu" and weight.dtype is torch.float32:
+                weight.data = weight.data.t().contiguous().t()
     return model
 
 

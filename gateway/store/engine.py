@@ -15,7 +15,7 @@ from gateway.store.tables import SCHEMA
 
 BUSY_TIMEOUT_MS: Final = 5_000
 CONNECTIONS: Final = 8
-"""Recorder, keys, leases, orders, certificates, figures, retention, a read. No query of a client takes one."""
+"""Recorder, keys, leases, orders, certificates, figures, retention, a read. No client's query takes one."""
 
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",

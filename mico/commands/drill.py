@@ -107,7 +107,7 @@ def wait(seconds: float) -> None:
 
 def running(here: Session) -> Running:
     found = here.folder.running()
-    if found is None or not found.gateway.alive:
+    if found is None or not any(gateway.alive for gateway in found.gateways):
         raise CommandFailed("no federation runs here", tip="mico up --detach starts one")
     return found
 
