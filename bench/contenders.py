@@ -51,6 +51,15 @@ class Contender:
         fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids]
         return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS_PER_S
 
+    def threads(self) -> dict[str, float]:
+        """CPU-seconds by thread of the first process."""
+        found = {}
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            name, _, fields = (task / "stat").read_text().rpartition(")")
+            spent = fields.split()
+            found[name.replace(" (", " ")] = (int(spent[11]) + int(spent[12])) / TICKS_PER_S
+        return found
+
     def rss_mib(self) -> float:
         pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids]
         return round(sum(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)

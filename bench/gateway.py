@@ -194,7 +194,8 @@ async def memory(place: Place, options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def profile(place: Place, options: argparse.Namespace) -> dict[str, Any]:
-    """Samples of the CPU under unary load and under streams, by the function on top and by our module."""
+    """Samples of who holds the interpreter, by our innermost function and by the innermost of all; and the
+    CPU of each thread, since what runs outside the interpreter is not in the samples."""
     sampler = shutil.which("py-spy") or place.tools / "py-spy"
     found: dict[str, Any] = {}
     async with mico(place) as contender:
@@ -204,29 +205,41 @@ async def profile(place: Place, options: argparse.Namespace) -> dict[str, Any]:
         }
         for name, load in loads.items():
             raw = place.folder / f"{name}.samples"
-            sampling = ("record", "-p", contender.process.pid, "-f", "raw", "-o", raw, "-r", 200, "-d", 8)
+            sampling = (
+                "record",
+                "-p",
+                contender.process.pid,
+                "-f",
+                "raw",
+                "-o",
+                raw,
+                *("-r", 200, "-d", 8, "--gil"),
+            )
             async with process("py-spy", place, sampler, *sampling) as sampler_process:
+                before = contender.threads()
                 load_figures = await load()
+                spent = {name: round(s - before.get(name, 0), 2) for name, s in contender.threads().items()}
+                load_figures["cpu_s_of_threads"] = {name: s for name, s in spent.items() if s > 0.02}
                 await sampler_process.wait()
             found[name] = load_figures | where(raw.read_text())
     return found
 
 
 def where(samples: str) -> dict[str, Any]:
-    """Shares of all samples: under which of our modules (the innermost), and in which function itself."""
-    modules: Counter[str] = Counter()
-    tops: Counter[str] = Counter()
+    """Shares of all samples: in which function itself, and under which of ours, with all that it calls."""
+    under: Counter[str] = Counter()
+    itself: Counter[str] = Counter()
     for line in samples.splitlines():
         stack, _, count = line.rpartition(" ")
-        frames = stack.split(";")
-        ours = [frame for frame in frames if "gateway/" in frame or "predictor/" in frame]
-        modules[ours[-1].rpartition(":")[0] if ours else frames[-1]] += int(count)
-        tops[frames[-1].rpartition(":")[0] or frames[-1]] += int(count)
-    total = max(1, modules.total())
+        frames = [frame.rpartition(":")[0] for frame in stack.split(";")]
+        ours = {frame for frame in frames if "gateway/" in frame or "predictor/" in frame}
+        under.update(dict.fromkeys(ours, int(count)))
+        itself[frames[-1]] += int(count)
+    total = max(1, itself.total())
     return {
         "samples": total,
-        "by_our_function": {name: round(n / total, 3) for name, n in modules.most_common(25)},
-        "by_innermost": {name: round(n / total, 3) for name, n in tops.most_common(15)},
+        "by_ours_with_all_under_it": {name: round(n / total, 3) for name, n in under.most_common(45)},
+        "by_innermost": {name: round(n / total, 3) for name, n in itself.most_common(15)},
     }
 
 

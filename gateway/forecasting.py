@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ MAX_BATCH = 64
 MOST_ASKED = 20_000
 """Queries whose outcome is awaited; the oldest are forgotten first."""
 LOOK_EVERY_S = 10.0
+LEARN_EVERY_S = 0.1
+"""Learning a stranger reads every known model, on the thread that others wait for to forecast."""
 
 
 class Asked(NamedTuple):
@@ -57,6 +60,7 @@ class Forecasts(Collector):
         self._fallback = fallback
         self._kept = kept
         self._look_every_s = look_every_s
+        self._learned_s = -inf
         self._waiting: list[tuple[Features, asyncio.Future[Forecast]]] = []
         self._worker: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -158,12 +162,19 @@ class Forecasts(Collector):
 
     def _learn(self, asked: Features, tokens: int) -> None:
         try:
-            if isinstance(self._forecaster, CurrentForecaster):
+            if isinstance(self._forecaster, CurrentForecaster) and self._may_learn():
                 self._forecaster.observe(asked, tokens)
             if self._kept is not None:
                 self._kept.add(asked, tokens)
         except Exception:
             log.exception("nothing was learned from an outcome")
+
+    def _may_learn(self) -> bool:
+        now_s = time.monotonic()
+        if now_s < self._learned_s + LEARN_EVERY_S:
+            return False
+        self._learned_s = now_s
+        return True
 
 
 def features(query: Query) -> Features:

@@ -63,7 +63,8 @@ class Forecast:
         edges = [*self.edges[: bisect_left(self.edges, limit - 1)], limit - 1, limit]
         if edges[0] == edges[1]:
             edges = edges[1:]
-        below = [self.share_within(edge) for edge in edges[:-1]]
+        reached = [0.0, *accumulate(self.probabilities)]
+        below = [*reached[: len(edges) - 2], self.share_within(edges[-2])]
         inner = [right - left for left, right in pairwise(below)]
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 

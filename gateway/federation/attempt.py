@@ -59,6 +59,7 @@ class LiveAttempt:
         self.resumable = resumable
         self.started = False
         self.accepted: Accepted | None = None
+        self.late = False
         self.broken: Broken | None = None
         self.ended = asyncio.Event()
         self._choices = [_Choice() for _ in range(choices)]
@@ -119,7 +120,8 @@ class LiveAttempt:
     async def next(self) -> list[Delta]:
         """What came since the last call, one delta a choice, in order of choices; [] after the end.
 
-        Raises AttemptBroken after everything that came before the break has been handed out.
+        Raises AttemptBroken after everything that came before the break has been handed out, and TimeoutError
+        once it was hurried and there is nothing to hand out.
         """
         while True:
             if news := self._take():
@@ -128,8 +130,15 @@ class LiveAttempt:
                 raise AttemptBroken(self.broken)
             if self.ended.is_set():
                 return []
+            if self.late:
+                raise TimeoutError
             self._news.clear()
             await self._news.wait()
+
+    def hurry(self) -> None:
+        """The reader waits for no more than has come by now."""
+        self.late = True
+        self._news.set()
 
     def cut(self) -> list[Delta]:
         """What ends the choices that run on, as if they had reached their length."""
