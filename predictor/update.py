@@ -27,7 +27,7 @@ REPLAY_ROWS_PER_ROW, LEAST_REPLAY_ROWS, MOST_REPLAY_ROWS = 4, 2_000, 20_000
 ELSEWHERE_ROWS = 4_000
 JUDGED_LENGTH = 1024
 OWN_SHARPNESS_ROWS = 25
-NEAREST_ROWS = 64
+NEAREST_ROWS = 512
 BATCH_ROWS = 64
 HEAD_RATE, MODELS_RATE = 1e-3, 2e-2
 
@@ -119,6 +119,8 @@ def update(
         for some in (steps // 8, steps)
     ]
     end = _best([begin._replace(head=head) for head in heads], own.taken(calibration), served.card.edges)
+    # Few numbers were learned, so the rows they come from still tell how sharp to be; and they are many.
+    end = _sharpened(end, own.taken(learn | calibration), served.card.edges)
 
     now, aside = _serving(served), own.taken(held_out)
     before = figures(now, _as_known(aside, len(served.card.models)), served.card.edges)
