@@ -1,0 +1,108 @@
+"""Bad days: thousands of requests that no good client sends, against a real gateway process.
+
+    python -m bench.fuzz                    10,000 requests, some minutes
+    python -m bench.fuzz --count 1000 --seed 7
+
+No 500, no error without a request id and an error body, no hang; and afterwards nothing is left: no query
+lives, the site runs nothing, memory is flat. Exit status 1 where that is not so; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.asking import closed_loop, stats
+from bench.contenders import Contender, Place, mico, upstream
+from bench.mischief import Draw, Findings, campaign, huge_in_chunks, one
+from bench.upstream import MODEL
+
+PARTS = 10
+SETTLED_WITHIN_S = 30.0
+MOST_GROWTH_MIB = 16.0
+HUGE = 5
+
+
+async def left_over(place: Place, contender: Contender) -> dict[str, float]:
+    """What still counts something once all clients are gone, after as long as it may take to wind up."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + SETTLED_WITHIN_S
+    async with httpx.AsyncClient() as client:
+        while True:
+            page = (await client.get(f"http://127.0.0.1:{contender.port}/metrics")).text
+            counts = await stats(place.upstream_port)
+            open_jobs = counts["begun"] - counts["finished"] - counts["aborted"]
+            live = re.search(r"^mico_queries_live (\S+)", page, re.MULTILINE)
+            assert live is not None, "the gateway counts its live queries"
+            left = {"queries_live": float(live[1]), "running_at_the_site": float(open_jobs)}
+            if not any(left.values()) or loop.time() > deadline_s:
+                return left
+            await asyncio.sleep(0.2)
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-")))
+        place = Place(options.folder or folder, Path())
+        place.folder.mkdir(parents=True, exist_ok=True)
+        await stack.enter_async_context(upstream(place, 20.0))
+        contender = await stack.enter_async_context(mico(place, "WARNING"))
+        found, rss, began_s = Findings(), [], time.monotonic()
+        for part in range(PARTS):
+            each = await campaign(
+                contender.port, contender.key, MODEL, count=options.count // PARTS, seed=options.seed + part
+            )
+            found.statuses += each.statuses
+            found.wrong += each.wrong
+            rss.append(contender.rss_mib())
+            print(json.dumps({"part": part, "wrong": len(found.wrong), "rss_mib": rss[-1]}), flush=True)
+        for number in range(HUGE):
+            draw = Draw(random.Random(number), contender.key, MODEL)
+            await one(found, contender.port, huge_in_chunks, draw, f"huge {number}")
+        left = await left_over(place, contender)
+        good = await closed_loop(
+            contender.port, contender.key, count=100, connections=4, tokens=8, paced=False, stream=False
+        )
+        rss.append(contender.rss_mib())
+    grown = rss[-1] - rss[PARTS // 2 - 1]
+    return {
+        "requests": options.count + HUGE,
+        "seconds": round(time.monotonic() - began_s),
+        "statuses": dict(sorted(found.statuses.items())),
+        "wrong": found.wrong[:20],
+        "wrong_in_all": len(found.wrong),
+        "left_over": left,
+        "rss_mib": rss,
+        "grown_in_the_second_half_mib": round(grown, 1),
+        "answered_well_afterwards": len(good.replies),
+        "kept": not found.wrong
+        and not any(left.values())
+        and grown <= MOST_GROWTH_MIB
+        and len(good.replies) == 100,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="keep logs here")
+    found = asyncio.run(run(parser.parse_args()))
+    print(json.dumps(found))
+    return 0 if found["kept"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""A short campaign of `bench.fuzz`: each answer has an id and a shape, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bench.mischief import CASES, Draw, Findings, campaign, complaint, huge_in_chunks, one
+from gateway.api.app import create_http
+from gateway.api.serving import http_server
+from gateway.domain import Delta, Finish, Piece, Query, Usage
+from tests.fakes.edge import KEY, MODEL, OPENING, Script
+from tests.fakes.federation import until
+
+TOKENS = 40
+ERROR = b'{"error":{"message":"","type":"","param":null,"code":null}}'
+
+
+async def slowly(query: Query) -> AsyncGenerator[Piece, None]:
+    """Long enough for clients to leave in the middle of it."""
+    yield OPENING
+    for number in range(TOKENS):
+        await asyncio.sleep(0.001)
+        for index in range(min(4, query.sampling.n)):
+            yield Delta(index, "x" * 500, number + 1)
+    for index in range(query.sampling.n):
+        yield Delta(index, "", TOKENS, finish=Finish.STOP)
+    yield Usage(7, TOKENS * query.sampling.n)
+
+
+@asynccontextmanager
+async def serving(script: Script) -> AsyncIterator[int]:
+    server = http_server(create_http(script.backend()), host="127.0.0.1", port=0, end_within_s=1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await running
+        listener.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_is_sent_is_answered_in_shape_and_leaves_nothing_behind(seed: int) -> None:
+    script = Script(answer=slowly)
+
+    async def main() -> Findings:
+        async with serving(script) as port:
+            found = await campaign(port, KEY, MODEL, count=250, seed=seed)
+            await one(found, port, huge_in_chunks, Draw(random.Random(seed), KEY, MODEL), "huge")
+            await until(lambda: len(script.ended) == len(script.queries), "every query has ended")
+            return found
+
+    found = asyncio.run(main())
+    assert found.wrong == []
+    assert found.statuses.total() == 251
+    assert found.statuses["200"] > 10
+    assert found.statuses["400"] > 50
+    assert found.statuses["413"] > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_every_case_ends(case: object) -> None:
+    async def main() -> Findings:
+        found = Findings()
+        async with serving(Script(answer=slowly)) as port:
+            await one(found, port, case, Draw(random.Random(3), KEY, MODEL), "case")  # type: ignore[arg-type]
+        return found
+
+    found = asyncio.run(main())
+    assert (found.wrong, found.statuses.total()) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("came", "why"),
+    [
+        (b"HTTP/1.1 500 x\r\nx-request-id: 1\r\n\r\n" + ERROR, "unexpected"),
+        (b"HTTP/1.1 502 x\r\nx-request-id: 1\r\n\r\nbad gateway", "no error body"),
+        (b"HTTP/1.1 404 x\r\n\r\n{}", "no request id"),
+    ],
+)
+def test_what_is_wrong_is_seen(came: bytes, why: str) -> None:
+    assert why in complaint(came, came[9:12].decode())
