@@ -301,6 +301,7 @@ def main() -> int:
         print(f"minute {one.minute:5.1f}: {one.rss_mib:7.1f} MiB, {one.objects} objects")
     found = {
         "minutes": options.minutes,
+        "cpu_minutes": round(time.process_time() / 60, 1),
         "requests_per_iteration": round(rate * ITERATION_S, 4),
         "rows_running": round(soak.book.count.pop("rows") / soak.book.count["iterations"], 2),
         **soak.book.count,
