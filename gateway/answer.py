@@ -13,9 +13,9 @@ from gateway.errors import DeadlinePassed, Ending, MicoError
 from gateway.federation.attempt import AttemptBroken, LiveAttempt
 from gateway.gateway import Gateway
 from gateway.quotas.book import Full
-from gateway.routing.decide import decide
+from gateway.routing.decide import Placement, decide
 from gateway.routing.demand import Demand
-from gateway.routing.failover import Setback, Try, gave_up, tries
+from gateway.routing.failover import Setback, Try, gave_up, tries, ways_on
 from gateway.routing.policies import JOINTLY
 from gateway.story import Story
 from predictor.forecast import Forecast
@@ -70,17 +70,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     query, forecast = story.query, story.forecast
     assert forecast is not None, "a query is forecast before it is dispatched"
     began_s = gateway.clock() - query.received_s
-    demand = demanded(story, this)
-    placed = decide(
-        demand,
-        gateway.directory.fleet,
-        gateway.policy,
-        now_s=gateway.clock(),
-        turn=next(gateway.turns),
-        avoid=this.avoid | too_short(gateway, story),
-        toward=this.toward,
-        because=this.because,
-    )
+    demand, placed = place(gateway, story, this)
     if placed.site is None:
         raise gave_up(story.current.broken if story.current else None, this.resume, placed.reason)
     decision = Decision(
@@ -101,10 +91,30 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     return attempt
 
 
-def demanded(story: Story, this: Try) -> Demand:
+def place(gateway: Gateway, story: Story, this: Try) -> tuple[Demand, Placement]:
+    """Where it goes, by the first way of going on that a site has."""
+    avoid = this.avoid | too_short(gateway, story)
+    for needs in ways_on(story.query, this.resume):
+        demand = demanded(story, this, needs)
+        placed = decide(
+            demand,
+            gateway.directory.fleet,
+            gateway.policy,
+            now_s=gateway.clock(),
+            turn=next(gateway.turns),
+            avoid=avoid,
+            toward=this.toward,
+            because=this.because,
+        )
+        if placed.site is not None:
+            break
+    return demand, placed
+
+
+def demanded(story: Story, this: Try, needs: frozenset[str]) -> Demand:
     query, forecast = story.query, story.forecast
     assert forecast is not None, "a query is forecast before it is dispatched"
-    delivered = len(this.resume.token_ids) if this.resume else 0
+    delivered = this.resume.tokens if this.resume else 0
     prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
     return Demand.of(
         query.model,
@@ -113,7 +123,7 @@ def demanded(story: Story, this: Try) -> Demand:
         query.sampling,
         delivered=delivered,
         lane=query.lane,
-        needs=query.needs,
+        needs=needs,
         regions=query.caller.regions,
     )
 
@@ -122,7 +132,7 @@ async def gather(gateway: Gateway, story: Story, first: Try) -> Try:
     """In a burst onto sites that are all full, wait some milliseconds to be assigned with what else comes."""
     if gateway.policy_name not in JOINTLY or first.toward is not None:
         return first
-    demand = demanded(story, first)
+    demand = demanded(story, first, story.query.needs)
     if not gateway.window.keeps(demand, gateway.directory.fleet, gateway.clock()):
         return first
     return first._replace(toward=await in_time(gateway, story, gateway.gathered(demand)))
@@ -140,22 +150,26 @@ def too_short(gateway: Gateway, story: Story) -> frozenset[str]:
 async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:
     """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken, DeadlinePassed, Ending.
 
-    An answer that has used up the caller's quota ends like one that has reached its length.
+    An answer that has used up the caller's quota ends like one that has reached its length. One alarm serves
+    the whole attempt: this is passed once for every piece of every answer.
     """
-    while True:
-        deltas = await in_time(gateway, story, attempt.next())
-        if not deltas:
-            return
-        if not story.opened:
-            yield story.open(attempt)
-        for delta in deltas:
-            story.take(attempt, delta)
-            yield delta
-        if story.hold.bound and not attempt.ended.is_set() and not await covered(gateway, story):
-            for delta in attempt.cut():
+    alarm = asyncio.get_running_loop().call_later(left_s(gateway, story), attempt.hurry)
+    try:
+        while deltas := await attempt.next():
+            if not story.opened:
+                yield story.open(attempt)
+            for delta in deltas:
                 story.take(attempt, delta)
                 yield delta
-            return
+            if story.hold.bound and not attempt.ended.is_set() and not await covered(gateway, story):
+                for delta in attempt.cut():
+                    story.take(attempt, delta)
+                    yield delta
+                return
+    except TimeoutError as exc:
+        raise too_late(gateway, story) from exc
+    finally:
+        alarm.cancel()
 
 
 async def reserve_prompt(gateway: Gateway, story: Story) -> None:
@@ -201,12 +215,19 @@ async def covered(gateway: Gateway, story: Story) -> bool:
 
 async def in_time(gateway: Gateway, story: Story, work: Awaitable[T]) -> T:
     """Raises DeadlinePassed, and Ending when this process can wait no longer."""
-    left_s = 0.0 if gateway.ending else story.query.deadline_s - gateway.clock()
     try:
-        async with asyncio.timeout(left_s) as story.waiting:
+        async with asyncio.timeout(left_s(gateway, story)) as story.waiting:
             return await work
     except TimeoutError as exc:
-        if gateway.ending:
-            raise Ending("this gateway is shutting down; send the request again") from exc
-        waited = gateway.clock() - story.query.received_s
-        raise DeadlinePassed(f"the answer was not complete after {waited:.0f} s") from exc
+        raise too_late(gateway, story) from exc
+
+
+def left_s(gateway: Gateway, story: Story) -> float:
+    return 0.0 if gateway.ending else story.query.deadline_s - gateway.clock()
+
+
+def too_late(gateway: Gateway, story: Story) -> MicoError:
+    if gateway.ending:
+        return Ending("this gateway is shutting down; send the request again")
+    waited = gateway.clock() - story.query.received_s
+    return DeadlinePassed(f"the answer was not complete after {waited:.0f} s")

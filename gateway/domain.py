@@ -386,19 +386,19 @@ class Broken(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """What the client already has of an answer: exact token ids, and how many characters of text.
-
+    """What the client has of an answer. `token_ids`: all of them, or none if a site took part that names none.
     Of calls of functions: how many have begun, and the characters of the last one's arguments.
     """
 
-    token_ids: tuple[int, ...]
-    text_chars: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    tokens: int = 0
     tool_calls: int = 0
     argument_chars: int = 0
 
     @property
     def has_output(self) -> bool:
-        return bool(self.text_chars or self.tool_calls)
+        return bool(self.text or self.tool_calls)
 
 
 # ---- what really happened ------------------------------------------------------------------------

@@ -31,7 +31,8 @@ class Story:
         self._forecast_s: float | None = None
         self._queue_s: float | None = None
         self._token_ids: list[int] = []
-        self._chars = 0
+        self._text: list[str] = []
+        self._tokens = 0  # delivered, as the sites counted them
         self._calls = 0
         self._argument_chars = 0  # of the last call
 
@@ -63,7 +64,8 @@ class Story:
         """What the client has by now; None before the first token."""
         if not self.opened:
             return None
-        return Resume(tuple(self._token_ids), self._chars, self._calls, self._argument_chars)
+        ids = tuple(self._token_ids) if len(self._token_ids) == self._tokens else ()
+        return Resume(ids, "".join(self._text), self._tokens, self._calls, self._argument_chars)
 
     @property
     def too_short_tokens(self) -> int:
@@ -99,6 +101,8 @@ class Story:
 
     def hurry(self) -> None:
         """What it waits for is late from now on."""
+        if self.current is not None:
+            self.current.hurry()
         if self.waiting is not None:
             with suppress(RuntimeError):  # it does not wait
                 self.waiting.reschedule(0.0)
@@ -110,8 +114,11 @@ class Story:
     def take(self, attempt: LiveAttempt, delta: Delta) -> None:
         """Note what is about to be handed to the client."""
         self._first_token_s.setdefault(attempt.id, self._now() - self.query.received_s)
+        if not self.query.sampling.resumable:
+            return
         self._token_ids.extend(delta.token_ids)
-        self._chars += len(delta.text)
+        self._text.append(delta.text)
+        self._tokens = max(self._tokens, delta.completion_tokens)
         for call in delta.tool_calls:
             if call.index >= self._calls:
                 self._calls, self._argument_chars = call.index + 1, 0

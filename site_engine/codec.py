@@ -80,6 +80,8 @@ def _checked_assign(body: pb.Assign) -> m.Assign:
         tenant=body.tenant,
         resumed=resumed,
         resumed_chars=body.resume.text_chars,
+        resumed_text=body.resume.text,
+        resumed_tokens=body.resume.tokens,
         resumed_calls=body.resume.tool_calls,
         resumed_argument_chars=body.resume.argument_chars,
         guided_json=_schema(body.sampling.guided_json),
@@ -92,12 +94,16 @@ def _checked_assign(body: pb.Assign) -> m.Assign:
 
 def _check_resumed(assign: m.Assign) -> None:
     exact_only = assign.choices > 1 or assign.echo or assign.sampling.logprobs is not None
-    if assign.resumed and exact_only:
+    if (assign.resumed or assign.resumed_text) and exact_only:
         raise NotServed(
             Reason.UNSUPPORTED, "an answer with several choices, echo or logprobs cannot be resumed"
         )
-    if (assign.resumed_chars or assign.resumed_calls) and not assign.resumed:
-        raise _invalid("text was delivered but no tokens are named to resume from", "resume")
+    if assign.resumed:
+        return
+    if assign.resumed_calls:
+        raise _invalid("calls were delivered but no tokens are named to resume from", "resume")
+    if assign.resumed_chars != len(assign.resumed_text):
+        raise _invalid("text was delivered but neither it nor its tokens are named to resume from", "resume")
 
 
 def _prompt(body: pb.Assign) -> m.Prompt:

@@ -45,6 +45,7 @@ class _Attempt:
     prompt_tokens: int = 0
     admission: Admission | None = None
     echo: str = ""
+    uncounted: int = 0  # delivered tokens beyond those that this engine makes of the delivered text
     choices: list[_Choice] = field(default_factory=list)
 
 
@@ -106,6 +107,8 @@ class Desk:
         attempt.phase = Phase.SUBMITTED
         attempt.prompt_tokens = prepared.tokens
         attempt.echo = prepared.echo
+        if attempt.assign.by_text and prepared.resumed:
+            attempt.uncounted = attempt.assign.resumed_tokens - len(prepared.resumed)
         _give_readers(attempt, prepared)
         return [self._request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
@@ -138,7 +141,7 @@ class Desk:
         if choice.reader is not None:
             output = _read(choice, choice.reader, output)
         self.outbox.delta(
-            _delta(attempt_id, index, output, attempt.echo if begins else ""),
+            _delta(attempt_id, index, output, attempt.echo if begins else "", attempt.uncounted),
             urgent=begins or output.finish is not None,
         )
         if output.finish is not None:
@@ -210,14 +213,14 @@ class Desk:
         return Request(
             id=request_id(self.number, assign.attempt_id, index),
             prompt=prepared.token_ids,
-            sampling=assign.sampling,
+            sampling=assign.sampling.after(attempt.uncounted),
             remaining=assign.remaining,
             lane=assign.lane,
             priority=assign.priority,
             tenant=assign.tenant,
             deadline_s=None if assign.deadline_s is None else attempt.arrived_s + assign.deadline_s,
             choice=index,
-            resumed=assign.resumed,
+            resumed=prepared.resumed,
             resumed_chars=0 if prepared.calling else assign.resumed_chars,  # the reader sees all of it
             grammar=prepared.grammar,
             shown=prepared.calling.shown if prepared.calling else {},
@@ -272,13 +275,13 @@ def _speaks(output: Output) -> bool:
     return bool(said) or output.finish in {Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS}
 
 
-def _delta(attempt_id: str, index: int, output: Output, echo: str) -> Delta:
+def _delta(attempt_id: str, index: int, output: Output, echo: str, uncounted: int) -> Delta:
     return Delta(
         attempt_id=attempt_id,
         index=index,
         text=echo + output.text,
         token_ids=output.token_ids,
-        completion_tokens=output.completion_tokens,
+        completion_tokens=max(0, output.completion_tokens + uncounted),
         finish=output.finish,
         error=output.error,
         logprobs=output.logprobs,

@@ -57,6 +57,9 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
 class Assign:
     """One attempt. `deadline_s` counts from its arrival; None means no deadline.
 
+    Of an answer begun elsewhere `resumed` are its tokens, or empty where they are unknown: then it goes on
+    after `resumed_text`, which is all that the client has, and `resumed_tokens` is the count so far.
+
     `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
     """
 
@@ -74,11 +77,18 @@ class Assign:
     tenant: str
     resumed: tuple[int, ...] = ()
     resumed_chars: int = 0
+    resumed_text: str = ""
+    resumed_tokens: int = 0
     resumed_calls: int = 0  # calls of functions begun, and of the last of them so many characters
     resumed_argument_chars: int = 0
     guided_json: str = ""
     request_id: str = ""  # what the client knows it by
     traceparent: str = ""
+
+    @property
+    def by_text(self) -> bool:
+        """Whether it goes on after a text whose tokens are unknown."""
+        return bool(self.resumed_text) and not self.resumed
 
 
 @dataclass(frozen=True, slots=True)

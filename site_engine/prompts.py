@@ -23,17 +23,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_AS_GENERATED = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 NO_TOOLS = "this model's chat template takes no tools, or teaches calls in a form that is not read here"
 
 
 class Prepared(NamedTuple):
-    """A prompt ready for the engine, and the text that an echoing answer begins with."""
+    """A prompt ready for the engine, and the text that an echoing answer begins with.
+
+    `resumed`: the tokens that an answer begun elsewhere goes on from.
+    """
 
     token_ids: tuple[int, ...]
     echo: str
     uncounted: int = 0  # tokens, by a guess, of a prompt that only the engine can tokenize
     grammar: Grammar | None = None
     calling: Calling | None = None
+    resumed: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -81,6 +86,8 @@ class Prompts:
             "chat": self.chats,
             "logprobs": True,
             "resume": True,
+            "resume_text": True,
+            "resume_chat": self.chats,
             "tools": self._form is not None,
             "guided": self._grammars is not None,
         }
@@ -133,11 +140,24 @@ class Prompts:
     def _prepared(self, assign: Assign, grammar: Grammar | None) -> Prepared:
         ids = self._ids(assign.prompt)
         self._check("prompt", ids)
-        self._check("resume", assign.resumed)
+        resumed = self._resumed(assign)
+        self._check("resume", resumed)
         self._check("stop_token_ids", assign.sampling.stop_token_ids)
         self._check("logit_bias", assign.sampling.logit_bias)
         echo = self._echo(assign.prompt, ids) if assign.echo else ""
-        return Prepared(tuple(ids), echo, grammar=grammar, calling=self._calling(_tools(assign)))
+        return Prepared(
+            tuple(ids), echo, grammar=grammar, calling=self._calling(_tools(assign)), resumed=resumed
+        )
+
+    def _resumed(self, assign: Assign) -> tuple[int, ...]:
+        """Of a text whose tokens are unknown, tokens that say it exactly, if not those generated."""
+        if not assign.by_text:
+            return assign.resumed
+        ids = self._encode(assign.resumed_text, special=False)
+        if self._tokenizer.decode(ids, **_AS_GENERATED) != assign.resumed_text:
+            message = "this model's tokenizer does not say the delivered text as it was: it cannot go on here"
+            raise NotServed(Reason.UNSUPPORTED, message)
+        return tuple(ids)
 
     def _calling(self, tools: Tools | None) -> Calling | None:
         if tools is None or self._form is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -144,6 +144,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature <= 0.0 or self.top_p <= 0.0 or self.top_k == 1
+
+    def after(self, tokens: int) -> Sampling:
+        """With what is left of its limits once so many tokens of an answer are there."""
+        most = None if self.max_tokens is None else max(0, self.max_tokens - tokens)
+        return replace(self, max_tokens=most, min_tokens=max(0, self.min_tokens - tokens))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,7 @@
 """A server of the OpenAI kind on loopback that does what its test says: answers, hangs, fails, lies, dies.
 
-Answers a prompt with its own letters, again and again, one letter per token, until `max_tokens`.
+Answers a prompt with its own letters, again and again, one letter per token, until `max_tokens`. What begins
+with an answer of its own it goes on with: as vLLM does if asked to, and after a text as everybody does.
 """
 
 from __future__ import annotations
@@ -180,8 +181,16 @@ class OpenAIServer:
 
 def text(asked: dict[str, Any]) -> str:
     """What it answers to a request."""
-    prompt = asked["messages"][-1]["content"] if "messages" in asked else asked["prompt"]
-    return "".join(islice(cycle(prompt), asked.get("max_tokens", 4)))
+    read = "".join(_read(asked["messages"])) if "messages" in asked else asked["prompt"]
+    period = next(n for n in range(1, len(read) + 1) if read.startswith(read[n:]))
+    letters = cycle(read[:period])
+    return "".join(islice(letters, len(read) % period, len(read) % period + asked.get("max_tokens", 4)))
+
+
+def _read(messages: list[dict[str, str]]) -> list[str]:
+    """The last question, and what there is of an answer to it."""
+    asked = next(n for n in range(len(messages) - 1, -1, -1) if messages[n]["role"] == "user")
+    return [each["content"] for each in messages[asked:]]
 
 
 @asynccontextmanager

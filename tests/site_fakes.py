@@ -138,7 +138,7 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
         return [ord(each) for each in text]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], **_: object) -> str:
         return "".join(map(chr, ids))
 
     def apply_chat_template(

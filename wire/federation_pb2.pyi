@@ -283,16 +283,20 @@ class Forecast(_message.Message):
     def __init__(self, generated: _Optional[_Iterable[int]] = ..., expected_remaining: _Optional[_Iterable[float]] = ..., p90_remaining: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ResumeFrom(_message.Message):
-    __slots__ = ("token_ids", "text_chars", "tool_calls", "argument_chars")
+    __slots__ = ("token_ids", "text_chars", "tool_calls", "argument_chars", "text", "tokens")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_CHARS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     ARGUMENT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text_chars: int
     tool_calls: int
     argument_chars: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text_chars: _Optional[int] = ..., tool_calls: _Optional[int] = ..., argument_chars: _Optional[int] = ...) -> None: ...
+    text: str
+    tokens: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text_chars: _Optional[int] = ..., tool_calls: _Optional[int] = ..., argument_chars: _Optional[int] = ..., text: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("attempt_id", "prompt_tokens", "position", "max_tokens")

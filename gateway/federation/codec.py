@@ -197,7 +197,9 @@ def assign(
         message.token_ids.ids.extend(query.prompt)
     if resume is not None:
         message.resume.token_ids.extend(resume.token_ids)
-        message.resume.text_chars = resume.text_chars
+        message.resume.text_chars = len(resume.text)
+        message.resume.text = resume.text
+        message.resume.tokens = resume.tokens
         message.resume.tool_calls = resume.tool_calls
         message.resume.argument_chars = resume.argument_chars
     return pb.GatewayMessage(assign=message)

@@ -36,10 +36,7 @@ class Demand:
         needs: frozenset[str] = frozenset(),
         regions: frozenset[str] | None = None,
     ) -> Demand:
-        """`delivered` tokens of the answer exist: they are prompt now; the forecast is of the rest.
-
-        Only some sites can go on from tokens that another has generated.
-        """
+        """`delivered` tokens of the answer exist: they are prompt now; the forecast is of the rest."""
         capped = forecast if sampling.max_tokens is None else forecast.capped(sampling.max_tokens)
         rest = capped.quantile(0.9, delivered) - delivered
         return Demand(
@@ -48,6 +45,6 @@ class Demand:
             response_tokens=capped.expected(delivered) * sampling.n,
             kv_tokens=prompt_tokens + delivered + max(1, rest) * sampling.n,
             lane=lane,
-            needs=needs | {"resume"} if delivered else needs,
+            needs=needs,
             regions=regions,
         )

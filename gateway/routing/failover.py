@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import NamedTuple
 
-from gateway.domain import Broken, Cause, Resume, Sampling
+from gateway.domain import Broken, Cause, Query, Resume, Sampling
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -15,6 +15,7 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamLost,
 )
+from gateway.prompt import Chat
 
 MOST_MOVES = 3
 """A query changes its site at most so often: no ping-pong, whatever the estimates say."""
@@ -70,20 +71,53 @@ def tries(sampling: Sampling, most: int, toward: str | None = None) -> Generator
 
 def _check(broken: Broken, resume: Resume | None, sampling: Sampling) -> None:
     """Raise what no other site could better."""
-    if broken.cause is Cause.INVALID:
+    if broken.cause is Cause.INVALID and resume is None:  # else another site took it as it was
         raise BadRequest(broken.message, param=broken.param)
     if resume is not None and not sampling.resumable:
         raise UpstreamLost(f"{broken.message}; with n > 1, logprobs or echo an answer can't go on elsewhere")
     if resume is not None and resume.has_output and not resume.token_ids:
-        raise UpstreamLost(f"{broken.message}; {broken.site} names no tokens that another could go on from")
+        _check_text(broken, resume, sampling)
+
+
+def _check_text(broken: Broken, resume: Resume, sampling: Sampling) -> None:
+    """Raise where text alone is not enough to go on from."""
+    what = "a call of a function had begun" if resume.tool_calls else ""
+    what = what or ("an answer drawn from a seed" if _is_drawn_from_seed(sampling) else "")
+    if what:
+        raise UpstreamLost(f"{broken.message}; {what}, and no site named the tokens to go on from")
+
+
+def ways_on(query: Query, resume: Resume | None) -> tuple[frozenset[str], ...]:
+    """The features that a site needs to go on, the exact way first: after the tokens, then after the text."""
+    if resume is None or not resume.has_output:
+        return (query.needs,)
+    ways = []
+    if resume.token_ids:
+        ways.append(query.needs | {"resume"})
+    if not (resume.tool_calls or _is_drawn_from_seed(query.sampling)):
+        ways.append(query.needs | _after_text(query))
+    return tuple(ways)
+
+
+def _is_drawn_from_seed(sampling: Sampling) -> bool:
+    """Whether the answer is to be the same each time, so that only its exact tokens are its beginning."""
+    greedy = sampling.temperature <= 0 or sampling.top_p <= 0 or sampling.top_k == 1
+    return sampling.seed is not None and not greedy
+
+
+def _after_text(query: Query) -> set[str]:
+    """Only a site that has the tokenizer puts text behind token ids, or reads it as what it is to follow."""
+    kind = "resume_chat" if isinstance(query.prompt, Chat) else "resume_text"
+    exact = isinstance(query.prompt, tuple) or query.needs & {"tools", "guided"}
+    return {kind, "resume"} if exact else {kind}
 
 
 def gave_up(broken: Broken | None, resume: Resume | None, reason: str = "") -> MicoError:
     """The error for a query that no site takes: `broken` is how the last try ended, if there was one."""
-    if broken is not None and broken.cause is Cause.CONTEXT_LENGTH:
-        return ContextTooLong(broken.message, param=broken.param)
     if resume is not None and broken is not None:
         return UpstreamLost(f"{broken.message}, and no other site could go on")
+    if broken is not None and broken.cause is Cause.CONTEXT_LENGTH:
+        return ContextTooLong(broken.message, param=broken.param)
     if broken is None:
         return NoSite(reason, retry_after_s=RETRY_AFTER_S)
     if broken.cause in (Cause.FULL, Cause.DRAINING):

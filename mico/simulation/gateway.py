@@ -138,7 +138,7 @@ class Gateway:
     def broke(self, attempt: Attempt, broken: Broken, delivered: int) -> None:
         """The attempt is over: production's plan says what comes next."""
         self.links[attempt.site].forget(attempt)
-        resume = Resume((), 0) if delivered else None
+        resume = Resume() if delivered else None
         try:
             this = self._plans[attempt.query.number].send(Setback(broken, resume))
         except MicoError:

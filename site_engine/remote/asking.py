@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
 from site_engine.remote.dialects import Dialect
+from site_engine.remote.resuming import continuing
 from site_engine.request import Sampling
 from site_engine.tools import ToolChoice, Tools
 
@@ -17,13 +18,17 @@ TOKENS_PER_MESSAGE = 4
 
 
 class Asking(NamedTuple):
+    """`delivered`: tokens of the answer that the client has already, which the server reads as prompt."""
+
     path: str
     body: Mapping[str, Any]
+    delivered: int = 0
 
 
 def asking(assign: Assign, model: str, dialect: Dialect) -> Asking:
     """`model` as the server calls it. Raises NotServed with the field that it would not honour."""
     _check(assign, dialect)
+    assign = continuing(assign, dialect)
     body: dict[str, Any] = {
         "model": model,
         "stream": True,
@@ -37,11 +42,14 @@ def asking(assign: Assign, model: str, dialect: Dialect) -> Asking:
     if isinstance(assign.prompt, ChatPrompt):
         body["messages"] = [_message(each) for each in assign.prompt.messages]
         body |= _tools(assign.prompt.tools) | _format(assign.guided_json)
-        return Asking("/v1/chat/completions", body | _chat_logprobs(assign.sampling))
+        if assign.resumed_text:
+            body |= dialect.continues or {}
+        body |= _chat_logprobs(assign.sampling)
+        return Asking("/v1/chat/completions", body, assign.resumed_tokens)
     body["prompt"] = assign.prompt.text if isinstance(assign.prompt, TextPrompt) else _ids(assign)
     if assign.sampling.logprobs is not None:
         body["logprobs"] = assign.sampling.logprobs
-    return Asking("/v1/completions", body)
+    return Asking("/v1/completions", body, assign.resumed_tokens)
 
 
 def guessed_tokens(assign: Assign) -> int:
@@ -64,8 +72,6 @@ def _check(assign: Assign, dialect: Dialect) -> None:
             raise _unsupported(f"{param} is not known to be honoured by this server ({dialect.name})", param)
     if assign.guided_json and not isinstance(assign.prompt, ChatPrompt):
         raise _unsupported("only an answer to a chat can be held to a schema here", "response_format")
-    if assign.resumed or assign.resumed_chars:
-        raise _unsupported("the server behind this site cannot go on with an answer begun elsewhere", "")
     if assign.echo and not isinstance(assign.prompt, TextPrompt):
         raise _unsupported("echo of a prompt of token ids needs a tokenizer, and this site has none", "echo")
     if assign.sampling.prompt_logprobs:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from site_engine.remote.pages import Names
 
 _SAMPLING = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"})
+_CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,19 @@ class Dialect:
     counts_on: bool = False  # stream_options.continuous_usage_stats: exact counts in every chunk
     logprobs: bool = False
     guides: bool = False  # response_format by a schema, and tools: known not to be dropped silently
+    continues: Mapping[str, bool] | None = None  # what to ask so that a chat's last message is continued
 
     @property
     def features(self) -> tuple[str, ...]:
         """What Hello says of its models."""
-        has = {"chat": True, "logprobs": self.logprobs, "tools": self.guides, "guided": self.guides}
+        has = {
+            "chat": True,
+            "logprobs": self.logprobs,
+            "tools": self.guides,
+            "guided": self.guides,
+            "resume_text": True,
+            "resume_chat": self.continues is not None,
+        }
         return tuple(name for name, is_there in has.items() if is_there)
 
 
@@ -38,6 +47,7 @@ VLLM = Dialect(
     counts_on=True,
     logprobs=True,
     guides=True,
+    continues=_CONTINUE,
     names=Names(
         running=("vllm:num_requests_running",),
         waiting=("vllm:num_requests_waiting",),
@@ -55,6 +65,7 @@ SGLANG = Dialect(
     counts_on=True,
     logprobs=True,
     guides=True,
+    continues=_CONTINUE,
     names=Names(
         running=("sglang:num_running_reqs",),
         waiting=("sglang:num_queue_reqs",),
@@ -80,6 +91,7 @@ LLAMA_CPP = Dialect(
     prefix="llamacpp:",
     extras=frozenset({"top_k", "min_p", "ignore_eos"}),
     guides=True,
+    continues={},  # by itself, wherever the last message is the assistant's
     names=Names(
         running=("llamacpp:requests_processing",),
         waiting=("llamacpp:requests_deferred",),

@@ -97,9 +97,13 @@ class RemoteEngine:
             reply(refusal)
             return
         held = Held(tuple(group), asked, tokens, self._clock(), reply)
-        position = self.holding.add(held)
         room = max(1, self._terms.context_tokens - tokens)
-        reply(Admission(position, min(room, held.request.sampling.max_tokens or room)))
+        most = min(room, held.request.sampling.max_tokens or room)
+        if held.is_spent:
+            reply(Admission(0, most))
+            self.listener.outputs(_ends(held, Finish.LENGTH))
+            return
+        reply(Admission(self.holding.add(held), most))
         self.pump()
         self._tell_load()  # with each admission, so that no older figures follow it
 
@@ -153,7 +157,7 @@ class RemoteEngine:
         """Sends what may be sent; looks again when the provider's allowance or patience permits."""
         while self.holding.pending and len(self.holding.sent) < self.window.size and not self._broken:
             held, now = self.holding.pending[0], self._clock()
-            tokens = held.prompt_tokens + round(held.expected_remaining())
+            tokens = held.tokens + round(held.expected_remaining())
             wait_s = max(self._blocked_until_s - now, self._allowance.wait_s(tokens, now))
             if wait_s > 0:
                 self._look_again(wait_s)
@@ -229,7 +233,7 @@ class RemoteEngine:
         self._pace.tokens_total += stream.tokens - before
         self._pace.prompt_tokens_total += stream.prompt_tokens or held.prompt_tokens
         if held.first_s is not None:
-            each = stream.tokens // len(held.requests)
+            each = (stream.tokens - stream.delivered) // len(held.requests)
             self._pace.ended(
                 rows=len(self.holding.sent),
                 kv_tokens=self._kv_tokens(),

@@ -29,7 +29,7 @@ class Held:
     task: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.stream = Stream([each.id for each in self.requests])
+        self.stream = Stream([each.id for each in self.requests], self.asking.delivered)
 
     @property
     def request(self) -> Request:
@@ -43,6 +43,12 @@ class Held:
     def tokens(self) -> int:
         """In the server's memory, as far as is known."""
         return self.prompt_tokens + self.stream.tokens
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the client has all the tokens it asked for: a site was lost just before the end."""
+        most = self.request.sampling.max_tokens
+        return most is not None and 0 < most <= self.asking.delivered
 
     def expected_remaining(self) -> float:
         return sum(self._capped(index, each.remaining.expected) for index, each in enumerate(self.requests))

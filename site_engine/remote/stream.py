@@ -96,11 +96,14 @@ class _Progress:
 
 
 class Stream:
-    """`request_ids` of the choices, in order."""
+    """`request_ids` of the choices, in order. `delivered` tokens of a resumed answer count as its own, not
+    as the prompt's, which the server takes them for.
+    """
 
-    def __init__(self, request_ids: Sequence[str]) -> None:
+    def __init__(self, request_ids: Sequence[str], delivered: int = 0) -> None:
+        self.delivered = delivered
         self._request_ids = request_ids
-        self._choices = [_Progress() for _ in request_ids]
+        self._choices = [_Progress(delivered) for _ in request_ids]
         self._buffer = b""
         self._total: int | None = None
         self.prompt_tokens = 0
@@ -183,8 +186,10 @@ class Stream:
         )
 
     def _usage(self, usage: _Usage) -> None:
-        self.prompt_tokens = usage.prompt_tokens or self.prompt_tokens
-        self._total = usage.completion_tokens if usage.completion_tokens is not None else self._total
+        if usage.prompt_tokens:
+            self.prompt_tokens = max(1, usage.prompt_tokens - self.delivered)
+        if usage.completion_tokens is not None:
+            self._total = usage.completion_tokens + self.delivered
         if usage.prompt_tokens_details is not None:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
         if len(self._choices) == 1 and self._total is not None:

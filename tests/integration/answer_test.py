@@ -204,7 +204,7 @@ def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
     run(scenario)
 
 
-def test_an_answer_without_token_ids_ends_with_an_honest_error_though_another_site_is_there() -> None:
+def test_an_answer_without_token_ids_goes_on_from_its_text() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
         site.names_tokens = False
@@ -216,12 +216,53 @@ def test_an_answer_without_token_ids_ends_with_an_honest_error_though_another_si
 
         task = asyncio.create_task(read())
         assign = await site.assigned()
-        await here.site("b")
+        await here.site("old")
+        other = await here.site("b", features=("chat", "resume_text", "resume_chat"))
         await site.step(assign, "Hel", 3)
         await until(lambda: text_of(pieces) == "Hel", "the first part")
         await site.close()
-        with pytest.raises(UpstreamLost, match="names no tokens"):
+        resumed = await other.assigned()
+        assert (resumed.resume.text, resumed.resume.tokens, resumed.resume.text_chars) == ("Hel", 3, 3)
+        assert not resumed.resume.token_ids
+        await other.finish(resumed, "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+        assert pieces[-1] == Usage(prompt_tokens=7, completion_tokens=5)
+
+    run(scenario)
+
+
+def test_an_answer_drawn_from_a_seed_does_not_go_on_from_its_text() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        site.names_tokens = False
+        task = asyncio.create_task(whole(here, here.query(seed=1)))
+        assign = await site.assigned()
+        await here.site("b", features=("chat", "resume_text", "resume_chat"))
+        await site.step(assign, "Hel", 3)
+        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await site.close()
+        with pytest.raises(UpstreamLost, match="drawn from a seed, and no site named the tokens"):
             await task
+
+    run(scenario)
+
+
+def test_a_site_that_refuses_to_go_on_is_not_the_clients_mistake() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await site.assigned()
+        others = {name: await here.site(name) for name in ("b", "c")}
+        await site.step(assign, "Hel", 3)
+        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await site.close()
+        first, resumed = await one_of(here, *others.values())
+        refusal = pb.Rejected(attempt_id=resumed.attempt_id, reason=pb.Rejected.INVALID, message="no")
+        await first.send(rejected=refusal)
+        second = next(each for each in others.values() if each is not first)
+        await second.finish(await second.assigned(), "lo", 5)
+        assert text_of(await task) == "Hello"
 
     run(scenario)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from gateway.answer import answer
 from gateway.domain import Delta, Query, Status, Usage
 from gateway.errors import BadRequest, ContextTooLong, UpstreamLost
+from gateway.prompt import Chat, Message, Prompt
 from site_engine.config import SiteConfig
 from site_engine.remote import process
 from site_engine.remote.process import serve
@@ -47,13 +48,13 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(*names: str) -> AsyncIterator[Fleet]:
+async def fleet(*names: str, owner: str = "somebody") -> AsyncIterator[Fleet]:
     sites: list[asyncio.Task[int]] = []
     async with scene() as here:
         made = Fleet(here, {})
         try:
             for name in names:
-                server = made.servers[name] = OpenAIServer(models=("m",))
+                server = made.servers[name] = OpenAIServer(models=("m",), owner=owner)
                 await server.start()
                 config = SiteConfig(
                     site=name,
@@ -74,9 +75,9 @@ async def fleet(*names: str) -> AsyncIterator[Fleet]:
                 await server.die()
 
 
-def run(scenario: Callable[[Fleet], Awaitable[None]], *names: str) -> None:
+def run(scenario: Callable[[Fleet], Awaitable[None]], *names: str, **of_server: str) -> None:
     async def whole() -> None:
-        async with fleet(*names) as made:
+        async with fleet(*names, **of_server) as made:
             await scenario(made)
 
     asyncio.run(whole())
@@ -112,11 +113,11 @@ def test_before_the_first_word_another_site_takes_over(mood: Mood) -> None:
     run(scenario, "a", "b")
 
 
-def test_half_an_answer_ends_with_an_error_that_says_why() -> None:
+def test_half_a_chat_that_no_server_can_continue_ends_with_an_error() -> None:
     async def scenario(fleet: Fleet) -> None:
         for server in fleet.servers.values():
             server.mood = Mood.HALF
-        with pytest.raises(UpstreamLost, match="names no tokens"):
+        with pytest.raises(UpstreamLost, match="no other site could go on"):
             await fleet.ask(fleet.here.query(max_tokens=9))
         assert sum(len(server.asked) for server in fleet.servers.values()) == 1
         assert fleet.here.outcomes[0].completion_tokens == 1
@@ -125,22 +126,71 @@ def test_half_an_answer_ends_with_an_error_that_says_why() -> None:
     run(scenario, "a", "b")
 
 
-def test_what_our_own_site_began_is_not_given_to_a_server() -> None:
+@pytest.mark.parametrize("prompt", [Chat((Message("user", SAID),)), SAID])
+def test_from_server_to_server_an_answer_goes_on_where_it_broke(prompt: Prompt) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers.values():
+            server.mood = Mood.HALF
+        query = replace(fleet.here.query(max_tokens=9), prompt=prompt)
+        fleet.servers["c"].mood = Mood.ANSWERING
+        text, usage = await fleet.ask(query)
+        assert (text, usage.completion_tokens) == (SAID[:9], 9)
+        (outcome,) = fleet.here.outcomes
+        assert (outcome.status, outcome.completion_tokens) == (Status.ANSWERED, 9)
+        await fleet.at_rest()
+
+    run(scenario, "a", "b", "c", owner="vllm")
+
+
+def test_from_our_own_site_to_a_server_and_back() -> None:
     async def scenario(fleet: Fleet) -> None:
         fleet.servers["a"].mood = Mood.FULL  # the query goes to our own
         own = await fleet.here.site("own")
         asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
         assign = await own.assigned()
+        server = fleet.servers["a"]
+        server.mood = Mood.ANSWERING
+        server.go.clear()
+        await own.step(assign, SAID[:3], 3)
+        (story,) = fleet.here.gateway.stories.values()
+        await until(lambda: story.opened, "a first word")
+        await own.close()
+        await until(lambda: story.delivered and story.delivered.text == SAID[:4], "a letter of the server's")
+        assert server.asked[-1]["messages"][-1] == {"role": "assistant", "content": SAID[:3]}
+        again = await fleet.here.site("again", features=("chat", "resume", "resume_text", "resume_chat"))
+        await server.die()
+        resumed = await again.assigned()
+        assert (resumed.resume.text, resumed.resume.tokens) == (SAID[:4], 4)
+        assert not resumed.resume.token_ids  # the server's are unknown
+        await again.finish(resumed, SAID[4:9], 9)
+        text, usage = await asking
+        assert (text, usage) == (SAID[:9], Usage(prompt_tokens=7, completion_tokens=9))
+        assert len(fleet.here.outcomes) == 1
+
+    run(scenario, "a", owner="vllm")
+
+
+def test_what_our_own_sites_began_goes_on_exactly_where_one_is_left() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers["a"].mood = Mood.FULL
+        sites = [await fleet.here.site("own"), await fleet.here.site("other")]
+        asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
+        await until(lambda: any(not site.inbox.empty() for site in sites), "an assignment")
+        own = next(site for site in sites if not site.inbox.empty())
+        other = next(site for site in sites if site is not own)
+        assign = await own.assigned()
         fleet.servers["a"].mood = Mood.ANSWERING
         asked = len(fleet.servers["a"].asked)
-        await own.step(assign, "Hel", 3)
+        await own.step(assign, SAID[:3], 3)
         await until(lambda: any(each.opened for each in fleet.here.gateway.stories.values()), "a first word")
         await own.close()
-        with pytest.raises(UpstreamLost, match="no other site could go on"):
-            await asking
+        resumed = await other.assigned()
+        assert list(resumed.resume.token_ids) == [ord(letter) for letter in SAID[:3]]
+        await other.finish(resumed, SAID[3:9], 9)
+        assert (await asking)[0] == SAID[:9]
         assert len(fleet.servers["a"].asked) == asked
 
-    run(scenario, "a")
+    run(scenario, "a", owner="vllm")
 
 
 @pytest.mark.parametrize(("mood", "error"), [(Mood.TOO_LONG, ContextTooLong), (Mood.INVALID, BadRequest)])

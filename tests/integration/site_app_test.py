@@ -44,7 +44,13 @@ def test_a_signal_drains_and_the_process_leaves_in_order() -> None:
             session = await gateway.joined()
             hello = await session.welcome()
             assert (hello.slots, hello.kv_capacity_tokens) == (2, 2 * CONTEXT_TOKENS)
-            assert list(hello.models[0].features) == ["chat", "logprobs", "resume"]
+            assert list(hello.models[0].features) == [
+                "chat",
+                "logprobs",
+                "resume",
+                "resume_text",
+                "resume_chat",
+            ]
             await session.send(**assign("a", max_tokens=60))
             await session.until(lambda: session.text("a"))
             os.kill(os.getpid(), signal.SIGTERM)

@@ -100,7 +100,7 @@ def test_answers_stream_with_the_servers_counts() -> None:
         session = here.session
         assert (here.hello.engine, here.hello.slots) == ("openai", 4)
         assert [(each.id, each.context_tokens) for each in here.hello.models] == [("letters", 64)]
-        assert list(here.hello.models[0].features) == ["chat"]
+        assert list(here.hello.models[0].features) == ["chat", "resume_text"]
         assert "unknown server, load from an estimate" in here.hello.version
         await session.send(**assign("text", "abc", max_tokens=5))
         await session.send(**chat("chat", "hello", max_tokens=3, n=2, temperature=0.5, stop=["!"]))
@@ -300,7 +300,8 @@ def test_load_is_the_servers_own_word_where_it_gives_one() -> None:
     async def scenario(here: Scene) -> None:
         assert "(vllm, load from its metrics)" in here.hello.version
         assert here.hello.kv_capacity_tokens == 16_000
-        assert list(here.hello.models[0].features) == ["chat", "logprobs", "tools", "guided"]
+        known = {"chat", "logprobs", "tools", "guided", "resume_text", "resume_chat"}
+        assert set(here.hello.models[0].features) == known
         here.server.running, here.server.waiting = 3, 5
         load = await here.load(pending=5, running=3)
         assert load.kv_free_tokens == 12_000
@@ -322,10 +323,39 @@ def test_what_the_server_may_drop_silently_is_refused() -> None:
         refused = await here.refused("a")
         assert (refused.reason, refused.param) == (pb.Rejected.UNSUPPORTED, "top_k")
         body = assign("b")["assign"]
-        body.resume.CopyFrom(pb.ResumeFrom(token_ids=[1], text_chars=1))
+        body.resume.CopyFrom(pb.ResumeFrom(token_ids=[1], text_chars=1))  # from an older gateway: no text
         await here.session.send(assign=body)
         assert (await here.refused("b")).reason == pb.Rejected.UNSUPPORTED
         assert here.server.asked == []
+
+
+def resumed(attempt_id: str, prompt: str, text: str, tokens: int, **sampling: Any) -> dict[str, pb.Assign]:
+    body = assign(attempt_id, prompt, **sampling)["assign"]
+    body.resume.CopyFrom(pb.ResumeFrom(text=text, text_chars=len(text), tokens=tokens))
+    return {"assign": body}
+
+
+def test_an_answer_begun_elsewhere_goes_on_after_its_text() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**resumed("a", "abcde", "abc", 3, max_tokens=8))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        asked = here.server.asked[0]
+        assert (asked["prompt"], asked["max_tokens"]) == ("abcdeabc", 5)
+        assert here.session.text("a") == "deabc"
+        assert here.session.deltas("a")[-1].completion_tokens == 8
+        assert [each.prompt_tokens for each in here.session.said("accepted")][-1] == 7 - 3
+
+    run(scenario)
+
+
+def test_an_answer_that_broke_off_after_its_last_token_only_ends() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**resumed("a", "abcde", "abc", 3, max_tokens=3))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert (here.session.text("a"), here.session.deltas("a")[-1].completion_tokens) == ("", 3)
+        assert here.server.asked == []
+
+    run(scenario)
 
     run(scenario)
 

@@ -242,7 +242,7 @@ def test_to_be_released_is_no_failure_and_leads_to_the_bidder(moves: int) -> Non
 def test_what_was_delivered_goes_with_the_next_try(token_ids: tuple[int, ...], chars: int) -> None:
     plan = tries(Sampling(), 3)
     next(plan)
-    delivered = Resume(token_ids, chars)
+    delivered = Resume(token_ids, "a" * chars, 1)
     assert plan.send(Setback(Broken("a", Cause.LOST, "gone"), delivered)).resume == delivered
 
 
@@ -251,7 +251,7 @@ def test_what_can_not_be_resumed_is_refused_honestly(sampling: Sampling) -> None
     plan = tries(sampling, 3)
     next(plan)
     with pytest.raises(UpstreamLost, match="gone"):
-        plan.send(Setback(Broken("a", Cause.LOST, "gone"), Resume((1,), 1)))
+        plan.send(Setback(Broken("a", Cause.LOST, "gone"), Resume((1,), "a", 1)))
 
 
 def test_more_free_memory_than_a_site_has_makes_it_no_faster() -> None:

@@ -10,10 +10,12 @@ import pytest
 from site_engine import messages as m
 from site_engine.errors import NotServed, Reason
 from site_engine.remote.asking import asking, guessed_tokens
-from site_engine.remote.dialects import LLAMA_CPP, UNKNOWN, VLLM
+from site_engine.remote.dialects import LLAMA_CPP, SGLANG, UNKNOWN, VLLM, Dialect
 from site_engine.remote.server import RETRY_AFTER_MAX_S, refused
 from site_engine.request import Lane, RemainingCurve, Sampling
 from site_engine.tools import ToolChoice, Tools
+
+HI = (m.ChatMessage("user", "hi"),)
 
 
 def assign(prompt: m.Prompt, sampling: Sampling | None = None, **more: Any) -> m.Assign:
@@ -34,7 +36,7 @@ def assign(prompt: m.Prompt, sampling: Sampling | None = None, **more: Any) -> m
 
 
 def test_only_what_was_asked_for_is_passed_on() -> None:
-    path, body = asking(assign(m.TextPrompt("hi")), "theirs", UNKNOWN)
+    path, body, _ = asking(assign(m.TextPrompt("hi")), "theirs", UNKNOWN)
     assert path == "/v1/completions"
     assert body == {
         "model": "theirs",
@@ -53,7 +55,7 @@ def test_a_chat_keeps_its_turns() -> None:
         m.ChatMessage("tool", "42", tool_call_id="1"),
     )
     sampling = Sampling(max_tokens=5, stop=("a",), seed=3, logit_bias={7: 1.5}, logprobs=2, top_k=4)
-    path, body = asking(assign(m.ChatPrompt(turns), sampling, choices=2), "theirs", VLLM)
+    path, body, _ = asking(assign(m.ChatPrompt(turns), sampling, choices=2), "theirs", VLLM)
     assert path == "/v1/chat/completions"
     assert [each["role"] for each in body["messages"]] == ["user", "assistant", "tool"]
     assert body["messages"][1]["tool_calls"] == [{"id": "1"}]
@@ -85,6 +87,69 @@ def test_what_it_could_not_honour_is_refused_with_the_field(attempt: m.Assign, p
     assert (refusal.value.reason, refusal.value.param) == (Reason.UNSUPPORTED, param)
 
 
+def begun(prompt: m.Prompt, text: str, sampling: Sampling | None = None, **more: Any) -> m.Assign:
+    """An answer of which the client has a text of three tokens."""
+    delivered = {"resumed_text": text, "resumed_chars": len(text), "resumed_tokens": 3}
+    return assign(prompt, sampling, **{**delivered, **more})
+
+
+def test_a_text_goes_on_after_what_was_delivered() -> None:
+    sampling = Sampling(max_tokens=10, min_tokens=5)
+    path, body, delivered = asking(begun(m.TextPrompt("Once"), " upon a", sampling), "theirs", VLLM)
+    assert (path, delivered) == ("/v1/completions", 3)
+    assert (body["prompt"], body["max_tokens"], body["min_tokens"]) == ("Once upon a", 7, 2)
+    assert "continue_final_message" not in body
+
+
+@pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP])
+def test_a_chat_goes_on_in_the_servers_own_way(dialect: Dialect) -> None:
+    path, body, delivered = asking(begun(m.ChatPrompt(HI), "Hello th"), "theirs", dialect)
+    assert (path, delivered) == ("/v1/chat/completions", 3)
+    assert body["messages"][-1] == {"role": "assistant", "content": "Hello th"}
+    own = (body.get("continue_final_message"), body.get("add_generation_prompt"))
+    asked = (None, None) if dialect is LLAMA_CPP else (True, False)
+    assert own == asked
+
+
+def test_an_answer_of_which_the_client_has_nothing_begins_anew() -> None:
+    attempt = assign(m.ChatPrompt(HI), Sampling(max_tokens=9), resumed=(1, 2), resumed_tokens=2)
+    _, body, delivered = asking(attempt, "theirs", UNKNOWN)
+    assert (len(body["messages"]), body["max_tokens"], delivered) == (1, 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "why"),
+    [
+        (begun(m.ChatPrompt(HI), "Hello", resumed_text="Hel"), "more than text"),
+        (begun(m.ChatPrompt(HI), "Hello", resumed_calls=1), "more than text"),
+        (begun(m.TokenPrompt((1,)), "Hello"), "token ids"),
+        (begun(m.ChatPrompt(HI, Tools(({"type": "function"},))), "Hello"), "beginning of a call"),
+        (begun(m.ChatPrompt(HI), "{", guided_json="{}"), "beginning of a call or of JSON"),
+        (begun(m.ChatPrompt(HI), "Hello "), "white space"),
+        (begun(m.TextPrompt("a"), "b", Sampling(presence_penalty=0.5)), "presence_penalty"),
+        (begun(m.TextPrompt("a"), "b", Sampling(frequency_penalty=0.5)), "frequency_penalty"),
+        (begun(m.TextPrompt("a"), "b", Sampling(repetition_penalty=1.5)), "repetition_penalty"),
+        (begun(m.TextPrompt("a"), "b", Sampling(seed=1)), "seed"),
+        (begun(m.TextPrompt("a"), "b\n", Sampling(stop=("\n\n",))), "stop string"),
+    ],
+)
+def test_what_would_show_at_the_seam_is_refused(attempt: m.Assign, why: str) -> None:
+    with pytest.raises(NotServed, match=why) as refusal:
+        asking(attempt, "theirs", VLLM)
+    assert refusal.value.reason is Reason.UNSUPPORTED
+
+
+def test_a_chat_is_not_continued_where_nobody_knows_how() -> None:
+    assert asking(begun(m.TextPrompt("a"), "b"), "theirs", UNKNOWN).body["prompt"] == "ab"
+    with pytest.raises(NotServed, match="not known to continue"):
+        asking(begun(m.ChatPrompt(HI), "b"), "theirs", UNKNOWN)
+
+
+def test_a_greedy_answer_with_a_seed_goes_on() -> None:
+    attempt = begun(m.TextPrompt("a"), "b", Sampling(seed=1, temperature=0.0))
+    assert asking(attempt, "theirs", UNKNOWN).body["prompt"] == "ab"
+
+
 def test_servers_honour_different_fields() -> None:
     attempt = assign(m.TextPrompt("a"), Sampling(repetition_penalty=1.1))
     assert asking(attempt, "theirs", VLLM).body["repetition_penalty"] == 1.1
@@ -93,7 +158,6 @@ def test_servers_honour_different_fields() -> None:
 
 
 ADD = {"type": "function", "function": {"name": "add"}}
-HI = (m.ChatMessage("user", "hi"),)
 
 
 @pytest.mark.parametrize(
