@@ -1,0 +1,52 @@
+"""What clients_test.py asks of llm; runs in its environment. llm lists the models it was told of."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import llm
+import openai
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+served = os.environ["MICO_MODEL"]
+told = [
+    {
+        "model_id": name,
+        "model_name": name,
+        "api_base": os.environ["OPENAI_BASE_URL"],
+        "supports_schema": True,
+    }
+    for name in (served, "no-such-model")
+]
+Path(os.environ["LLM_USER_PATH"], "extra-openai-models.yaml").write_text(json.dumps(told))
+
+
+def ask(name: str, **more: Any) -> Any:
+    model = llm.get_model(name)
+    model.key = os.environ["OPENAI_API_KEY"]
+    return model.prompt("Hello there", temperature=0, **{"max_tokens": 24} | more)
+
+
+refused = {"status": 0, "message": "it was not refused"}
+try:
+    ask("no-such-model", stream=False).text()
+except openai.NotFoundError as error:
+    refused = {"status": error.status_code, "message": str(error)}
+found = {
+    "models": [model.model_id for model in llm.get_models() if model.model_id != "no-such-model"],
+    "chat": ask(served, stream=False).text(),
+    "streamed": [text for text in ask(served, stream=True) if text],
+    "held": json.loads(ask(served, stream=False, schema=CITY, max_tokens=200).text()),
+    "refused": refused,
+}
+sys.stdout.write(json.dumps(found) + "\n")
