@@ -6,7 +6,7 @@ An iteration is the unit of time, as in the paper: one second of the simulator's
 The prompts are held out from the shipped predictor's training. `paper_ratio` is the range the paper reports
 over all its cells; the values of single cells are not at hand. `ratio` is of the whole of ours,
 `assigned_ratio` of the paper's method, `bound_ratio` of a perfect schedule of the same queries. `--plots DIR`
-draws them and needs the extra `bench`.
+draws them and needs the extra `plots`.
 """
 
 from __future__ import annotations

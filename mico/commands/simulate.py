@@ -146,7 +146,7 @@ def _plot(runs: list[dict[str, Any]], path: Path) -> None:
         from matplotlib import pyplot
     except ModuleNotFoundError as error:
         raise CommandFailed(
-            "no picture without matplotlib", cause=str(error), tip="pip install 'mico[bench]'"
+            "no picture without matplotlib", cause=str(error), tip="pip install 'mico[plots]'"
         ) from error
     names = ["{policy} · {estimator} · {order} · {load:g}".format(**row) for row in runs]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.4 * len(runs) + 2), sharey=True)
