@@ -60,7 +60,8 @@ def prepare(
 ) -> None:
     if debug:
         os.environ["MICO_DEBUG"] = "1"
-    context.obj = Session.here(folder, quiet=quiet)
+    context.obj = here = Session.here(folder, quiet=quiet)
+    context.call_on_close(here.opened.close)
 
 
 app.command()(federation.up)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,9 +25,12 @@ Database = Annotated[str | None, typer.Option(help="sqlite:///FILE or postgresql
 
 @dataclass(frozen=True, slots=True)
 class Session:
+    """`opened` is closed when the command ends, however it ends."""
+
     terminal: Terminal
     settings: Settings
     folder: Folder
+    opened: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     def here(cls, folder: Path, *, quiet: bool) -> Session:
@@ -38,7 +42,9 @@ class Session:
         from mico.client import Client
 
         url = self.settings.value("base_url", base_url)
-        return Client(url, self.settings.value("api_key", api_key))
+        client = Client(url, self.settings.value("api_key", api_key))
+        self.opened.callback(client.http.close)
+        return client
 
 
 def session(context: typer.Context) -> Session:

@@ -1,4 +1,4 @@
-"""`mico top`: the federation in the terminal, a line a site, once a second."""
+"""`mico top`: the federation in the terminal, a line a site, once a second, with a few keys."""
 
 from __future__ import annotations
 
@@ -8,135 +8,100 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mico.errors import CommandFailed
 from mico.session import ApiKey, BaseUrl, Json, session
-from mico.terminal import STATE_COLOURS, seconds
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from mico.client import Client
+    from mico.keyboard import Keyboard
+    from mico.watching import Watching
 
-LEVELS = {"calm": "green", "degraded": "yellow", "critical": "bold red"}
-EVENTS_SHOWN = 6
+OVERVIEW = "/admin/api/overview"
 
 
 def top(
     context: typer.Context,
     *,
     times: Annotated[
-        int | None, typer.Option("-n", min=1, help="How often; without it until Ctrl-C.")
+        int | None, typer.Option("-n", min=1, help="How often; without it until you press q.")
     ] = None,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
     base_url: BaseUrl = None,
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Sites, load and events, live. -n 1 --json is for scripts."""
+    """Sites, load and events, live; s sorts, d drains, p pauses, q quits. -n 1 --json is for scripts."""
     here = session(context)
     client = here.client(base_url, api_key)
-    looked = 0
     if as_json:
+        looked = 0
         while times is None or looked < times:
-            looked += _rest(looked, every)
-            here.terminal.json(client.get("/admin/api/overview"))
+            if looked:
+                time.sleep(every)
+            here.terminal.json(client.get(OVERVIEW))
+            looked += 1
         return
+    from rich.console import Console
+
+    from mico.screen import screen
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    first = client.get(OVERVIEW)
+    if times == 1 or not console.is_terminal or not sys.stdin.isatty():
+        console.print(screen(first))
+        return
+    live(client, first, times, every)
+
+
+def live(client: Client, first: dict[str, Any], times: int | None, every_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    first = client.get("/admin/api/overview")
-    if times == 1 or not console.is_terminal:
-        console.print(screen(first))
+    from mico.keyboard import keyboard
+    from mico.screen import screen
+    from mico.watching import Watching
+
+    watching = Watching(first)
+    console = Console(highlight=False)
+    try:
+        with (
+            keyboard() as keys,
+            Live(screen(first, watching), console=console, screen=True, auto_refresh=False) as shown,
+        ):
+            looked = 1
+            while not watching.over and (times is None or looked < times):
+                until_s = time.monotonic() + every_s
+                while not watching.over and (left_s := until_s - time.monotonic()) > 0:
+                    press(client, watching, keys, left_s)
+                    shown.update(screen(watching.snapshot, watching), refresh=True)
+                looked += look(client, watching)
+                shown.update(screen(watching.snapshot, watching), refresh=True)
+    except KeyboardInterrupt:
         return
-    with Live(screen(first), console=console, screen=True, auto_refresh=False) as live:
-        looked = 1
-        try:
-            while times is None or looked < times:
-                looked += _rest(looked, every)
-                live.update(screen(client.get("/admin/api/overview")), refresh=True)
-        except KeyboardInterrupt:
-            return
 
 
-def _rest(looked: int, every_s: float) -> int:
-    """One look more; before every one but the first there is a rest."""
-    if looked:
-        time.sleep(every_s)
+def look(client: Client, watching: Watching) -> int:
+    """While it is paused nothing new is drawn. A gateway that does not answer is told of, and tried again."""
+    if watching.paused or watching.over:
+        return 0
+    try:
+        watching.snapshot = client.get(OVERVIEW)
+        watching.trouble = ""
+    except CommandFailed as failure:
+        watching.trouble = failure.error
     return 1
 
 
-def screen(snapshot: dict[str, Any]) -> RenderableType:
-    from rich.console import Group
-    from rich.text import Text
+def press(client: Client, watching: Watching, keys: Keyboard, within_s: float) -> None:
+    """One key, if there is one; what it asks of the gateway is done here."""
+    from urllib.parse import quote
 
-    banner = snapshot["banner"]
-    events = [event_line(event) for event in snapshot["events"][:EVENTS_SHOWN]]
-    return Group(
-        Text(banner["text"], style=LEVELS[banner["level"]]),
-        Text(totals_line(snapshot["totals"]), style="dim"),
-        "",
-        site_table(snapshot["sites"]),
-        "",
-        *events,
-    )
-
-
-def totals_line(totals: dict[str, Any]) -> str:
-    return (
-        f"out {totals['output_per_s']:.0f} tok/s · in {totals['input_per_s']:.0f} tok/s · "
-        f"{totals['in_flight']} in flight · {totals['queued']} queued · "
-        f"first token p95 {seconds(totals['ttft_p95_s'])} · "
-        f"{totals['errors_per_min']:.0f} of {totals['ended_per_min']:.0f} failed in the last minute · "
-        f"headroom {percent(totals['headroom'])}"
-    )
-
-
-def site_table(sites: list[dict[str, Any]]) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("site", "state", "token load", "", "weight", "out/s", "run", "queue"):
-        table.add_column(
-            column, justify="right" if column in ("", "weight", "out/s", "run", "queue") else "left"
-        )
-    for column in ("TTFT p95", "token p95", "KV", "err/min", "report"):
-        table.add_column(column, justify="right")
-    for site in sites:
-        unknown = "dim strike" if site["state"] == "stale" else ""
-        cells = [
-            bar(site["load"]),
-            percent(site["load"]),
-            f"{site['weight']:.0f}",
-            f"{site['output_per_s']:.0f}",
-            f"{site['running']}/{site['slots']}",
-            str(site["pending"]),
-            seconds(site["ttft_p95_s"]),
-            seconds(site["itl_p95_s"]),
-            percent(site["kv_used"]),
-            f"{site['errors_per_min']:.0f}",
-        ]
-        state = Text(site["state"], style=STATE_COLOURS.get(site["state"], "red"))
-        figures = [Text(cell, style=unknown) for cell in cells]
-        table.add_row(site["name"], state, *figures, seconds(site["report_age_s"]))
-    return table
-
-
-def event_line(event: dict[str, Any]) -> RenderableType:
-    from datetime import UTC, datetime
-
-    from rich.text import Text
-
-    when = datetime.fromtimestamp(event["at"], UTC).astimezone().strftime("%H:%M:%S")
-    who = f" by {event['who']}" if event["who"] else ""
-    text = f"{when} {event['kind']:<8} {event['site']} {event['text']}{who}"
-    return Text(text, style="red" if event["bad"] else "dim")
-
-
-def bar(load: float | None, width: int = 12) -> str:
-    if load is None:
-        return "·" * width
-    filled = min(width, round(load * width))
-    return "█" * filled + "░" * (width - filled)
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+    key = keys.key(within_s)
+    asked = watching.press(key) if key else None
+    if asked is None:
+        return
+    path = f"/admin/api/sites/{quote(asked.site, safe='')}/drain"
+    try:
+        watching.answered(client.post(path, {"reason": asked.reason, "dry_run": asked.dry_run}))
+    except CommandFailed as failure:
+        watching.refused(failure.cause or failure.error)

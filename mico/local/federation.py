@@ -78,10 +78,13 @@ def states(running: Running, key: str | None) -> dict[str, str]:
 def told_by(gateway: Process, base_url: str, key: str | None, running: Running) -> dict[str, str]:
     """The states of that gateway and of all sites, as it sees them."""
     unseen = {site.name: "starting" for site in running.sites}
+    client = Client(base_url, key)
     try:
-        sites = Client(base_url, key).get("/admin/api/sites")["sites"]
+        sites = client.get("/admin/api/sites")["sites"]
     except CommandFailed:
         return {gateway.name: "starting", **unseen}
+    finally:
+        client.http.close()
     return {gateway.name: "ready", **unseen, **{site["name"]: site["state"] for site in sites}}
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import select
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -55,6 +59,51 @@ def test_top_shows_every_site_and_speaks_json(run: Run, federation: LocalFederat
     snapshot = json.loads(run("top", "-n", "1", "--json")[1])
     assert {"seq", "at", "banner", "totals", "sites", "events", "routes", "quality"} <= set(snapshot)
     assert {site["name"] for site in snapshot["sites"]} == {s.name for s in federation.running.sites}
+
+
+def test_top_drains_a_site_by_keys(run: Run, federation: LocalFederation) -> None:
+    """In a terminal of its own: choose, ask why, say yes, see it, quit."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (50, 150))
+    told = {"MICO_BASE_URL": federation.base_url, "MICO_API_KEY": federation.api_key, "TERM": "xterm"}
+    top = subprocess.Popen(
+        [sys.executable, "-m", "mico", "top"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | told,
+    )
+    os.close(theirs)
+    shown = bytearray()
+
+    def look() -> bool:
+        """Whoever does not read its output holds it up."""
+        if select.select([ours], [], [], 0)[0]:
+            with suppress(OSError):  # of Linux, once nobody holds the other end
+                shown.extend(os.read(ours, 65_536))
+        return True
+
+    def until(words: str) -> None:
+        eventually(lambda: look() and words.encode() in shown, words)
+        shown.clear()
+
+    site = sorted(federation.sites())[0]
+    try:
+        for keys, words in (("", "q quit"), ("s", "by load"), ("ssss", "by name"), ("jd", "Why?")):
+            os.write(ours, keys.encode())
+            until(words)
+        os.write(ours, b"too warm\r")
+        until(f"Drain {site}? y")
+        os.write(ours, b"y")
+        until("done: ")
+        assert federation.sites()[site]["orders"][0]["reason"] == "too warm"
+        os.write(ours, b"q")
+        eventually(lambda: look() and top.poll() is not None, "it ends")
+        assert top.returncode == 0
+    finally:
+        top.kill()
+        top.wait()
+        os.close(ours)
 
 
 def test_an_act_needs_a_reason_and_says_what_it_does(run: Run, federation: LocalFederation) -> None:

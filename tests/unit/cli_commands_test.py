@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
-from mico.cli import main
+from mico.cli import app, main
+
+DATA_IS_NO_JSON = {
+    "mico down",
+    "mico chat",
+    "mico gateway",
+    "mico site",
+    "mico pki init",
+    "mico pki invite",
+    "mico pki revoke",
+    "mico pki renew",
+    "mico drill kill-site",
+    "mico drill stale",
+    "mico drill overload",
+    "mico db upgrade",
+}
+"""They act or talk; none of them reads."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +50,17 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     status = main(arguments)
     out, err = capsys.readouterr()
     return status, out, err
+
+
+def every_command(command: Any = None, name: str = "mico") -> Iterator[tuple[str, set[str]]]:
+    """The full name of each command, with its options."""
+    command = command or typer.main.get_command(app)
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield name, {option for parameter in command.params for option in parameter.opts}
+        return
+    for word, each in inner.items():
+        yield from every_command(each, f"{name} {word}")
 
 
 def test_a_key_is_made_listed_and_revoked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +96,17 @@ def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> 
         (("sites", "list", "--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
         (("keys", "create", "ann", "--database", "oracle://x"), 1, "not supported"),
         (("up", "--port", "70000"), 2, "no port"),
+        (("tenants", "list"), 1, "mico db upgrade"),
+        (("quotas", "list"), 1, "mico db upgrade"),
+        (("quotas", "set", "--tokens-per-min", "5"), 2, "mico quotas set --tenant"),
+        (("quotas", "set", "--tenant", "a"), 2, "mico quotas set --tenant"),
+        (("quotas", "set", "--tenant", "a", "--tokens-per-min", "many"), 2, "is a number or none"),
+        (("pki", "list"), 1, "mico db upgrade"),
+        (("pki", "invite", "a"), 1, "mico pki init"),
+        (("keys", "rotate", "k", "--overlap", "soon"), 2, "such as 90s"),
+        (("batch", "run", "none.jsonl"), 2, "there is no file none.jsonl"),
+        (("batch", "list", "--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
+        (("top", "-n", "1", "--base-url", "http://127.0.0.1:9/v1"), 1, "mico up starts one"),
     ],
 )
 def test_a_failure_says_what_to_do(
@@ -74,6 +116,20 @@ def test_a_failure_says_what_to_do(
     assert (code, out) == (status, "")
     assert word in err
     assert "Traceback" not in err
+
+
+def test_what_is_not_there_is_a_failure_once_there_is_a_database(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "db", "upgrade")[0] == 0
+    for arguments in (("keys", "revoke", "nope"), ("keys", "rotate", "nope")):
+        status, out, err = run(capsys, *arguments)
+        assert (status, out) == (1, "")
+        assert "mico keys list" in err
+    for noun in ("keys", "tenants", "quotas", "pki"):
+        assert run(capsys, noun, "list", "--json")[:2] == (0, "[]\n"), noun
+
+
+def test_what_reads_speaks_json_and_the_rest_is_known() -> None:
+    assert {name for name, options in every_command() if "--json" not in options} == DATA_IS_NO_JSON
 
 
 def test_an_unknown_option_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +159,11 @@ def test_doctor_names_the_repair(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["python"]["verdict"] == "ok"
     assert (findings["database"]["verdict"], findings["database"]["repair"]) == ("warn", "mico up")
     assert findings["gateway"]["verdict"] == "fail"
+    known = {name for name, _ in every_command()}
+    for finding in findings.values():
+        assert finding["verdict"] == "ok" or finding["repair"], finding
+        for command in re.findall(r"\bmico(?: [a-z-]+)+", finding["repair"]):
+            assert any(command.startswith(name) for name in known), command
     assert "API key" not in findings
 
 

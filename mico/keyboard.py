@@ -1,0 +1,54 @@
+"""Single keys from a terminal, without waiting for Enter; the terminal is as it was afterwards."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+ARROWS = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"}
+NAMES = {"\r": "enter", "\n": "enter", "\x7f": "back", "\x08": "back", "\x1b": "escape", "\x03": "quit"}
+
+
+class Keyboard(Protocol):
+    def key(self, within_s: float) -> str | None:
+        """The next key, by its name or as the character it is; None if there was none in time."""
+
+
+class Terminal:
+    """Reads file descriptor `fd` as it comes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._typed = ""
+
+    def key(self, within_s: float) -> str | None:
+        if not self._typed and select.select([self._fd], [], [], within_s)[0]:
+            self._typed = os.read(self._fd, 1024).decode(errors="ignore") or "\x03"  # the end of input quits
+        return self._take()
+
+    def _take(self) -> str | None:
+        for sequence, name in ARROWS.items():
+            if self._typed.startswith(sequence):
+                self._typed = self._typed[len(sequence) :]
+                return name
+        first, self._typed = self._typed[:1], self._typed[1:]
+        return NAMES.get(first, first) or None
+
+
+@contextmanager
+def keyboard() -> Iterator[Keyboard]:
+    """Ctrl-C stays an interrupt."""
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd)
+    try:
+        yield Terminal(fd)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

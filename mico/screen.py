@@ -1,0 +1,101 @@
+"""What `mico top` draws: the banner, the totals, a line a site, the latest events, the keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mico.terminal import STATE_COLOURS, seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from mico.watching import Watching
+
+LEVELS = {"calm": "green", "degraded": "yellow", "critical": "bold red"}
+EVENTS_SHOWN = 6
+
+
+def screen(snapshot: dict[str, Any], watching: Watching | None = None) -> RenderableType:
+    """`watching` is who looks and with which keys; without one it is a picture."""
+    from rich.console import Group
+    from rich.text import Text
+
+    banner = snapshot["banner"]
+    events = [event_line(event) for event in snapshot["events"][:EVENTS_SHOWN]]
+    sites = watching.sites if watching else snapshot["sites"]
+    below = [Text(""), *(Text(line, style="bold") for line in watching.footer())] if watching else []
+    stale = [Text(f"STALE: {watching.trouble}", style="bold red")] if watching and watching.trouble else []
+    return Group(
+        *stale,
+        Text(banner["text"], style=LEVELS[banner["level"]]),
+        Text(totals_line(snapshot["totals"]), style="dim"),
+        "",
+        site_table(sites, watching.chosen if watching else ""),
+        "",
+        *events,
+        *below,
+    )
+
+
+def totals_line(totals: dict[str, Any]) -> str:
+    return (
+        f"out {totals['output_per_s']:.0f} tok/s · in {totals['input_per_s']:.0f} tok/s · "
+        f"{totals['in_flight']} in flight · {totals['queued']} queued · "
+        f"first token p95 {seconds(totals['ttft_p95_s'])} · "
+        f"{totals['errors_per_min']:.0f} of {totals['ended_per_min']:.0f} failed in the last minute · "
+        f"headroom {percent(totals['headroom'])}"
+    )
+
+
+def site_table(sites: list[dict[str, Any]], chosen: str = "") -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("site", "state", "token load", "", "weight", "out/s", "run", "queue"):
+        table.add_column(
+            column, justify="right" if column in ("", "weight", "out/s", "run", "queue") else "left"
+        )
+    for column in ("TTFT p95", "token p95", "KV", "err/min", "report"):
+        table.add_column(column, justify="right")
+    for site in sites:
+        unknown = "dim strike" if site["state"] == "stale" else ""
+        cells = [
+            bar(site["load"]),
+            percent(site["load"]),
+            f"{site['weight']:.0f}",
+            f"{site['output_per_s']:.0f}",
+            f"{site['running']}/{site['slots']}",
+            str(site["pending"]),
+            seconds(site["ttft_p95_s"]),
+            seconds(site["itl_p95_s"]),
+            percent(site["kv_used"]),
+            f"{site['errors_per_min']:.0f}",
+        ]
+        state = Text(site["state"], style=STATE_COLOURS.get(site["state"], "red"))
+        figures = [Text(cell, style=unknown) for cell in cells]
+        reverse = "reverse" if site["name"] == chosen else None
+        table.add_row(site["name"], state, *figures, seconds(site["report_age_s"]), style=reverse)
+    return table
+
+
+def event_line(event: dict[str, Any]) -> RenderableType:
+    from datetime import UTC, datetime
+
+    from rich.text import Text
+
+    when = datetime.fromtimestamp(event["at"], UTC).astimezone().strftime("%H:%M:%S")
+    who = f" by {event['who']}" if event["who"] else ""
+    text = f"{when} {event['kind']:<8} {event['site']} {event['text']}{who}"
+    return Text(text, style="red" if event["bad"] else "dim")
+
+
+def bar(load: float | None, width: int = 12) -> str:
+    if load is None:
+        return "·" * width
+    filled = min(width, round(load * width))
+    return "█" * filled + "░" * (width - filled)
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

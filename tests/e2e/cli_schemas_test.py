@@ -1,0 +1,153 @@
+"""What `--json` prints is a promise: the names and kinds of every read command, against a real federation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mico.cli import main
+from tests.local_federation import LocalFederation, eventually
+
+pytestmark = pytest.mark.e2e
+
+Run = Callable[..., tuple[int, str, str]]
+
+SITE = (
+    "assigned capacity_tokens cloud engine input_usd_per_mtok kv_capacity_tokens kv_free_tokens "
+    "kv_reserved_tokens load_age_s models name orders output_usd_per_mtok pending pinned_off "
+    "prompt_tokens_total region rtt_s running slots state token_load tokens_per_s tokens_total version weight"
+)
+PROCESS = "log name pid role state"
+SHOWN_SITE = (
+    "capacity_tokens cloud errors_per_min input_per_s input_usd_per_mtok itl_p95_s kv_used load models name "
+    "output_per_s output_usd_per_mtok outstanding_tokens pending pinned_off region report_age_s "
+    "running share slots state tokens_per_s ttft_p95_s weight"
+)
+KEY = "admin created_at expires_at hint id models name regions revoked_at state tenant"
+PROMISED: dict[tuple[str, ...], dict[str, str]] = {
+    ("status",): {"": "base_url model processes", "processes[]": PROCESS},
+    ("models",): {"[]": "created features id max_model_len object owned_by root"},
+    ("sites", "list"): {"[]": SITE},
+    ("sites", "show", "SITE"): {"": SITE},
+    ("top", "-n", "1"): {
+        "": "at banner clouds events quality replica replicas routes seq sites totals",
+        "banner": "level text",
+        "totals": "ended_per_min errors_per_min headroom in_flight input_per_s output_per_s queued "
+        "ttft_p95_s ttft_site",
+        "sites[]": SHOWN_SITE,
+        "events[]": "at bad kind site text who",
+        "routes[]": "attempts reason site",
+    },
+    ("explain", "REQUEST"): {
+        "[]": "attempts usage",
+        "[].usage": "attempts completion_tokens error first_token_s forecast_expected forecast_p50 "
+        "forecast_p90 forecast_source key_id model prompt_tokens query_id queue_s received_at request_id "
+        "site status tenant total_s",
+        "[].attempts[]": "completion_tokens decision ended first_token_s prompt_tokens",
+        "[].attempts[].decision.estimates[]": "",
+    },
+    ("doctor",): {"[]": "detail repair subject verdict"},
+    ("keys", "list"): {"[]": KEY},
+    ("tenants", "list"): {"[]": "best_priority created_at name"},
+    ("quotas", "list"): {"[]": "amount in_use kind scope subject"},
+    ("config", "show"): {"port": "origin value", "base_url": "origin value"},
+    ("batch", "list"): {"[]": ""},
+}
+
+
+@pytest.fixture
+def run(
+    federation: LocalFederation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "MICO_DATABASE_URL", "MICO_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MICO_FOLDER", str(federation.folder.path))
+    monkeypatch.setenv("MICO_BASE_URL", federation.base_url)
+    monkeypatch.setenv("MICO_API_KEY", federation.api_key)
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        return status, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def request_id(federation: LocalFederation) -> str:
+    """A query that is answered and recorded."""
+    federation.wait_until_ready()
+    body = {"model": federation.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    with federation.http() as http:
+        answered = http.post("/v1/chat/completions", json=body).raise_for_status()
+    found = str(answered.headers["x-request-id"])
+    federation.recorded_once([found])
+    return found
+
+
+def at(value: Any, path: str) -> Any:
+    """What stands at a path such as `sites[]` or `[].usage`; of a list its first."""
+    for step in path.replace("[]", ".[]").split("."):
+        if step == "[]":
+            assert value, f"an empty list at {path} shows nothing"
+            value = value[0]
+        elif step:
+            value = value[step]
+    return value
+
+
+@pytest.mark.parametrize("command", PROMISED, ids=" ".join)
+def test_json_keeps_its_names(
+    run: Run, federation: LocalFederation, request_id: str, command: tuple[str, ...]
+) -> None:
+    run("quotas", "set", "--tenant", "default", "--tokens-per-min", "100000000")
+    words = {"SITE": federation.running.sites[0].name, "REQUEST": request_id}
+    status, out, err = run(*(words.get(word, word) for word in command), "--json")
+    assert status == 0, err
+    told = json.loads(out)
+    for path, names in PROMISED[command].items():
+        if names:
+            assert " ".join(sorted(at(told, path))) == names, path
+        else:
+            assert isinstance(told, list)
+
+
+def test_a_batch_keeps_its_names(run: Run, federation: LocalFederation, tmp_path: Path) -> None:
+    body = {"model": federation.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    status, out, err = run("batch", "run", str(tmp_path / "in.jsonl"), "--json")
+    assert status == 0, err
+    done = json.loads(out)
+    (listed, *_) = json.loads(run("batch", "list", "--json")[1])
+    shown = json.loads(run("batch", "show", done["id"], "--json")[1])
+    assert set(shown) == set(listed) == set(done) - {"output_path", "errors_path"}
+    assert {"id", "status", "model", "created_at", "expires_at", "request_counts"} <= set(shown)
+    assert shown["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+def test_a_key_that_is_unknown_has_a_status_of_its_own(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MICO_API_KEY", "mico-nobodys")
+    for command in (
+        ("models",),
+        ("sites", "list"),
+        ("top", "-n", "1"),
+        ("batch", "list"),
+        ("chat", "-q", "x"),
+    ):
+        status, out, err = run(*command)
+        assert (status, out) == (4, ""), command
+        assert "mico keys create" in err
+
+
+def test_doctor_finds_a_whole_federation_well(run: Run, federation: LocalFederation) -> None:
+    def verdicts() -> dict[str, str]:
+        return {each["subject"]: each["verdict"] for each in json.loads(run("doctor", "--json")[1])}
+
+    federation.wait_until_ready()
+    found = eventually(lambda: (told := verdicts()).get("sites") == "ok" and told, "the sites are well")
+    for subject in ("database", "processes", "gateway", "API key"):
+        assert found[subject] == "ok"
