@@ -1,4 +1,4 @@
-"""Old rows go in small steps, so that no delete ever holds up a write: usage late, decisions early."""
+"""Old rows go in small steps, so that no delete holds up a write: decisions early, usage and audit late."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Table, delete, select
+from sqlalchemy import Column, delete, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.engine import reason
-from gateway.store.tables import decisions, usage
+from gateway.store.tables import audit, decisions, usage
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class Keep:
 
     usage_days: float = 400.0
     decisions_days: float = 30.0
+    audit_days: float = 730.0
 
 
 class Retention:
@@ -51,21 +52,22 @@ class Retention:
 
     async def sweep(self) -> int:
         """Removes all that is too old; returns the number of rows. Several replicas may do it at once."""
-        removed = await self._remove(decisions, self._keep.decisions_days)
-        return removed + await self._remove(usage, self._keep.usage_days)
+        removed = await self._remove(decisions.c.query_id, decisions.c.received_at, self._keep.decisions_days)
+        removed += await self._remove(usage.c.query_id, usage.c.received_at, self._keep.usage_days)
+        return removed + await self._remove(audit.c.id, audit.c.at, self._keep.audit_days)
 
-    async def _remove(self, table: Table, days: float) -> int:
+    async def _remove(self, row_id: Column[str], at: Column[float], days: float) -> int:
         too_old = (
-            select(table.c.query_id)
-            .where(table.c.received_at < self._clock() - days * DAY_S)
-            .order_by(table.c.received_at)
+            select(row_id)
+            .where(at < self._clock() - days * DAY_S)
+            .order_by(at)
             .limit(QUERIES_AT_ONCE)
             .with_for_update(skip_locked=True)  # of Postgres: replicas never wait for each other
         )
         removed = 0
         while True:
             async with self._engine.begin() as connection:
-                step = await connection.execute(delete(table).where(table.c.query_id.in_(too_old)))
+                step = await connection.execute(delete(row_id.table).where(row_id.in_(too_old)))
             removed += step.rowcount
             if step.rowcount == 0:
                 return removed

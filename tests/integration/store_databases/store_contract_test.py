@@ -12,9 +12,11 @@ from sqlalchemy import text
 
 from gateway.domain import Caller, Status
 from gateway.store import keys, retention
+from gateway.store.audit import Act, note
 from gateway.store.engine import open_engine
 from gateway.store.errors import StoreError
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
+from gateway.store.orders import OrderBook
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
 from gateway.store.queries import Reads, TotalBy
 from gateway.store.retention import DAY_S, Keep, Retention
@@ -279,6 +281,25 @@ def test_commands_work_beside_a_gateway_and_record_nothing(url: str, tmp_path: P
             with pytest.raises(StoreError, match="without recording"):
                 command.recorder.record(outcome(status=Status.FAILED))
             assert await command.read.count_usage() == 0
+
+    asyncio.run(main())
+
+
+def test_the_audit_is_kept_for_its_own_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "QUERIES_AT_ONCE", 2)
+    monkeypatch.setattr(retention, "REST_S", 0.0)
+
+    async def main() -> None:
+        engine = open_engine(url)
+        async with engine.begin() as connection:
+            for day in range(9):
+                await note(connection, Act("ops"), day * DAY_S, action=f"act {day}", before="", after="")
+        keeping = Retention(engine, Keep(audit_days=5), clock=lambda: 8.5 * DAY_S)
+        assert await keeping.sweep() == 4
+        assert await keeping.sweep() == 0
+        left = [entry.action for entry in await OrderBook(engine).entries(20)]
+        assert left == [f"act {day}" for day in (8, 7, 6, 5, 4)]
+        await engine.dispose()
 
     asyncio.run(main())
 
