@@ -386,7 +386,7 @@ class Broken(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """What the client has of an answer. `token_ids`: all of them, or none if a site took part that names none.
+    """What the client has of an answer. `token_ids`: all of them, or none where a site named none.
     Of calls of functions: how many have begun, and the characters of the last one's arguments.
     """
 

@@ -1,0 +1,186 @@
+"""A broken answer goes on where the client's copy of it ends: nothing twice or missing, counted once."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.domain import Broken, Caller, Cause, Delta, Query, Resume
+from gateway.domain import Sampling as Asked
+from gateway.errors import UpstreamLost
+from gateway.prompt import Chat, Message, Prompt
+from gateway.routing.failover import Setback, tries, ways_on
+from gateway.story import Story
+from site_engine import messages as m
+from site_engine.desk import Desk
+from site_engine.errors import NotServed
+from site_engine.grammar import Grammars
+from site_engine.prompts import Prompts
+from site_engine.request import Lane, Refused, RemainingCurve, Sampling
+from tests.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
+
+torch.set_num_threads(1)
+PROMPT, LIMIT = [4, 5, 6], 40
+texts = st.text(max_size=6)
+prompts = st.sampled_from(
+    [Chat((Message("user", "hi"),)), "hi", (1, 2), Chat((Message("user", "hi"),), "[1]")]
+)
+sampled = st.builds(
+    Asked,
+    seed=st.none() | st.just(1),
+    temperature=st.sampled_from([0.0, 1.0]),
+    guided_json=st.sampled_from(["", "{}"]),
+)
+resumes = st.builds(
+    Resume,
+    token_ids=st.sampled_from([(), (7, 8)]),
+    text=texts,
+    tokens=st.just(2),
+    tool_calls=st.integers(0, 1),
+)
+
+
+def query(prompt: Prompt, sampling: Asked) -> Query:
+    return Query("q", "m", prompt, sampling, Caller("k", "t"), received_s=0.0, deadline_s=9.0)
+
+
+@given(prompts, sampled, resumes)
+def test_what_goes_on_has_a_way_and_what_has_none_is_refused(
+    prompt: Prompt, sampling: Asked, resume: Resume
+) -> None:
+    plan = tries(sampling, 3)
+    next(plan)
+    try:
+        this = plan.send(Setback(Broken("a", Cause.LOST, "gone"), resume))
+    except UpstreamLost:
+        assert not resume.token_ids
+        assert ways_on(query(prompt, sampling), resume) == ()
+        return
+    asked = query(prompt, sampling)
+    ways = ways_on(asked, this.resume)
+    assert ways
+    assert all(asked.needs <= way for way in ways)
+    if resume.has_output:
+        assert all(way & {"resume", "resume_text", "resume_chat"} for way in ways)
+        assert (ways[0] == asked.needs | {"resume"}) is bool(resume.token_ids)
+    by_text = [way for way in ways if way & {"resume_text", "resume_chat"}]
+    if resume.tool_calls or (sampling.seed is not None and sampling.temperature > 0):
+        assert not by_text  # only the exact tokens will do
+
+
+class _Attempt:
+    id = "a"
+
+
+@given(st.lists(st.tuples(texts, st.integers(0, 3), st.booleans()), min_size=1, max_size=9))
+def test_tokens_are_named_all_or_not_at_all(news: list[tuple[str, int, bool]]) -> None:
+    """Some of the sites name the tokens that they count, others do not; the text is whole in any case."""
+    story = Story(query("hi", Asked()), lambda: 0.0, 0.0)
+    counted, named = 0, []
+    attempt: Any = _Attempt()
+    for text, tokens, names in news:
+        ids = tuple(range(counted, counted + tokens)) if names else ()
+        counted, named = counted + tokens, [*named, *ids]
+        story.take(attempt, Delta(0, text, counted, token_ids=ids))
+    delivered = story.delivered
+    assert delivered is not None
+    assert (delivered.text, delivered.tokens) == ("".join(text for text, _, _ in news), counted)
+    assert delivered.token_ids == (tuple(range(counted)) if len(named) == counted else ())
+
+
+@cache
+def whole(name: str = "gpt2") -> Collected:
+    engine = engine_for(family(name).served)
+    engine.submit(greedy("whole", PROMPT, LIMIT))
+    return drain(engine)["whole"]
+
+
+def resumed(text: str, tokens: int, **more: Any) -> m.Assign:
+    delivered = {"resumed_text": text, "resumed_chars": len(text), "resumed_tokens": tokens}
+    prompt, sampling = (
+        m.TokenPrompt(tuple(PROMPT)),
+        more.pop("sampling", Sampling(max_tokens=LIMIT, temperature=0.0)),
+    )
+    return m.Assign(
+        "a",
+        "q",
+        "m",
+        prompt,
+        sampling,
+        1,
+        False,
+        RemainingCurve(),
+        Lane.CHAT,
+        0,
+        None,
+        "",
+        **delivered,
+        **more,
+    )
+
+
+def at_a_site(assign: m.Assign, grammars: Grammars | None = None) -> tuple[str, m.Delta]:
+    """The text that the site adds, and its last word."""
+    desk, engine = Desk(1), engine_for(family("gpt2").served)
+    desk.assign(assign, 0.0)
+    prepared = Prompts(tokenizer(), VOCAB, lambda call: None, grammars).prepare_now(assign)
+    (request,) = desk.prepared("a", prepared)
+    desk.admitted("a", engine.submit(request))
+    for output in drain(engine)[request.id].outputs:
+        desk.output("a", 0, output)
+    steps = [each for each in desk.outbox.take(1e9) if isinstance(each, m.Step)]
+    deltas = [delta for step in steps for delta in step.deltas]
+    return "".join(delta.text for delta in deltas), deltas[-1]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, LIMIT), st.integers(-2, 2))
+def test_a_site_of_our_own_goes_on_after_a_text(cut: int, miscounted: int) -> None:
+    """`miscounted`: another server's tokens are not ours, and its count is the one that goes on."""
+    text = "".join(output.text for output in whole().outputs[:cut])
+    tokens = max(1, cut + miscounted)
+    if not text:
+        return
+    added, last = at_a_site(resumed(text, tokens))
+    assert last.completion_tokens == max(LIMIT, tokens)
+    ours = tokenizer().encode(text, add_special_tokens=False)
+    if (
+        ours == whole().token_ids[:cut]
+    ):  # as it was generated: the answer is the undisturbed one, as far as it goes
+        joined = text + added
+        assert joined.startswith(whole().text) or whole().text.startswith(joined)
+        assert joined == whole().text or miscounted
+
+
+def test_a_stop_string_across_the_seam_is_honoured() -> None:
+    text = whole().text
+    stop = text[10:14]
+    at = text.index(stop)
+    for cut in range(max(1, at), at + 3):
+        sampling = Sampling(max_tokens=LIMIT, temperature=0.0, stop=(stop,))
+        added, last = at_a_site(resumed(text[:cut], cut, sampling=sampling))
+        assert stop not in text[:cut] + added
+        if tokenizer().encode(text[:cut], add_special_tokens=False) == whole().token_ids[:cut]:
+            assert (text[:cut] + added, last.finish) == (text[: max(at, cut)], "stop")
+
+
+def test_an_answer_in_json_goes_on_after_its_text_and_only_after_what_it_may_be() -> None:
+    served = family("gpt2").served
+    grammars = Grammars(served.tokenizer, served.vocab_size, served.eos_token_ids or (0,))
+    one = {"type": "object", "properties": {"x": {"enum": [17]}}, "required": ["x"]}
+    schema = json.dumps({**one, "additionalProperties": False})
+    added, last = at_a_site(resumed('{"x": 1', 5, guided_json=schema), grammars)
+    assert (added, last.finish) == ("7}", "stop")
+    with pytest.raises(Refused, match="not what was asked for"):
+        at_a_site(resumed('{"y": 1', 5, guided_json=schema), grammars)
+
+
+def test_a_text_that_the_tokenizer_says_otherwise_is_refused() -> None:
+    with pytest.raises(NotServed, match="tokenizer does not say"):
+        at_a_site(resumed("the <end> of it", 5))
