@@ -47,8 +47,9 @@ class Reads:
         self._engine = engine
 
     async def explain(self, any_id: str) -> list[Explained]:
-        """By request id or query id, newest first; several when a client used one request id again."""
-        named = or_(usage.c.request_id == any_id, usage.c.query_id == any_id)
+        """By request id, query id or the answer's own id, newest first; several when one was used again."""
+        query_id = any_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+        named = or_(usage.c.request_id == any_id, usage.c.query_id == query_id)
         newest = select(usage).where(named).order_by(usage.c.received_at.desc()).limit(EXPLAINED_AT_MOST)
         async with self._engine.connect() as connection:
             rows = [_usage_row(row) for row in await connection.execute(newest)]

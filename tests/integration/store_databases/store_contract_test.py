@@ -204,6 +204,7 @@ def test_answers_and_rows_are_as_many_and_say_the_same(url: str, tmp_path: Path)
             assert explained.attempts == answered[5].attempts
             assert explained.usage == record_of(answered[5]).usage
             assert await store.read.explain("q5") == [explained]
+            assert await store.read.explain("chatcmpl-q5") == [explained]
             assert await store.read.explain("unknown") == []
 
     asyncio.run(main())
