@@ -254,10 +254,9 @@ class LinkDoor:
             said += len(news)
             finish = pb.Delta.STOP if finished else pb.Delta.NOT_FINISHED
             text = "".join(news)
-            delta = pb.Delta(
-                attempt_id=attempt_id, text=text, token_ids=ids, completion_tokens=said, finish=finish
-            )
-            self._news.append(delta)
+            same = {"text": text, "token_ids": ids, "completion_tokens": said, "finish": finish}
+            choices = range(assign.sampling.n)
+            self._news += [pb.Delta(attempt_id=attempt_id, index=index, **same) for index in choices]
             if finished:
                 self._jobs.pop(attempt_id, None)
 

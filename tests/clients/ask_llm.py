@@ -24,17 +24,18 @@ told = [
         "model_id": name,
         "model_name": name,
         "api_base": os.environ["OPENAI_BASE_URL"],
+        "api_key_name": "mico",
         "supports_schema": True,
     }
     for name in (served, "no-such-model")
 ]
-Path(os.environ["LLM_USER_PATH"], "extra-openai-models.yaml").write_text(json.dumps(told))
+own = Path(os.environ["LLM_USER_PATH"])
+(own / "extra-openai-models.yaml").write_text(json.dumps(told))
+(own / "keys.json").write_text(json.dumps({"mico": os.environ["OPENAI_API_KEY"]}))
 
 
 def ask(name: str, **more: Any) -> Any:
-    model = llm.get_model(name)
-    model.key = os.environ["OPENAI_API_KEY"]
-    return model.prompt("Hello there", temperature=0, **{"max_tokens": 24} | more)
+    return llm.get_model(name).prompt("Hello there", temperature=0, **{"max_tokens": 24} | more)
 
 
 refused = {"status": 0, "message": "it was not refused"}

@@ -1,0 +1,96 @@
+"""schemathesis' coverage phase, some two thousand requests, against a gateway process with a fake site.
+
+The specification is OpenAI's where `MICO_OPENAI_SPEC` names its file, and always the one that openai-python's
+own types make. `EXPLAINED` is the list of failures that are meant, each with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.contenders import Contender, Place, mico, upstream
+from tests.openai_spec import SERVED, from_file, from_types, write
+
+CHECKS = (
+    *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
+    *("response_schema_conformance", "negative_data_rejection", "unsupported_method"),
+)
+"""Not positive_data_acceptance: what a site can't do is refused, and the types know no bounds."""
+EXPLAINED: dict[str, str] = {
+    # "POST /v1/… ST201": "why this is meant",
+}
+WITHIN_S = 120.0
+
+
+async def report(place: Place, contender: Contender, spec: dict[str, Any]) -> dict[str, Any]:
+    found = place.folder / "report.json"
+    run = await asyncio.create_subprocess_exec(
+        *(Path(sys.executable).with_name("schemathesis"), "run", write(spec, place.folder / "spec.json")),
+        *(
+            "--url",
+            f"http://127.0.0.1:{contender.port}",
+            "--header",
+            f"Authorization: Bearer {contender.key}",
+        ),
+        *("--phases", "coverage", "--continue-on-failure", "--checks", ",".join(CHECKS), "--seed", "1"),
+        *("--report-json-path", found, "--no-color"),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=place.folder,
+    )
+    said, _ = await asyncio.wait_for(run.communicate(), WITHIN_S)
+    assert found.exists(), said.decode()[-3000:]
+    told: dict[str, Any] = json.loads(found.read_text())
+    return told | {"said": said.decode()}
+
+
+def covered(folder: Path, *specs: dict[str, Any]) -> list[dict[str, Any]]:
+    """One gateway for all; the report of each."""
+
+    async def main() -> list[dict[str, Any]]:
+        place = Place(folder, Path())
+        async with upstream(place, 5.0), mico(place, quotas=False) as contender:
+            return [await report(place, contender, spec) for spec in specs]
+
+    return asyncio.run(main())
+
+
+def check(told: dict[str, Any]) -> None:
+    failures = {
+        f"{each if isinstance(each, str) else each['label']} {failure['code']}"
+        for failure in told["failures"]
+        for each in failure["operations"]
+    }
+    assert failures - set(EXPLAINED) == set(), told["said"][-6000:]
+    assert told["errors"] == []
+    assert told["complete"]
+    assert told["operations"]["tested"] == sum(map(len, SERVED.values()))
+    assert told["test_cases"]["generated"] > 500
+
+
+def wrong_about_models() -> dict[str, Any]:
+    """A specification that nothing here follows: the proof that a difference is seen."""
+    spec = from_types()
+    spec["paths"] = {path: each for path, each in spec["paths"].items() if path.startswith("/v1/models")}
+    spec["components"]["schemas"]["Model"]["properties"]["id"] = {"type": "integer"}
+    return spec
+
+
+def test_what_is_answered_is_what_the_types_of_openai_say(tmp_path: Path) -> None:
+    told, wrong = covered(tmp_path, from_types(), wrong_about_models())
+    check(told)
+    assert wrong["failures"]
+
+
+@pytest.mark.skipif(
+    "MICO_OPENAI_SPEC" not in os.environ, reason="MICO_OPENAI_SPEC names no copy of OpenAI's specification"
+)
+def test_what_is_answered_is_what_openai_specifies(tmp_path: Path) -> None:
+    (told,) = covered(tmp_path, from_file(Path(os.environ["MICO_OPENAI_SPEC"])))
+    check(told)
