@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class OpenAIServer:
     key: str = ""
     repeats_keys: bool = False  # in what it says when it refuses one
     counts: bool = True  # whether it sends usage
+    tls: ssl.SSLContext | None = None
     port: int = 0
     running: int = 0
     waiting: int = 0
@@ -56,7 +58,7 @@ class OpenAIServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def die(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from site_engine.errors import NotServed, Reason
+from site_engine.remote import http2
 from site_engine.remote.asking import Asking
 
 CONNECT_S, PROBE_S = 5.0, 5.0
@@ -41,7 +42,10 @@ class ServerRefused(Exception):
 
 
 class Server:
-    """`root` has no /v1 at its end. A server that says nothing for `silence_s` in an answer has hung."""
+    """`root` has no /v1 at its end. Over TLS it is HTTP/2 where the server offers that.
+
+    A server that says nothing for `silence_s` in an answer has hung.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Server:
                 max_keepalive_connections=connections,
                 keepalive_expiry=KEEP_S,
             ),
+            http2=root.startswith("https://") and http2.offered(),
             transport=transport,
             trust_env=not root.startswith(("http://127.", "http://localhost", "http://[::1]")),
         )
