@@ -94,6 +94,7 @@ async def serve(config: GatewayConfig) -> int:
         ) as batches,
     ):
         core.metrics.also(scaler)
+        core.watch.pools = scaler.pools
         server = _http(
             config,
             core,
@@ -200,6 +201,7 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
     desk = Desk(store.orders, gateway.directory, gateway.federation.links, watch)
     others = Others(store.figures, watch.replica, watch.summary, watch.events.add)
     watch.others = lambda: others.summaries
+    watch.certificate_until = store.certificates.expires_at
     await desk.start()
     await watch.start()
     asking = asyncio.create_task(others.run())

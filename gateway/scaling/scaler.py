@@ -15,6 +15,7 @@ from gateway.domain import Site
 from gateway.scaling.groups import Group, GroupFailed
 from gateway.scaling.plan import ScalingPlan
 from gateway.scaling.sizing import AT_WORK, Steady, busy_machines, by_pool, wanted
+from gateway.telemetry.snapshot import Pool
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,10 @@ class Scaler(Collector):
         if group and size != now:
             await group.resize(size)
             log.info("pool %s: %d machines instead of %d", name, size, now)
+
+    def pools(self) -> list[Pool]:
+        """For the page, by name."""
+        return [Pool(name, self.machines[name], size) for name, size in sorted(self.desired.items())]
 
     def collect(self) -> Iterator[Metric]:
         """For Prometheus."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gateway.domain import Site, SiteState
@@ -23,6 +23,7 @@ class SiteView:
     """Tokens in tokens, times in seconds, prices in USD per million tokens; `load` = outstanding / capacity.
 
     `weight` is a percentage, `share` the part of all output of the last seconds that this site made.
+    `certificate_until` is unix time; None if our authority issued it none.
     """
 
     name: str
@@ -49,6 +50,8 @@ class SiteView:
     errors_per_min: float
     input_usd_per_mtok: float
     output_usd_per_mtok: float
+    pool: str
+    certificate_until: float | None
 
     @property
     def taking(self) -> bool:
@@ -79,6 +82,15 @@ class Banner:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """Machines of one group of a cloud: those that serve, and how many the load asks for."""
+
+    name: str
+    machines: int
+    desired: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """`replica` made it, of the queries of all `replicas`."""
 
@@ -90,6 +102,7 @@ class Snapshot:
     totals: Totals
     clouds: dict[str, float]
     sites: list[SiteView]
+    pools: list[Pool]
     routes: list[Route]
     quality: Quality | None
     events: list[Event]
@@ -184,16 +197,28 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         errors_per_min=waits.errors_per_min,
         input_usd_per_mtok=identity.input_usd_per_mtok,
         output_usd_per_mtok=identity.output_usd_per_mtok,
+        pool=identity.pool,
+        certificate_until=None,
     )
 
 
+def no_certificate(site: str) -> float:
+    return float("-inf")
+
+
 def views(
-    sites: Sequence[Site], rates: Mapping[str, Rate], waits: Mapping[str, SiteWaits], now_s: float
+    sites: Sequence[Site],
+    rates: Mapping[str, Rate],
+    waits: Mapping[str, SiteWaits],
+    now_s: float,
+    certificate_until: Callable[[str], float] = no_certificate,
 ) -> list[SiteView]:
     output_per_s = sum(rate.output_per_s for rate in rates.values())
-    return [
+    shown = [
         view(site, rates[site.name], waits.get(site.name, NO_WAITS), output_per_s, now_s) for site in sites
     ]
+    until = {site.name: certificate_until(site.name) for site in sites}
+    return [replace(v, certificate_until=until[v.name]) if until[v.name] > 0 else v for v in shown]
 
 
 def totals(sites: Sequence[SiteView], failed_per_min: float, ended_per_min: float) -> Totals:

@@ -19,7 +19,16 @@ from gateway.telemetry.banner import banner
 from gateway.telemetry.events import Event, EventLog
 from gateway.telemetry.history import History, Sample
 from gateway.telemetry.recent import Move, Recent
-from gateway.telemetry.snapshot import Rates, Snapshot, by_cloud, shown_state, totals, views
+from gateway.telemetry.snapshot import (
+    Pool,
+    Rates,
+    Snapshot,
+    by_cloud,
+    no_certificate,
+    shown_state,
+    totals,
+    views,
+)
 from gateway.telemetry.together import Summary, together
 
 log = logging.getLogger(__name__)
@@ -40,7 +49,8 @@ class Keeper(Protocol):
 class Watch:
     """`clock` is the gateway's monotonic clock, `unix_time` dates what people see.
 
-    `others` is what the other replicas say of their queries, by name.
+    `others` is what the other replicas say of their queries, by name; `pools` and `certificate_until` are
+    asked at every look, too.
 
     A listener awaits `after(seq)`: it gets the newest snapshot, so one that is slow skips some, and nothing
     is queued for anybody. After `close` it gets None.
@@ -67,6 +77,8 @@ class Watch:
         self._rates = Rates()
         self._moves: deque[Event] = deque(maxlen=MOVES_SHARED)
         self.others: Callable[[], Mapping[str, Summary]] = dict
+        self.pools: Callable[[], list[Pool]] = list
+        self.certificate_until: Callable[[str], float] = no_certificate
         self._news = asyncio.Event()
         self._closed = False
         self._ticking: asyncio.Task[None] | None = None
@@ -124,7 +136,8 @@ class Watch:
             self.events.add(moved)
         others = self.others()
         said = together([self.summary(), *others.values()])
-        shown = views(sites, self._rates.observe(sites, now_s), said.waits, now_s)
+        rates = self._rates.observe(sites, now_s)
+        shown = views(sites, rates, said.waits, now_s, self.certificate_until)
         summed = totals(shown, said.failed_per_min, said.ended_per_min)
         self.snapshot = Snapshot(
             seq=self.snapshot.seq + 1 if self.snapshot else 1,
@@ -135,6 +148,7 @@ class Watch:
             totals=summed,
             clouds=by_cloud(shown),
             sites=shown,
+            pools=self.pools(),
             routes=said.routes,
             quality=said.quality,
             events=self.events.latest(EVENTS_SHOWN),

@@ -23,9 +23,9 @@ SITE = (
 )
 PROCESS = "log name pid role state"
 SHOWN_SITE = (
-    "capacity_tokens cloud errors_per_min input_per_s input_usd_per_mtok itl_p95_s kv_used load models name "
-    "output_per_s output_usd_per_mtok outstanding_tokens pending pinned_off region report_age_s "
-    "running share slots state tokens_per_s ttft_p95_s weight"
+    "capacity_tokens certificate_until cloud errors_per_min input_per_s input_usd_per_mtok itl_p95_s "
+    "kv_used load models name output_per_s output_usd_per_mtok outstanding_tokens pending pinned_off pool "
+    "region report_age_s running share slots state tokens_per_s ttft_p95_s weight"
 )
 KEY = "admin created_at expires_at hint id models name regions revoked_at state tenant"
 PROMISED: dict[tuple[str, ...], dict[str, str]] = {
@@ -34,7 +34,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("sites", "list"): {"[]": SITE},
     ("sites", "show", "SITE"): {"": SITE},
     ("top", "-n", "1"): {
-        "": "at banner clouds events quality replica replicas routes seq sites totals",
+        "": "at banner clouds events pools quality replica replicas routes seq sites totals",
         "banner": "level text",
         "totals": "ended_per_min errors_per_min headroom in_flight input_per_s output_per_s queued "
         "ttft_p95_s ttft_site",

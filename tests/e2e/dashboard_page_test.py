@@ -163,6 +163,87 @@ def test_it_is_clean_accessible_and_fits_a_phone(
     assert page.complaints == []
 
 
+def test_a_newcomer_finds_the_hot_cloud_since_when_why_and_takes_the_site_out(
+    page: Browser, federation: LocalFederation
+) -> None:
+    """Nothing but the page: what is said there and what can be pressed there. The load is the only help."""
+    hot = federation.running.sites[0].name
+    others = [site.name for site in federation.running.sites[1:]]
+    flags = ("--base-url", federation.base_url, "--api-key", federation.api_key)
+    for name in others:  # so that all the load is in one cloud
+        mico(federation.folder.path, "sites", "weight", name, "0", "--reason", "a lesson", "--yes", *flags)
+    with ThreadPoolExecutor(10) as pool:
+        asked = [pool.submit(ask, federation, 200) for _ in range(12)]
+        # 1. which cloud is hot: sorted by "Token load", the first row names the site and its cloud
+        page.run(f"{heading('Token load')}.click()")
+        first = "document.querySelector('#site-table tbody tr')"
+        loaded = f"{first}.querySelector('progress').value > 0.01"
+        page.until(f"{loaded} && {row(hot)} === {first}", "the hot site comes first")
+        cloud = federation.sites()[hot]["cloud"]
+        assert page.run(f"{first}.querySelector('.name small').innerText").startswith(cloud)
+        # 2. since when: the plot of token load, as a table of times behind it, has its line of the site
+        page.run("document.querySelector('#load details').open = true")
+        told = f"document.querySelector('#load table').innerText.includes({json.dumps(hot)})"
+        page.until(told, "the load over time, by site")
+        times = "document.querySelectorAll('#load table tbody th, #load table tbody td:first-child').length"
+        assert page.run(times) > 1
+        request_ids = [each.result() for each in asked]
+    # 3. why a query went where it went: its id into the field "Request id"
+    federation.recorded_once(request_ids[:1])
+    page.type("#request-id", request_ids[0])
+    page.key("Enter", 13)
+    page.until("document.querySelector('#story tr.chosen') !== null", "the chosen site and its estimate")
+    assert hot in page.text("#story tr.chosen")
+    # 4. out safely: Drain says first what it costs, and warns that nobody else takes the queries now
+    page.run(f"{row(hot)}.querySelector('.acts button').click()")
+    page.until("document.querySelector('#preview .risk') !== null", "the warning")
+    assert "No other site can serve" in page.text("#preview")
+    page.click("#no")
+    # so first others are given their weight back, from their own rows
+    for name in others:
+        page.run(f"{row(name)}.querySelector('.acts button:last-child').click()")
+        page.run("document.querySelector('#verbs input[value=weight]').click()")
+        page.run("document.querySelector('#weight').value = 100")
+        page.type("#reason", "they shall take the load")
+        page.key("Enter", 13)
+        page.until(f"!document.querySelector('#act').open && {weight(name)} === '100'", "its weight is back")
+    page.run(f"{row(hot)}.querySelector('.acts button').click()")
+    page.until("document.querySelector('#preview p') !== null", "what it would do")
+    page.until("document.querySelector('#preview .risk') === null", "no warning is left")
+    page.type("#reason", "too hot")
+    page.key("Enter", 13)
+    # 5. proof: the badge, and the banner that says how many queries are left
+    page.until(f"{row(hot)}.className === 'draining'", "the badge")
+    page.until(f"document.querySelector('#banner').innerText.includes('{hot} draining')", "the banner")
+    assert ask(federation, 4)
+    page.run(f"{row(hot)}.querySelector('.acts button').click()")
+    page.type("#reason", "the lesson is over")
+    page.key("Enter", 13)
+    page.until(f"{row(hot)}.className === 'ready'", "it is back")
+
+
+def heading(title: str) -> str:
+    """An expression for the button that sorts by a column."""
+    buttons = "[...document.querySelectorAll('#site-table thead button')]"
+    return f"{buttons}.find((b) => b.innerText === {json.dumps(title)})"
+
+
+def weight(site: str) -> str:
+    return f"{row(site)}.querySelector('[data-label^=Weight]').innerText.split(' ')[0]"
+
+
+def test_a_batch_is_on_the_page(page: Browser, federation: LocalFederation, tmp_path: Path) -> None:
+    body = {"model": federation.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    flags = ("--base-url", federation.base_url, "--api-key", federation.api_key)
+    told = mico(federation.folder.path, "batch", "run", str(tmp_path / "in.jsonl"), *flags, "--json")
+    batch_id = json.loads(told)["id"]
+    page.open(federation.base_url.removesuffix("/v1") + "/admin")
+    page.until(f"document.querySelector('#batches').innerText.includes({json.dumps(batch_id)})", "the batch")
+    assert "1 of 1" in page.text("#batches")
+
+
 def test_signing_out_ends_the_feed(page: Browser) -> None:
     page.click("#leave")
     page.until("document.querySelector('#site-table tbody tr') === null", "the page is new")

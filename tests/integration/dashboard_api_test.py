@@ -103,6 +103,7 @@ async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Repli
         finally:
             watch.close()
             await desk.close()
+            await asyncio.gather(*watch.saving)
             await engine.dispose()
 
 

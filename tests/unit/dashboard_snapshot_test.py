@@ -99,3 +99,11 @@ def test_errors_are_judged_by_their_share(failed: float, level: str) -> None:
 
 def test_no_site_at_all_is_critical() -> None:
     assert banner([], totals([], 0.0, 0.0)).text == "Critical: no site has joined, so every query is refused."
+
+
+def test_a_site_shows_its_pool_and_until_when_its_certificate_is_good() -> None:
+    pooled = replace(site(), identity=replace(IDENTITY, pool="aws-us"))
+    rates = {"a": Rate(1.0, 1.0)}
+    (seen,) = views([pooled], rates, {}, 100.0, {"a": 5e9}.__getitem__)
+    assert (seen.pool, seen.certificate_until) == ("aws-us", 5e9)
+    assert views([pooled], rates, {}, 100.0)[0].certificate_until is None

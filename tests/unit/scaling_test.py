@@ -19,6 +19,7 @@ from gateway.scaling.groups import AwsGroup, AzureGroup, GcpGroup, GroupFailed
 from gateway.scaling.plan import ScalingPlan, read_plan
 from gateway.scaling.scaler import Scaler
 from gateway.scaling.sizing import Bounds, Steady, busy_machines, by_pool, wanted
+from gateway.telemetry.snapshot import Pool
 
 COST = IterationCost(base_s=0.01)
 
@@ -142,6 +143,7 @@ def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
     scaler = scaler_of(PLAN, sites, {"eu": Refusing(1)}, now, tmp_path)
     asyncio.run(scaler.look())
     assert scaler.desired == {"us": 1}
+    assert scaler.pools() == [Pool("us", scaler.machines["us"], 1)]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ function draw() {
   drawTiles(snapshot.totals, columns);
   drawPlots();
   table.show(snapshot.sites);
+  put($("pools"), poolsText(snapshot.pools));
   drawEvents(snapshot.events);
   drawRoutes(snapshot);
 }
@@ -144,6 +145,23 @@ function drawRoutes({ routes, quality }) {
     : "No answer to compare with.");
 }
 
+// Only pools whose size is not what the load asks for.
+function poolsText(pools) {
+  const wrong = pools.filter((pool) => pool.machines !== pool.desired);
+  return wrong.length ? "The load asks for: " + wrong.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired} machines`).join(", ") : "";
+}
+
+async function drawBatches() {
+  if (page.paused || document.hidden || !page.snapshot) return;
+  try {
+    const { data } = await ask("batches?limit=5");
+    const rows = data.map(({ id, tenant, status, leased_by, request_counts: { completed, failed, total } }) => el("tr", {}, el("td", {}, id), el("td", {}, tenant), el("td", {}, leased_by ? `${status} at ${leased_by.split(" ")[0]}` : status), el("td", { className: "n" }, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`)));
+    $("batches").tBodies[0].replaceChildren(...(rows.length ? rows : [el("tr", {}, el("td", { colSpan: 4, className: "empty" }, "No batch was submitted."))]));
+  } catch {
+    // The same.
+  }
+}
+
 // ---- the feed
 
 function listen() {
@@ -158,8 +176,10 @@ function listen() {
     const snapshot = JSON.parse(event.data);
     page.heard = performance.now();
     if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, snapshot);
+    const first = !page.snapshot;
     page.snapshot = snapshot;
     draw();
+    if (first) drawBatches();
   });
   feed.addEventListener("error", () => {
     if (feed.readyState === EventSource.CLOSED) setTimeout(enter, 2000);
@@ -245,4 +265,5 @@ addEventListener("hashchange", followHash);
 document.addEventListener("visibilitychange", draw);
 setInterval(drawBanner, 1000);
 setInterval(loadSlow, SLOW_REFRESH_MS);
+setInterval(drawBatches, SLOW_REFRESH_MS / 3);
 enter().then(() => page.feed && followHash());

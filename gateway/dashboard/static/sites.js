@@ -1,6 +1,7 @@
 // The table of sites: one row each, kept and updated in place, sorted by any column.
 import { el, mark, number, percent, put, rate, seconds } from "./words.js";
 
+const DAY_S = 86400;
 const COLUMNS = [
   { title: "Site", key: (s) => s.name, type: "name" },
   { title: "State", key: (s) => s.state, type: "state" },
@@ -109,7 +110,10 @@ export class SiteTable {
       if (column.text) put(row.cells[i], column.text(site));
     });
     const pinned = site.pinned_off.length ? ` · off: ${site.pinned_off.join(", ")}` : "";
-    put(row.cells[0].lastChild, `${site.cloud} · ${site.region}${pinned}`);
+    const pool = site.pool ? ` · pool ${site.pool}` : "";
+    const left = site.certificate_until && site.certificate_until - Date.now() / 1000;
+    const certificate = left == null ? "" : left < 0 ? " · ▲ certificate over" : left < DAY_S ? ` · ${left < DAY_S / 4 ? "▲ " : ""}certificate ${Math.ceil(left / 3600)} h` : "";
+    put(row.cells[0].lastChild, `${site.cloud} · ${site.region}${pool}${pinned}${certificate}`);
     put(row.cells[1].firstChild, site.state);
     mark(row.cells[1].firstChild, `badge ${site.state}`);
     this.fillBar(row.cells[2].firstChild, site);
