@@ -36,6 +36,7 @@ app = typer.Typer(
     help="One OpenAI-compatible endpoint over GPU sites in many clouds.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help texts have brackets of their own
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
