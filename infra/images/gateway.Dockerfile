@@ -10,7 +10,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ONLY_BINARY=:all:
 RUN python -m venv /opt/mico
 WORKDIR /source
 COPY . .
-RUN /opt/mico/bin/pip install --constraint constraints.txt ".[postgres,otel]"
+RUN /opt/mico/bin/pip install --constraint constraints.txt ".[postgres,otel,aws]"
 
 FROM ${PYTHON}
 LABEL org.opencontainers.image.title="mico gateway"
