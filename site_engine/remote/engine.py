@@ -156,7 +156,7 @@ class RemoteEngine:
     def pump(self) -> None:
         """Sends what may be sent; looks again when the provider's allowance or patience permits."""
         while self.holding.pending and len(self.holding.sent) < self.window.size and not self._broken:
-            held, now = self.holding.pending[0], self._clock()
+            held, now = self.holding.first(), self._clock()
             tokens = held.tokens + round(held.expected_remaining())
             wait_s = max(self._blocked_until_s - now, self._allowance.wait_s(tokens, now))
             if wait_s > 0:

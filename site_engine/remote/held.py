@@ -6,6 +6,7 @@ import asyncio
 from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from site_engine.errors import NotServed
 from site_engine.remote.asking import Asking
@@ -23,7 +24,7 @@ class Held:
     arrived_s: float
     reply: Callable[[Admission | NotServed], None]
     stream: Stream = field(init=False)
-    turn: float = 0.0  # its tenant's virtual time, in tokens, when it is this one's turn
+    charged: float = 0.0  # its tenant was, in tokens, when it was sent
     sent_s: float | None = None
     first_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -36,8 +37,8 @@ class Held:
         return self.requests[0]
 
     @property
-    def order(self) -> tuple[int, int, float, float]:
-        return (self.request.lane, self.request.priority, self.turn, self.arrived_s)
+    def level(self) -> tuple[int, int]:
+        return (self.request.lane, self.request.priority)
 
     @property
     def tokens(self) -> int:
@@ -68,14 +69,16 @@ class Held:
 
 
 class Holding:
-    """Tenants take turns by tokens: start-time fair queuing, with each attempt's turn known as it arrives."""
+    """Tenants take turns by tokens: start-time fair queuing. Each is charged for what is expected of an attempt
+    when it is sent, and for what it got when it has ended.
+    """
 
     def __init__(self) -> None:
-        self.pending: list[Held] = []  # in the order in which they are to be sent
+        self.pending: list[Held] = []  # by lane and priority, then as they came
         self.sent: set[Held] = set()
         self._by_request: dict[str, Held] = {}
-        self._turns: dict[str, float] = {}  # of each tenant the turn of its next attempt
-        self._now = 0.0  # the turn of the attempt that was sent last
+        self._clocks: dict[str, float] = {}  # the virtual time of each tenant, in tokens
+        self._now = 0.0  # that of the tenant that was served last, when it was
 
     def __len__(self) -> int:
         return len(self.pending) + len(self.sent)
@@ -84,20 +87,27 @@ class Holding:
         return held.request.id in self._by_request
 
     def add(self, held: Held) -> int:
-        """How many are to be sent before it."""
-        tenant = held.request.tenant
-        held.turn = max(self._now, self._turns.get(tenant, 0.0))
-        self._turns[tenant] = held.turn + held.prompt_tokens + held.expected_remaining()
-        insort(self.pending, held, key=lambda each: each.order)
+        """How many came before it that may go before it."""
+        insort(self.pending, held, key=lambda each: (each.level, each.arrived_s))
         self._by_request.update((each.id, held) for each in held.requests)
         return self.pending.index(held)
 
+    def first(self) -> Held:
+        """Who of those pending is sent next: of the tenant furthest behind, the one that came first."""
+        level = self.pending[0].level
+        of_tenant: dict[str, Held] = {}
+        for held in takewhile(lambda each: each.level == level, self.pending):
+            of_tenant.setdefault(held.request.tenant, held)
+        return of_tenant[min(of_tenant, key=self._clock)]
+
     def begin(self) -> Held:
         """The first of those pending is sent now."""
-        held = self.pending.pop(0)
-        self._now = max(self._now, held.turn)
-        self._turns = {tenant: turn for tenant, turn in self._turns.items() if turn > self._now}
+        held = self.first()
+        self.pending.remove(held)
         self.sent.add(held)
+        self._now = max(self._now, self._clock(held.request.tenant))
+        held.charged = held.tokens + held.expected_remaining()
+        self._charge(held.request.tenant, held.charged)
         return held
 
     def pending_of(self, tenant: str) -> int:
@@ -106,6 +116,7 @@ class Holding:
     def drop(self, held: Held) -> None:
         if held in self.sent:
             self.sent.remove(held)
+            self._charge(held.request.tenant, held.tokens - held.charged)
         elif held in self:
             self.pending.remove(held)
         for each in held.requests:
@@ -118,3 +129,11 @@ class Holding:
 
     def all(self) -> list[Held]:
         return [*self.pending, *self.sent]
+
+    def _clock(self, tenant: str) -> float:
+        return max(self._clocks.get(tenant, self._now), self._now)
+
+    def _charge(self, tenant: str, tokens: float) -> None:
+        """Clocks that are not ahead need not be kept."""
+        self._clocks[tenant] = self._clock(tenant) + tokens
+        self._clocks = {each: clock for each, clock in self._clocks.items() if clock > self._now}

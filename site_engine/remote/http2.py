@@ -30,7 +30,7 @@ class _Resetting(_AS_IT_IS):
 
 
 def offered() -> bool:
-    """Whether HTTP/2 may be spoken; its streams are reset from now on. Not with an httpcore made otherwise."""
+    """Whether HTTP/2 may be spoken, its streams reset from now on: not with an httpcore made otherwise."""
     if not hasattr(_AS_IT_IS, "_response_closed") or not hasattr(_AS_IT_IS, "_write_outgoing_data"):
         return False
     http2.AsyncHTTP2Connection = _Resetting  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""In front of a server tenants take turns by tokens, as they do at a site of our own."""
+"""In front of a server tenants take turns by tokens, and are settled with as at a site of our own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 from site_engine.remote.asking import Asking
 from site_engine.remote.held import Held, Holding
-from site_engine.request import RemainingCurve, RemainingPoint, Request
+from site_engine.request import Lane, RemainingCurve, RemainingPoint, Request
 
 
 def held(name: str, tenant: str, tokens: int, arrived_s: float = 0.0) -> Held:
@@ -22,9 +22,47 @@ def test_a_flood_does_not_delay_another_tenant() -> None:
         holding.add(held(f"flood {n}", "flood", 100))
     for _ in range(20):
         holding.begin()
-    places = [holding.add(held(f"few {n}", "few", 100, 1.0)) for n in range(3)]
-    assert places == [0, 2, 4]
-    assert holding.pending_of("flood") == 280
+    for n in range(3):
+        holding.add(held(f"few {n}", "few", 100, 1.0))
+    order = [holding.begin().request.tenant for _ in range(6)]
+    assert order.count("few") == 3
+    assert order.index("few") <= 1
+    assert holding.pending_of("flood") == 277
+
+
+def test_a_tenant_is_charged_for_what_it_got_and_not_for_what_was_expected() -> None:
+    holding, got = Holding(), Counter[str]()
+    for n in range(400):
+        for tenant, expected in (("underrated", 10), ("plain", 200)):
+            holding.add(held(f"{tenant} {n}", tenant, expected))
+    while got["plain"] < 10_000:
+        one = holding.begin()
+        one.stream.feed(b'data: {"usage": {"prompt_tokens": 10, "completion_tokens": 200}}\n\n')
+        got[one.request.tenant] += one.tokens
+        holding.drop(one)
+    assert 0.8 < got["underrated"] / got["plain"] < 1.25
+
+
+def test_what_was_never_sent_is_not_charged_for() -> None:
+    holding = Holding()
+    gone = [held(f"gone {n}", "gone", 500) for n in range(50)]
+    for each in gone:
+        holding.add(each)
+    for each in gone:
+        holding.drop(each)
+    for name, tenant in (("other", "other"), ("back", "gone")):
+        holding.add(held(name, tenant, 10))
+    assert [holding.begin().request.id for _ in range(2)] == ["other", "back"]
+    assert not holding.pending
+
+
+def test_lanes_and_priorities_go_before_turns() -> None:
+    holding = Holding()
+    for n, (lane, priority) in enumerate([(Lane.BATCH, 0), (Lane.CHAT, 1), (Lane.CHAT, 0), (Lane.CHAT, 0)]):
+        one = held(str(n), "t", 10, float(n))
+        one.request.lane, one.request.priority = lane, priority
+        holding.add(one)
+    assert [holding.begin().request.id for _ in range(4)] == ["2", "3", "1", "0"]
 
 
 def test_tenants_that_all_wait_get_as_many_tokens() -> None:
@@ -48,5 +86,5 @@ def test_turns_of_tenants_that_left_are_forgotten() -> None:
     holding.begin()
     holding.add(held("later", "last", 10))
     holding.begin()
-    assert len(holding._turns) <= 101
+    assert len(holding._clocks) <= 101
     assert len(holding) == 2
