@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -21,8 +22,12 @@ from gateway.domain import (
     Status,
 )
 from gateway.federation.directory import Directory
+from gateway.forecasting import Forecasts
+from gateway.scaling.plan import ScalingPlan
+from gateway.scaling.scaler import Scaler
 from gateway.telemetry.metrics import Metrics
 from predictor.forecast import Forecast
+from predictor.histogram import HistogramForecaster
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "infra" / "grafana"
@@ -30,34 +35,43 @@ VALUES = {"state": {str(state) for state in SiteState}, "outcome": {str(status) 
 VALUES["type"] = {"prompt", "response"}
 
 
+def scaler(directory: Directory) -> Scaler:
+    """One that has looked once."""
+    found = Scaler(lambda: directory.sites, ScalingPlan(), {}, lambda: 0.0)
+    asyncio.run(found.look())
+    return found
+
+
 def exported() -> dict[str, set[str]]:
     """Every sample's name with its labels, once a query was offloaded, failed over and answered."""
     directory = Directory()
     directory.join(SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100), 0.0)
     metrics = Metrics(directory, lambda: 0)
+    metrics.also(scaler(directory))
+    metrics.also(forecasts := Forecasts(HistogramForecaster(), HistogramForecaster()))
     ends = ("released", "lost", "finished")
     attempts = tuple(
         Attempt(Decision("q", end, "a", "mico", "why", (), {}, 0.0), end, 5, 9, 0.2) for end in ends
     )
-    metrics.observe(
-        Outcome(
-            "q",
-            "r",
-            "t",
-            "k",
-            "m",
-            Status.ANSWERED,
-            "",
-            5,
-            9,
-            Forecast((0, 19), (1.0,), "test"),
-            attempts,
-            0.0,
-            0.01,
-            0.2,
-            1.0,
-        )
+    answered = Outcome(
+        "q",
+        "r",
+        "t",
+        "k",
+        "m",
+        Status.ANSWERED,
+        "",
+        5,
+        9,
+        Forecast((0, 19), (1.0,), "test"),
+        attempts,
+        0.0,
+        0.01,
+        0.2,
+        1.0,
     )
+    metrics.observe(answered)
+    forecasts.observe(answered)
     directory.report("a", LoadReport(seq=1, received_s=0.0), directory.sites[0].credit)
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(metrics.text().decode()):

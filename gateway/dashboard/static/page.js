@@ -73,7 +73,7 @@ function draw() {
   const { snapshot, columns } = page;
   drawBanner();
   document.title = { calm: "Mico", degraded: "▲ Mico: degraded", critical: "▲▲ Mico: critical" }[snapshot.banner.level];
-  put($("replica"), `Served by ${snapshot.replica}, for all of: ${snapshot.replicas.join(", ")}.`);
+  put($("replica"), `Served by ${snapshot.replica}, with the queries of ${snapshot.replicas.join(", ")}.`);
   drawTiles(snapshot.totals, columns);
   drawPlots();
   table.show(snapshot.sites);
