@@ -60,6 +60,7 @@ async def discover(server: Server, config: SiteConfig) -> Found:
         kv_capacity_tokens=capacity or config.slots * context_tokens,
         slots=config.slots,
         max_pending=config.max_pending,
+        longest_prompt_tokens=_longest(wanted, config),
         requests_per_min=config.requests_per_min,
         tokens_per_min=config.tokens_per_min,
     )
@@ -154,6 +155,12 @@ def _model(listed: dict[str, Any], dialect: Dialect, config: SiteConfig) -> Mode
         created_s=int(listed["created"]) if isinstance(listed.get("created"), int) else int(time.time()),
         features=dialect.features,
     )
+
+
+def _longest(wanted: list[dict[str, Any]], config: SiteConfig) -> int | None:
+    """The longest context of any model; None where it was only assumed."""
+    said = [config.context_tokens or _context(each) for each in wanted]
+    return max((each for each in said if each is not None), default=None) if all(said) else None
 
 
 def _context(listed: dict[str, Any]) -> int | None:

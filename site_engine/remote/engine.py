@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from site_engine.admission import has_place
 from site_engine.errors import NotServed, Reason
@@ -32,6 +32,10 @@ LOAD_INTERVAL_S = 0.05
 FAILURES_MAX = 3
 """So many answers in a row that the server failed, none in between: it is broken, whatever its probe says."""
 LAST_BYTES_S = 1.0
+GUESS_FACTOR = 2
+"""A prompt of so many times the context, by the guess of its tokens, is too long for certain; some servers
+would read it to its end.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Terms:
     kv_capacity_tokens: int
     slots: int
     max_pending: int
+    longest_prompt_tokens: int | None = None  # the longest context; None: nobody said it
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
 
@@ -81,6 +86,11 @@ class RemoteEngine:
             reply(refusal)
             return
         tokens = guessed_tokens(assign)
+        most = self._terms.longest_prompt_tokens
+        if most is not None and tokens > most * GUESS_FACTOR:
+            message = f"the prompt has about {tokens} tokens, but the context here is {most}"
+            reply(NotServed(Reason.CONTEXT_LENGTH, message, "prompt"))
+            return
         self._asked[assign.attempt_id] = asked, tokens
         echo = assign.prompt.text if assign.echo and isinstance(assign.prompt, TextPrompt) else ""
         try:
@@ -241,7 +251,7 @@ class RemoteEngine:
                 seconds=now - held.first_s,
             )
         self.holding.drop(held)
-        self.listener.outputs([replace(end, timings=held.timings(now)) for end in ends])
+        self.listener.outputs([end._replace(timings=held.timings(now)) for end in ends])
         self._show_load()
 
     # when it goes wrong

@@ -69,8 +69,8 @@ class Held:
 
 
 class Holding:
-    """Tenants take turns by tokens: start-time fair queuing. Each is charged for what is expected of an attempt
-    when it is sent, and for what it got when it has ended.
+    """Tenants take turns by tokens: start-time fair queuing. One is charged for what is expected of an
+    attempt when it is sent, and for what it got when it has ended.
     """
 
     def __init__(self) -> None:

@@ -112,7 +112,7 @@ def test_answers_stream_with_the_servers_counts() -> None:
         assert sum(session.deltas("chat", index)[-1].completion_tokens for index in (0, 1)) == 6
         counted = [each for each in session.said("accepted") if each.attempt_id == "text"]
         assert [each.prompt_tokens for each in counted] == [1, 7]  # guessed, then counted
-        assert here.server.asked[1]["stop"] == ["!"]
+        assert [each["stop"] for each in here.server.asked if "messages" in each] == [["!"]]
         assert here.server.asked[1]["messages"] == [{"role": "user", "content": "hello"}]
         await here.load(tokens_total=11, running=0)
 
@@ -327,6 +327,18 @@ def test_what_the_server_may_drop_silently_is_refused() -> None:
         await here.session.send(assign=body)
         assert (await here.refused("b")).reason == pb.Rejected.UNSUPPORTED
         assert here.server.asked == []
+
+
+def test_a_prompt_of_twice_the_context_does_not_reach_the_server() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**assign("a", "x" * 600))
+        refused = await here.refused("a")
+        assert (refused.reason, refused.param) == (pb.Rejected.CONTEXT_LENGTH, "prompt")
+        await here.session.send(**assign("b", "x" * 300))  # may fit: the server knows
+        await here.session.finished("b")
+        assert len(here.server.asked) == 1
+
+    run(scenario)
 
 
 def resumed(attempt_id: str, prompt: str, text: str, tokens: int, **sampling: Any) -> dict[str, pb.Assign]:
