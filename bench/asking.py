@@ -76,7 +76,7 @@ def _streamed(body: bytes) -> tuple[str, str]:
     chunks = [json.loads(frame) for frame in frames[:-1]]
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
     text = "".join(choice["delta"].get("content") or "" for choice in choices)
-    return text, next((choice["finish_reason"] for choice in choices if choice["finish_reason"]), "")
+    return text, next((choice["finish_reason"] for choice in choices if choice.get("finish_reason")), "")
 
 
 class Connection(asyncio.Protocol):

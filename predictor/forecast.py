@@ -103,6 +103,8 @@ class Forecast:
 
     def _after(self, generated: int) -> list[tuple[int, int, float]]:
         """(low, high, probability) of what lies above `generated`, the first range cut to fit."""
+        if generated <= self.edges[0]:
+            return list(zip(self.edges, self.edges[1:], self.probabilities, strict=False))
         first = max(0, bisect_right(self.edges, generated) - 1)
         parts = []
         for index in range(first, len(self.probabilities)):
