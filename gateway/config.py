@@ -128,7 +128,8 @@ def _sources(
 def _convert(key: str, kind: str, value: Any, source: str) -> Any:
     try:
         if kind.startswith("tuple"):
-            return tuple(value.split(",")) if isinstance(value, str) else tuple(map(str, value))
+            items = value.split(",") if isinstance(value, str) else map(str, value)
+            return tuple(item for item in map(str.strip, items) if item)  # an empty token would let all in
         if kind.startswith("Path"):
             return Path(value)
         return {"int": int, "float": float, "str": str}[kind](value)

@@ -49,3 +49,14 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     file.write_text("= 3")
     with pytest.raises(ConfigError, match=r"broken\.toml can't be read"):
         load(file)
+
+
+@pytest.mark.parametrize("given", ["", ",", " , ", [""], [" "]])
+def test_a_token_that_was_left_empty_is_no_token(given: object) -> None:
+    config = load(None, {}, {"site_tokens": given})
+    with pytest.raises(ConfigError, match="no site could join"):
+        config.tokens()
+
+
+def test_what_stands_beside_an_empty_token_counts() -> None:
+    assert load(None, {"MICO_GATEWAY_SITE_TOKENS": "one, two,"}, {}).tokens() == ("one", "two")
