@@ -49,9 +49,13 @@ class Window:
     def close(self, fleet: Fleet, now_s: float) -> None:
         """Longest first, so that each site hears of what takes longest before the rest."""
         gathered, self._gathered = self._gathered, []
-        sites = together([each.demand for each in gathered], fleet, now_s)
-        for index in sorted(range(len(gathered)), key=lambda index: -gathered[index].demand.response_tokens):
-            gathered[index].place(sites[index])
+        sites: list[str | None] = [None] * len(gathered)
+        order = sorted(range(len(gathered)), key=lambda index: -gathered[index].demand.response_tokens)
+        try:
+            sites = together([each.demand for each in gathered], fleet, now_s)
+        finally:  # whatever went wrong, nobody waits for a window that has closed
+            for index in order:
+                gathered[index].place(sites[index])
 
 
 def together(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str | None]:
@@ -107,7 +111,7 @@ def assign(
 def _groups(lengths: Sequence[float], sites: int, buckets: int) -> Iterator[list[int]]:
     """Queries by bucket, longest first, each group filled up from the next to a multiple of the sites."""
     by_bucket: list[list[int]] = [[] for _ in range(buckets)]
-    width = max(lengths, default=1.0) / buckets
+    width = (max(lengths, default=0.0) or 1.0) / buckets  # of lines that will be refused nothing is expected
     for query, length in enumerate(lengths):
         by_bucket[min(buckets - 1, int(length / width))].append(query)
     by_bucket.reverse()

@@ -184,6 +184,16 @@ def test_a_file_that_is_no_batch_is_told_why_line_by_line(play: Callable[..., No
     play(scenario, lines=5, line_bytes=1000)
 
 
+def test_a_batch_of_which_every_line_is_refused_ends(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        ended = await here.ended(await here.submit(jsonl(chat_line(0, temperature="hot"))))
+        assert (ended.status, ended.request_counts.failed) == ("completed", 1)
+        (line,) = await here.lines(ended.error_file_id)
+        assert line["response"]["body"]["error"]["param"] == "temperature"
+
+    play(scenario)
+
+
 def test_blank_lines_are_passed_over_and_counted(play: Callable[..., None]) -> None:
     async def scenario(here: Replica) -> None:
         content = b"\r\n" + jsonl(chat_line(0)).replace(b"\n", b"\r\n") + b"\n" + jsonl(chat_line(1)).rstrip()

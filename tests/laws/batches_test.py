@@ -71,7 +71,7 @@ def test_no_site_is_given_more_than_it_has_room_for(
 
 
 @given(
-    st.lists(st.floats(1, 4000), min_size=1, max_size=60),
+    st.lists(st.just(0.0) | st.floats(1, 4000), min_size=1, max_size=60),
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
 )
 def test_a_window_goes_to_the_sites_by_what_they_have_free(lengths: list[float], spare: list[int]) -> None:
@@ -79,6 +79,10 @@ def test_a_window_goes_to_the_sites_by_what_they_have_free(lengths: list[float],
     chosen = spread(lengths, free)
     assert len(chosen) == len(lengths)
     assert set(chosen) <= {each.name for each, _ in free}
+
+
+def test_lines_of_which_nothing_is_expected_are_spread_too() -> None:
+    assert spread([0.0], [(site("a"), 8)]) == ["a"]  # its body will be refused, where a client's would
 
 
 def test_a_full_window_fills_every_site_and_none_beyond_a_line_or_two() -> None:

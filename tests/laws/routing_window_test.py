@@ -180,3 +180,12 @@ def test_what_a_window_kept_is_placed_once_where_it_may_go(asked: list[tuple[flo
 def test_a_window_follows_speed_and_what_a_site_has_to_do() -> None:
     sites = together([DEMAND] * 300, Fleet.of([full("fast"), full("slow", slower=2.0)]), 0.0)
     assert 185 <= sites.count("fast") <= 215
+
+
+def test_nobody_waits_for_a_window_that_could_not_be_assigned() -> None:
+    window, placed = Window(), list[str | None]()
+    for _ in range(9):
+        window.add(Gathered(replace(DEMAND, response_tokens=float("nan")), placed.append))
+    with pytest.raises(ValueError):
+        window.close(Fleet.of([full("a")]), 0.0)
+    assert placed == [None] * 9
