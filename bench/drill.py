@@ -4,9 +4,9 @@
 
 One region (its gateway and both its sites) is killed with SIGKILL while greedy streams run; later
 `terraform apply` brings it back. Checked: each query is answered, each text equals that of plain
-`transformers` alone, usage has each answer once, the page says what is down and then that all is well, the
-plan replaces the three dead processes and no other, the region takes load again, `destroy` leaves nothing.
-Exit status 1 where one of these fails. Needs `terraform` on the PATH.
+`transformers` alone, usage has each answer once and the month's budget what they used, the page says what is
+down and then that all is well, the plan replaces the three dead processes and no other, the region takes load
+again, `destroy` leaves nothing. Exit status 1 where one of these fails. Needs `terraform` on the PATH.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from mico.local.plan import choose_ports
 
 ROOT = "roots/local"
 LOST = "eu"
+MONTH_TOKENS = 1_000_000_000
 GATEWAYS = ("gateway-eu", "gateway-us")
 SITES: dict[str, dict[str, object]] = {
     "aws-eu": {"region": "eu-central-1", "slots": 6},
@@ -163,6 +164,7 @@ async def served(applied: Applied, watcher: Watcher, names: list[str]) -> int:
 async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     watcher = Watcher(applied.alive, applied.key)
     await soon(lambda: watcher.all_ready([f"{name}-0" for name in SITES]), "every site at every gateway")
+    await set_budget(watcher)
     load = Load(list(applied.urls.values()), applied.key, options)
     running = asyncio.create_task(load.run())
     await load.reached(0.2)
@@ -174,8 +176,31 @@ async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str
     await running
     report["idle_after_s"] = await soon(watcher.idle, "every counter at zero")
     report |= await verdict(applied, load)
+    report["budget"] = await budget(watcher, load)
     await watcher.http.aclose()
     return report, load
+
+
+async def set_budget(watcher: Watcher) -> None:
+    """A month's tokens for the tenant of the key, more than this run can use."""
+    keys = (await watcher.http.get(f"{watcher.alive()[0]}/admin/api/keys")).raise_for_status().json()["keys"]
+    limits = {"tokens_per_month": MONTH_TOKENS}
+    asked = {"scope": "tenant", "subject": keys[0]["tenant"], "limits": limits, "reason": "drill"}
+    set_to = await watcher.http.post(f"{watcher.alive()[0]}/admin/api/quotas", json=asked)
+    set_to.raise_for_status()
+
+
+async def budget(watcher: Watcher, load: Load) -> dict[str, float]:
+    """What both replicas together say is used of the month, beside the response tokens of the answers.
+
+    A killed replica forgets what it used in its last half second; prompts are in the former only.
+    """
+    listed = await watcher.http.get(f"{watcher.alive()[0]}/admin/api/quotas")
+    (month,) = [
+        quota for quota in listed.raise_for_status().json()["quotas"] if quota["amount"] == MONTH_TOKENS
+    ]
+    answered = sum(each.answer.completion_tokens for each in load.ended)
+    return {"used_of_the_month": month["in_use"], "response_tokens_answered": answered}
 
 
 async def verdict(applied: Applied, load: Load) -> dict[str, Any]:
@@ -212,6 +237,9 @@ def region_loss(options: argparse.Namespace) -> dict[str, Any]:
         report |= {"first_apply_s": apply_s, "destroy_s": destroy_s}
         report["left_after_destroy"] = [name for name, pid in pids.items() if is_alive(pid)]
     report["texts_wrong"] = wrong_texts(options.model, load.ended, options.max_tokens)
+    report["budget_forgotten"] = (
+        report["budget"]["used_of_the_month"] < 0.95 * report["budget"]["response_tokens_answered"]
+    )
     report["wrong_processes_replaced"] = report["back"]["replaced"] != report["lost"]["killed"]
     return report
 
@@ -224,7 +252,7 @@ def main() -> int:
     report = region_loss(parser.parse_args())
     print(json.dumps(report))
     bad = ("failed", "rows_twice", "answers_without_a_row", "texts_wrong", "left_after_destroy")
-    return 1 if any(report[name] for name in (*bad, "wrong_processes_replaced")) else 0
+    return 1 if any(report[name] for name in (*bad, "wrong_processes_replaced", "budget_forgotten")) else 0
 
 
 if __name__ == "__main__":
