@@ -99,11 +99,15 @@ class SliceTable:
         return await self._transaction(work)
 
     async def leave(self) -> None:
-        """What is held is free once it can no longer count."""
+        """What is held and not used is free at once; what is used, when it can no longer count."""
 
         async def work(connection: AsyncConnection) -> None:
             mine = replicas.c.name == self._name, replicas.c.boot_id == self._boot_id
-            await connection.execute(update(replicas).where(*mine).values(expires_at=0.0))
+            now = await self._database_time(connection)
+            left = await connection.execute(update(replicas).where(*mine).values(expires_at=now))
+            if left.rowcount:
+                held = update(quota_slices).where(quota_slices.c.replica == self._name)
+                await connection.execute(held.values(amount=quota_slices.c.used, want=0))
 
         await self._transaction(work)
 
@@ -114,7 +118,9 @@ class SliceTable:
     async def limits(self) -> dict[LimitId, int] | None:
         """None if they are as they were the last time."""
 
-        async def work(connection: AsyncConnection) -> dict[LimitId, int] | None:
+        async def work(
+            connection: AsyncConnection,
+        ) -> tuple[tuple[int, int], dict[LimitId, int]] | None:
             stamps = func.coalesce(func.sum(quotas.c.stamp), 0)
             count, stamped = (
                 await connection.execute(select(func.count(), stamps).select_from(quotas))
@@ -122,11 +128,13 @@ class SliceTable:
             mark = (count, int(stamped))
             if mark == self._mark:
                 return None
-            found = {id_of(row): row.amount for row in await connection.execute(select(quotas))}
-            self._mark = mark
-            return found
+            return mark, {id_of(row): row.amount for row in await connection.execute(select(quotas))}
 
-        return await self._transaction(work)
+        changed = await self._transaction(work)
+        if changed is None:
+            return None
+        self._mark, found = changed  # only now: what did not arrive is asked for again
+        return found
 
     async def round(self, restless: Iterable[LimitId], ask: Ask) -> Round:
         """Renew the lease; settle the slices that are restless here, or that others are short of.

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import event, insert
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.domain import Caller
@@ -25,6 +26,7 @@ from tests.integration.store_databases.server import PostgresServer
 CALLER = Caller("key-1", "shop")
 TOKENS = LimitId(Scope.TENANT, "shop", Kind.TOKENS)
 MONTH = LimitId(Scope.TENANT, "shop", Kind.MONTH)
+LIVE = LimitId(Scope.TENANT, "shop", Kind.QUERIES)
 
 
 @asynccontextmanager
@@ -104,6 +106,42 @@ def test_the_slice_of_a_dead_replica_is_free_again_and_its_month_is_kept(url: st
             assert offer(alive, 700) == 700
             assert alive.quotas.in_use(MONTH) == 1_000
             assert alive.quotas.in_use(TOKENS) == 700
+
+    asyncio.run(main())
+
+
+def test_what_a_replica_used_counts_on_after_it_has_left_and_the_rest_is_free(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000, LIVE: 100}) as engine:
+            alive, leaving = await replica(engine, "a"), Leases(SliceTable(engine, "b"), WhenAway.HOLD)
+            await leaving.start()
+            for each in (alive, leaving, alive, leaving):
+                await each.renew()
+            leaving.quotas.settle(leaving.quotas.open(CALLER, 300), 300)
+            await leaving.close()
+            for _ in range(3):
+                assert offer(alive, 701) == 0
+                await alive.renew()
+            assert offer(alive, 701) == 0  # within a minute
+            assert offer(alive, 300) + sum(offer(alive, 40) for _ in range(9)) == 660
+
+    asyncio.run(main())
+
+
+def test_limits_that_did_not_arrive_are_asked_for_again(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000}) as engine:
+            table, broken = SliceTable(engine, "a"), [True]
+
+            @event.listens_for(engine.sync_engine, "commit")
+            def fail(_: object) -> None:
+                if broken.pop():
+                    raise OperationalError("COMMIT", {}, OSError("the connection broke"))
+
+            broken.insert(0, False)
+            with pytest.raises(StoreUnavailable):
+                await table.limits()
+            assert await table.limits() == {TOKENS: 1_000}
 
     asyncio.run(main())
 
