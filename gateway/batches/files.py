@@ -82,7 +82,7 @@ class Files:
     async def delete(self, tenant: str, file_id: str) -> bool:
         """False when there is no such file. Raises InUse while a batch reads it."""
         reading = select(batches.c.id).where(
-            batches.c.input_file_id == file_id, batches.c.status.in_(UNENDED)
+            batches.c.tenant == tenant, batches.c.input_file_id == file_id, batches.c.status.in_(UNENDED)
         )
         async with self._engine.connect() as connection:
             if batch_id := await connection.scalar(reading.limit(1)):
