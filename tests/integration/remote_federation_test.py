@@ -183,6 +183,7 @@ def test_what_our_own_sites_began_goes_on_exactly_where_one_is_left() -> None:
         asked = len(fleet.servers["a"].asked)
         await own.step(assign, SAID[:3], 3)
         await until(lambda: any(each.opened for each in fleet.here.gateway.stories.values()), "a first word")
+        await other.report()
         await own.close()
         resumed = await other.assigned()
         assert list(resumed.resume.token_ids) == [ord(letter) for letter in SAID[:3]]

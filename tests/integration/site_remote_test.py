@@ -112,8 +112,8 @@ def test_answers_stream_with_the_servers_counts() -> None:
         assert sum(session.deltas("chat", index)[-1].completion_tokens for index in (0, 1)) == 6
         counted = [each for each in session.said("accepted") if each.attempt_id == "text"]
         assert [each.prompt_tokens for each in counted] == [1, 7]  # guessed, then counted
-        assert [each["stop"] for each in here.server.asked if "messages" in each] == [["!"]]
-        assert here.server.asked[1]["messages"] == [{"role": "user", "content": "hello"}]
+        (asked,) = (each for each in here.server.asked if "messages" in each)
+        assert (asked["stop"], asked["messages"]) == (["!"], [{"role": "user", "content": "hello"}])
         await here.load(tokens_total=11, running=0)
 
     run(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,11 +23,16 @@ from site_engine.desk import Desk
 from site_engine.errors import NotServed
 from site_engine.grammar import Grammars
 from site_engine.prompts import Prompts
+from site_engine.remote.dialects import VLLM
+from site_engine.remote.resuming import continuing
 from site_engine.request import Lane, Refused, RemainingCurve, Sampling
 from tests.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
 
 torch.set_num_threads(1)
-PROMPT, LIMIT = [4, 5, 6], 40
+PROMPT, LIMIT = tokenizer().encode("THE END", add_special_tokens=False), 40
+BIAS = {tokenizer().convert_tokens_to_ids(letter): 50.0 for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+"""Answers of capitals alone, none of which the tokenizer joins: they are tokenized as they were generated."""
+PLAIN = Sampling(max_tokens=LIMIT, temperature=0.0)
 texts = st.text(max_size=6)
 prompts = st.sampled_from(
     [Chat((Message("user", "hi"),)), "hi", (1, 2), Chat((Message("user", "hi"),), "[1]")]
@@ -95,9 +101,9 @@ def test_tokens_are_named_all_or_not_at_all(news: list[tuple[str, int, bool]]) -
 
 
 @cache
-def whole(name: str = "gpt2") -> Collected:
-    engine = engine_for(family(name).served)
-    engine.submit(greedy("whole", PROMPT, LIMIT))
+def whole() -> Collected:
+    engine = engine_for(family("gpt2").served)
+    engine.submit(greedy("whole", PROMPT, LIMIT + 2, logit_bias=BIAS))
     return drain(engine)["whole"]
 
 
@@ -105,7 +111,7 @@ def resumed(text: str, tokens: int, **more: Any) -> m.Assign:
     delivered = {"resumed_text": text, "resumed_chars": len(text), "resumed_tokens": tokens}
     prompt, sampling = (
         m.TokenPrompt(tuple(PROMPT)),
-        more.pop("sampling", Sampling(max_tokens=LIMIT, temperature=0.0)),
+        more.pop("sampling", Sampling(max_tokens=LIMIT, temperature=0.0, logit_bias=BIAS)),
     )
     return m.Assign(
         "a",
@@ -143,31 +149,40 @@ def at_a_site(assign: m.Assign, grammars: Grammars | None = None) -> tuple[str, 
 @given(st.integers(1, LIMIT), st.integers(-2, 2))
 def test_a_site_of_our_own_goes_on_after_a_text(cut: int, miscounted: int) -> None:
     """`miscounted`: another server's tokens are not ours, and its count is the one that goes on."""
-    text = "".join(output.text for output in whole().outputs[:cut])
-    tokens = max(1, cut + miscounted)
-    if not text:
-        return
+    text, tokens = whole().text[:cut], max(1, cut + miscounted)
     added, last = at_a_site(resumed(text, tokens))
     assert last.completion_tokens == max(LIMIT, tokens)
-    ours = tokenizer().encode(text, add_special_tokens=False)
-    if (
-        ours == whole().token_ids[:cut]
-    ):  # as it was generated: the answer is the undisturbed one, as far as it goes
-        joined = text + added
-        assert joined.startswith(whole().text) or whole().text.startswith(joined)
-        assert joined == whole().text or miscounted
+    assert text + added == whole().text[: cut + max(0, LIMIT - tokens)]
+    assert last.finish == "length"
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.text("the answer né", min_size=1, max_size=20))
+def test_a_text_that_was_tokenized_otherwise_is_gone_on_from_and_counted_alike(text: str) -> None:
+    added, last = at_a_site(resumed(text, 30))
+    assert (len(added), last.completion_tokens, last.finish) == (LIMIT - 30, LIMIT, "length")
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, LIMIT - 1))
+def test_a_server_that_reads_the_text_behind_the_prompt_goes_on_as_it_would_have(cut: int) -> None:
+    prompt, text = tokenizer().decode(PROMPT), whole().text[:cut]
+    read = continuing(replace(resumed(text, cut), prompt=m.TextPrompt(prompt)), VLLM)
+    assert read.prompt == m.TextPrompt(prompt + text)
+    engine = engine_for(family("gpt2").served)
+    ids = tokenizer().encode(prompt + text, add_special_tokens=False)
+    engine.submit(greedy("rest", ids, read.sampling.max_tokens or 0, logit_bias=BIAS))
+    assert text + drain(engine)["rest"].text == whole().text[:LIMIT]
 
 
 def test_a_stop_string_across_the_seam_is_honoured() -> None:
     text = whole().text
-    stop = text[10:14]
-    at = text.index(stop)
-    for cut in range(max(1, at), at + 3):
-        sampling = Sampling(max_tokens=LIMIT, temperature=0.0, stop=(stop,))
+    stop = text[2:6]
+    assert text.index(stop) == 2
+    for cut in range(1, 6):
+        sampling = Sampling(max_tokens=LIMIT, temperature=0.0, logit_bias=BIAS, stop=(stop,))
         added, last = at_a_site(resumed(text[:cut], cut, sampling=sampling))
-        assert stop not in text[:cut] + added
-        if tokenizer().encode(text[:cut], add_special_tokens=False) == whole().token_ids[:cut]:
-            assert (text[:cut] + added, last.finish) == (text[: max(at, cut)], "stop")
+        assert (text[:cut] + added, last.finish) == (text[: max(2, cut)], "stop")
 
 
 def test_an_answer_in_json_goes_on_after_its_text_and_only_after_what_it_may_be() -> None:
@@ -175,10 +190,10 @@ def test_an_answer_in_json_goes_on_after_its_text_and_only_after_what_it_may_be(
     grammars = Grammars(served.tokenizer, served.vocab_size, served.eos_token_ids or (0,))
     one = {"type": "object", "properties": {"x": {"enum": [17]}}, "required": ["x"]}
     schema = json.dumps({**one, "additionalProperties": False})
-    added, last = at_a_site(resumed('{"x": 1', 5, guided_json=schema), grammars)
+    added, last = at_a_site(resumed('{"x": 1', 5, guided_json=schema, sampling=PLAIN), grammars)
     assert (added, last.finish) == ("7}", "stop")
     with pytest.raises(Refused, match="not what was asked for"):
-        at_a_site(resumed('{"y": 1', 5, guided_json=schema), grammars)
+        at_a_site(resumed('{"y": 1', 5, guided_json=schema, sampling=PLAIN), grammars)
 
 
 def test_a_text_that_the_tokenizer_says_otherwise_is_refused() -> None:
