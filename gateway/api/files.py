@@ -167,9 +167,10 @@ def kept_for(anchor: str | None, seconds: str | None, default_s: float, name: st
         return default_s
     if anchor != "created_at":
         raise BadRequest(f"'{name}.anchor' can only be 'created_at'.", param=f"{name}.anchor")
-    if not (seconds or "").isdecimal() or not HOUR_S <= int(seconds or 0) <= 30 * DAY_S:
+    given = seconds or ""
+    if not (given.isdecimal() and len(given) < 10 and HOUR_S <= int(given) <= 30 * DAY_S):
         raise BadRequest(f"'{name}.seconds' is from 3600 to 2592000.", param=f"{name}.seconds")
-    return float(seconds or 0)
+    return float(given)
 
 
 # ---- what lists of files and of batches have in common
@@ -178,7 +179,7 @@ def kept_for(anchor: str | None, seconds: str | None, default_s: float, name: st
 def page_of(request: AnyRequest, default: int, most: int) -> Page:
     """Raises BadRequest."""
     asked = request.query_params.get("limit", str(default))
-    if not (asked.isascii() and asked.isdecimal()) or not 1 <= int(asked[:9]) <= most:
+    if not (asked.isascii() and asked.isdecimal() and len(asked) < 10 and 1 <= int(asked) <= most):
         raise BadRequest(f"'limit' is from 1 to {most}.", param="limit", code="invalid_value")
     order = request.query_params.get("order", "desc")
     if order not in {"asc", "desc"}:

@@ -139,6 +139,10 @@ REFUSED_BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"a": 1}}, "metadata"),
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
     ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
+    (
+        {"output_expires_after": {"anchor": "created_at", "seconds": "9" * 5000}},
+        "output_expires_after.seconds",
+    ),
 ]
 
 
@@ -214,7 +218,8 @@ def test_lists_page_in_both_orders(play: Callable[..., None]) -> None:
         assert oldest == made
         page = (await here.raw("GET", f"/v1/files?limit=2&after={made[3]}")).json()
         assert (page["first_id"], page["last_id"], page["has_more"]) == (made[2], made[1], True)
-        assert error_of(await here.raw("GET", "/v1/files?limit=0"), 400)["param"] == "limit"
+        for limit in ("0", "10001", "000000001" + "0" * 20, "9" * 5000):
+            assert error_of(await here.raw("GET", f"/v1/files?limit={limit}"), 400)["param"] == "limit"
         assert error_of(await here.raw("GET", "/v1/files?order=up"), 400)["param"] == "order"
         assert error_of(await here.raw("GET", "/v1/files?after=file-x"), 400)["param"] == "after"
         assert (await here.raw("GET", "/v1/files?purpose=batch_output")).json()["data"] == []
@@ -229,6 +234,8 @@ def test_the_input_of_a_batch_that_runs_stays(play: Callable[..., None]) -> None
         file_id = (await here.sdk().batches.retrieve(batch_id)).input_file_id
         error = error_of(await here.raw("DELETE", f"/v1/files/{file_id}"), 400)
         assert error["code"] == "file_in_use" and batch_id in error["message"]
+        error = error_of(await here.raw("DELETE", f"/v1/files/{file_id}", "two"), 404)
+        assert batch_id not in error["message"], "it is nobody else's business"
         here.open.set()
         await here.ended(batch_id)
         assert (await here.raw("DELETE", f"/v1/files/{file_id}")).status_code == 200
