@@ -40,24 +40,30 @@ async def close(batch: Batch, means: Means, *, cancelled: bool) -> None:
     output, errors = _Side(batch, means), _Side(batch, means)
     try:
         missing = await _sort(batch, means, unanswered, output, errors)
-        never_began = not batch.total
-        status = unanswered if cancelled or missing or never_began else BatchStatus.COMPLETED
-        ended = await means.ledger.end(
-            batch.id,
-            status,
-            output_file_id=await output.finish("output"),
-            error_file_id=await errors.finish("error"),
-            completed=output.lines,
-            failed=errors.lines,
-            at=means.backend.unix_time(),
-        )
-        if not ended:
-            raise LeaseLost(batch.id)
+        files = await output.finish("output"), await errors.finish("error")
     except BaseException:
-        await output.discard()
-        await errors.discard()
+        await _discard(output, errors)
         raise
+    never_began = not batch.total
+    status = unanswered if cancelled or missing or never_began else BatchStatus.COMPLETED
+    ended = await means.ledger.end(  # if this breaks off, it may have taken effect: the files stay
+        batch.id,
+        status,
+        output_file_id=files[0],
+        error_file_id=files[1],
+        completed=output.lines,
+        failed=errors.lines,
+        at=means.backend.unix_time(),
+    )
+    if not ended:
+        await _discard(output, errors)
+        raise LeaseLost(batch.id)
     await means.ledger.remove_lines(batch.id)
+
+
+async def _discard(output: _Side, errors: _Side) -> None:
+    await output.discard()
+    await errors.discard()
 
 
 async def _sort(batch: Batch, means: Means, unanswered: BatchStatus, output: _Side, errors: _Side) -> int:

@@ -234,9 +234,12 @@ class Job:
         if not left:
             return
         await asyncio.wait(left)
-        again = [replace(line, runs=line.runs + 1) for line in left.values()]
+        ended = [task.result() for task in left if not task.cancelled()]
+        outcomes = [each for each in ended if isinstance(each, Outcome)]  # paid for: nobody asks again
+        answered = {each.number for each in outcomes}
+        again = [replace(line, runs=line.runs + 1) for line in left.values() if line.number not in answered]
         with suppress(LeaseLost, *AWAY):
-            await self._means.ledger.write(self.batch.id, [], again)
+            await self._means.ledger.write(self.batch.id, outcomes, again)
 
     # ---- one line
 

@@ -153,6 +153,55 @@ def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
     asyncio.run(main())
 
 
+def test_an_answer_that_was_not_written_down_yet_is_not_asked_for_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica ends while its database comes back."""
+
+    async def main() -> None:
+        tried = asyncio.Event()
+        async with replica(url, name="r1") as first:
+            ledger: Any = first.batches.runner._means.ledger
+            write = ledger.write
+
+            async def away(*_: object) -> None:
+                monkeypatch.setattr(ledger, "write", write)
+                tried.set()
+                raise OperationalError("", {}, OSError("the database is away"))
+
+            monkeypatch.setattr(ledger, "write", away)
+            batch_id = await first.submit(jsonl(chat_line(0)))
+            await tried.wait()
+            await first.batches.runner.close()
+        async with replica(url, name="r2") as second:
+            done = await second.ended(batch_id)
+            assert (done.status, done.request_counts.completed) == ("completed", 1)
+            assert (len(first.asked), second.asked) == (1, [])
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_ended_keeps_its_files_though_nobody_here_heard_of_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            runner: Any = here.batches.runner
+            ledger, end, told = runner._means.ledger, runner._means.ledger.end, list[bool]()
+
+            async def unheard(*given: Any, **values: Any) -> None:
+                told.append(await end(*given, **values))
+                raise OperationalError("", {}, OSError("the connection broke after the commit"))
+
+            monkeypatch.setattr(ledger, "end", unheard)
+            done = await here.ended(await here.submit(jsonl(chat_line(0))))
+            await until(lambda: not runner._jobs, "the batch is let go of")
+            assert (done.status, told) == ("completed", [True])
+            assert len(await here.lines(done.output_file_id)) == 1
+
+    asyncio.run(main())
+
+
 async def settled(here: Replica, batch_id: str) -> int:
     """How many lines have their outcome, once nothing moves any more."""
     before = -1
