@@ -14,7 +14,7 @@ from site_engine.sampler import Alternatives, rank
 class Answer:
     """The part of a request that only publishing needs."""
 
-    __slots__ = ("_carried", "_ends", "_prompt_logprobs", "_stream", "_vocabulary", "request")
+    __slots__ = ("_carried", "_ends", "_min_tokens", "_prompt_logprobs", "_stream", "_vocabulary", "request")
 
     def __init__(self, request: Request, vocabulary: Vocabulary, eos_token_ids: Collection[int]) -> None:
         sampling = request.sampling
@@ -27,6 +27,7 @@ class Answer:
         self._ends = frozenset(sampling.stop_token_ids) | frozenset(
             () if sampling.ignore_eos else eos_token_ids
         )
+        self._min_tokens = sampling.min_tokens
         self._prompt_logprobs: list[TokenLogprob] = []
         self._carried = ""  # text of resumed tokens that the client does not have yet
 
@@ -45,8 +46,9 @@ class Answer:
             request.first_token_s = now
         if request.max_tokens == 0:  # only the prompt was asked for
             return self.end(Finish.LENGTH, now)
-        request.tokens.append(token_id)
-        generated = request.generated
+        tokens = request.tokens
+        tokens.append(token_id)
+        generated = len(tokens) - request.prompt_len
         text, finish = self._read(token_id, generated)
         ended = finish is Finish.STOP and token_id in self._ends
         return Output(
@@ -90,18 +92,19 @@ class Answer:
 
     def _read(self, token_id: int, generated: int) -> tuple[str, Finish | None]:
         """The text that is certain after this token, and the end if this token brings it."""
-        guide = self.request.guide
+        request, stream = self.request, self._stream
+        guide = request.guide
         ended = guide is not None and guide.take(token_id) and guide.ended
-        long_enough = ended or generated >= self.request.sampling.min_tokens
+        long_enough = ended or generated >= self._min_tokens
         if long_enough and token_id in self._ends:
-            return self._stream.flush(), Finish.STOP
-        text = self._stream.push(token_id, long_enough)
+            return stream.flush(), Finish.STOP
+        text = stream.push(token_id, long_enough)
         if ended:  # a grammar that is at its end needs no token that says so
-            return text + self._stream.flush(), Finish.STOP
-        if self._stream.stopped:
+            return text + stream.flush(), Finish.STOP
+        if stream.stopped:
             return text, Finish.STOP
-        if generated >= self.request.max_tokens:
-            return text + self._stream.flush(), Finish.LENGTH
+        if generated >= request.max_tokens:
+            return text + stream.flush(), Finish.LENGTH
         return text, None
 
     def _logprob(self, token_id: int, found: Alternatives | None) -> TokenLogprob:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -244,8 +244,7 @@ def _read(choice: _Choice, reader: CallReader, output: Output) -> Output:
         rest = reader.end()
         text, calls = text + rest.text, calls + rest.calls
     stops_for_it = output.finish is Finish.STOP and reader.calls and not choice.forced
-    return replace(
-        output,
+    return output._replace(
         text=text,
         tool_calls=calls,
         finish=Finish.TOOL_CALLS if stops_for_it else output.finish,

@@ -150,14 +150,14 @@ class TextStream:
 
     def __init__(self, decoder: Decoder, stops: tuple[str, ...] = (), skip_chars: int = 0) -> None:
         self.stopped = False
-        self._decoder = decoder
+        self._decode = decoder.push
         self._stops = stops
         self._skip = skip_chars
         self._held = ""
 
     def push(self, token_id: int, watch: bool = True) -> str:
         """New text that is certain. `watch` is off while a response is too short to be allowed to stop."""
-        fresh = self._decoder.push(token_id)
+        fresh = self._decode(token_id)
         if not fresh:
             return ""
         if self._stops:

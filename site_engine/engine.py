@@ -233,8 +233,9 @@ class SiteEngine:
         for entry, places in logits.prompts:
             self._answers[entry.request.id].read_prompt(entry.start, places)
         broken = set(sampled.broken)
+        answers, outputs, alternatives = self._answers, self._outputs, sampled.alternatives
         for row, (request, token_id) in enumerate(zip(logits.sampled, sampled.token_ids, strict=True)):
-            answer = self._answers[request.id]
+            answer = answers[request.id]
             if row in broken:
                 self._fail(answer, "the model's output was not finite")
                 continue
@@ -243,8 +244,8 @@ class SiteEngine:
                 continue
             if request.first_token_s is None:
                 self._meter.prompt_tokens_total += request.prompt_len
-            output = answer.take(token_id, now, sampled.alternatives.get(row))
-            self._outputs.append(output)
+            output = answer.take(token_id, now, alternatives.get(row) if alternatives else None)
+            outputs.append(output)
             if output.finish is not None:
                 self._forget(request)
 
@@ -282,12 +283,13 @@ class SiteEngine:
         del self._answers[request.id]
 
     def _measure(self, plan: Plan, began: float) -> None:
-        entries = plan.entries
+        decodes, prefills = plan.decodes, plan.prefills
+        read = sum([start for _, start, _, _ in decodes]) + len(decodes)
         self._meter.iteration(
-            rows=len(entries),
+            rows=len(decodes) + len(prefills),
             tokens=plan.tokens,
-            kv_tokens=sum([start + length for _, start, length, _ in entries]),
-            sampled=sum([samples for _, _, _, samples in entries]),
+            kv_tokens=read + sum([start + length for _, start, length, _ in prefills]),
+            sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]),
             seconds=max(self._clock() - began, self.settings.iteration_floor_s),
         )
 

@@ -52,8 +52,7 @@ class PackedRunner:
         plan.decodes.sort(
             key=itemgetter(1)
         )  # by length, so that rows of about the same length are neighbours
-        for entry in plan.entries:
-            self._show(entry.request)
+        self._show(plan)
         begins, wanted = self._layout(plan)
         ids, positions = self._packed(plan)
         step = self._context(plan, positions, begins)
@@ -63,20 +62,21 @@ class PackedRunner:
             raise RuntimeError(f"{step.layer} attention calls in a model of {len(self._arena.keys)}")
         return split(plan, rows)
 
-    def _show(self, request: Request) -> None:
-        """Bring the row's page table up to date; past its pages it points at the trash page."""
-        row, pages = request.row, request.pages
-        if self._lists[row] is not pages:
-            self._tables[row] = TRASH_PAGE
-            self._lists[row], self._shown[row] = pages, 0
-        shown = self._shown[row]
-        if shown < len(pages):
-            self._tables[row, shown : len(pages)] = pages[shown:]
-            self._shown[row] = len(pages)
+    def _show(self, plan: Plan) -> None:
+        """Bring the rows' page tables up to date; past its pages a row points at the trash page."""
+        lists, shown = self._lists, self._shown
+        for request, _, _, _ in plan.entries:
+            row, pages = request.row, request.pages
+            if lists[row] is not pages:
+                self._tables[row] = TRASH_PAGE
+                lists[row], shown[row] = pages, 0
+            if shown[row] < len(pages):
+                self._tables[row, shown[row] : len(pages)] = pages[shown[row] :]
+                shown[row] = len(pages)
 
     def _packed(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
         ids = [request.tokens[start] for request, start, _, _ in plan.decodes]
-        positions = [np.array([entry.start for entry in plan.decodes], dtype=np.int64)]
+        positions = [np.array([start for _, start, _, _ in plan.decodes], dtype=np.int64)]
         for request, start, length, _ in plan.prefills:
             ids += request.tokens[start : start + length]
             positions.append(np.arange(start, start + length))
@@ -97,7 +97,7 @@ class PackedRunner:
 
     def _context(self, plan: Plan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
         page_size = self._arena.page_size
-        rows = np.array([entry.request.row for entry in plan.decodes], dtype=np.int64)
+        rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
         owners = [rows, *(np.full(entry.length, entry.request.row) for entry in plan.prefills)]
         pages = self._tables[np.concatenate(owners), positions // page_size]
         groups = [

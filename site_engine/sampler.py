@@ -123,9 +123,10 @@ def _best(logits: torch.Tensor) -> tuple[list[int], list[int]]:
     """
     if logits.device.type == "cpu":
         numbers = logits.numpy()
-        top = numbers.max(-1)
+        best = numbers.argmax(-1)
+        top = numbers[np.arange(len(best)), best]
         broken = [] if np.isfinite(top.sum()) else np.flatnonzero(~np.isfinite(top)).tolist()
-        return numbers.argmax(-1).tolist(), broken
+        return best.tolist(), broken
     top, best_ = logits.max(dim=-1)
     found = torch.stack([best_, torch.isfinite(top).long()]).tolist()  # one copy from the device
     return found[0], [row for row, is_finite in enumerate(found[1]) if not is_finite]

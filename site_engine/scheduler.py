@@ -100,7 +100,9 @@ class Scheduler:
 
     def advance(self, plan: Plan) -> None:
         """The plan was computed: its tokens' keys and values lie in the pages."""
-        for request, start, length, samples in plan.entries:
+        for request, start, _, _ in plan.decodes:
+            request.computed = start + 1
+        for request, start, length, samples in plan.prefills:
             request.computed = start + length
             if samples:
                 request.state = State.DECODE
@@ -133,18 +135,14 @@ class Scheduler:
     # ---- running requests
 
     def _plan_decodes(self, plan: Plan) -> int:
-        budget = self._token_budget
-        planned: set[Request] = set()
+        decodes, page_size, decoding = plan.decodes, self.pool.page_size, State.DECODE
         for request in list(self.running):
-            if request.state is not State.DECODE or request.row < 0:  # preempted a moment ago
+            if request.state is not decoding or request.row < 0:  # preempted a moment ago
                 continue
-            if request.computed >= len(request.pages) * self.pool.page_size and not self._grow_or_preempt(
-                request, planned
-            ):
-                continue
-            plan.decodes.append(Entry(request, request.computed, 1, True))
-            planned.add(request)
-        return budget - len(plan.decodes)
+            start = request.computed
+            if start < len(request.pages) * page_size or self._grow_or_preempt(request, plan):
+                decodes.append(Entry(request, start, 1, True))
+        return self._token_budget - len(decodes)
 
     def _plan_prefills(self, plan: Plan, budget: int) -> int:
         for request in self.running:
@@ -167,9 +165,10 @@ class Scheduler:
         plan.prefills.append(Entry(request, request.computed, length, length == missing))
         return length
 
-    def _grow_or_preempt(self, request: Request, planned: set[Request]) -> bool:
+    def _grow_or_preempt(self, request: Request, plan: Plan) -> bool:
         """A page for the next token; the last running request that is not planned gives up its own for it."""
         while not self._grow(request, request.computed + 1):
+            planned = {entry.request for entry in plan.decodes}
             victim = next(one for one in reversed(self.running) if one not in planned)
             self._preempt(victim)
             if victim is request:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from site_engine.load import IterationCost, LoadFigures
 from site_engine.messages import Hello, Model
@@ -117,7 +117,7 @@ class FakeEngine:
         if run.tokens < run.max_tokens:
             return output
         del self.running[run.request.id]
-        return replace(output, finish=Finish.LENGTH)
+        return output._replace(finish=Finish.LENGTH)
 
     def _max_tokens(self, request: Request) -> int:
         return min(CONTEXT_TOKENS - len(request.prompt), _limit(request))

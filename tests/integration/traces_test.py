@@ -31,7 +31,7 @@ class TimedEngine(FakeEngine):
 
     def step(self) -> list[Output]:
         timings = Timings(0.25, 0.5, 1.0, 3, 0)
-        return [replace(each, timings=timings) if each.finish else each for each in super().step()]
+        return [each._replace(timings=timings) if each.finish else each for each in super().step()]
 
 
 class Spans:
