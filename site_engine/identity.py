@@ -156,14 +156,20 @@ class Identity:
 
     def _take(self, pem: bytes) -> None:
         """Raises LinkLost for a certificate that is not for our key."""
-        certificate = x509.load_pem_x509_certificate(pem)
+        try:
+            certificate = x509.load_pem_x509_certificate(pem)
+        except ValueError as exc:
+            raise LinkLost(f"what came is no certificate: {exc}") from exc
         if certificate.public_key() != self._key.public_key():
             raise LinkLost("the certificate is for another key")
-        draft = self._folder / f"{CERTIFICATE}.new"
-        draft.write_bytes(pem)
-        draft.replace(self._folder / CERTIFICATE)
         self._certificate, self._taken_at = certificate, self._unix_time()
         log.info("this site has a certificate until %s", certificate.not_valid_after_utc.isoformat())
+        draft = self._folder / f"{CERTIFICATE}.new"
+        try:
+            draft.write_bytes(pem)
+            draft.replace(self._folder / CERTIFICATE)
+        except OSError as exc:  # this process has it; what runs must not end for a full disk
+            log.error("the certificate could not be written down, so a restart will ask for one: %s", exc)
 
 
 def _key(folder: Path) -> ec.EllipticCurvePrivateKey:

@@ -196,6 +196,17 @@ def test_a_link_outlives_its_first_certificate_if_that_is_renewed(tmp_path: Path
     play(tmp_path, scenario)
 
 
+def test_a_certificate_that_cannot_be_written_down_is_shown_all_the_same(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        identity = identity_of(here.config("alpha", join_secret=here.invite("alpha")))
+        assert identity is not None
+        (tmp_path / "alpha" / "site.pem.new").mkdir()  # as where a disk is full
+        await identity.renew()
+        assert identity.good
+
+    play(tmp_path, scenario)
+
+
 def test_without_a_certificate_or_with_a_foreign_secret_nobody_is_let_in(tmp_path: Path) -> None:
     async def scenario(here: Scene) -> None:
         other = Authority.create(tmp_path / "other", "other", datetime.now(UTC))
