@@ -62,16 +62,23 @@ class Scaler(Collector):
             await asyncio.sleep(self._plan.every_s)
 
     async def look(self) -> None:
-        """One round over every pool. What a cloud refuses is logged and tried again in the next round."""
+        """One round over every pool. What a cloud refuses is logged and tried again in the next round.
+
+        What is neither here nor planned any more is forgotten: machines without a pool come and go by name.
+        """
         pools = by_pool(self._sites())
         busy = {name: busy_machines(sites) for name, sites in pools.items()}
         needed = wanted(busy, self._bounds, self._plan.budget_usd_per_hour)
+        for gone in self.desired.keys() - needed.keys():
+            del self.desired[gone], self.machines[gone], self._steady[gone]
         for name in needed.keys() | self._groups.keys():
             at_work = sum(site.state in AT_WORK for site in pools.get(name, ()))
             try:
                 await self._settle(name, at_work, needed.get(name, 0))
             except GroupFailed as exc:
                 log.warning("pool %s keeps its size: %s", name, exc)
+            except Exception:
+                log.exception("pool %s keeps its size: its cloud answered in an unforeseen way", name)
 
     async def _settle(self, name: str, at_work: int, needed: int) -> None:
         group = self._groups.get(name)

@@ -146,6 +146,29 @@ def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
     assert scaler.pools() == [Pool("us", scaler.machines["us"], 1)]
 
 
+def test_an_answer_that_is_none_ends_no_scaling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Changed(FakeGroup):
+        async def size(self) -> int:
+            answer: dict[str, int] = {}
+            return answer["targetSize"]
+
+    sites, now = [site("a", 10), site("b", 9, pool="us")], [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": Changed(1)}, now, tmp_path)
+    asyncio.run(scaler.look())
+    assert scaler.desired == {"us": 1}
+    assert "pool eu keeps its size" in caplog.text
+
+
+def test_machines_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    sites, now = [site("a", 10, pool=""), site("b", 9, pool="eu")], [0.0]
+    scaler = scaler_of(PLAN, sites, {"eu": FakeGroup(1)}, now, tmp_path)
+    asyncio.run(scaler.look())
+    assert scaler.desired.keys() == {"a", "eu"}
+    sites.clear()
+    asyncio.run(scaler.look())
+    assert scaler.desired.keys() == scaler.machines.keys() == scaler._steady.keys() == {"eu"}
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
