@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import openai
 import uvicorn
+from openai.types.shared import ErrorObject
 
 from gateway.api.app import create_http
 from gateway.api.backend import Answer, Backend, Readiness
@@ -144,10 +145,7 @@ def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
     assert body.keys() == {"error"}
     error: dict[str, Any] = body["error"]
     assert error.keys() == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str) and error["message"]
-    assert isinstance(error["type"], str)
-    assert error["code"] is None or isinstance(error["code"], str)
-    assert error["param"] is None or isinstance(error["param"], str)
+    assert ErrorObject.model_validate(error, strict=True).message
     return error
 
 

@@ -284,7 +284,7 @@ def test_row_42_extras_out_of_bounds_are_refused(fields: dict[str, Any], param: 
 
 def test_row_34_choices_count_the_prompt_once_and_sum_the_rest() -> None:
     response, _ = chat(n=3)
-    completion = ChatCompletion.model_validate(response.json())
+    completion = ChatCompletion.model_validate(response.json(), strict=True)
     assert completion.usage is not None
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (7, 6)
 

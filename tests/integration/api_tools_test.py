@@ -165,7 +165,7 @@ CALLS = play(
 
 def test_row_45_calls_in_a_whole_answer() -> None:
     response, _ = chat(CALLS, tools=[ADD])
-    completion = ChatCompletion.model_validate(response.json(), strict=False)
+    completion = ChatCompletion.model_validate(response.json(), strict=True)
     (choice,) = completion.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."
@@ -191,7 +191,7 @@ def test_row_47_calls_in_a_stream() -> None:
     response, _ = chat(CALLS, tools=[ADD], stream=True)
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
     for event in events:
-        ChatCompletionChunk.model_validate_json(event)
+        ChatCompletionChunk.model_validate_json(event, strict=True)
     deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
     assert [news for delta in deltas for news in delta.get("tool_calls", [])] == [
         {
