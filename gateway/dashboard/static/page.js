@@ -145,7 +145,6 @@ function drawRoutes({ routes, quality }) {
     : "No answer to compare with.");
 }
 
-// Only pools whose size is not what the load asks for.
 function poolsText(pools) {
   const wrong = pools.filter((pool) => pool.machines !== pool.desired);
   return wrong.length ? "The load asks for: " + wrong.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired} machines`).join(", ") : "";
@@ -155,10 +154,10 @@ async function drawBatches() {
   if (page.paused || document.hidden || !page.snapshot) return;
   try {
     const { data } = await ask("batches?limit=5");
-    const rows = data.map(({ id, tenant, status, leased_by, request_counts: { completed, failed, total } }) => el("tr", {}, el("td", {}, id), el("td", {}, tenant), el("td", {}, leased_by ? `${status} at ${leased_by.split(" ")[0]}` : status), el("td", { className: "n" }, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`)));
+    const rows = data.map(({ id, tenant, status, request_counts: { completed, failed, total } }) => el("tr", {}, ...[id, tenant, status, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`].map((text) => el("td", {}, text))));
     $("batches").tBodies[0].replaceChildren(...(rows.length ? rows : [el("tr", {}, el("td", { colSpan: 4, className: "empty" }, "No batch was submitted."))]));
   } catch {
-    // The same.
+    // As above.
   }
 }
 
@@ -192,7 +191,7 @@ async function loadSlow() {
     page.slow = await ask(`history?minutes=${page.minutes}`);
     if (!page.paused) drawPlots();
   } catch {
-    // The feed says whether the gateway is there; the plot keeps what it has.
+    // The feed says whether the gateway is there.
   }
 }
 

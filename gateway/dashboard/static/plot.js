@@ -44,6 +44,9 @@ export class Plot {
   }
 
   show(at, series, minutes) {
+    const key = `${minutes} ${at.length} ${at.at(-1)} ${this.box.clientWidth} ${Object.keys(series).length}`;
+    if (key === this.key) return;
+    this.key = key;
     Object.assign(this, { at, series, minutes });
     this.draw();
   }
@@ -115,8 +118,8 @@ export class Plot {
     const ranked = [...names].sort((a, b) => worst.get(b) - worst.get(a) || (a < b ? -1 : 1));
     this.named = new Set(names.length > NAMED_LINES ? ranked.slice(0, NAMED_LINES) : names);
     const high = Math.min(20, nice(Math.max(1.2, ...worst.values())));
-    let rest = "";
-    for (const name of ranked.reverse()) {
+    this.band(parts, steps, ranked.filter((name) => !this.named.has(name)), high);
+    for (const name of ranked.filter((name) => this.named.has(name)).reverse()) {
       let before = null;
       const points = steps.flatMap(({ time, from, to, slot }) => {
         const value = peak(this.series[name], from, to);
@@ -125,13 +128,30 @@ export class Plot {
         const point = value == null ? null : [this.x(time), this.y(Math.min(value, high), high)];
         return gap ? [null, point] : [point];
       });
-      if (this.named.has(name)) {
-        parts.append(svg("path", { class: "line", stroke: this.colour(name), "stroke-dasharray": this.dash(name), d: path(points) }));
-      } else rest += path(points);
+      parts.append(svg("path", { class: "line", stroke: this.colour(name), "stroke-dasharray": this.dash(name), d: path(points) }));
     }
-    if (rest) parts.prepend(svg("path", { class: "line rest", d: rest }));
     parts.append(svg("line", { class: "limit", x1: LEFT, x2: this.width - RIGHT, y1: this.y(1, high), y2: this.y(1, high) }));
     return high;
+  }
+
+  // All other series lie between the least and the greatest of them.
+  band(parts, steps, names, high) {
+    const series = names.map((name) => this.series[name]);
+    const top = [], bottom = [];
+    for (const { time, to } of steps) {
+      let low = Infinity, most = -Infinity;
+      for (const values of series) {
+        const value = values[to - 1];
+        if (value == null) continue;
+        if (value < low) low = value;
+        if (value > most) most = value;
+      }
+      if (most < low) continue;
+      const x = this.x(time).toFixed(1);
+      top.push(`${x} ${this.y(Math.min(most, high), high).toFixed(1)}`);
+      bottom.push(`${x} ${this.y(Math.min(low, high), high).toFixed(1)}`);
+    }
+    if (top.length) parts.append(svg("path", { class: "rest", d: `M${top.join("L")}L${bottom.reverse().join("L")}Z` }));
   }
 
   scales(high) {
@@ -161,7 +181,7 @@ export class Plot {
       this.legendKey = key;
       this.legend.replaceChildren(...shown.map((name) => this.legendItem(name)));
       const more = names.length - shown.length;
-      if (more) this.legend.append(el("li", {}, `and ${more} less loaded, in grey`));
+      if (more) this.legend.append(el("li", {}, `${more} less loaded: grey`));
     }
     shown.forEach((name, i) => put(this.legend.children[i].querySelector("b"), this.format(this.series[name].at(-1))));
     const now = shown.map((name) => `${name} ${this.format(this.series[name].at(-1))}`).join(", ");

@@ -1,7 +1,7 @@
 // The table of sites: one row each, kept and updated in place, sorted by any column.
 import { el, mark, number, percent, put, rate, seconds } from "./words.js";
 
-const DAY_S = 86400;
+const DAY_S = 86400, TURNS = 5;
 const COLUMNS = [
   { title: "Site", key: (s) => s.name, type: "name" },
   { title: "State", key: (s) => s.state, type: "state" },
@@ -26,6 +26,8 @@ export class SiteTable {
     this.filter = filter;
     this.act = act;
     this.rows = new Map();
+    this.turn = 0;
+    this.sight = new IntersectionObserver((changes) => changes.forEach((c) => (c.target.inSight = c.isIntersecting)), { rootMargin: "200px" });
     this.order = { column: 0, down: false };
     this.sites = [];
     this.buildHead();
@@ -64,9 +66,11 @@ export class SiteTable {
     const { key } = COLUMNS[this.order.column];
     const sign = this.order.down ? -1 : 1;
     shown.sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0) || (a.name < b.name ? -1 : 1));
+    this.turn++;
     shown.forEach((site, i) => {
       const row = this.row(site.name);
-      this.fill(row, site);
+      // Rows out of sight are filled in turns: they are most of the work.
+      if (row.tr.inSight !== false || row.site?.state !== site.state || (this.turn + i) % TURNS === 0) this.fill(row, site);
       if (this.body.rows[i] !== row.tr) this.body.insertBefore(row.tr, this.body.rows[i] ?? null);
     });
     while (this.body.rows.length > shown.length) this.body.lastChild.remove();
@@ -99,6 +103,7 @@ export class SiteTable {
     first.addEventListener("click", () => this.act(row.site, row.held ? "resume" : "drain"));
     more.addEventListener("click", () => this.act(row.site, "pause"));
     row.tr = el("tr", {}, ...cells, el("td", { className: "keep plain acting" }, el("div", { className: "acts" }, first, more)));
+    this.sight.observe(row.tr);
     return row;
   }
 
@@ -112,7 +117,7 @@ export class SiteTable {
     const pinned = site.pinned_off.length ? ` · off: ${site.pinned_off.join(", ")}` : "";
     const pool = site.pool ? ` · pool ${site.pool}` : "";
     const left = site.certificate_until && site.certificate_until - Date.now() / 1000;
-    const certificate = left == null ? "" : left < 0 ? " · ▲ certificate over" : left < DAY_S ? ` · ${left < DAY_S / 4 ? "▲ " : ""}certificate ${Math.ceil(left / 3600)} h` : "";
+    const certificate = left == null || left > DAY_S / 4 ? "" : left < 0 ? " · ▲ certificate over" : ` · ▲ certificate ${Math.ceil(left / 3600)} h`;
     put(row.cells[0].lastChild, `${site.cloud} · ${site.region}${pool}${pinned}${certificate}`);
     put(row.cells[1].firstChild, site.state);
     mark(row.cells[1].firstChild, `badge ${site.state}`);
