@@ -9,6 +9,7 @@ from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest
+from gateway.api.files import answering
 from gateway.errors import BadRequest
 from gateway.store.queries import Explained, Reads
 from gateway.telemetry.history import columns
@@ -38,7 +39,8 @@ def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPR
     async def decisions(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
         request_id = request.path_params["request_id"]
-        found: list[Explained] = await reads.explain(request_id) if reads else []
+        with answering():
+            found: list[Explained] = await reads.explain(request_id) if reads else []
         return _json_bytes(msgspec.json.encode({"queries": found}))
 
     return [overview, history, events, decisions]
