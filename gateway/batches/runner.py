@@ -68,6 +68,8 @@ class Runner:
                 await self._look()
             except AWAY as exc:
                 log.warning("batches go on without a look at the database: %s", reason(exc))
+            except Exception:
+                log.exception("a look at the batches went wrong in an unforeseen way; the next one follows")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._look_every_s):
                     await self._wanted.wait()

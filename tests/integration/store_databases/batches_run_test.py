@@ -202,6 +202,23 @@ def test_a_batch_that_ended_keeps_its_files_though_nobody_here_heard_of_it(
     asyncio.run(main())
 
 
+def test_a_look_that_goes_wrong_is_not_the_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            runner: Any = here.batches.runner
+            ledger, lease = runner._means.ledger, runner._means.ledger.lease
+
+            async def unforeseen(*_: object) -> None:
+                monkeypatch.setattr(ledger, "lease", lease)
+                raise ValueError("'paused' is not a valid BatchStatus")  # as of a newer replica
+
+            monkeypatch.setattr(ledger, "lease", unforeseen)
+            done = await here.ended(await here.submit(jsonl(chat_line(0))))
+            assert done.status == "completed"
+
+    asyncio.run(main())
+
+
 async def settled(here: Replica, batch_id: str) -> int:
     """How many lines have their outcome, once nothing moves any more."""
     before = -1
