@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.local_federation import LocalFederation
+from tests.local_federation import LocalFederation, eventually
 from tests.tiny_model import write_tiny_model
 
 HERE = Path(__file__).parent
@@ -41,9 +41,17 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("clients")
     started = LocalFederation.start(folder / "mico", write_tiny_model(folder / "tiny"))
     try:
+        eventually(lambda: knows_all_sites(started), "a gateway that tells an unknown model from a late site")
         yield started
     finally:
         started.end()
+
+
+def knows_all_sites(federation: LocalFederation) -> bool:
+    """Just after its start a gateway answers 503 to a model that some site may still bring."""
+    body = {"model": "no-such-model", "messages": [{"role": "user", "content": "Hello"}]}
+    with federation.http() as http:
+        return http.post("/v1/chat/completions", json=body).status_code == 404
 
 
 def runner(client: str) -> list[str]:
