@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
@@ -31,7 +32,7 @@ def test_a_query_is_not_explained_without_the_database_and_the_page_is_told_so(t
             version="test",
         )
         access = Access(backend, lambda _: None, b"session key")
-        app = create_http(backend, read_routes(access, Watch(Directory(), "g1"), Reads(engine)))
+        app: Any = create_http(backend, read_routes(access, Watch(Directory(), "g1"), Reads(engine)))
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://edge") as http:
             asked = await http.get("/admin/api/decisions/x", headers={"authorization": "Bearer boss"})
         assert error_of(asked, 503)["code"] == "overloaded"
