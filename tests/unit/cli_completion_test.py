@@ -17,7 +17,7 @@ _mico_completion mico
 echo "${COMPREPLY[@]}"
 """
 ZSH = """
-autoload -Uz compinit && compinit -u -d /dev/null
+autoload -Uz compinit && compinit -u -D  # -D: no dump file
 eval "$(_MICO_COMPLETE=source_zsh mico)"
 (( $+functions[_mico_completion] )) && echo defined
 """
