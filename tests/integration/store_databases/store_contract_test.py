@@ -15,6 +15,7 @@ from gateway.store import keys, retention
 from gateway.store.audit import Act, note
 from gateway.store.engine import open_engine
 from gateway.store.errors import StoreError
+from gateway.store.figures import Figures, Written
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
 from gateway.store.orders import OrderBook
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
@@ -282,6 +283,21 @@ def test_commands_work_beside_a_gateway_and_record_nothing(url: str, tmp_path: P
             with pytest.raises(StoreError, match="without recording"):
                 command.recorder.record(outcome(status=Status.FAILED))
             assert await command.read.count_usage() == 0
+
+    asyncio.run(main())
+
+
+def test_replicas_read_what_the_others_said_last(url: str) -> None:
+    async def main() -> None:
+        engine = open_engine(url)
+        figures = Figures(engine)
+        assert await figures.tell(Written("g1", 10_000.0, {"ended_per_min": 1.0})) == []
+        (seen,) = await figures.tell(Written("g2", 10_000.5, {"ended_per_min": 2.0}))
+        assert seen == Written("g1", 10_000.0, {"ended_per_min": 1.0})
+        (seen,) = await figures.tell(Written("g1", 10_002.0, {"ended_per_min": 3.0}))
+        assert seen.replica == "g2"
+        assert await figures.tell(Written("g2", 20_000.0, {})) == []  # who is gone for hours is forgotten
+        await engine.dispose()
 
     asyncio.run(main())
 
