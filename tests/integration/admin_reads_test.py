@@ -23,7 +23,7 @@ from tests.fakes.edge import error_of
 
 def test_a_query_is_not_explained_without_the_database_and_the_page_is_told_so(tmp_path: Path) -> None:
     async def main() -> None:
-        engine = open_engine(f"sqlite:///{tmp_path}/gone/mico.db")
+        engine = open_engine(f"sqlite:///{tmp_path}/mico.db")  # which has no tables: it answers nothing
         backend = Backend(
             answer=answer,  # type: ignore[arg-type]
             models=list,
