@@ -150,7 +150,8 @@ class Identity:
         return certificate
 
     def _request(self) -> bytes:
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self._asking.site[:64])])
+        shown = self._asking.site.encode()[:64].decode(errors="ignore")  # more bytes the name does not take
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, shown)])
         csr = x509.CertificateSigningRequestBuilder().subject_name(name).sign(self._key, hashes.SHA256())
         return csr.public_bytes(serialization.Encoding.PEM)
 

@@ -104,7 +104,8 @@ class Authority:
     def issue_site(self, site: str, csr_pem: bytes, now: datetime) -> Issued:
         """For the key in the request; whatever else it asks for is ignored. Raises PkiError."""
         key = _requested_key(csr_pem)
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, site[:64])])
+        shown = site.encode()[:64].decode(errors="ignore")  # more bytes a common name does not take
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, shown)])
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(SITE_URI + quote(site, safe=""))])
         issued = self._sign(
             _builder(subject, self._certificate.subject, key, now, SITE_LIFE),

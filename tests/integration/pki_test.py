@@ -196,6 +196,17 @@ def test_a_link_outlives_its_first_certificate_if_that_is_renewed(tmp_path: Path
     play(tmp_path, scenario)
 
 
+def test_a_site_may_have_a_long_name_in_any_script(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        name = "Fürth-" + "ü" * 60
+        identity = identity_of(here.config(name, join_secret=here.invite(name)))
+        assert identity is not None
+        await identity.renew()
+        assert [each.site for each in await here.store.certificates.every()] == [name]
+
+    play(tmp_path, scenario)
+
+
 def test_a_certificate_that_cannot_be_written_down_is_shown_all_the_same(tmp_path: Path) -> None:
     async def scenario(here: Scene) -> None:
         identity = identity_of(here.config("alpha", join_secret=here.invite("alpha")))
