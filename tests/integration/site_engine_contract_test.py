@@ -165,7 +165,7 @@ def test_the_native_engine_answers_a_gateway() -> None:
             check_echo(session.deltas("a"))
             for index in range(2):
                 assert sum(len(each.token_ids) for each in session.deltas("b", index)) == 9
-            await session.until(lambda: session.said("load")[-1].kv_free_tokens == free)
+            await session.until(lambda: [load.kv_free_tokens for load in session.said("load")[-1:]] == [free])
             assert session.deltas("a")[-1].timings.decode_s >= 0
 
     asyncio.run(scenario())

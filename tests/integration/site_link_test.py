@@ -320,8 +320,10 @@ def test_two_gateways_share_a_site_and_hear_their_own() -> None:
             await east.heard("accepted")
             await west.heard("accepted")
             await scene.step()
-            await east.until(lambda: east.said("load")[-1].running == 2)  # the whole load, to each
-            await west.until(lambda: west.said("load")[-1].running == 2)
+            await east.until(
+                lambda: [load.running for load in east.said("load")[-1:]] == [2]
+            )  # the whole load, to each
+            await west.until(lambda: [load.running for load in west.said("load")[-1:]] == [2])
             await scene.step(4)
             await east.finished("same-id")
             await west.finished("same-id")

@@ -312,7 +312,7 @@ def test_load_is_the_servers_own_word_where_it_gives_one() -> None:
         assert asked["top_k"] == 5
         assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         here.server.metrics = metric_pages.SOMEBODY  # after an update
-        await here.session.until(lambda: here.session.said("load")[-1].pending == 0)
+        await here.session.until(lambda: [load.pending for load in here.session.said("load")[-1:]] == [0])
 
     run(scenario, metrics=metric_pages.VLLM)
 
