@@ -110,8 +110,8 @@ def renew(
     config: Annotated[Path | None, typer.Option("--config", help="The site's TOML file.")] = None,
 ) -> None:
     """At a site: get a new certificate now. A site that runs does so by itself."""
-    from site_engine.app import identity_of
     from site_engine.config import load
+    from site_engine.dialling import identity_of
     from site_engine.errors import ConfigError, LinkLost
 
     async def work() -> str:

@@ -13,8 +13,9 @@ from functools import partial
 from gateway.answer import answer
 from gateway.api.backend import Backend, Readiness
 from gateway.telemetry.logs import JsonFormatter
-from site_engine.app import Loaded, serve
+from site_engine.app import serve
 from site_engine.config import SiteConfig
+from site_engine.loading import Loaded
 from site_engine.logs import JsonLines
 from tests.fakes.edge import CALLERS, Edge, Script, chat_body, on_loopback
 from tests.fakes.federation import TOKEN, Scene, scene, until
@@ -36,6 +37,8 @@ class Lines(logging.Handler):
             "gateway.federation.server",
             "gateway.federation.link",
             "site_engine.app",
+            "site_engine.lifetime",
+            "site_engine.dialling",
             "site_engine.link",
         )
         return [line for line in self.lines if line["logger"] not in elsewhere]

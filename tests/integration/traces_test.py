@@ -17,8 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import site_engine.traces
 from gateway.answer import answer
 from gateway.telemetry.traces import Traces
-from site_engine.app import Loaded, serve
+from site_engine.app import serve
 from site_engine.config import SiteConfig
+from site_engine.loading import Loaded
 from site_engine.request import Output, Timings
 from tests.fakes.federation import TOKEN, Scene, scene, until
 from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer

@@ -1,0 +1,90 @@
+"""The native engine, loaded and warm, with what has to be known of its model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from site_engine.config import SiteConfig
+from site_engine.errors import ConfigError
+from site_engine.worker import Engine
+
+if TYPE_CHECKING:
+    from site_engine.grammar import Grammars
+
+log = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    """What takes long to make: an engine with its model, and what has to be known of them."""
+
+    engine: Engine
+    tokenizer: Any
+    name: str
+    revision: str
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def load_engine(config: SiteConfig) -> Loaded:
+    """The native engine with the model of `config`. Raises ConfigError that says why it cannot be served."""
+    import torch
+    from transformers.utils import logging as chatter
+
+    from site_engine import hf_bridge
+    from site_engine.engine import EngineSettings, SiteEngine
+    from site_engine.warmup import warm_up
+
+    chatter.disable_progress_bar()
+    chatter.disable_default_handler()  # its lines become ours
+    chatter.enable_propagation()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {config.device}, but torch finds no GPU here")
+    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    device = ("cuda" if on_gpu else "cpu") if config.device == "auto" else config.device
+    dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
+    settings = EngineSettings(
+        slots=config.slots,
+        token_budget=config.token_budget,
+        page_size=config.page_size,
+        kv_tokens=config.kv_tokens,
+        max_pending=config.max_pending,
+        share_prefixes=config.share_prefixes,
+        iteration_floor_s=config.iteration_floor_s,
+    )
+    try:
+        model = hf_bridge.load(config.model, device=device, dtype=dtype)
+        engine: SiteEngine
+        if model.device.type == "cuda":
+            from site_engine.cuda.engine import engine_on_gpu  # needs Triton, which not every platform has
+
+            engine = engine_on_gpu(model, settings, time.monotonic)
+        else:
+            engine = SiteEngine(model, settings, time.monotonic)
+        warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
+    except (hf_bridge.CannotServe, ImportError, ValueError, RuntimeError) as exc:
+        raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
+    return Loaded(
+        engine,
+        model.tokenizer,
+        model.name,
+        model.revision,
+        model.context_tokens,
+        model.vocab_size,
+        model.eos_token_ids,
+    )
+
+
+def grammars_of(loaded: Loaded) -> Grammars | None:
+    """None, and a warning, where answers can't be held to a grammar: queries that ask for it are refused."""
+    from site_engine.grammar import Grammars, NoGrammars
+
+    try:
+        return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    except NoGrammars as exc:
+        log.warning("no JSON schemas and no forced calls of functions with this model: %s", exc)
+        return None

@@ -1,0 +1,12 @@
+"""What this process says it is."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def own_version() -> str:
+    try:
+        return version("mico")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"
