@@ -6,9 +6,11 @@ Pure. Inside a range every whole length counts as equally likely.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import ceil
+from operator import mul
 from typing import NamedTuple
 
 LEAST_REMAINING_TOKENS = 1.0
@@ -27,14 +29,24 @@ class RemainingPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A distribution over lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]]."""
+    """A distribution over lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]].
+
+    `reached[i]` is the share up to edges[i]: summed up once, for a query's forecast is read a dozen times.
+    """
 
     edges: tuple[int, ...]
     probabilities: tuple[float, ...]
     source: str
+    reached: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reached", tuple(accumulate(self.probabilities, initial=0.0)))
 
     def expected(self, generated: int = 0) -> float:
         """E[L - t | L > t] with t = `generated`: the expected remaining tokens, at least 1."""
+        if generated <= self.edges[0] and self.reached[-1] > 0.0:
+            moment = sum(map(mul, self.probabilities, _centres(self.edges)))
+            return max(LEAST_REMAINING_TOKENS, moment / self.reached[-1] - generated)
         mass = moment = 0.0
         for low, high, probability in self._after(generated):
             mass += probability
@@ -45,6 +57,8 @@ class Forecast:
 
     def quantile(self, q: float, generated: int = 0) -> int:
         """The least length n with P(L <= n | L > generated) >= q; the whole length, not the rest."""
+        if generated <= self.edges[0] and self.reached[-1] > 0.0:
+            return self._inverse(q * self.reached[-1])
         parts = self._after(generated)
         target = q * sum(probability for _, _, probability in parts)
         reached = 0.0
@@ -63,8 +77,7 @@ class Forecast:
         edges = [*self.edges[: bisect_left(self.edges, limit - 1)], limit - 1, limit]
         if edges[0] == edges[1]:
             edges = edges[1:]
-        reached = [0.0, *accumulate(self.probabilities)]
-        below = [*reached[: len(edges) - 2], self.share_within(edges[-2])]
+        below = [*self.reached[: len(edges) - 2], self.share_within(edges[-2])]
         inner = [right - left for left, right in pairwise(below)]
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
@@ -81,22 +94,23 @@ class Forecast:
 
     def remaining_curve(self) -> tuple[RemainingPoint, ...]:
         """At most 24 points, at 0 and at edges: what a gateway sends a site with a query."""
-        reached = [0.0, *accumulate(self.probabilities)]
-        centres = [(low + high + 1) / 2 for low, high in pairwise(self.edges)]
-        weighted = [p * centre for p, centre in zip(self.probabilities, centres, strict=True)]
-        moments = [0.0, *accumulate(weighted)]
+        reached, edges, probabilities = self.reached, self.edges, self.probabilities
+        total, last, above = reached[-1], len(probabilities), 1
+        moments = tuple(accumulate(map(mul, probabilities, _centres(edges)), initial=0.0))
         points = []
-        for index in self._curve_edges(reached):
-            start, mass = self.edges[index], reached[-1] - reached[index]
+        for index in self._curve_edges():
+            start, mass = edges[index], total - reached[index]
+            while above < last and reached[above] < total - 0.1 * mass:  # it only ever rises
+                above += 1
             expected = (moments[-1] - moments[index]) / mass - start
-            p90 = self._inverse(reached, reached[-1] - 0.1 * mass) - start
+            p90 = self._within(above, total - 0.1 * mass) - start
             points.append(RemainingPoint(start, max(LEAST_REMAINING_TOKENS, expected), max(1, p90)))
         return tuple(points)
 
-    def _curve_edges(self, reached: list[float]) -> list[int]:
+    def _curve_edges(self) -> list[int]:
         """Indices of the edges a curve stands on: the first, and evenly the others that matter."""
-        total = reached[-1]
-        last = max(0, bisect_left(reached, total * (1.0 - CURVE_LEAST_SURVIVAL)) - 1)
+        least = self.reached[-1] * (1.0 - CURVE_LEAST_SURVIVAL)
+        last = max(0, bisect_left(self.reached, least) - 1)
         if last < CURVE_POINTS:
             return list(range(last + 1))
         return sorted({round(step * last / (CURVE_POINTS - 1)) for step in range(CURVE_POINTS)})
@@ -119,12 +133,21 @@ class Forecast:
         if index >= len(self.probabilities):
             return 1.0
         low, high = self.edges[index], self.edges[index + 1]
-        return sum(self.probabilities[:index]) + self.probabilities[index] * (length - low) / (high - low)
+        return self.reached[index] + self.probabilities[index] * (length - low) / (high - low)
 
-    def _inverse(self, reached: list[float], target: float) -> int:
-        """The least length whose cumulative probability is `target`, from the running sums."""
-        index = min(max(1, bisect_left(reached, target)), len(self.probabilities)) - 1
-        low, high = self.edges[index], self.edges[index + 1]
-        mass = self.probabilities[index]
-        share = (target - reached[index]) / mass if mass > 0.0 else 1.0
+    def _inverse(self, target: float) -> int:
+        """The least length up to which the share is `target`."""
+        above = bisect_left(self.reached, target, 1)
+        return self._within(min(above, len(self.probabilities)), target)
+
+    def _within(self, above: int, target: float) -> int:
+        """The same, where it is known to lie in the range below edges[above]."""
+        low, high, mass = self.edges[above - 1], self.edges[above], self.probabilities[above - 1]
+        share = (target - self.reached[above - 1]) / mass if mass > 0.0 else 1.0
         return low + max(1, ceil(min(1.0, share) * (high - low) - 1e-9))
+
+
+@lru_cache(maxsize=256)
+def _centres(edges: tuple[int, ...]) -> tuple[float, ...]:
+    """The mean length of each range."""
+    return tuple((low + high + 1) / 2 for low, high in pairwise(edges))
