@@ -12,7 +12,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from math import inf
+from queue import SimpleQueue
+from threading import Thread
 from typing import NamedTuple
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -34,8 +37,8 @@ MAX_BATCH = 64
 MOST_ASKED = 20_000
 """Queries whose outcome is awaited; the oldest are forgotten first."""
 LOOK_EVERY_S = 10.0
-LEARN_EVERY_S = 0.1
-"""Learning a stranger reads every known model, on the thread that others wait for to forecast."""
+LEARNING_REST = 50.0
+"""Learning a stranger reads every known model: it rests so many times as long as it took, at 2% of a core."""
 
 
 class Asked(NamedTuple):
@@ -45,8 +48,22 @@ class Asked(NamedTuple):
     most_tokens: float
 
 
+class Wanted(NamedTuple):
+    """A query whose forecast is awaited, on the loop that awaits it."""
+
+    features: Features
+    answer: asyncio.Future[Forecast]
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self.answer.get_loop()
+
+
 class Forecasts(Collector):
-    """One thread runs the model. If it fails, `fallback` answers, and its name stands in the forecast."""
+    """One thread forecasts and another learns, so that no forecast waits for what is learned.
+
+    If the forecaster fails, `fallback` answers, and its name stands in the forecast.
+    """
 
     def __init__(
         self,
@@ -60,11 +77,11 @@ class Forecasts(Collector):
         self._fallback = fallback
         self._kept = kept
         self._look_every_s = look_every_s
-        self._learned_s = -inf
-        self._waiting: list[tuple[Features, asyncio.Future[Forecast]]] = []
-        self._worker: asyncio.Task[None] | None = None
+        self._may_learn_s = -inf
+        self._wanted: SimpleQueue[Wanted | None] = SimpleQueue()
+        self._forecasting: Thread | None = None
         self._looking: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "forecast")
+        self._learning = ThreadPoolExecutor(1, "learn")
         self._asked: OrderedDict[str, Asked] = OrderedDict()
         self._watches: dict[str, DriftWatch] = {}
 
@@ -78,15 +95,16 @@ class Forecasts(Collector):
         return self._forecaster.name
 
     async def of(self, query: Query) -> Forecast:
-        future: asyncio.Future[Forecast] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Forecast] = asyncio.get_running_loop().create_future()
         asked = features(query)
-        self._waiting.append((asked, future))
         self._asked[query.id] = Asked(asked, query.sampling.max_tokens or inf)
         if len(self._asked) > MOST_ASKED:
             self._asked.popitem(last=False)
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work(), name="forecasts")
-        return await future
+        if self._forecasting is None:
+            self._forecasting = Thread(target=self._forecast_for_ever, name="forecast", daemon=True)
+            self._forecasting.start()
+        self._wanted.put(Wanted(asked, answer))
+        return await answer
 
     def observe(self, outcome: Outcome) -> None:
         """Learns from a whole answer; one that was cut short says little of how long it would have been."""
@@ -100,8 +118,8 @@ class Forecasts(Collector):
         if outcome.forecast is not None:
             who = outcome.forecast.source.split(":", 1)[0]
             self._watches.setdefault(who, DriftWatch()).observe(outcome.forecast, outcome.completion_tokens)
-        if asked is not None:
-            self._thread.submit(self._learn, asked.features, outcome.completion_tokens)
+        if asked is not None and (self._kept is not None or time.monotonic() >= self._may_learn_s):
+            self._learning.submit(self._learn, asked.features, outcome.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """How far recent outcomes are from what was forecast, by who forecast it."""
@@ -120,35 +138,41 @@ class Forecasts(Collector):
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        if self._worker is not None:
-            await self._worker
-        self._thread.shutdown()
+        if self._forecasting is not None:
+            self._wanted.put(None)
+            await asyncio.to_thread(self._forecasting.join)
+        self._learning.shutdown()
 
     async def _look(self, current: CurrentForecaster) -> None:
         while True:
             await asyncio.sleep(self._look_every_s)
             try:
-                if await asyncio.get_running_loop().run_in_executor(self._thread, current.refresh):
+                if await asyncio.get_running_loop().run_in_executor(self._learning, current.refresh):
                     log.info("forecasts come from a new artifact, %s", current.name)
             except ArtifactError as error:
                 log.warning("the artifact in force stays: %s", error)
+            except Exception:
+                log.exception("a look for a new artifact went wrong in an unforeseen way")
 
-    async def _work(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-            queries = [features for features, _ in batch]
-            waiting = [future for _, future in batch]
-            try:
-                forecasts = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, queries)
-            except Exception as exc:  # noqa: BLE001 - told to those who wait: nobody else could
-                for future in waiting:
-                    if not future.done():
-                        future.set_exception(exc)
-                continue
-            for future, forecast in zip(waiting, forecasts, strict=True):
-                if not future.done():
-                    future.set_result(forecast)
-        self._worker = None
+    def _forecast_for_ever(self) -> None:
+        """On its thread: whatever is there makes up a batch, and nothing waits for more to come."""
+        while (first := self._wanted.get()) is not None:
+            batch = [first]
+            while len(batch) < MAX_BATCH and not self._wanted.empty():
+                if (another := self._wanted.get()) is None:
+                    self._wanted.put(None)
+                    break
+                batch.append(another)
+            self._forecast(batch)
+
+    def _forecast(self, batch: list[Wanted]) -> None:
+        forecasts: list[Forecast] | Exception
+        try:
+            forecasts = self._run([each.features for each in batch])
+        except Exception as exc:  # noqa: BLE001 - told to those who wait: nobody else could
+            forecasts = exc
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            batch[0].loop.call_soon_threadsafe(_hand_out, batch, forecasts)
 
     def _run(self, queries: list[Features]) -> list[Forecast]:
         try:
@@ -161,20 +185,28 @@ class Forecasts(Collector):
             return self._fallback.forecast(queries)
 
     def _learn(self, asked: Features, tokens: int) -> None:
+        """On its thread."""
         try:
-            if isinstance(self._forecaster, CurrentForecaster) and self._may_learn():
+            began_s = time.monotonic()
+            if isinstance(self._forecaster, CurrentForecaster) and began_s >= self._may_learn_s:
                 self._forecaster.observe(asked, tokens)
+                ended_s = time.monotonic()
+                self._may_learn_s = ended_s + LEARNING_REST * (ended_s - began_s)
             if self._kept is not None:
                 self._kept.add(asked, tokens)
         except Exception:
             log.exception("nothing was learned from an outcome")
 
-    def _may_learn(self) -> bool:
-        now_s = time.monotonic()
-        if now_s < self._learned_s + LEARN_EVERY_S:
-            return False
-        self._learned_s = now_s
-        return True
+
+def _hand_out(batch: list[Wanted], forecasts: list[Forecast] | Exception) -> None:
+    """Back on the loop; who gave up meanwhile is passed over."""
+    for number, each in enumerate(batch):
+        if each.answer.done():
+            continue
+        if isinstance(forecasts, Exception):
+            each.answer.set_exception(forecasts)
+        else:
+            each.answer.set_result(forecasts[number])
 
 
 def features(query: Query) -> Features:

@@ -45,7 +45,7 @@ class Forecast:
     def expected(self, generated: int = 0) -> float:
         """E[L - t | L > t] with t = `generated`: the expected remaining tokens, at least 1."""
         if generated <= self.edges[0] and self.reached[-1] > 0.0:
-            moment = sum(map(mul, self.probabilities, _centres(self.edges)))
+            moment: float = sum(map(mul, self.probabilities, _centres(self.edges)))
             return max(LEAST_REMAINING_TOKENS, moment / self.reached[-1] - generated)
         mass = moment = 0.0
         for low, high, probability in self._after(generated):
