@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.relay import Relay
-from bench.streams import Ended, Load, Watcher, add_options, recorded, soon, wrong_texts
+from bench.streams import Ended, Load, Watcher, add_options, soon, verdict, wrong_texts
 from mico import demo_model
 from mico.local.database import prepare
 from mico.local.federation import restart_dead, start_all, stop_all, wait_until_ready
@@ -170,28 +170,10 @@ def felt(struck: list[dict[str, Any]], ended: list[Ended]) -> list[dict[str, Any
     return struck
 
 
-async def verdict(federation: Federation, load: Load, struck: list[dict[str, Any]]) -> dict[str, Any]:
+async def counted(federation: Federation, load: Load, struck: list[dict[str, Any]]) -> dict[str, Any]:
     idle_s = await soon(federation.watcher.idle, "every counter at zero")
-    database = federation.folder.path / "mico.db"
-    answered = {each.answer.request_id for each in load.ended}
-
-    async def written() -> bool:
-        return answered <= recorded(database, load.tag).keys()
-
-    await soon(written, "every answer recorded")
-    rows = recorded(database, load.tag)
-    return {
-        "queries": load.options.count,
-        "answered": len(load.ended),
-        "failed": load.failed,
-        "asked_again_at_the_other_gateway": sum(each.tries > 1 for each in load.ended),
-        "broken": load.broken,
-        "tokens": sum(each.answer.completion_tokens for each in load.ended),
-        "rows_twice": [request_id for request_id, count in rows.items() if count > 1],
-        "answers_without_a_row": sorted(answered - rows.keys()),
-        "idle_after_s": idle_s,
-        "faults": felt(struck, load.ended),
-    }
+    rows = await verdict(federation.folder.path / "mico.db", load)
+    return {**rows, "idle_after_s": idle_s, "faults": felt(struck, load.ended)}
 
 
 async def started(options: argparse.Namespace, path: Path) -> Federation:
@@ -217,7 +199,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             running = asyncio.create_task(load.run())
             struck = await strike(federation, load)
             await running
-            report = await verdict(federation, load, struck)
+            report = await counted(federation, load, struck)
         finally:
             await asyncio.to_thread(stop_all, federation.folder, federation.running)
             for relay in [relay for relays in federation.relays.values() for relay in relays]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.streams import Load, Watcher, add_options, recorded, soon, wrong_texts
+from bench.streams import Load, Watcher, add_options, soon, verdict, wrong_texts
 from infra.terraform.tests.workspace import SOURCE, Workspace, copy_tree
 from mico import demo_model
 from mico.local.plan import choose_ports
@@ -175,7 +175,7 @@ async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str
     print(report["back"], file=sys.stderr)
     await running
     report["idle_after_s"] = await soon(watcher.idle, "every counter at zero")
-    report |= await verdict(applied, load)
+    report |= await verdict(applied.folder / "mico.db", load)
     report["budget"] = await budget(watcher, load)
     await watcher.http.aclose()
     return report, load
@@ -201,28 +201,6 @@ async def budget(watcher: Watcher, load: Load) -> dict[str, float]:
     ]
     answered = sum(each.answer.completion_tokens for each in load.ended)
     return {"used_of_the_month": month["in_use"], "response_tokens_answered": answered}
-
-
-async def verdict(applied: Applied, load: Load) -> dict[str, Any]:
-    database = applied.folder / "mico.db"
-    answered = {each.answer.request_id for each in load.ended}
-
-    async def written() -> bool:
-        return answered <= recorded(database, load.tag).keys()
-
-    await soon(written, "every answer recorded")
-    rows = recorded(database, load.tag)
-    return {
-        "queries": load.options.count,
-        "answered": len(load.ended),
-        "failed": load.failed,
-        "asked_again_at_the_other_gateway": sum(each.tries > 1 for each in load.ended),
-        "broken": load.broken,
-        "longest_silence_s": round(max(each.silence_s for each in load.ended), 2),
-        "tokens": sum(each.answer.completion_tokens for each in load.ended),
-        "rows_twice": [request_id for request_id, count in rows.items() if count > 1],
-        "answers_without_a_row": sorted(answered - rows.keys()),
-    }
 
 
 def region_loss(options: argparse.Namespace) -> dict[str, Any]:

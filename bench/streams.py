@@ -170,6 +170,28 @@ def recorded(database: Path, tag: str) -> Counter[str]:
         return Counter(request_id for (request_id,) in found)
 
 
+async def verdict(database: Path, load: Load) -> dict[str, Any]:
+    """Of the queries of this load: whose answer is there, whose row in the usage is there, once."""
+    answered = {each.answer.request_id for each in load.ended}
+
+    async def written() -> bool:
+        return answered <= recorded(database, load.tag).keys()
+
+    await soon(written, "every answer recorded")
+    rows = recorded(database, load.tag)
+    return {
+        "queries": load.options.count,
+        "answered": len(load.ended),
+        "failed": load.failed,
+        "asked_again_at_the_other_gateway": sum(each.tries > 1 for each in load.ended),
+        "broken": load.broken,
+        "longest_silence_s": round(max(each.silence_s for each in load.ended), 2),
+        "tokens": sum(each.answer.completion_tokens for each in load.ended),
+        "rows_twice": [request_id for request_id, count in rows.items() if count > 1],
+        "answers_without_a_row": sorted(answered - rows.keys()),
+    }
+
+
 def wrong_texts(folder: Path, ended: list[Ended], most: int) -> list[str]:
     """Request ids whose text differs from `generate` alone; each distinct prompt is generated once."""
     by_prompt: dict[str, Answered] = {}

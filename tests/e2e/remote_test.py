@@ -22,6 +22,19 @@ PROMPTS = ("Why is the sky blue?", "Bread?", "Explain rivers to a child.", "Writ
 TOKENS = 24
 
 
+def in_front(federation: LocalFederation, gateway: Gateway, folder: Path) -> SiteConfig:
+    key = folder / "key"
+    key.write_text(federation.api_key)
+    return SiteConfig(
+        site="front",
+        engine="openai",
+        url=federation.base_url,
+        key_file=key,
+        gateways=(gateway.address,),
+        token=TOKEN,
+    )
+
+
 def chat(federation: LocalFederation, attempt_id: str, prompt: str, **sampling: Any) -> pb.Assign:
     body = pb.Assign(
         attempt_id=attempt_id,
@@ -52,21 +65,11 @@ def through_the_site(session: Session, attempt_id: str) -> tuple[str, str, int, 
 
 
 def test_greedy_answers_are_those_of_asking_the_server(federation: LocalFederation, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text(federation.api_key)
     expected = {prompt: asked_directly(federation, prompt) for prompt in PROMPTS}
 
     async def scenario() -> None:
         async with serving(Gateway()) as gateway:
-            config = SiteConfig(
-                site="front",
-                engine="openai",
-                url=federation.base_url,
-                key_file=key,
-                gateways=(gateway.address,),
-                token=TOKEN,
-            )
-            site = asyncio.create_task(serve(config))
+            site = asyncio.create_task(serve(in_front(federation, gateway, tmp_path)))
             session = await gateway.linked()
             hello = session.said("hello")[0]
             assert [each.id for each in hello.models] == [federation.model]
@@ -89,20 +92,10 @@ def test_greedy_answers_are_those_of_asking_the_server(federation: LocalFederati
 
 
 def test_a_cancel_reaches_the_sites_behind(federation: LocalFederation, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text(federation.api_key)
 
     async def scenario() -> None:
         async with serving(Gateway()) as gateway:
-            config = SiteConfig(
-                site="front",
-                engine="openai",
-                url=federation.base_url,
-                key_file=key,
-                gateways=(gateway.address,),
-                token=TOKEN,
-            )
-            site = asyncio.create_task(serve(config))
+            site = asyncio.create_task(serve(in_front(federation, gateway, tmp_path)))
             session = await gateway.linked()
             for name in ("a", "b"):
                 await session.send(
