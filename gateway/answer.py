@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
@@ -18,7 +17,6 @@ from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, gave_up, tries, ways_on
 from gateway.routing.policies import JOINTLY
 from gateway.story import Story
-from predictor.forecast import Forecast
 
 T = TypeVar("T")
 
@@ -42,8 +40,8 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
         )
         gateway.begin(story)
         await reserve_prompt(gateway, story)
-        forecast = story.foresee(await in_time(gateway, story, gateway.forecasts.of(query)))
-        await reserve_answer(gateway, story, forecast)
+        story.foresee(await in_time(gateway, story, gateway.forecasts.of(query)))
+        await reserve_answer(gateway, story)
         plan = tries(query.sampling, gateway.most_tries, query.toward)
         this = await gather(gateway, story, next(plan))
         while not story.answered:
@@ -75,7 +73,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
         raise gave_up(story.current.broken if story.current else None, this.resume, placed.reason)
     decision = Decision(
         query_id=query.id,
-        attempt_id=uuid.uuid4().hex,
+        attempt_id=gateway.new_id(),
         site=placed.site.name,
         policy=gateway.policy_name,
         reason=placed.reason,
@@ -112,14 +110,22 @@ def place(gateway: Gateway, story: Story, this: Try) -> tuple[Demand, Placement]
 
 
 def demanded(story: Story, this: Try, needs: frozenset[str]) -> Demand:
-    query, forecast = story.query, story.forecast
-    assert forecast is not None, "a query is forecast before it is dispatched"
+    if this.number > 1:
+        return demand_of(story, this, needs)
+    if story.demand is None:
+        story.demand = demand_of(story, this, needs)
+    return story.demand
+
+
+def demand_of(story: Story, this: Try, needs: frozenset[str]) -> Demand:
+    query, expected = story.query, story.expected
+    assert expected is not None, "a query is forecast before it is dispatched"
     delivered = this.resume.tokens if this.resume else 0
     prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
     return Demand.of(
         query.model,
         prompt_tokens,
-        forecast,
+        expected,
         query.sampling,
         delivered=delivered,
         lane=query.lane,
@@ -182,11 +188,10 @@ async def reserve_prompt(gateway: Gateway, story: Story) -> None:
     await reserved(gateway, story, reserve)
 
 
-async def reserve_answer(gateway: Gateway, story: Story, forecast: Forecast) -> None:
+async def reserve_answer(gateway: Gateway, story: Story) -> None:
     """Hold the tokens of nine answers in ten of its kind. Raises TooMany."""
-    sampling = story.query.sampling
-    capped = forecast if sampling.max_tokens is None else forecast.capped(sampling.max_tokens)
-    tokens = capped.quantile(0.9) * sampling.n
+    assert story.expected is not None, "a query is forecast before its answer is reserved"
+    tokens = story.expected.quantile(0.9) * story.query.sampling.n
     await reserved(gateway, story, lambda: gateway.quotas.reserve(story.hold, tokens))
 
 

@@ -14,6 +14,7 @@ from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.forecasting import Forecasts
+from gateway.ids import hex_ids
 from gateway.quotas.book import Quotas
 from gateway.routing.candidates import Policy
 from gateway.routing.demand import Demand
@@ -56,6 +57,7 @@ class Gateway:
     lease_more: Callable[[], Awaitable[None]] = _nobody_to_ask
     complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
     ending: bool = False
+    new_id: Callable[[], str] = field(default_factory=hex_ids)
     traced: Callable[[Query, str], Query] = lambda query, _: query
     """The query as an attempt's site is told of it: with the span of that attempt, where there are traces."""
     _settling: set[asyncio.Task[None]] = field(default_factory=set, init=False)

@@ -10,6 +10,7 @@ from gateway.domain import Attempt, Cause, Delta, Opening, Outcome, Query, Resum
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.federation.attempt import LiveAttempt
 from gateway.quotas.book import Hold
+from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
 
 
@@ -19,6 +20,8 @@ class Story:
     def __init__(self, query: Query, now: Callable[[], float], received_at: float) -> None:
         self.query = query
         self.forecast: Forecast | None = None
+        self.expected: Forecast | None = None  # the same, capped by what the client allows
+        self.demand: Demand | None = None  # of the first try
         self.error: MicoError | None = None
         self.answered = False
         self.ended_s: float | None = None
@@ -94,10 +97,11 @@ class Story:
             fingerprint=attempt.site.models[self.query.model].revision,
         )
 
-    def foresee(self, forecast: Forecast) -> Forecast:
+    def foresee(self, forecast: Forecast) -> None:
         self.forecast = forecast
+        most = self.query.sampling.max_tokens
+        self.expected = forecast if most is None else forecast.capped(most)
         self._forecast_s = self._now() - self.query.received_s
-        return forecast
 
     def hurry(self) -> None:
         """What it waits for is late from now on."""

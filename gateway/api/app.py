@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,10 @@ from gateway.api.backend import Backend
 from gateway.api.catalogue import model_routes
 from gateway.api.elsewhere import missing_routes
 from gateway.api.exchange import Envelope, Exchange
-from gateway.api.generation import generation_routes
+from gateway.api.generation import generating, generation_routes
 from gateway.api.health import health_routes
-from gateway.api.problems import is_unexpected, translate
 from gateway.api.rate_headers import RATE_HEADERS
-
-log = logging.getLogger(__name__)
+from gateway.api.refusing import problem_of
 
 _EXPOSED_HEADERS = [
     "x-request-id",
@@ -34,9 +31,10 @@ _EXPOSED_HEADERS = [
 
 def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = ()) -> Litestar:
     """`handlers` are further endpoints, such as metrics or files; they share the errors and the envelope."""
+    direct = generating(backend)
     app = Litestar(
         [
-            *generation_routes(backend),
+            *generation_routes(direct),
             *model_routes(backend),
             *health_routes(backend),
             *missing_routes(),
@@ -48,15 +46,12 @@ def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = 
         logging_config=None,
         request_max_body_size=backend.body_limit_bytes,
     )
-    app.asgi_handler = Envelope(app.asgi_handler, backend.clock, backend.new_id, backend.shown_quota)
+    app.asgi_handler = Envelope(app.asgi_handler, direct, backend.clock, backend.new_id, backend.shown_quota)
     return app
 
 
 def _refuse(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
-    exchange = Exchange.of(request.scope)
-    if is_unexpected(exc):
-        log.error("request %s failed", exchange.request_id, exc_info=exc)
-    problem = translate(exc, exchange.request_id)
+    problem = problem_of(exc, Exchange.of(request.scope))
     headers = {name.decode(): value.decode() for name, value in problem.headers}
     return Response(
         problem.body(), status_code=problem.status, headers=headers, media_type="application/json"

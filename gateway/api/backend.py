@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from uuid import uuid4
 
 from gateway.api.rate_headers import ShownQuota, no_quota
 from gateway.domain import Caller, Model, Piece, Query
 from gateway.failures import Failures
+from gateway.ids import hex_ids
 
 Answer = Callable[[Query], AsyncGenerator[Piece, None]]
 """Yields Opening, Delta …, Usage, or raises a MicoError. Closing it cancels the query at its site."""
@@ -19,10 +19,6 @@ Answer = Callable[[Query], AsyncGenerator[Piece, None]]
 class Readiness(NamedTuple):
     ready: bool
     reason: str
-
-
-def hex_id() -> str:
-    return uuid4().hex
 
 
 async def _nobody(secret: str) -> None:
@@ -47,7 +43,7 @@ class Backend:
     version: str
     clock: Callable[[], float] = time.monotonic
     unix_time: Callable[[], float] = time.time
-    new_id: Callable[[], str] = hex_id
+    new_id: Callable[[], str] = field(default_factory=hex_ids)
     failures: Failures = field(default_factory=Failures)  # to authenticate
     timeout_s: float = 600.0
     body_limit_bytes: int = 8 * 1024 * 1024

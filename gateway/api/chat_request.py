@@ -14,7 +14,9 @@ from gateway.prompt import Chat, Message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOP_LOGPROBS_LIMIT = 20
 MESSAGES_LIMIT = 4096
-_NOT_YET = ("functions", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity")
+_NOT_YET = frozenset(
+    {"functions", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"}
+)
 
 
 def read_chat(fields: Fields) -> Asked:

@@ -22,7 +22,7 @@ def read_completion(fields: Fields) -> Asked:
     model = fields.required_text("model")
     prompts = _prompts(fields)
     max_tokens = fields.integer("max_tokens", 0, COUNT_LIMIT, DEFAULT_MAX_TOKENS)
-    refuse_unsupported(fields, ("suffix", "response_format"))
+    refuse_unsupported(fields, frozenset({"suffix", "response_format"}))
     logprobs = fields.integer("logprobs", 0, LOGPROBS_LIMIT, None)
     sampling = read_sampling(
         fields, max_tokens=max_tokens, logprobs=logprobs, echo_prompt=fields.flag("echo")

@@ -6,7 +6,7 @@ Wraps the framework's outermost layer: unknown paths and wrong methods never rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from litestar.enums import ScopeType
@@ -50,7 +50,10 @@ class Exchange:
 
 def header(scope: Scope, name: bytes) -> str:
     """The first value of a header, empty if it was not sent."""
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+    for key, value in scope["headers"]:
+        if key == name:
+            return value.decode("latin-1")
+    return ""
 
 
 def safe_header_value(text: str) -> bytes:
@@ -59,14 +62,18 @@ def safe_header_value(text: str) -> bytes:
 
 
 class Envelope:
+    """`direct`: applications by the path of a POST, which need nothing of the framework that `app` is."""
+
     def __init__(
         self,
         app: ASGIApp,
+        direct: Mapping[str, ASGIApp],
         clock: Callable[[], float],
         new_id: Callable[[], str],
         shown_quota: ShownQuota = no_quota,
     ) -> None:
         self._app = app
+        self._direct = direct
         self._shown_quota = shown_quota
         self._clock = clock
         self._new_id = new_id
@@ -89,9 +96,15 @@ class Envelope:
             await send(message)
 
         try:
-            await self._app(scope, receive, stamp)
+            await self._app_for(scope)(scope, receive, stamp)
         finally:
             self._log(scope, exchange)
+
+    def _app_for(self, scope: Scope) -> ASGIApp:
+        """A page of another origin needs the framework's headers for it, too."""
+        posted = scope["method"] == "POST"  # type: ignore[typeddict-item]
+        app = self._direct.get(scope["path"]) if posted else None
+        return self._app if app is None or header(scope, b"origin") else app
 
     def _open(self, scope: Scope) -> Exchange:
         query_id = self._new_id()

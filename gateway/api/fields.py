@@ -85,6 +85,11 @@ class Fields:
         self._read.add(name)
         return self._data.get(name)
 
+    def among(self, names: frozenset[str]) -> list[str]:
+        """Those of the names that were sent, as the client ordered them. Most requests send few fields."""
+        self._read |= names
+        return [name for name in self._data if name in names]
+
     def unread(self) -> list[str]:
         """Names that nobody asked for: fields we do not know."""
         return [name for name in self._data if name not in self._read]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from gateway.api.fields import Fields, Problems
 from gateway.api.pieces import Pieces, complete
 from gateway.api.presence import while_connected
 from gateway.api.problems import Header, is_unexpected, translate
+from gateway.api.refusing import refuse
 from gateway.api.shapes import CHAT, TEXT, Head, Shape
 from gateway.api.sse import EventStream, frame
 from gateway.domain import Opening
@@ -34,24 +35,33 @@ DELIVERY_S = 30.0
 """After the deadline of an answer, for a slow client to take what is there."""
 
 
-def generation_routes(backend: Backend) -> list[HTTPRouteHandler]:
-    chat = Generation(backend, CHAT, read_chat)
-    text = Generation(backend, TEXT, read_completion)
+def generating(backend: Backend) -> dict[str, ASGIApp]:
+    """By path."""
+    return {
+        "/v1/chat/completions": Generation(backend, CHAT, read_chat),
+        "/v1/completions": Generation(backend, TEXT, read_completion),
+    }
 
-    @post("/v1/chat/completions", status_code=200)
-    async def chat_completions() -> ASGIApp:
-        return chat
 
-    @post("/v1/completions", status_code=200)
-    async def completions() -> ASGIApp:
-        return text
+def generation_routes(apps: Mapping[str, ASGIApp]) -> list[HTTPRouteHandler]:
+    """For requests that need the framework: of another origin, or by a method that is none."""
+    return [_route(path, app) for path, app in apps.items()]
 
-    return [chat_completions, completions]
+
+def _route(path: str, app: ASGIApp) -> HTTPRouteHandler:
+    @post(path, status_code=200)
+    async def generate() -> ASGIApp:
+        return app
+
+    return generate
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One generating endpoint, as a plain ASGI application: nothing stands between it and the socket."""
+    """One generating endpoint, as a plain ASGI application: nothing stands between it and the socket.
+
+    So its failures are made responses here, not by the framework.
+    """
 
     backend: Backend
     shape: Shape
@@ -59,6 +69,12 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
+        try:
+            await self._answer(scope, receive, send, exchange)
+        except Exception as exc:  # noqa: BLE001 - told to the client, and logged where nobody expected it
+            await refuse(exc, exchange, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         exchange.caller = caller = await caller_of(scope, self.backend)
         try:
             asked = self._asked(await read_json(scope, receive, self.backend.body_limit_bytes))

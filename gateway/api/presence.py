@@ -13,27 +13,48 @@ from gateway.errors import DeadlinePassed
 async def while_connected(
     work: Coroutine[object, object, None], receive: Receive, *, within_s: float
 ) -> None:
-    """Run `work` to its end, or cancel it when the client goes away; return when `work` has wound up.
+    """Do `work` to its end, or cancel it when the client goes away; return when `work` has wound up.
 
     A client that stays but stops reading blocks `work` in its writes, so there is a limit of time as well.
     Raises what `work` raises, and DeadlinePassed.
     """
-    working = asyncio.create_task(work)
+    over = _Over()
     leaving = asyncio.create_task(_left(receive))
-    over = False
+    leaving.add_done_callback(over.gone)
+    alarm = asyncio.get_running_loop().call_later(within_s, over.late)
     try:
-        done, _ = await asyncio.wait(
-            (working, leaving), timeout=within_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        over = not done
+        await work
+    except asyncio.CancelledError:
+        if not over.is_why():
+            raise
+        if over.was_late:
+            raise DeadlinePassed(f"the answer could not be delivered within {within_s:.0f} s") from None
     finally:
-        working.cancel()
+        over.task = None
+        alarm.cancel()
         leaving.cancel()
-        await asyncio.wait((working, leaving))
-    if not working.cancelled():
-        working.result()
-    elif over:
-        raise DeadlinePassed(f"the answer could not be delivered within {within_s:.0f} s")
+
+
+class _Over:
+    """Cancels the task in which it was made, at most once; tells its cancellation from another's."""
+
+    def __init__(self) -> None:
+        self.task = asyncio.current_task()
+        self.was_late = False
+        self._asked_before = self.task.cancelling() if self.task else 0
+        self._cancelled = False
+
+    def gone(self, _: object) -> None:
+        if self.task is not None and not self._cancelled:
+            self._cancelled = self.task.cancel()
+
+    def late(self) -> None:
+        self.was_late = not self._cancelled
+        self.gone(None)
+
+    def is_why(self) -> bool:
+        """Whether nobody else cancelled the task."""
+        return self._cancelled and self.task is not None and self.task.uncancel() <= self._asked_before
 
 
 async def _left(receive: Receive) -> None:

@@ -12,33 +12,48 @@ BIASES_LIMIT = 1024
 COUNT_LIMIT = 2**31 - 1
 TOKEN_ID_LIMIT = 2**32 - 1
 
-ACCEPTED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-)
+ACCEPTED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Nothing here depends on them, so they are taken and not looked at."""
 
-REFUSED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "use_beam_search",
-    "bad_words",
-    "allowed_token_ids",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "lora_path",
+REFUSED = frozenset(
+    {
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "use_beam_search",
+        "bad_words",
+        "allowed_token_ids",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "lora_path",
+    }
 )
 """Extras of other servers that would silently lose their effect."""
+
+DRAWING = frozenset(
+    {
+        "min_tokens",
+        "seed",
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "logit_bias",
+    }
+)
+"""What is read below; who sends none of it gets the defaults."""
 
 
 def read_sampling(
@@ -49,6 +64,8 @@ def read_sampling(
     echo_prompt: bool = False,
     guided_json: str = "",
 ) -> Sampling:
+    if not fields.among(DRAWING):
+        return Sampling(max_tokens, logprobs=logprobs, echo=echo_prompt, guided_json=guided_json)
     min_tokens = fields.integer("min_tokens", 0, COUNT_LIMIT, 0)
     if max_tokens is not None and min_tokens > max_tokens:
         fields.refuse(
@@ -81,13 +98,12 @@ def read_priority(fields: Fields) -> int:
     return fields.integer("priority", -(2**31), 2**31 - 1, 0)
 
 
-def refuse_unsupported(fields: Fields, names: tuple[str, ...] = ()) -> None:
+def refuse_unsupported(fields: Fields, names: frozenset[str] = frozenset()) -> None:
     """Off is off: null, false and empty values pass."""
-    for name in (*REFUSED, *names):
+    for name in fields.among(REFUSED | names):
         if fields.raw(name):
             fields.refuse(name, "is not supported yet; leave it out", UNSUPPORTED)
-    for name in ACCEPTED:
-        fields.raw(name)
+    fields.among(ACCEPTED)
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:

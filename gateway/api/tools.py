@@ -24,9 +24,12 @@ class Tools(NamedTuple):
 
 
 NONE = Tools()
+_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
 def read_tools(fields: Fields) -> Tools:
+    if not fields.among(_FIELDS):
+        return NONE
     items = fields.items("tools")
     if fields.raw("tools") == []:
         fields.refuse("tools", "must not be empty; leave it out instead")

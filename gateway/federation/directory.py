@@ -10,6 +10,7 @@ from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteSt
 from gateway.routing.fleet import Fleet
 
 MAX_SITES = 10_000
+EVERY_STATE = tuple(SiteState)
 
 
 class Directory:
@@ -22,6 +23,7 @@ class Directory:
         self._sites: dict[str, Site] = {}  # as the sites are by themselves
         self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
+        self._of_states: dict[tuple[SiteState, ...], Mapping[str, Model]] = {}
         self.fleet = Fleet()  # the same sites as deciding reads them
 
     @property
@@ -34,22 +36,25 @@ class Directory:
     @property
     def served(self) -> Mapping[str, Model]:
         """Every model that a site which is ready serves, by id."""
-        return self._models(SiteState.READY)
+        return self._models((SiteState.READY,))
 
     @property
     def models(self) -> Mapping[str, Model]:
         """Every model that a listed site serves, or served before it went down, by id."""
-        return self._models(*SiteState)
+        return self._models(EVERY_STATE)
 
-    def _models(self, *states: SiteState) -> Mapping[str, Model]:
-        """A model has the features that any of its sites gives it."""
+    def _models(self, states: tuple[SiteState, ...]) -> Mapping[str, Model]:
+        """A model has the features that any of its sites gives it. Asked by every query, so it is kept."""
+        if states in self._of_states:
+            return self._of_states[states]
         found: dict[str, Model] = {}
         for site in self.sites:
             for id_, model in site.identity.models.items() if site.state in states else ():
                 before = found.get(id_, model).features
                 whole = model.features >= before
                 found[id_] = model if whole else replace(model, features=model.features | before)
-        return MappingProxyType(found)
+        self._of_states[states] = models = MappingProxyType(found)
+        return models
 
     def join(self, identity: SiteIdentity, now_s: float) -> None:
         """A site is here; it takes work from its first report on."""
@@ -80,8 +85,11 @@ class Directory:
 
     def ordered(self, standings: Mapping[str, Standing]) -> None:
         """All that operators want now, by site; it replaces what they wanted before."""
+        if standings == self._standings:
+            return
         self._standings = dict(standings)
         self._snapshot = None
+        self._of_states.clear()
         for site in self._sites.values():
             self.fleet.put(self._under_orders(site))
 
@@ -100,12 +108,16 @@ class Directory:
         return replace(site, state=state, weight=standing.weight, pinned_off=standing.pinned_off)
 
     def _put(self, site: Site) -> None:
+        before = self._sites.get(site.name)
         self._sites[site.name] = site
         self._snapshot = None
+        if before is None or before.state is not site.state or before.identity is not site.identity:
+            self._of_states.clear()
         self.fleet.put(self._under_orders(site))
 
     def _forget_the_oldest(self) -> None:
         down = [name for name, site in self._sites.items() if site.state is SiteState.DOWN]
         for name in down[: max(0, len(self._sites) - MAX_SITES)]:
             del self._sites[name]
+            self._of_states.clear()
             self.fleet.remove(name)

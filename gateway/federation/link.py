@@ -215,6 +215,8 @@ class Link:
             self._directory.credit(self.name, self._credit())
 
     def _credit(self) -> Credit:
-        fresh = self._uncovered.values()
-        prompt_tokens = sum(demand.prompt_tokens for demand in fresh)
-        return Credit(len(fresh), prompt_tokens, sum(demand.response_tokens for demand in fresh))
+        prompt_tokens, response_tokens = 0, 0.0
+        for demand in self._uncovered.values():
+            prompt_tokens += demand.prompt_tokens
+            response_tokens += demand.response_tokens
+        return Credit(len(self._uncovered), prompt_tokens, response_tokens)

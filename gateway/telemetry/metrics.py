@@ -7,6 +7,7 @@ it; models by what sites serve, everything else by enums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -50,6 +51,7 @@ class Metrics:
             buckets=_TOKENS,
             registry=registry,
         )
+        self._labelled: dict[tuple[object, ...], Any] = {}  # each family's children as they were asked for
         self._seen: set[str] = set()  # the sites that something was counted of
         self._by_site = (self._requests, self._tokens, self._ttft, self._itl, self._queue)
         registry.register(self)
@@ -64,13 +66,13 @@ class Metrics:
 
     def observe(self, outcome: Outcome) -> None:
         self._seen.update(attempt.decision.site for attempt in outcome.attempts)
-        self._requests.labels(outcome.site or "none", outcome.status.value).inc()
+        self._child(self._requests, outcome.site or "none", outcome.status.value).inc()
         self._count_tokens(outcome)
         self._count_decisions(outcome)
         self._time(outcome)
         if outcome.status is Status.ANSWERED and outcome.forecast is not None:
             error = abs(outcome.forecast.expected() - outcome.completion_tokens)
-            self._error.labels(outcome.model).observe(error)
+            self._child(self._error, outcome.model).observe(error)
 
     def collect(self) -> Iterator[Metric]:
         """What is true now, read at the moment of the scrape."""
@@ -90,7 +92,16 @@ class Metrics:
                 states.add_metric([site.name, state.value], float(site.state is state))
         yield states
 
+    def _child(self, family: Any, *labels: str) -> Any:
+        """As `family.labels`, which takes longer than to count."""
+        child = self._labelled.get((family, *labels))
+        if child is None:
+            child = self._labelled[family, *labels] = family.labels(*labels)
+        return child
+
     def _forget(self, sites: set[str]) -> None:
+        if sites:
+            self._labelled.clear()
         for site in sites:
             for family in self._by_site:
                 family.remove_by_labels({"site": site})
@@ -101,9 +112,11 @@ class Metrics:
     def _count_tokens(self, outcome: Outcome) -> None:
         if outcome.attempts:
             site = outcome.site
-            cloud = next((s.identity.cloud for s in self._directory.sites if s.name == site), "unknown")
-            self._tokens.labels(site, cloud, outcome.model, "prompt").inc(outcome.prompt_tokens)
-            self._tokens.labels(site, cloud, outcome.model, "response").inc(outcome.completion_tokens)
+            fleet = self._directory.fleet
+            place = fleet.place(site)
+            cloud = "unknown" if place is None else fleet.sites[place].identity.cloud
+            self._child(self._tokens, site, cloud, outcome.model, "prompt").inc(outcome.prompt_tokens)
+            self._child(self._tokens, site, cloud, outcome.model, "response").inc(outcome.completion_tokens)
 
     def _count_decisions(self, outcome: Outcome) -> None:
         before = None
@@ -113,21 +126,21 @@ class Metrics:
             elif before.ended == "released":
                 kind = "offload"
                 result = "answered" if outcome.status is Status.ANSWERED else outcome.status.value
-                self._offloads.labels(before.decision.site, attempt.decision.site, result).inc()
+                self._child(self._offloads, before.decision.site, attempt.decision.site, result).inc()
             else:
                 kind = "failover"
-            self._decisions.labels(kind).inc()
+            self._child(self._decisions, kind).inc()
             before = attempt
 
     def _time(self, outcome: Outcome) -> None:
         if outcome.queue_s is not None:
-            self._queue.labels(outcome.site).observe(outcome.queue_s)
+            self._child(self._queue, outcome.site).observe(outcome.queue_s)
         if outcome.first_token_s is None:
             return
-        self._ttft.labels(outcome.site).observe(outcome.first_token_s)
+        self._child(self._ttft, outcome.site).observe(outcome.first_token_s)
         if outcome.completion_tokens > 1:
             decode_s = outcome.total_s - outcome.first_token_s
-            self._itl.labels(outcome.site).observe(decode_s / (outcome.completion_tokens - 1))
+            self._child(self._itl, outcome.site).observe(decode_s / (outcome.completion_tokens - 1))
 
 
 def capacity_tokens(site: Site) -> float:

@@ -46,6 +46,7 @@ def attend(work: Work, *, left: bool = False, within_s: float = 60.0) -> None:
             await while_connected(work.do(), Client(left).receive, within_s=within_s)
         finally:
             assert work.wound_up
+            await asyncio.sleep(0)  # whoever watched the client is cancelled
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
