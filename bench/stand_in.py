@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from site_engine.codec import bunched, each_of
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -53,7 +54,8 @@ class StandIn:
         reporting = asyncio.create_task(report(out))
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                self._take(message, out)
+                for each in each_of(message):
+                    self._take(each, out)
         finally:
             writing.cancel()
             reporting.cancel()
@@ -78,8 +80,18 @@ class StandIn:
 
     async def _write(self, call: Any, out: asyncio.Queue[pb.SiteMessage]) -> None:
         with suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await call.write(await out.get())  # Hello
             while True:
-                await call.write(await out.get())
+                await call.write(await due(out))
+
+
+async def due(out: asyncio.Queue[pb.SiteMessage]) -> pb.SiteMessage:
+    """All that waits to be said, as a site says it: in one message."""
+    messages = [await out.get()]
+    while not out.empty():
+        messages.append(out.get_nowait())
+    (message,) = bunched(messages)
+    return message
 
 
 def hello() -> pb.Hello:
@@ -93,6 +105,7 @@ def hello() -> pb.Hello:
         models=[model],
         slots=10_000,
         kv_capacity_tokens=10**8,
+        reads_bunches=True,
     )
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import grpc
 import httptools
 
-from bench.stand_in import TOKEN, hello, report
+from bench.stand_in import TOKEN, due, hello, report
+from site_engine.codec import each_of
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -215,7 +216,8 @@ class LinkDoor:
         both = [asyncio.create_task(self._write(call)), asyncio.create_task(report(self._out))]
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                self._take(message)
+                for each in each_of(message):
+                    self._take(each)
         finally:
             for task in both:
                 task.cancel()
@@ -223,8 +225,9 @@ class LinkDoor:
 
     async def _write(self, call: Any) -> None:
         with suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await call.write(await self._out.get())  # Hello
             while True:
-                await call.write(await self._out.get())
+                await call.write(await due(self._out))
 
     def _take(self, message: Any) -> None:
         match message.WhichOneof("body"):

@@ -34,10 +34,30 @@ _RANGES = {
 }
 
 
+def each_of(message: pb.GatewayMessage) -> Sequence[pb.GatewayMessage]:
+    """The messages of a bunch, or the one that is none."""
+    return message.bunch.messages if message.HasField("bunch") else (message,)
+
+
+def bunched(messages: Sequence[pb.SiteMessage]) -> Iterator[pb.SiteMessage]:
+    """The same in few messages, each near STEP_BYTES_MAX at most."""
+    bunch, size = pb.SiteBunch(), 0
+    for message in messages:
+        size += message.ByteSize()
+        if bunch.messages and size > STEP_BYTES_MAX:
+            yield pb.SiteMessage(bunch=bunch)
+            bunch, size = pb.SiteBunch(), message.ByteSize()
+        bunch.messages.append(message)
+    if len(messages) == 1:
+        yield messages[0]
+    elif bunch.messages:
+        yield pb.SiteMessage(bunch=bunch)
+
+
 def decode(message: pb.GatewayMessage) -> m.FromGateway | None:
     """The message as a frozen value; None for a kind that a newer gateway knows and this site does not."""
     kind = message.WhichOneof("body")
-    if kind is None:
+    if kind not in _DECODERS:
         return None
     return _DECODERS[kind](getattr(message, kind))
 
@@ -50,7 +70,8 @@ def _welcome(body: pb.Welcome) -> m.Welcome:
             raise WrongMessage(
                 f"Welcome.{name} is {getattr(body, name)}; it must be a finite number, 0 or more"
             )
-    return m.Welcome(body.gateway, tuple(body.peers), body.heartbeat_s, body.grace_s, tuple(body.cancel))
+    peers, cancel = tuple(body.peers), tuple(body.cancel)
+    return m.Welcome(body.gateway, peers, body.heartbeat_s, body.grace_s, cancel, body.reads_bunches)
 
 
 def _assign(body: pb.Assign) -> m.Assign | m.Rejected:
@@ -306,7 +327,7 @@ def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
 def _hello(hello: m.Hello) -> pb.Hello:
     own = _fields(hello)
     own["models"] = [pb.Model(owned_by="mico", **_fields(model)) for model in hello.models]
-    return pb.Hello(protocol=PROTOCOL, **own)
+    return pb.Hello(protocol=PROTOCOL, reads_bunches=True, **own)
 
 
 def _load(load: m.Load) -> pb.Load:

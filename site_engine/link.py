@@ -155,7 +155,7 @@ class Link:
             self._failures, self._gateway = 0, welcome.gateway
             self._peers(welcome.peers)
             try:
-                await self._talk(stream, connection, welcome.heartbeat_s)
+                await self._talk(stream, connection, welcome)
             finally:
                 self._site.lost(connection)
         finally:
@@ -176,11 +176,11 @@ class Link:
             raise WrongMessage(f"expected Welcome, got {type(welcome).__name__}")
         return welcome
 
-    async def _talk(self, stream: Any, connection: Connection, heartbeat_s: float) -> None:
+    async def _talk(self, stream: Any, connection: Connection, welcome: Welcome) -> None:
         self._heard_s = self._clock()
-        doing = [self._read(stream, connection), self._write(stream, connection)]
-        if heartbeat_s > 0:
-            doing.append(self._watch(heartbeat_s))
+        doing = [self._read(stream, connection), self._write(stream, connection, welcome.reads_bunches)]
+        if welcome.heartbeat_s > 0:
+            doing.append(self._watch(welcome.heartbeat_s))
         await _first_of(*map(asyncio.create_task, doing))
 
     async def _watch(self, heartbeat_s: float) -> None:
@@ -203,9 +203,10 @@ class Link:
             if message is grpc.aio.EOF:
                 raise LinkLost(await self._ended(stream))
             self._heard_s = self._clock()
-            decoded = codec.decode(message)
-            if decoded is not None:
-                self._site.receive(connection, decoded)
+            for each in codec.each_of(message):
+                decoded = codec.decode(each)
+                if decoded is not None:
+                    self._site.receive(connection, decoded)
 
     async def _wait_for_room(self, connection: Connection) -> None:
         """A gateway that does not read its answers is not listened to either."""
@@ -213,15 +214,15 @@ class Link:
             self._room.clear()
             await self._room.wait()
 
-    async def _write(self, stream: Any, connection: Connection) -> None:
+    async def _write(self, stream: Any, connection: Connection, in_bunches: bool) -> None:
         outbox = connection.desk.outbox
         while self._bye is None:
             self._changed.clear()
             if connection.displaced:
                 raise LinkLost(f"gateway {connection.gateway} is linked through another address")
-            for message in outbox.take(self._clock()):
-                for part in codec.encode(message):
-                    await stream.write(part)
+            parts = [part for message in outbox.take(self._clock()) for part in codec.encode(message)]
+            for part in codec.bunched(parts) if in_bunches else parts:
+                await stream.write(part)
             self._room.set()
             await self._due(outbox.due_s())
         async with asyncio.timeout(self._patience.goodbye_s):

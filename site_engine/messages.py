@@ -23,6 +23,7 @@ class Welcome:
     heartbeat_s: float
     grace_s: float
     cancel: tuple[str, ...]
+    reads_bunches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

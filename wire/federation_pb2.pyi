@@ -20,7 +20,7 @@ class EnrolReply(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class SiteMessage(_message.Message):
-    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye")
+    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class SiteMessage(_message.Message):
     PONG_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
+    BUNCH_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     load: Load
     accepted: Accepted
@@ -41,10 +42,11 @@ class SiteMessage(_message.Message):
     pong: Pong
     draining: Draining
     bye: Bye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ...) -> None: ...
+    bunch: SiteBunch
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping")
+    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +54,7 @@ class GatewayMessage(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    BUNCH_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     assign: Assign
     cancel: Cancel
@@ -59,10 +62,23 @@ class GatewayMessage(_message.Message):
     drain: Drain
     resume: Resume
     ping: Ping
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    bunch: GatewayBunch
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ...) -> None: ...
+
+class SiteBunch(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[SiteMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[SiteMessage, _Mapping]]] = ...) -> None: ...
+
+class GatewayBunch(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[GatewayMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[GatewayMessage, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "pool", "attempts")
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "pool", "attempts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +91,7 @@ class Hello(_message.Message):
     OUTPUT_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
@@ -89,9 +106,10 @@ class Hello(_message.Message):
     output_usd_per_mtok: float
     engine: str
     version: str
+    reads_bunches: bool
     pool: str
     attempts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., pool: _Optional[str] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features")
@@ -455,18 +473,20 @@ class Released(_message.Message):
     def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel")
+    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     peers: _containers.RepeatedScalarFieldContainer[str]
     heartbeat_s: float
     grace_s: float
     cancel: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ...) -> None: ...
+    reads_bunches: bool
+    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt_id",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from gateway.domain import (
@@ -28,6 +28,8 @@ PROTOCOL = 1
 MAX_NAME = 200
 MAX_MODELS = 1000
 MAX_CALLS = 1000
+BUNCH_BYTES = 1 << 20
+"""A bunch may be larger by its last message: a prompt is bounded by what a body may hold."""
 MAX_AMOUNT = 1e12
 """Of seconds, tokens or dollars; far beyond what is real, and sums and products of it stay finite."""
 
@@ -170,6 +172,11 @@ def _amount(value: float, name: str) -> float:
     return value
 
 
+def each_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
+    """The messages of a bunch, or the one that is none."""
+    return message.bunch.messages if message.HasField("bunch") else (message,)
+
+
 # ---- to a site ------------------------------------------------------------------------------------
 
 
@@ -203,6 +210,19 @@ def assign(
         message.resume.tool_calls = resume.tool_calls
         message.resume.argument_chars = resume.argument_chars
     return pb.GatewayMessage(assign=message)
+
+
+def bunched(first: pb.GatewayMessage, waiting: Iterator[pb.GatewayMessage]) -> pb.GatewayMessage:
+    """`first` with what waits behind it, as long as it is not near BUNCH_BYTES."""
+    bunch, size = pb.GatewayBunch(), first.ByteSize()
+    for message in waiting:
+        if not bunch.messages:
+            bunch.messages.append(first)
+        bunch.messages.append(message)
+        size += message.ByteSize()
+        if size >= BUNCH_BYTES:
+            break
+    return pb.GatewayMessage(bunch=bunch) if bunch.messages else first
 
 
 def _chat(chat: Chat) -> pb.Chat:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from gateway.domain import Broken, Cause, Credit, Decision, Query, Resume, SiteIdentity, SiteState
@@ -26,7 +26,13 @@ class Link:
     """`outbox` holds what the site has not been sent yet, bounded by the attempts that admission lets in."""
 
     def __init__(
-        self, identity: SiteIdentity, directory: Directory, offloading: Offloading, clock: Callable[[], float]
+        self,
+        identity: SiteIdentity,
+        directory: Directory,
+        offloading: Offloading,
+        clock: Callable[[], float],
+        *,
+        reads_bunches: bool = False,
     ) -> None:
         self.identity = identity
         self.heard_s = clock()
@@ -34,6 +40,7 @@ class Link:
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
         self._uncovered: dict[str, Demand] = {}  # assigned, and in no report of the site yet
+        self._reads_bunches = reads_bunches
         self._directory = directory
         self._offloading = offloading
         self._clock = clock
@@ -59,6 +66,15 @@ class Link:
         return len(self._live)
 
     # -- to the site --
+
+    async def due(self) -> pb.GatewayMessage:
+        """The next message; where the site reads bunches, with all that waits behind it."""
+        first = await self.outbox.get()
+        return codec.bunched(first, self._waiting()) if self._reads_bunches else first
+
+    def _waiting(self) -> Iterator[pb.GatewayMessage]:
+        while not self.outbox.empty():
+            yield self.outbox.get_nowait()
 
     def assign(
         self,
@@ -132,17 +148,18 @@ class Link:
     # -- from the site --
 
     def receive(self, message: pb.SiteMessage) -> None:
-        """Take one message. Raises Garbage when no correct site would have sent it.
+        """Take one message, or each of a bunch. Raises Garbage when no correct site would have sent it.
 
         After `close` nothing is taken: the site may have joined again, and this is old news of it.
         """
         if self.closing is not None:
             return
         self.heard_s = self._clock()
-        body = message.WhichOneof("body")
-        if body not in self._take:
-            raise codec.Garbage(f"unexpected message {body}")
-        self._take[body](getattr(message, body))
+        for each in codec.each_of(message):
+            body = each.WhichOneof("body")
+            if body not in self._take:
+                raise codec.Garbage(f"unexpected message {body}")
+            self._take[body](getattr(each, body))
 
     def close(self, reason: str) -> None:
         """The link is gone: whatever lived on it is lost here, and its readers are told."""

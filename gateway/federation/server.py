@@ -101,7 +101,8 @@ class Federation(rpc.FederationServicer):
             raise codec.Garbage("the first message of a site is Hello")
         identity = codec.identity(first.hello)
         self._check_name(identity, shown)
-        link = Link(identity, self.directory, self._offloading, self._clock)
+        bunches = first.hello.reads_bunches
+        link = Link(identity, self.directory, self._offloading, self._clock, reads_bunches=bunches)
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
@@ -109,6 +110,7 @@ class Federation(rpc.FederationServicer):
             heartbeat_s=settings.heartbeat_s,
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,
+            reads_bunches=True,
         )
         await context.write(pb.GatewayMessage(welcome=welcome))
         return link, len(first.hello.attempts)
@@ -172,7 +174,7 @@ class Federation(rpc.FederationServicer):
     async def _write(self, link: Link, context: Any) -> str:
         try:
             while True:
-                await context.write(await link.outbox.get())
+                await context.write(await link.due())
         except grpc.RpcError as exc:
             return f"connection lost ({exc})"
 
