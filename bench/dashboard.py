@@ -144,7 +144,11 @@ async def serve(port: int, sites: int) -> None:
     async def batches() -> dict[str, list[str]]:
         return {"data": []}
 
-    app = create_http(backend, [*admin_routes(backend, office), batches])
+    @get("/admin/api/quotas")
+    async def quotas() -> dict[str, list[str]]:
+        return {"quotas": []}
+
+    app = create_http(backend, [*admin_routes(backend, office), batches, quotas])
     server = http_server(app, host="127.0.0.1", port=port, end_within_s=1)
     await watch.start()
     serving = asyncio.create_task(server.serve())

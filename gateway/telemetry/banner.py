@@ -22,8 +22,9 @@ def banner(sites: Sequence[SiteView], totals: Totals) -> Banner:
     if degraded:
         return Banner("degraded", "Degraded: " + " ".join(degraded))
     room = "" if totals.headroom is None else f", {totals.headroom:.0%} of token capacity free"
-    ready = _number(sum(site.state is SiteState.READY for site in sites), "site")
-    return Banner("calm", f"All well: {ready} ready, {totals.in_flight} queries in flight{room}.")
+    ready = _number(sum(site.state is SiteState.READY for site in sites), "site", "sites")
+    running = _number(totals.in_flight, "query", "queries")
+    return Banner("calm", f"All well: {ready} ready, {running} in flight{room}.")
 
 
 def _critical(sites: Sequence[SiteView], totals: Totals) -> list[str]:
@@ -85,5 +86,5 @@ def _names(sites: Sequence[SiteView]) -> str:
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _number(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"

@@ -189,5 +189,5 @@ def _moved(now: float, move: Move, number: int) -> Event:
         return Event(
             now, "offload", move.taker, f"took {queries} that waited at {move.donor}: it was idle and bid"
         )
-    text = f"{queries} went on at {move.taker} after {move.donor}: {move.why}"
+    text = f"{move.why}: {queries} went on at {move.taker}"
     return Event(now, "failover", move.donor, text, bad=True)

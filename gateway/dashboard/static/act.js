@@ -4,7 +4,7 @@ import { ask, el, percent, seconds } from "./words.js";
 const VERBS = { drain: "Drain", pause: "Pause", resume: "Resume", weight: "Weight", "pin-off": "Take a model off", unpin: "Put a model back" };
 const MEANS = {
   drain: "No new queries; what runs there finishes.",
-  pause: "No new queries; what still runs after the time below moves to other sites.",
+  pause: "No new queries; what still runs after that time moves to other sites.",
   resume: "It takes queries again.",
   weight: "It is given more or less than its usual part.",
   "pin-off": "No new queries for one model.",
@@ -13,12 +13,11 @@ const MEANS = {
 const $ = (id) => document.getElementById(id);
 
 export class ActDialog {
-  constructor(done) {
+  constructor() {
     this.dialog = $("act");
     this.error = this.dialog.querySelector(".error");
-    this.done = done;
     $("no").addEventListener("click", () => this.dialog.close());
-    this.dialog.querySelector("form").addEventListener("submit", (event) => this.send(event));
+    this.dialog.addEventListener("submit", (event) => this.send(event));
     for (const id of ["weight", "model", "within", "until"]) $(id).addEventListener("input", () => this.preview());
   }
 
@@ -97,7 +96,6 @@ export class ActDialog {
     try {
       await this.post({});
       this.dialog.close();
-      this.done();
     } catch (error) {
       this.error.textContent = error.message;
     } finally {

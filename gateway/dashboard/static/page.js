@@ -13,13 +13,13 @@ const TILES = [
   { what: "Input tokens/s", name: "input_per_s", text: (t) => rate(t.input_per_s) },
   { what: "In flight", name: "in_flight", text: (t) => number(t.in_flight) },
   { what: "Queued", name: "queued", text: (t) => number(t.queued) },
-  { what: "First token p95, worst site", name: "ttft_p95_s", text: (t) => seconds(t.ttft_p95_s), extra: (t) => t.ttft_site, level: (t) => over(t.ttft_p95_s, 10, 30) },
+  { what: "First token p95, worst", name: "ttft_p95_s", text: (t) => seconds(t.ttft_p95_s), extra: (t) => t.ttft_site, level: (t) => over(t.ttft_p95_s, 10, 30) },
   { what: "Errors/min", name: "errors_per_min", text: (t) => number(t.errors_per_min), extra: (t) => `of ${number(t.ended_per_min)}`, level: (t) => over(t.errors_per_min / (t.ended_per_min || 1), 0.01, 0.05) },
   { what: "Token headroom", name: "headroom", text: (t) => percent(t.headroom), level: (t) => (t.headroom == null ? "" : over(1 - t.headroom, 0.8, 0.95)) },
 ];
 
-const page = { columns: null, slow: null, minutes: 15, snapshot: null, heard: 0, paused: false, feed: null };
-const act = new ActDialog(() => {});
+const page = { minutes: 15, heard: 0, paused: false };
+const act = new ActDialog();
 const table = new SiteTable($("site-table"), $("filter"), (site, verb) => act.open(site, verb));
 const plots = [new Plot($("served"), "areas", "Output tokens served per second by cloud"), new Plot($("load"), "lines", "Outstanding token load by site, as a part of its capacity")];
 
@@ -29,18 +29,6 @@ function over(value, warn, bad) {
 }
 
 // ---- figures
-
-function append(columns, snapshot) {
-  const length = columns.at.length;
-  columns.at.push(snapshot.at);
-  for (const { name } of TILES) columns[name].push(snapshot.totals[name]);
-  const loads = Object.fromEntries(snapshot.sites.filter((s) => s.load != null).map((s) => [s.name, s.load]));
-  for (const [group, values] of [[columns.clouds, snapshot.clouds], [columns.load, loads]]) {
-    for (const name of Object.keys(values)) group[name] ??= Array(length).fill(null);
-    for (const name of Object.keys(group)) group[name].push(values[name] ?? null);
-  }
-  if (columns.at.length > KEPT) trim(columns);
-}
 
 function trim(columns) {
   const by = columns.at.length - KEPT;
@@ -54,7 +42,7 @@ function trim(columns) {
   }
 }
 
-// What came while the feed was cut off goes behind what is there.
+// A snapshot, or what came while the feed was cut off, goes behind what is there.
 function join(columns, later) {
   const before = columns.at.length;
   columns.at.push(...later.at);
@@ -63,7 +51,13 @@ function join(columns, later) {
     for (const name of Object.keys(later[group])) columns[group][name] ??= Array(before).fill(null);
     for (const name of Object.keys(columns[group])) columns[group][name].push(...(later[group][name] ?? Array(later.at.length).fill(null)));
   }
-  trim(columns);
+  if (columns.at.length > KEPT) trim(columns);
+}
+
+function asColumns({ at, totals, clouds, sites }) {
+  const each = (entries) => Object.fromEntries(entries.map(([name, value]) => [name, [value]]));
+  const loads = sites.filter((site) => site.load != null).map((site) => [site.name, site.load]);
+  return { at: [at], ...each(Object.entries(totals)), clouds: each(Object.entries(clouds)), load: each(loads) };
 }
 
 // ---- drawing
@@ -76,7 +70,9 @@ function draw() {
   put($("replica"), `Served by ${snapshot.replica}, with the queries of ${snapshot.replicas.join(", ")}.`);
   drawTiles(snapshot.totals, columns);
   drawPlots();
-  table.show(snapshot.sites);
+  // Newest first: since when each site is as it is.
+  const since = Object.fromEntries(snapshot.events.filter((event) => event.kind === "state").reverse().map((event) => [event.site, event.at]));
+  table.show(snapshot.sites, since);
   put($("pools"), poolsText(snapshot.pools));
   drawEvents(snapshot.events);
   drawRoutes(snapshot);
@@ -107,7 +103,8 @@ function drawTiles(totals, columns) {
     const item = list.children[i];
     mark(item, tile.level?.(totals) ?? "");
     put(item.children[1].firstChild, tile.text(totals));
-    put(item.children[1].lastChild, tile.extra?.(totals) ?? "");
+    const more = item.children[1].lastChild;
+    put(more, (more.title = tile.extra?.(totals) ?? ""));
     spark(item.children[2], columns[tile.name]);
   });
 }
@@ -132,17 +129,19 @@ function drawEvents(events) {
 }
 
 function drawRoutes({ routes, quality }) {
-  const rows = routes.map(({ reason, site, attempts }) => el("tr", {}, el("td", {}, reason), el("td", {}, site), el("td", { className: "n" }, number(attempts))));
-  if (!rows.length) rows.push(el("tr", {}, el("td", { colSpan: 3, className: "empty" }, "No query ended in the last 5 minutes.")));
-  const body = $("routes").tBodies[0];
-  const key = JSON.stringify(routes);
-  if (body.dataset.key !== key) {
-    body.dataset.key = key;
-    body.replaceChildren(...rows);
-  }
+  rows("routes", routes.map(({ reason, site, attempts }) => [reason, site, number(attempts)]), "No query ended in the last 5 minutes.");
   put($("quality"), quality
-    ? `${number(quality.answers)} answers, by ${quality.source}: ${percent(quality.under_p50)} were under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s were off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended.`
+    ? `${number(quality.answers)} answers: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended. Forecast by ${quality.source.replaceAll(":", ", ")}.`
     : "No answer to compare with.");
+}
+
+// A table's body, if it changed; the classes of its heads are those of its cells.
+function rows(id, cells, none) {
+  const { tBodies: [body], tHead: { rows: [{ cells: heads }] } } = $(id), key = JSON.stringify(cells);
+  if (body.key === key) return;
+  body.key = key;
+  const empty = el("tr", {}, el("td", { colSpan: heads.length, className: "empty" }, none));
+  body.replaceChildren(...cells.map((row) => el("tr", {}, ...row.map((text, i) => el("td", { className: heads[i].className }, text)))), ...(cells.length ? [] : [empty]));
 }
 
 function poolsText(pools) {
@@ -150,14 +149,16 @@ function poolsText(pools) {
   return wrong.length ? "The load asks for: " + wrong.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired} machines`).join(", ") : "";
 }
 
-async function drawBatches() {
+async function drawRecords() {
   if (page.paused || document.hidden || !page.snapshot) return;
   try {
     const { data } = await ask("batches?limit=5");
-    const rows = data.map(({ id, tenant, status, request_counts: { completed, failed, total } }) => el("tr", {}, ...[id, tenant, status, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`].map((text) => el("td", {}, text))));
-    $("batches").tBodies[0].replaceChildren(...(rows.length ? rows : [el("tr", {}, el("td", { colSpan: 4, className: "empty" }, "No batch was submitted."))]));
+    rows("batches", data.map(({ id, tenant, status, request_counts: { completed, failed, total } }) => [id, tenant, status, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`]), "No batch was submitted.");
+    const { quotas } = await ask("quotas");
+    quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
+    rows("quotas", quotas.slice(0, 8).map(({ scope, subject, kind, amount, in_use }) => [`${scope} ${subject}`, kind.replaceAll("_", " "), `${number(in_use)} of ${number(amount)}`, percent(amount ? in_use / amount : 1)]), "No tenant or key has a quota.");
   } catch {
-    // As above.
+    // The feed says whether the gateway is there.
   }
 }
 
@@ -174,11 +175,11 @@ function listen() {
   feed.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
     page.heard = performance.now();
-    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, snapshot);
+    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) join(page.columns, asColumns(snapshot));
     const first = !page.snapshot;
     page.snapshot = snapshot;
     draw();
-    if (first) drawBatches();
+    if (first) drawRecords();
   });
   feed.addEventListener("error", () => {
     if (feed.readyState === EventSource.CLOSED) setTimeout(enter, 2000);
@@ -191,7 +192,7 @@ async function loadSlow() {
     page.slow = await ask(`history?minutes=${page.minutes}`);
     if (!page.paused) drawPlots();
   } catch {
-    // The feed says whether the gateway is there.
+    // As above.
   }
 }
 
@@ -202,26 +203,22 @@ async function enter() {
     const { who, may_act } = await ask("session");
     document.body.classList.toggle("view-only", !may_act);
     if (who) listen();
-    else askForKey();
+    else if (!signIn.open) signIn.showModal();
   } catch {
     setTimeout(enter, 2000);
   }
 }
 
-function askForKey() {
-  const dialog = $("sign-in");
-  if (!dialog.open) dialog.showModal();
-}
-
-$("sign-in").addEventListener("cancel", (event) => event.preventDefault());
-$("sign-in").querySelector("form").addEventListener("submit", async (event) => {
+const signIn = $("sign-in");
+signIn.addEventListener("cancel", (event) => event.preventDefault());
+signIn.addEventListener("submit", async (event) => {
   event.preventDefault();
-  const said = $("sign-in").querySelector(".error");
+  const said = signIn.querySelector(".error");
   said.textContent = "";
   try {
     await ask("session", { method: "POST", body: { key: $("key").value, view_only: $("view-only").checked } });
     $("key").value = "";
-    $("sign-in").close();
+    signIn.close();
     await enter();
     followHash();
   } catch (error) {
@@ -264,5 +261,5 @@ addEventListener("hashchange", followHash);
 document.addEventListener("visibilitychange", draw);
 setInterval(drawBanner, 1000);
 setInterval(loadSlow, SLOW_REFRESH_MS);
-setInterval(drawBatches, SLOW_REFRESH_MS / 3);
+setInterval(drawRecords, SLOW_REFRESH_MS / 3);
 enter().then(() => page.feed && followHash());

@@ -6,9 +6,8 @@ const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 4", "12 4", "1 2", "6 2 1 2"];
 const NAMED_LINES = 8;
 
 export function spark(svgElement, values) {
-  const known = values.filter((value) => value != null);
+  const thin = buckets(values, 90), known = thin.filter((value) => value != null);
   if (known.length < 2) return svgElement.replaceChildren();
-  const thin = buckets(values, 90);
   const low = Math.min(0, ...known), high = Math.max(...known, low + 1e-9);
   const points = thin.map((value, i) => (value == null ? null : [(i / (thin.length - 1)) * 100, 27 - ((value - low) / (high - low)) * 24]));
   const line = path(points);
@@ -20,7 +19,7 @@ export function spark(svgElement, values) {
   svgElement.lastChild.setAttribute("d", line);
 }
 
-// `kind` is "areas" (stacked rates) or "lines" (parts of a limit). `names` fixes the colour of each series.
+// `kind` is "areas" (stacked rates) or "lines" (parts of a limit).
 export class Plot {
   constructor(figure, kind, what) {
     this.kind = kind;
@@ -40,11 +39,11 @@ export class Plot {
     this.svg.addEventListener("blur", () => this.point(null));
     this.svg.addEventListener("keydown", (event) => this.step(event));
     this.details.addEventListener("toggle", () => this.fillTable());
-    new ResizeObserver(() => this.draw()).observe(this.box);
+    new ResizeObserver(([{ contentRect }]) => this.draw((this.width = contentRect.width))).observe(this.box);
   }
 
   show(at, series, minutes) {
-    const key = `${minutes} ${at.length} ${at.at(-1)} ${this.box.clientWidth} ${Object.keys(series).length}`;
+    const key = `${minutes} ${at.length} ${at.at(-1)} ${Object.keys(series).length}`;
     if (key === this.key) return;
     this.key = key;
     Object.assign(this, { at, series, minutes });
@@ -52,16 +51,15 @@ export class Plot {
   }
 
   draw() {
-    if (!this.at || document.hidden) return;
-    const width = this.box.clientWidth || 600;
+    if (!this.at || !this.width || document.hidden) return;
     const end = this.at.at(-1) ?? Date.now() / 1000;
-    Object.assign(this, { width, end, start: end - this.minutes * 60 });
+    Object.assign(this, { end, start: end - this.minutes * 60 });
     const names = Object.keys(this.series).sort();
     for (const name of names) if (!this.colours.has(name)) this.colours.set(name, this.colours.size);
     const parts = svg("g");
     const high = this.kind === "areas" ? this.areas(parts, names) : this.lines(parts, names);
     const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.svg.replaceChildren(this.scales(high), parts, cursor);
     this.cursor = cursor;
     this.describe(names);
@@ -77,16 +75,16 @@ export class Plot {
     return HEIGHT - BOTTOM - (value / high) * (HEIGHT - TOP - BOTTOM);
   }
 
-  // Time in equal steps of about two pixels: [start of step, index of its samples).
+  // Time in equal steps of about three pixels, and the samples of each.
   steps() {
-    const count = Math.min(360, Math.max(20, Math.round((this.width - LEFT - RIGHT) / 2)));
+    const count = Math.max(20, Math.round((this.width - LEFT - RIGHT) / 3));
     const size = Math.max((this.end - this.start) / count, this.minutes > 15 ? 60 : 1);
     const found = [];
     for (let i = 0; i < this.at.length; ) {
       const slot = Math.floor(this.at[i] / size);
       const from = i;
       while (i < this.at.length && Math.floor(this.at[i] / size) === slot) i++;
-      if (this.at[i - 1] >= this.start) found.push({ time: this.at[i - 1], from, to: i, slot });
+      if (this.at[i - 1] >= this.start) found.push({ x: this.x(this.at[i - 1]), from, to: i, slot });
     }
     return found;
   }
@@ -104,10 +102,8 @@ export class Plot {
     });
     const high = nice(Math.max(1, ...sums));
     stacks.forEach((stack, n) => {
-      if (!stack.length) return;
-      const top = stack.map(([, value], i) => `${this.x(steps[i].time).toFixed(1)} ${this.y(value, high).toFixed(1)}`);
-      const bottom = stack.map(([value], i) => `${this.x(steps[i].time).toFixed(1)} ${this.y(value, high).toFixed(1)}`);
-      parts.append(svg("path", { class: "area", fill: this.colour(names[n]), d: `M${top.join("L")}L${bottom.reverse().join("L")}Z` }));
+      const edge = (side) => stack.map((values, i) => [steps[i].x, this.y(values[side], high)]);
+      parts.append(svg("path", { class: "area", fill: this.colour(names[n]), d: between(edge(1), edge(0)) }));
     });
     return high;
   }
@@ -121,11 +117,11 @@ export class Plot {
     this.band(parts, steps, ranked.filter((name) => !this.named.has(name)), high);
     for (const name of ranked.filter((name) => this.named.has(name)).reverse()) {
       let before = null;
-      const points = steps.flatMap(({ time, from, to, slot }) => {
+      const points = steps.flatMap(({ x, from, to, slot }) => {
         const value = peak(this.series[name], from, to);
         const gap = before != null && slot - before > 3;
         if (value != null) before = slot;
-        const point = value == null ? null : [this.x(time), this.y(Math.min(value, high), high)];
+        const point = value == null ? null : [x, this.y(Math.min(value, high), high)];
         return gap ? [null, point] : [point];
       });
       parts.append(svg("path", { class: "line", stroke: this.colour(name), "stroke-dasharray": this.dash(name), d: path(points) }));
@@ -138,7 +134,7 @@ export class Plot {
   band(parts, steps, names, high) {
     const series = names.map((name) => this.series[name]);
     const top = [], bottom = [];
-    for (const { time, to } of steps) {
+    for (const { x, to } of steps) {
       let low = Infinity, most = -Infinity;
       for (const values of series) {
         const value = values[to - 1];
@@ -147,11 +143,10 @@ export class Plot {
         if (value > most) most = value;
       }
       if (most < low) continue;
-      const x = this.x(time).toFixed(1);
-      top.push(`${x} ${this.y(Math.min(most, high), high).toFixed(1)}`);
-      bottom.push(`${x} ${this.y(Math.min(low, high), high).toFixed(1)}`);
+      top.push([x, this.y(Math.min(most, high), high)]);
+      bottom.push([x, this.y(Math.min(low, high), high)]);
     }
-    if (top.length) parts.append(svg("path", { class: "rest", d: `M${top.join("L")}L${bottom.reverse().join("L")}Z` }));
+    parts.append(svg("path", { class: "rest", d: between(top, bottom) }));
   }
 
   scales(high) {
@@ -246,11 +241,23 @@ function path(points) {
   for (const point of points) {
     if (point == null) pen = "M";
     else {
-      d += pen + Math.round(point[0] * 10) / 10 + " " + Math.round(point[1] * 10) / 10;
+      d += pen + quarters(point[0]) + " " + quarters(point[1]);
       pen = "L";
     }
   }
   return d;
+}
+
+function between(top, bottom) {
+  return top.length ? `${path(top)}L${path(bottom.reverse()).slice(1)}Z` : "";
+}
+
+// A number as text costs more than drawing it: to a quarter of a pixel, each is written once.
+const TEXTS = [];
+
+function quarters(value) {
+  const n = Math.round(value * 4);
+  return (TEXTS[n] ??= String(n / 4));
 }
 
 function buckets(values, most) {

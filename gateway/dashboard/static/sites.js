@@ -1,5 +1,5 @@
 // The table of sites: one row each, kept and updated in place, sorted by any column.
-import { el, mark, number, percent, put, rate, seconds } from "./words.js";
+import { clock, el, mark, number, percent, put, rate, seconds } from "./words.js";
 
 const DAY_S = 86400, TURNS = 5;
 const COLUMNS = [
@@ -29,7 +29,7 @@ export class SiteTable {
     this.turn = 0;
     this.sight = new IntersectionObserver((changes) => changes.forEach((c) => (c.target.inSight = c.isIntersecting)), { rootMargin: "200px" });
     this.order = { column: 0, down: false };
-    this.sites = [];
+    Object.assign(this, { sites: [], since: {} });
     this.buildHead();
     filter.addEventListener("input", () => this.show(this.sites));
   }
@@ -58,8 +58,8 @@ export class SiteTable {
     });
   }
 
-  show(sites) {
-    this.sites = sites;
+  show(sites, since = this.since) {
+    Object.assign(this, { sites, since });
     this.filter.hidden = sites.length < 12;
     const wanted = this.filter.value.trim().toLowerCase();
     const shown = sites.filter((s) => !wanted || `${s.name} ${s.cloud} ${s.region} ${s.state}`.toLowerCase().includes(wanted));
@@ -84,16 +84,15 @@ export class SiteTable {
 
   buildRow(name) {
     const cells = COLUMNS.map((column) => {
-      const cell = el("td", { "data-label": column.title, className: column.keep ? "n keep" : "n figure" });
+      const cell = el("td", { "data-label": column.title, className: column.keep ? "n keep" : "n" });
       if (column.type === "name") {
         mark(cell, "name keep");
         cell.append(el("span", {}, name), el("small"));
       } else if (column.type === "state") {
         mark(cell, "keep");
-        cell.append(el("span", { className: "badge" }));
+        cell.append(el("span", { className: "badge" }), el("small"));
       } else if (column.type === "bar") {
-        mark(cell, "figure wide");
-        cell.append(el("div", { className: "bar" }, el("progress", { max: 1, ariaLabel: `Token load of ${name}` }), el("span", {}, el("b"), " ", el("small"))));
+        cell.append(el("span", {}, el("b"), el("small")), el("progress", { max: 1, ariaLabel: `Token load of ${name}` }));
       }
       return cell;
     });
@@ -102,7 +101,7 @@ export class SiteTable {
     const row = { tr: null, cells, first, site: null };
     first.addEventListener("click", () => this.act(row.site, row.held ? "resume" : "drain"));
     more.addEventListener("click", () => this.act(row.site, "pause"));
-    row.tr = el("tr", {}, ...cells, el("td", { className: "keep plain acting" }, el("div", { className: "acts" }, first, more)));
+    row.tr = el("tr", {}, ...cells, el("td", { className: "keep acting" }, el("div", { className: "acts" }, first, more)));
     this.sight.observe(row.tr);
     return row;
   }
@@ -118,16 +117,19 @@ export class SiteTable {
     const pool = site.pool ? ` · pool ${site.pool}` : "";
     const left = site.certificate_until && site.certificate_until - Date.now() / 1000;
     const certificate = left == null || left > DAY_S / 4 ? "" : left < 0 ? " · ▲ certificate over" : ` · ▲ certificate ${Math.ceil(left / 3600)} h`;
-    put(row.cells[0].lastChild, `${site.cloud} · ${site.region}${pool}${pinned}${certificate}`);
+    const where = `${site.cloud} · ${site.region}${pool}${pinned}${certificate}`;
+    if (row.where !== where) row.cells[0].title = `${site.name}\n${where}`;
+    put(row.cells[0].lastChild, (row.where = where));
     put(row.cells[1].firstChild, site.state);
     mark(row.cells[1].firstChild, `badge ${site.state}`);
-    this.fillBar(row.cells[2].firstChild, site);
+    put(row.cells[1].lastChild, site.state === "ready" || !this.since[site.name] ? "" : `since ${clock(this.since[site.name], false)}`);
+    this.fillBar(row.cells[2], site);
     put(row.first, row.held ? "Resume" : "Drain");
-    row.first.setAttribute("aria-label", `${row.held ? "Resume" : "Drain"} ${site.name}`);
+    row.first.title = row.first.ariaLabel = `${row.first.textContent} ${site.name}`;
   }
 
   fillBar(bar, site) {
-    const [progress, text] = bar.children;
+    const [text, progress] = bar.children;
     const load = site.load ?? 0;
     mark(bar, "bar" + (load >= 0.9 ? " hot" : load >= 0.7 ? " warm" : ""));
     progress.value = Math.min(1, load);

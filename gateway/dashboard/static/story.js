@@ -15,9 +15,9 @@ export async function explain(id, place) {
 function query({ usage, attempts }) {
   const facts = {
     Query: `${usage.request_id || usage.query_id} at ${clock(usage.received_at)}, ${usage.model}, for ${usage.tenant}`,
-    Ended: `${usage.status}${usage.error ? `: ${usage.error}` : ""}`,
+    Outcome: `${usage.status}${usage.error ? `: ${usage.error}` : ""}`,
     Tokens: `${number(usage.prompt_tokens)} prompt, ${number(usage.completion_tokens)} response`,
-    Forecast: usage.forecast_source ? `${number(usage.forecast_expected)} tokens expected, half under ${number(usage.forecast_p50)}, nine tenths under ${number(usage.forecast_p90)} (${usage.forecast_source})` : "none",
+    Forecast: usage.forecast_source ? `${number(usage.forecast_expected)} tokens expected, half under ${number(usage.forecast_p50)}, nine tenths under ${number(usage.forecast_p90)} (${usage.forecast_source.replaceAll(":", ", ")})` : "none",
     Times: `${seconds(usage.queue_s)} until decided, ${seconds(usage.first_token_s)} to the first token, ${seconds(usage.total_s)} in all`,
   };
   const list = el("dl", {}, ...Object.entries(facts).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]));
@@ -26,14 +26,14 @@ function query({ usage, attempts }) {
 
 function attempt({ decision, ...what }, i) {
   const head = ["Site", "Waits", "First token", "Done", "Price", "Figures were"].map((text, n) => el("th", { scope: "col", className: n ? "n" : "" }, text));
-  const rows = decision.estimates.map((e) => {
+  const rows = decision.estimates.sort((a, b) => a.finish_s - b.finish_s).map((e) => {
     const cells = [seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`];
     const chosen = e.site === decision.site;
     const name = el("td", {}, chosen ? `✓ ${e.site}` : e.site);
     return el("tr", { className: chosen ? "chosen" : "" }, name, ...cells.map((text) => el("td", { className: "n" }, text)));
   });
   const ruledOut = Object.entries(decision.excluded).map(([site, why]) => el("p", { className: "dim" }, `not ${site}: ${why}`));
-  const ended = `Ended ${what.ended} with ${number(what.completion_tokens)} tokens, first token after ${seconds(what.first_token_s)}.`;
+  const ended = `It ended as ${what.ended} with ${number(what.completion_tokens)} tokens, first token after ${seconds(what.first_token_s)}.`;
   return el("div", {},
     el("h3", {}, `Attempt ${i + 1}: ${decision.site}`),
     el("p", {}, `${decision.reason} (policy ${decision.policy}). ${ended}`),

@@ -19,9 +19,10 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Writes only what changed: a table of a hundred sites is redrawn every second.
+// Writes only what changed, into the text that is there: a table of a hundred sites is redrawn every second.
 export function put(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  if (!element.firstChild) element.append("");
+  if (element.firstChild.data !== text) element.firstChild.data = text;
 }
 
 export function mark(element, className) {
@@ -47,7 +48,7 @@ export function percent(value) {
 }
 
 export function seconds(value) {
-  if (value == null) return "–";
+  if (!value) return value === 0 ? "0 s" : "–";
   if (value < 0.0995) return (value * 1000).toFixed(value < 0.00995 ? 1 : 0) + " ms";
   if (value < 100) return value.toFixed(value < 10 ? 2 : 1) + " s";
   return Math.round(value / 60) + " min";
@@ -62,10 +63,8 @@ export async function ask(path, options = {}) {
   const { body, ...rest } = options;
   const headers = { "content-type": "application/json" };
   const sent = body === undefined ? undefined : JSON.stringify(body);
-  const response = await fetch("/admin/api/" + path, { ...rest, headers, body: sent, credentials: "same-origin" });
+  const response = await fetch("/admin/api/" + path, { ...rest, headers, body: sent });
   const answer = await response.json().catch(() => ({}));
   if (response.ok) return answer;
-  const error = new Error(answer.error?.message ?? `The gateway answered ${response.status}.`);
-  error.status = response.status;
-  throw error;
+  throw new Error(answer.error?.message ?? `The gateway answered ${response.status}.`);
 }
