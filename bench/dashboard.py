@@ -242,8 +242,10 @@ def memory(browser: Browser, process: psutil.Process) -> dict[str, float]:
 
 
 def soak(browser: Browser, process: psutil.Process, minutes: int) -> list[dict[str, float]]:
+    """The short window and the long one in turns, a minute each."""
     found = [memory(browser, process)]
-    for _ in range(minutes):
+    for minute in range(minutes):
+        browser.click(f"#windows [data-minutes='{(15, 1440)[minute % 2]}']")
         wait(60.0)
         browser.run("window.draws.length = 0")
         found.append(memory(browser, process))
@@ -305,6 +307,7 @@ def measure(sites: int, minutes: int) -> dict[str, Any]:
             found["redraw_24_h"] = redraws(browser, 1440)
             print(json.dumps(found), flush=True)
             found["memory"] = soak(browser, process, minutes)
+            found["redraw_15_min_after"] = redraws(browser, 15)
             assert browser.complaints == [], browser.complaints
         alone = cores(process, CPU_S)
         with listeners(root, PAGES):
