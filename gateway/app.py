@@ -199,7 +199,7 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
     """What operators look at and act through."""
     gateway, _, watch = core
     desk = Desk(store.orders, gateway.directory, gateway.federation.links, watch)
-    others = Others(store.figures, watch.replica, watch.summary, watch.events.add)
+    others = Others(store.figures, watch.replica, lambda: watch.said, watch.events.add)
     watch.others = lambda: others.summaries
     watch.certificate_until = store.certificates.expires_at
     await desk.start()

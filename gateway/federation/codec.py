@@ -270,9 +270,5 @@ def _sampling(query: Query) -> pb.Sampling:
 
 
 def _forecast(forecast: Forecast) -> pb.Forecast:
-    curve = forecast.remaining_curve()
-    return pb.Forecast(
-        generated=[point.generated for point in curve],
-        expected_remaining=[point.expected_remaining for point in curve],
-        p90_remaining=[point.p90_remaining for point in curve],
-    )
+    generated, expected, p90 = forecast.remaining_columns()
+    return pb.Forecast(generated=generated, expected_remaining=expected, p90_remaining=p90)

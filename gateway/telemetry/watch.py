@@ -84,6 +84,7 @@ class Watch:
         self._ticking: asyncio.Task[None] | None = None
         self.saving: set[asyncio.Task[None]] = set()
         self.encoded = b""
+        self.said = Summary()  # by this replica at the last look
         self.snapshot: Snapshot | None = None
 
     async def start(self) -> None:
@@ -134,8 +135,8 @@ class Watch:
         for move, number in self.recent.take_moves():
             self._moves.append(moved := _moved(now, move, number))
             self.events.add(moved)
-        others = self.others()
-        said = together([self.summary(), *others.values()])
+        others, self.said = self.others(), self.summary()
+        said = together([self.said, *others.values()])
         rates = self._rates.observe(sites, now_s)
         shown = views(sites, rates, said.waits, now_s, self.certificate_until)
         summed = totals(shown, said.failed_per_min, said.ended_per_min)
