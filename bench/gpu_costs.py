@@ -20,6 +20,8 @@ from site_engine.request import Request, Sampling
 from site_engine.scheduler import Entry, Plan
 
 ROWS = 256
+STAGGER = 24  # iterations until all requests have begun
+SETTLING = 2  # iterations in which those before are still waited for
 LATER_LAYERS = 8  # kernels are timed over so many layers' pages, so that none stays in the cache
 
 
@@ -120,19 +122,25 @@ def kernels(engine: AheadEngine) -> None:
 
 
 def fixed_steps(engine: AheadEngine, prompt_tokens: int, steps: int = 128) -> dict[str, float]:
-    """ROWS requests of one length, all decoding: the engine's own loop, wall time per iteration."""
+    """ROWS requests of one length, all decoding: the engine's own loop, wall time per iteration.
+
+    From the first iteration with all of them on, so their contexts go from `prompt_tokens` to `steps` more.
+    """
     rnd = random.Random(2)
     for row in range(ROWS):
         prompt = [rnd.randrange(10, 30000) for _ in range(prompt_tokens)]
         engine.submit(
-            Request(f"fixed {row}", prompt, Sampling(max_tokens=steps + 40, temperature=0.0, ignore_eos=True))
+            Request(
+                f"fixed {row}", prompt, Sampling(max_tokens=steps + STAGGER, temperature=0.0, ignore_eos=True)
+            )
         )
     took = []
     while engine.has_work:
         began = seconds()
         outputs = engine.step()
         took.append((len(outputs), seconds() - began))
-    full = [took_s for count, took_s in took if count == ROWS][-steps - 4 : -4]
+    full = [took_s for count, took_s in took if count == ROWS][SETTLING : SETTLING + steps]
+    assert len(full) == steps
     return {"mean_ms": statistics.fmean(full) * 1e3, "median_ms": statistics.median(full) * 1e3}
 
 

@@ -1,4 +1,5 @@
-"""Who runs next: lane, then priority, then tenants fairly, then the least work for its weight, with ageing.
+"""Who runs next: lane, then priority, then tenants fairly, then by work: chats the least for its weight, with
+ageing, the lines of batches the most.
 
 Does not decide whether there is room; the scheduler does.
 """
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import log
 
-from site_engine.request import Request
+from site_engine.request import Lane, Request
 
 Score = Callable[[Request], float]
 
@@ -34,7 +35,12 @@ def least_work(request: Request) -> float:
     """Least latency per token: by Smith's rule (1956) work over weight goes first, and a second of waiting
     weighs by one over the length of the answer. Waiting ages it by factors, so two waiting requests never
     swap places and the score can be computed once, at arrival.
+
+    A line of a batch nobody waits for, only the batch: the longest goes first, so that no few long ones run
+    on at the end while most of the device is idle (Graham 1969). Who starves still has its turn.
     """
+    if request.lane is Lane.BATCH:
+        return -request.expected_remaining() - _prompt_work(request)
     length = request.typical_length()
     work = min(length, request.expected_remaining()) + _prompt_work(request)
     return log(work * length) + request.arrived_s / AGEING_S

@@ -37,7 +37,7 @@ class DenseEngine(SiteEngine):
     ) -> None:
         if settings.prefix_cache or settings.swap_tokens or settings.debug_poison:
             raise ValueError("prefix_cache, swap_tokens and debug_poison need pages, a dense batch has none")
-        super().__init__(model, settings, clock)
+        super().__init__(model, settings, clock, paged=False)
         self.dense = DenseRunner(model, rows=settings.slots, apart=apart)
         self._runner = self.dense
 

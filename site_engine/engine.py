@@ -60,11 +60,20 @@ class EngineSettings:
 
 
 class SiteEngine:
-    def __init__(self, model: LoadedModel, settings: EngineSettings, clock: Callable[[], float]) -> None:
+    """`paged`: keys and values lie in pages; else a runner keeps them, and pages are promises alone."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        settings: EngineSettings,
+        clock: Callable[[], float],
+        *,
+        paged: bool = True,
+    ) -> None:
         self.settings = settings
         self._model = model
         self._clock = clock
-        self._limit_tokens, self._pool, self._arena = _memory(model, settings)
+        self._limit_tokens, self._pool, self._arena = _memory(model, settings, paged=paged)
         self._token_budget = settings.token_budget or max(
             TOKEN_BUDGETS.get(model.device.type, 512), settings.slots
         )
@@ -294,7 +303,7 @@ class SiteEngine:
         )
 
 
-def _memory(model: LoadedModel, settings: EngineSettings) -> tuple[int, PagePool, Arena]:
+def _memory(model: LoadedModel, settings: EngineSettings, *, paged: bool) -> tuple[int, PagePool, Arena]:
     """The most tokens one request may have, the page pool and the memory behind it."""
     tokens = settings.kv_tokens
     if tokens is None:
@@ -303,6 +312,7 @@ def _memory(model: LoadedModel, settings: EngineSettings) -> tuple[int, PagePool
     pages = tokens // settings.page_size
     if pages < 1:
         raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
-    arena = Arena(model.layers, pages, settings.page_size, model.dtype, model.device)
+    layers = model.layers if paged else []
+    arena = Arena(layers, pages, settings.page_size, model.dtype, model.device)
     pool = PagePool(pages, settings.page_size, Poison(arena) if settings.debug_poison else None)
     return min(model.context_tokens, pages * settings.page_size), pool, arena

@@ -42,7 +42,7 @@ class PackedRunner:
     def __init__(self, forward: Forward, arena: Arena, *, slots: int, pages_per_row: int) -> None:
         self._forward = forward
         self._arena = arena
-        self._device = arena.keys[0].device
+        self._device = arena.device
         self._tables = np.full((slots, pages_per_row), TRASH_PAGE, dtype=np.int64)
         self._lists: list[list[int]] = [[] for _ in range(slots)]  # whose pages a row's table shows
         self._shown = [0] * slots

@@ -18,7 +18,10 @@ class LayerShape(NamedTuple):
 
 
 class Arena:
-    """Pages 0 to `pages` of every layer; page 0 is the trash page. Zeros first: dead slots must be finite."""
+    """Pages 0 to `pages` of every layer; page 0 is the trash page. Zeros first: dead slots must be finite.
+
+    Without layers it holds nothing and costs nothing.
+    """
 
     def __init__(
         self,
@@ -32,6 +35,7 @@ class Arena:
             return torch.zeros(pages + 1, page_size, shape.kv_heads, dim, dtype=dtype, device=device)
 
         self.page_size = page_size
+        self.device = device
         self.keys = [room(shape, shape.key_dim) for shape in layers]
         self.values = [room(shape, shape.value_dim) for shape in layers]
         self.key_slots = [room.flatten(0, 1) for room in self.keys]
@@ -62,7 +66,7 @@ class Arena:
             room.index_copy_(0, index, one.to(room.device, non_blocking=True))
 
     def _index(self, pages: list[int]) -> torch.Tensor:
-        return torch.tensor(pages, dtype=torch.long, device=self.keys[0].device)
+        return torch.tensor(pages, dtype=torch.long, device=self.device)
 
     def _to_host(self, room: torch.Tensor) -> torch.Tensor:
         if room.device.type == "cpu":

@@ -127,6 +127,7 @@ def decode_rows(
     EARLY: tl.constexpr,  # launched while the kernel before still runs: wait for it here
 ):
     """One program per chunk of a row's context and KV head; the group's heads are the rows of its matrices.
+    The KV heads of a chunk stand side by side: they run together and read the same pages.
 
     Chunks begin at multiples of CHUNK, so a row's sums do not depend on its neighbours. The first takes the
     new token from registers and writes it to its page. The last of a row's chunks to arrive joins them.
@@ -134,8 +135,8 @@ def decode_rows(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    work = tl.program_id(0)
-    head = tl.program_id(1)
+    work = tl.program_id(0) // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
     item = items + work * 4
     row = tl.load(item)
     chunk = tl.load(item + 1)

@@ -153,7 +153,7 @@ def decode(  # noqa: PLR0917 - the tensors of one call
     ends = work.items.shape[0] * heads
     tops = parts[ends * value_dim :] if work.split else parts
     sums = tops[ends:] if work.split else parts
-    kernels.decode_rows[(work.items.shape[0], kv_heads)](
+    kernels.decode_rows[(work.items.shape[0] * kv_heads,)](
         query, key, value, keys, values, table, work.items, out,
         parts, tops, sums, work.arrived,
         cosines=query if turn is None else turn.cosines, sines=query if turn is None else turn.sines,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
-TRIED_ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+TRIED_ROWS = (16, *range(32, 545, 32), *range(576, 1025, 64))  # what sizes the library slips at, varies
 TRIED_LAYERS = 8
 TRIED_REPLAYS = 40
 WORTH_SPLITTING = 0.98

@@ -55,6 +55,11 @@ def test_lane_then_priority_then_forecast() -> None:
     assert order(queue) == ["short", "long", "later", "offline"]
 
 
+def test_of_a_batch_the_longest_line_goes_first() -> None:
+    lines = [waiting(str(n), n, lane=Lane.BATCH, arrived_s=n) for n in (5, 300, 40)]
+    assert order(filled(*lines)) == ["300", "40", "5"]
+
+
 def test_waiting_outweighs_length_by_factors() -> None:
     patient = waiting("patient", 100 * e, arrived_s=0.0)
     late = waiting("late", 100, arrived_s=2.1 * AGEING_S)

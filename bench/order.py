@@ -1,0 +1,20 @@
+"""In which order a workload's queries start: what the engine is asked to do with a crowd."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from site_engine.admission import DEFAULT_POLICY, POLICIES, Policy
+from site_engine.request import Lane
+
+
+class Order(NamedTuple):
+    policy: Policy
+    lane: Lane
+
+
+ORDERS = {
+    "arrival": Order(POLICIES["fcfs"], Lane.CHAT),  # as vLLM and transformers take them
+    "chat": Order(DEFAULT_POLICY, Lane.CHAT),  # the least latency per token
+    "batch": Order(DEFAULT_POLICY, Lane.BATCH),  # the whole in the least time: the longest first
+}
