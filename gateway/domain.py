@@ -220,13 +220,17 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A site as deciding sees it: identity, last report, local credit, and what operators said of it."""
+    """A site as deciding sees it: identity, last report, local credit, and what operators said of it.
+
+    `clock_ahead_s` is the site's wall clock against this gateway's, for people; None until it said.
+    """
 
     identity: SiteIdentity
     state: SiteState
     load: LoadReport
     credit: Credit = Credit()
     rtt_s: float = 0.0
+    clock_ahead_s: float | None = None
     weight: float = 1.0
     pinned_off: frozenset[str] = frozenset()
 

@@ -211,6 +211,7 @@ class Released:
 class Pong:
     nonce: int
     monotonic_s: float
+    unix_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Lives on the event loop's thread and is never awaited. Does not know streams; `l
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -154,7 +155,7 @@ class Site:
             case m.Release():
                 self._release(connection, desk.release(message))
             case m.Ping():
-                desk.outbox.put(m.Pong(message.nonce, self._clock()))
+                desk.outbox.put(m.Pong(message.nonce, self._clock(), time.time()))
             case m.Drain():
                 connection.draining = True
                 desk.outbox.put(m.Draining(message.reason, message.deadline_s))

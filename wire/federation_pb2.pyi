@@ -529,9 +529,11 @@ class Ping(_message.Message):
     def __init__(self, nonce: _Optional[int] = ...) -> None: ...
 
 class Pong(_message.Message):
-    __slots__ = ("nonce", "monotonic_s")
+    __slots__ = ("nonce", "monotonic_s", "unix_s")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     monotonic_s: float
-    def __init__(self, nonce: _Optional[int] = ..., monotonic_s: _Optional[float] = ...) -> None: ...
+    unix_s: float
+    def __init__(self, nonce: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., unix_s: _Optional[float] = ...) -> None: ...

@@ -102,6 +102,7 @@ def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
         "tokens_total": load.tokens_total,
         "prompt_tokens_total": load.prompt_tokens_total,
         "rtt_s": round(site.rtt_s, 6),
+        "clock_ahead_s": None if site.clock_ahead_s is None else round(site.clock_ahead_s, 3),
         "load_age_s": round(now_s - load.received_s, 3),
         "weight": round(site.weight * 100, 1),
         "input_usd_per_mtok": identity.input_usd_per_mtok,

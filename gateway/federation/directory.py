@@ -74,11 +74,11 @@ class Directory:
     def credit(self, name: str, credit: Credit) -> None:
         self._put(replace(self._sites[name], credit=credit))
 
-    def measured(self, name: str, rtt_s: float) -> None:
+    def measured(self, name: str, rtt_s: float, clock_ahead_s: float | None = None) -> None:
         """Round trips, smoothed: one late pong does not move a site away."""
         site = self._sites[name]
         smooth = rtt_s if site.rtt_s == 0 else 0.8 * site.rtt_s + 0.2 * rtt_s
-        self._put(replace(site, rtt_s=smooth))
+        self._put(replace(site, rtt_s=smooth, clock_ahead_s=clock_ahead_s))
 
     def state(self, name: str, state: SiteState) -> None:
         self._put(replace(self._sites[name], state=state))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
@@ -216,7 +217,9 @@ class Link:
 
     def _pong(self, message: pb.Pong) -> None:
         if sent_s := self._pings.pop(message.nonce, None):
-            self._directory.measured(self.name, self.heard_s - sent_s)
+            rtt_s = self.heard_s - sent_s
+            ahead_s = message.unix_s - (time.time() - rtt_s / 2) if message.unix_s else None
+            self._directory.measured(self.name, rtt_s, ahead_s)
 
     def _draining(self, message: pb.Draining | pb.Bye) -> None:
         log.info("site %s takes no more work: %s", self.name, message.reason)

@@ -6,7 +6,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from mico.errors import CommandFailed, ExitCode
 from mico.session import ApiKey, BaseUrl, Json, Session, session
 
 LOW_DISK_BYTES = 2 * 2**30
+CLOCKS_WITHIN_S = 1.0
 
 
 class Verdict(StrEnum):
@@ -73,7 +74,7 @@ def federation(here: Session, base_url: str | None, api_key: str | None) -> Iter
     yield health
     if health.verdict is Verdict.OK:
         yield attempt("API key", lambda: f"accepted; {len(client.get('/v1/models')['data'])} models")
-        yield sites(here, base_url, api_key)
+        yield from sites(here, base_url, api_key)
 
 
 def python() -> Finding:
@@ -159,18 +160,38 @@ def processes(here: Session) -> Finding:
     return Finding("processes", Verdict.OK, f"{len(running.processes)} run")
 
 
-def sites(here: Session, base_url: str | None, api_key: str | None) -> Finding:
+def sites(here: Session, base_url: str | None, api_key: str | None) -> Iterator[Finding]:
     try:
         listed = here.client(base_url, api_key).get("/admin/api/sites")["sites"]
     except CommandFailed as failure:
-        return Finding("sites", Verdict.WARN, failure.cause, "mico keys create NAME --admin")
-    states = {site["name"]: site["state"] for site in listed}
+        yield Finding("sites", Verdict.WARN, failure.cause, "mico keys create NAME --admin")
+        return
+    yield joined({site["name"]: site["state"] for site in listed})
+    yield from clocks({site["name"]: site["clock_ahead_s"] for site in listed})
+
+
+def joined(states: Mapping[str, str]) -> Finding:
     not_ready = [f"{name} is {state}" for name, state in states.items() if state != "ready"]
     if not states:
         return Finding("sites", Verdict.FAIL, "no site has joined", "mico site --config FILE")
     if not_ready:
         return Finding("sites", Verdict.WARN, ", ".join(not_ready), "mico sites list")
     return Finding("sites", Verdict.OK, f"{len(states)} ready")
+
+
+def clocks(ahead: Mapping[str, float | None]) -> Iterator[Finding]:
+    """Against the gateway's. Nothing is decided by them; certificates, logs and traces are read by them."""
+    told = {name: ahead_s for name, ahead_s in ahead.items() if ahead_s is not None}
+    wrong = [
+        f"{name} is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}"
+        for name, ahead_s in told.items()
+        if abs(ahead_s) > CLOCKS_WITHIN_S
+    ]
+    if wrong:
+        yield Finding("clocks", Verdict.WARN, ", ".join(wrong), "chronyc makestep  (on that machine)")
+    elif told:
+        worst = max(abs(ahead_s) for ahead_s in told.values())
+        yield Finding("clocks", Verdict.OK, f"{len(told)} sites within {1000 * worst:.0f} ms of the gateway")
 
 
 def attempt(subject: str, ask: Callable[[], str]) -> Finding:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+import typer.main
 
-from mico.cli import main
+from mico.cli import app, main
 from tests.local_federation import LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
@@ -17,8 +19,8 @@ pytestmark = pytest.mark.e2e
 Run = Callable[..., tuple[int, str, str]]
 
 SITE = (
-    "assigned capacity_tokens cloud engine input_usd_per_mtok kv_capacity_tokens kv_free_tokens "
-    "kv_reserved_tokens load_age_s models name orders output_usd_per_mtok pending pinned_off "
+    "assigned capacity_tokens clock_ahead_s cloud engine input_usd_per_mtok kv_capacity_tokens "
+    "kv_free_tokens kv_reserved_tokens load_age_s models name orders output_usd_per_mtok pending pinned_off "
     "prompt_tokens_total region rtt_s running slots state token_load tokens_per_s tokens_total version weight"
 )
 PROCESS = "log name pid role state"
@@ -56,7 +58,30 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("quotas", "list"): {"[]": "amount in_use kind scope subject"},
     ("config", "show"): {"port": "origin value", "base_url": "origin value"},
     ("batch", "list"): {"[]": ""},
+    ("pki", "list"): {"[]": ""},
+    ("predictor", "forecast", "Hi"): {"": "edges expected_tokens p50_tokens p90_tokens probabilities source"},
+    ("predictor", "evaluate", "--data", "CORPUS"): {
+        "": "artifact data digest groups held_out_only ms_per_query ms_per_query_lexical rows",
+        "groups[]": "accuracy_1024 accuracy_2048 accuracy_512 ceiling kendall known_model lexical log_loss "
+        "mae mae_p50 majority_1024 majority_2048 majority_512 model p50_coverage p90_coverage p99_coverage "
+        "peers rows source spearman within_one_1024 within_one_2048 within_one_512",
+    },
+    ("simulate", "--corpus", "CORPUS", "--queries", "10"): {
+        "runs[]": "completed estimator jain load makespan_s max_ttft_over_median mean_normalized_latency "
+        "offload offloads order p50_ttft_s p99_normalized_latency p99_ttft_s policy preemptions queries "
+        "sites trace",
+    },
 }
+SHOWN_BELOW = {"batch show"}
+ACTS = {
+    "up",
+    *(f"batch {verb}" for verb in ("run", "submit", "cancel", "fetch")),
+    *(f"sites {verb}" for verb in ("drain", "pause", "resume", "weight", "pin-off", "unpin")),
+    *(f"keys {verb}" for verb in ("create", "rotate", "revoke")),
+    *(f"{noun} set" for noun in ("tenants", "quotas")),
+    *(f"predictor {verb}" for verb in ("train", "update")),
+}
+"""They change something, and say in JSON what."""
 
 
 @pytest.fixture
@@ -88,6 +113,32 @@ def request_id(federation: LocalFederation) -> str:
     return found
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = [
+        {"source": "alpaca", "prompt_id": f"p{i}", "prompt": f"What is {i}?", "model": "text-davinci-003",
+         "response_tokens": 1 + i % 40, "prompt_tokens": 5} for i in range(120)
+    ]  # fmt: skip
+    path = tmp_path_factory.mktemp("corpus") / "corpus.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    return str(path)
+
+
+def readers(command: Any, words: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every command that has --json, by its name."""
+    for word, each in getattr(command, "commands", {}).items():
+        yield from readers(each, (*words, word))
+    if any("--json" in parameter.opts for parameter in command.params):
+        yield " ".join(words)
+
+
+def test_every_command_that_reads_has_promised_its_names() -> None:
+    asked = {" ".join(command) for command in PROMISED}
+    for name in readers(typer.main.get_command(app)):
+        promised = any(f"{each} ".startswith(f"{name} ") for each in asked)
+        assert promised or name in ACTS | SHOWN_BELOW, name
+
+
 def at(value: Any, path: str) -> Any:
     """What stands at a path such as `sites[]` or `[].usage`; of a list its first."""
     for step in path.replace("[]", ".[]").split("."):
@@ -101,10 +152,10 @@ def at(value: Any, path: str) -> Any:
 
 @pytest.mark.parametrize("command", PROMISED, ids=" ".join)
 def test_json_keeps_its_names(
-    run: Run, federation: LocalFederation, request_id: str, command: tuple[str, ...]
+    run: Run, federation: LocalFederation, request_id: str, corpus: str, command: tuple[str, ...]
 ) -> None:
     run("quotas", "set", "--tenant", "default", "--tokens-per-min", "100000000")
-    words = {"SITE": federation.running.sites[0].name, "REQUEST": request_id}
+    words = {"SITE": federation.running.sites[0].name, "REQUEST": request_id, "CORPUS": corpus}
     status, out, err = run(*(words.get(word, word) for word in command), "--json")
     assert status == 0, err
     told = json.loads(out)
@@ -144,10 +195,10 @@ def test_a_key_that_is_unknown_has_a_status_of_its_own(run: Run, monkeypatch: py
 
 
 def test_doctor_finds_a_whole_federation_well(run: Run, federation: LocalFederation) -> None:
-    def verdicts() -> dict[str, str]:
-        return {each["subject"]: each["verdict"] for each in json.loads(run("doctor", "--json")[1])}
+    def all_well() -> bool:
+        told = json.loads(run("doctor", "--json")[1])
+        return subjects <= {each["subject"] for each in told if each["verdict"] == "ok"}
 
+    subjects = {"database", "processes", "gateway", "API key", "sites", "clocks"}
     federation.wait_until_ready()
-    found = eventually(lambda: (told := verdicts()).get("sites") == "ok" and told, "the sites are well")
-    for subject in ("database", "processes", "gateway", "API key"):
-        assert found[subject] == "ok"
+    assert eventually(all_well, "each of them is well")

@@ -12,6 +12,7 @@ import pytest
 import typer.main
 
 from mico.cli import app, main
+from mico.commands.doctor import Verdict, clocks
 
 DATA_IS_NO_JSON = {
     "mico down",
@@ -180,6 +181,15 @@ def test_doctor_names_the_repair(capsys: pytest.CaptureFixture[str]) -> None:
         for command in re.findall(r"\bmico(?: [a-z-]+)+", finding["repair"]):
             assert any(command.startswith(name) for name in known), command
     assert "API key" not in findings
+
+
+def test_doctor_names_each_site_whose_clock_is_off() -> None:
+    assert list(clocks({"old": None})) == []
+    (well,) = clocks({"a": 0.004, "b": -0.9, "old": None})
+    assert (well.verdict, well.detail) == (Verdict.OK, "2 sites within 900 ms of the gateway")
+    (off,) = clocks({"a": 0.0, "b": 61.0, "c": -1.5})
+    assert (off.verdict, off.detail) == (Verdict.WARN, "b is 61.0 s ahead, c is 1.5 s behind")
+    assert off.repair
 
 
 def test_explain_knows_nothing_of_an_unknown_id(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,7 @@ def test_what_was_issued_is_listed_and_revoked(capsys: pytest.CaptureFixture[str
     asyncio.run(issue(here, "alpha", now + 86_400))
     (row,) = json.loads(run(capsys, "pki", "list", "--json")[1])
     assert (row["site"], row["state"], row["serial"]) == ("alpha", "ready", "ab")
+    assert " ".join(sorted(row)) == "expires_at issued_at reason renewals revoked_at serial site state"
     assert run(capsys, "pki", "revoke", "alpha", "--reason", "sold")[0] == 0
     (row,) = json.loads(run(capsys, "pki", "list", "--json")[1])
     assert (row["state"], row["reason"], row["serial"]) == ("revoked", "sold", None)

@@ -60,7 +60,7 @@ def test_only_the_latest_load_is_sent_and_not_too_often() -> None:
 def test_a_new_stream_hears_of_attempts_and_not_of_the_old_stream() -> None:
     outbox = Outbox()
     kept = [m.Accepted("a", 1, 0, 1), m.Rejected("b", Reason.FULL, "full"), m.Released("r", ("c",))]
-    for message in (m.Pong(1, 0.0), *kept, m.Draining("why", 1.0)):
+    for message in (m.Pong(1, 0.0, 0.0), *kept, m.Draining("why", 1.0)):
         outbox.put(message)
     outbox.load(m.Load(1, 0.0, FIGURES))
     outbox.bid(m.Bid("b", 1, 2, 3.0))
@@ -72,7 +72,7 @@ def test_it_says_when_nobody_reads() -> None:
     outbox = Outbox()
     for nonce in range(ANSWERS_MAX):
         assert not outbox.full
-        outbox.put(m.Pong(nonce, 0.0))
+        outbox.put(m.Pong(nonce, 0.0, 0.0))
     assert outbox.full
     outbox.take(0.0)
     assert not outbox.full
