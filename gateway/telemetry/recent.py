@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,20 +16,29 @@ from predictor.forecast import Forecast
 
 WINDOW_S = 300.0
 ERRORS_WINDOW_S = 60.0
-MOST_KEPT = 5_000
+MOST_KEPT = 2_000
+"""Queries of which the times and forecasts are kept: a snapshot sorts them every second, on the event loop."""
 
 
 class Ended(NamedTuple):
-    """One query as it ended, reduced to what is counted here. `at` is unix time."""
+    """One query as it ended, reduced to what is compared here. `at` is unix time."""
 
     at: float
     site: str
-    failed: bool
-    broke: tuple[str, ...]
     ttft_s: float | None
     itl_s: float | None
-    routes: tuple[tuple[str, str], ...]
     forecast: tuple[str, int, int, int] | None
+
+
+@dataclass(slots=True)
+class Second:
+    """What ended within one second, counted."""
+
+    at: int
+    ended: int = 0
+    failed: int = 0
+    broke: Counter[str] = field(default_factory=Counter)
+    routes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +85,22 @@ class Move(NamedTuple):
 class Recent:
     def __init__(self) -> None:
         self._ended: deque[Ended] = deque(maxlen=MOST_KEPT)
+        self._seconds: deque[Second] = deque()
         self._moves: Counter[Move] = Counter()
 
     def observe(self, outcome: Outcome, at: float) -> None:
         self._ended.append(reduce(outcome, at))
-        self._moves.update(moves(outcome.attempts))
+        if not self._seconds or self._seconds[-1].at != int(at):
+            self._seconds.append(Second(int(at)))
+        second = self._seconds[-1]
+        second.ended += 1
+        second.failed += is_failure(outcome)
+        for kind, attempt in zip(kinds(outcome.attempts), outcome.attempts, strict=True):
+            second.routes[kind, attempt.decision.site] += 1
+            if attempt.ended in ("lost", "failed"):
+                second.broke[attempt.decision.site] += 1
+        if len(outcome.attempts) > 1:
+            self._moves.update(moves(outcome.attempts))
 
     def take_moves(self) -> list[tuple[Move, int]]:
         """Moves since the last call, each with its number."""
@@ -90,19 +110,21 @@ class Recent:
     def forget(self, now: float) -> None:
         while self._ended and self._ended[0].at < now - WINDOW_S:
             self._ended.popleft()
+        while self._seconds and self._seconds[0].at < now - WINDOW_S:
+            self._seconds.popleft()
 
     def waits(self, now: float) -> dict[str, SiteWaits]:
         """By site, of all that had queries or errors."""
         ttft: dict[str, list[float]] = {}
         itl: dict[str, list[float]] = {}
+        for _, site, ttft_s, itl_s, _ in self._ended:
+            if ttft_s is not None:
+                ttft.setdefault(site, []).append(ttft_s)
+            if itl_s is not None:
+                itl.setdefault(site, []).append(itl_s)
         broke: Counter[str] = Counter()
-        for each in self._ended:
-            if each.ttft_s is not None:
-                ttft.setdefault(each.site, []).append(each.ttft_s)
-            if each.itl_s is not None:
-                itl.setdefault(each.site, []).append(each.itl_s)
-            if each.at > now - ERRORS_WINDOW_S:
-                broke.update(each.broke)
+        for second in self._last_minute(now):
+            broke.update(second.broke)
         names = ttft.keys() | itl.keys() | broke.keys()
         return {
             name: SiteWaits(p95(ttft.get(name, [])), p95(itl.get(name, [])), float(broke[name]))
@@ -110,13 +132,18 @@ class Recent:
         }
 
     def failed_per_min(self, now: float) -> float:
-        return float(sum(each.failed for each in self._ended if each.at > now - ERRORS_WINDOW_S))
+        return float(sum(second.failed for second in self._last_minute(now)))
 
     def ended_per_min(self, now: float) -> float:
-        return float(sum(each.at > now - ERRORS_WINDOW_S for each in self._ended))
+        return float(sum(second.ended for second in self._last_minute(now)))
+
+    def _last_minute(self, now: float) -> list[Second]:
+        return [second for second in self._seconds if second.at > now - ERRORS_WINDOW_S]
 
     def routes(self) -> list[Route]:
-        counted = Counter(route for each in self._ended for route in each.routes)
+        counted: Counter[tuple[str, str]] = Counter()
+        for second in self._seconds:
+            counted.update(second.routes)
         return [Route(reason, site, number) for (reason, site), number in counted.most_common(12)]
 
     def quality(self) -> Quality | None:
@@ -141,11 +168,8 @@ def reduce(outcome: Outcome, at: float) -> Ended:
     return Ended(
         at=at,
         site=outcome.site,
-        failed=is_failure(outcome),
-        broke=tuple(a.decision.site for a in outcome.attempts if a.ended in ("lost", "failed")),
         ttft_s=first_s,
         itl_s=itl_s,
-        routes=tuple(zip(kinds(outcome.attempts), (a.decision.site for a in outcome.attempts), strict=True)),
         forecast=against(outcome.forecast, outcome.completion_tokens) if answered else None,
     )
 

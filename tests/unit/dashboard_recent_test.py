@@ -79,10 +79,23 @@ def test_forecasts_are_compared_with_answers_only() -> None:
 def test_what_is_old_or_too_much_is_forgotten() -> None:
     recent = Recent()
     for number in range(MOST_KEPT + 10):
-        recent.observe(ANSWERED, float(number) / 100)
+        recent.observe(ANSWERED, float(number) / 20)
     recent.forget(300.0 + 40.0)
     assert len(recent._ended) <= MOST_KEPT
     assert min(each.at for each in recent._ended) >= 40.0
+    assert len(recent._seconds) <= 300.0
+    assert recent.routes() == [Route("earliest finish", "a", MOST_KEPT + 10 - 40 * 20)]
+
+
+def test_a_minute_counts_whatever_its_number_and_what_is_older_not() -> None:
+    recent = Recent()
+    lost = replace(ANSWERED, status=Status.FAILED, attempts=(attempt("a", "lost"),))
+    for number in range(MOST_KEPT + 1):
+        recent.observe(ANSWERED, 100.0 + number / MOST_KEPT)
+    recent.observe(lost, 101.5)
+    assert recent.ended_per_min(130.0) == MOST_KEPT + 2
+    assert recent.failed_per_min(130.0) == recent.waits(130.0)["a"].errors_per_min == 1.0
+    assert recent.ended_per_min(170.0) == recent.failed_per_min(170.0) == 0.0
 
 
 def test_events_tell_of_changes_once() -> None:
