@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, StrEnum
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class RemainingCurve:
 
     def _between(self, generated: int) -> tuple[RemainingPoint, RemainingPoint, float]:
         points = self.points
-        after = bisect_right(points, generated, key=lambda point: point.generated)
+        after = bisect_right(points, (generated, inf))
         if after in {0, len(points)}:
             edge = points[0] if after == 0 else points[-1]
             return edge, edge, 0.0

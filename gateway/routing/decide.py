@@ -38,8 +38,9 @@ def decide(
     avoid: Collection[str] = (),
     toward: str | None = None,
     because: str = "",
+    tell: bool = True,
 ) -> Placement:
-    """`toward`: the site to take if it still can, and `because` is why."""
+    """`toward`: the site to take if it still can, and `because` is why. `tell`: keep what speaks for it."""
     at = fleet.figures
     candidates = Candidates(
         sites=fleet.sites,
@@ -56,7 +57,8 @@ def decide(
         place, reason = wanted, because
     else:
         place, reason = policy(demand, candidates, turn)
-    return Placement(fleet.sites[place], reason, _told(demand, candidates, place, now_s), excluded)
+    kept = _told(demand, candidates, place, now_s) if tell else ()
+    return Placement(fleet.sites[place], reason, kept, excluded)
 
 
 def _told(demand: Demand, candidates: Candidates, chosen: int, now_s: float) -> tuple[Estimate, ...]:

@@ -97,6 +97,7 @@ class Fleet:
         self._places: dict[str, int] = {}
         self._values = np.zeros((len(Figures._fields), 8))
         self._remaining = np.zeros((8, REMAINING_VALUES))
+        self._figures: Figures | None = None  # views of `_values` as long as no site comes or goes
         self._serving: dict[tuple[str, frozenset[str], frozenset[str] | None], NDArray[np.bool_]] = {}
 
     @staticmethod
@@ -108,7 +109,9 @@ class Fleet:
 
     @property
     def figures(self) -> Figures:
-        return Figures(*self._values[:, : len(self.sites)])
+        if self._figures is None:
+            self._figures = Figures(*self._values[:, : len(self.sites)])
+        return self._figures
 
     @property
     def remaining(self) -> Numbers:
@@ -123,7 +126,7 @@ class Fleet:
         if place is None:
             place = self._places[site.name] = len(self.sites)
             self.sites.append(site)
-            self._serving.clear()
+            self._sites_changed()
             if place == self._values.shape[1]:
                 self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
                 self._remaining = np.concatenate([self._remaining, np.zeros_like(self._remaining)])
@@ -144,6 +147,10 @@ class Fleet:
             self._places[last.name] = place
             self._values[:, place] = figures(last, last.credit)
             self._remaining[place] = remaining_row(last)
+        self._sites_changed()
+
+    def _sites_changed(self) -> None:
+        self._figures = None
         self._serving.clear()
 
     def serving(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway.domain import LoadReport
@@ -80,8 +80,7 @@ class Federation:
     def run(self, queries: Sequence[Query]) -> list[Record]:
         """Every query's record, in the order of `queries`, when all have ended."""
         self._open = len(queries)
-        for query in queries:
-            self.clock.at(query.arrival_s, self._arrive, query)
+        self._come(iter(sorted(queries, key=lambda query: query.arrival_s)))
         for outage in self._setting.outages:
             self.clock.at(outage.from_s, self._lose, outage)
         for site in self.sites.values():
@@ -90,7 +89,14 @@ class Federation:
         records = {number: record for each in self.gateways for number, record in each.records.items()}
         return [records[query.number] for query in queries]
 
-    def _arrive(self, query: Query) -> None:
+    def _come(self, queries: Iterator[Query]) -> None:
+        """The next one is put on the clock when the one before has come, so that the clock stays small."""
+        query = next(queries, None)
+        if query is not None:
+            self.clock.at(query.arrival_s, self._arrive, query, queries)
+
+    def _arrive(self, query: Query, others: Iterator[Query]) -> None:
+        self._come(others)
         self.gateways[query.number % len(self.gateways)].arrive(query)
 
     def _site(self, spec: SiteSpec) -> SimulatedSite:
@@ -208,6 +214,7 @@ class Federation:
 
 
 def figures(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
+    site.settle_rows()
     remaining, weight = site.remaining()
     queue = site.queue
     return LoadReport(

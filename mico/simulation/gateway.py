@@ -160,6 +160,7 @@ class Gateway:
             avoid=this.avoid,
             toward=this.toward,
             because=this.because,
+            tell=False,
         )
         if placed.site is None:
             self._over(query)

@@ -139,10 +139,10 @@ class SimulatedSite:
             passed += min(self._stretch.length, max(0, self._stretch.iterations_by(self._clock.now_s) - 1))
         for row in self.running.values():
             if row.ends_at:
-                row.produced = row.response_tokens - (row.ends_at - passed)
+                row.produced = row.response_tokens + passed - row.ends_at
 
     def remaining(self) -> tuple[tuple[int, ...], int]:
-        self.settle_rows()
+        """As of the last `settle_rows`."""
         return condense([row.expected_remaining() for row in self.running.values()])
 
     def reserved_unwritten(self) -> int:
@@ -150,8 +150,10 @@ class SimulatedSite:
         return sum(self._promise(row) for row in self.running.values())
 
     def _promise(self, row: Row) -> int:
-        held = self._held(row)
-        if held >= row.reserved and not row.to_prefill:
+        if row.to_prefill:
+            return row.reserved - self._held(row)
+        held = row.prompt_len + row.produced
+        if held >= row.reserved:
             row.reserved = held + row.p90_remaining()
         return row.reserved - held
 
