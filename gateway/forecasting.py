@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -38,7 +38,12 @@ MOST_ASKED = 20_000
 """Queries whose outcome is awaited; the oldest are forgotten first."""
 LOOK_EVERY_S = 10.0
 LEARNING_REST = 50.0
-"""Learning a stranger reads every known model: it rests so many times as long as it took, at 2% of a core."""
+"""Learning a stranger reads every known model: it rests so many times as long as it took, at 2% of a core,
+and longer and longer as each outcome adds less to what is known.
+"""
+FIRST_OUTCOMES = 30.0
+MOST_LEARNED = 1_000
+"""Models of which outcomes are counted; beyond, all are forgotten, and learned faster for a while."""
 
 
 class Asked(NamedTuple):
@@ -78,6 +83,7 @@ class Forecasts(Collector):
         self._kept = kept
         self._look_every_s = look_every_s
         self._may_learn_s = -inf
+        self._learned: Counter[str] = Counter()
         self._wanted: SimpleQueue[Wanted | None] = SimpleQueue()
         self._forecasting: Thread | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -190,12 +196,18 @@ class Forecasts(Collector):
             began_s = time.monotonic()
             if isinstance(self._forecaster, CurrentForecaster) and began_s >= self._may_learn_s:
                 self._forecaster.observe(asked, tokens)
-                ended_s = time.monotonic()
-                self._may_learn_s = ended_s + LEARNING_REST * (ended_s - began_s)
+                self._rest(asked.model, began_s, time.monotonic())
             if self._kept is not None:
                 self._kept.add(asked, tokens)
         except Exception:
             log.exception("nothing was learned from an outcome")
+
+    def _rest(self, model: str, began_s: float, ended_s: float) -> None:
+        if len(self._learned) >= MOST_LEARNED:
+            self._learned.clear()
+        self._learned[model] += 1
+        longer = 1.0 + self._learned[model] / FIRST_OUTCOMES
+        self._may_learn_s = ended_s + LEARNING_REST * longer * (ended_s - began_s)
 
 
 def _hand_out(batch: list[Wanted], forecasts: list[Forecast] | Exception) -> None:

@@ -17,7 +17,7 @@ from predictor.forecast import Forecast
 WINDOW_S = 300.0
 ERRORS_WINDOW_S = 60.0
 MOST_KEPT = 2_000
-"""Queries of which the times and forecasts are kept: a snapshot sorts them every second, on the event loop."""
+"""Queries of which times and forecasts are kept: a snapshot sorts them every second, on the event loop."""
 
 
 class Ended(NamedTuple):
