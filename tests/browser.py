@@ -118,13 +118,19 @@ class Browser:
             raise Failed(f"{script}: {answer['exceptionDetails']['exception'].get('description')}")
         return answer["result"].get("value")
 
-    def until(self, script: str, what: str, within_s: float = WITHIN_S) -> Any:
-        """The first true value of an expression, also across a reload of the page."""
+    def until(
+        self, script: str, what: str, within_s: float = WITHIN_S, press: tuple[str, int] | None = None
+    ) -> Any:
+        """The first true value of an expression, also across a reload; a key is pressed before each look."""
         deadline_s = time.monotonic() + within_s
+        if press:
+            self.key(*press)
         while not (value := self._try(script)):
             if time.monotonic() > deadline_s:
                 raise Failed(f"not within {within_s:.0f} s: {what}")
             self._try("new Promise((done) => setTimeout(done, 50))")
+            if press:
+                self.key(*press)
         return value
 
     def _try(self, script: str) -> Any:

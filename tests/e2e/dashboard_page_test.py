@@ -35,11 +35,46 @@ FAINT = """
   };
   const texts = [...document.querySelectorAll("main *, header *, footer *")]
     .filter((e) => e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))
-    .filter((e) => !e.closest("svg, tr.down, tr.stale"));
+    .filter((e) => !e.closest("tr.down, tr.stale"));
   return texts.filter((e) => {
-    const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+    const written = getComputedStyle(e)[e.closest("svg") ? "fill" : "color"];
+    const [a, b] = [light(rgb(written)), light(behind(e))].sort((x, y) => y - x);
     return (a + 0.05) / (b + 0.05) < 4.5;
   }).map((e) => e.outerHTML.slice(0, 120));
+})()
+"""
+STATES = """
+(() => {
+  for (const level of ["calm", "degraded", "critical", "late"]) {
+    const banner = document.querySelector("#banner").cloneNode(true);
+    banner.removeAttribute("id");
+    banner.className = `banner ${level}`;
+    document.querySelector("main").append(banner);
+  }
+  for (const state of ["ready", "draining", "paused", "stale", "down", "ejected"]) {
+    const badge = document.createElement("span");
+    badge.className = `badge ${state}`;
+    badge.textContent = state;
+    document.querySelector("#sites").append(badge);
+  }
+  document.querySelectorAll("#tiles li").forEach((tile, i) => tile.className = ["warn", "bad"][i % 2]);
+  document.querySelectorAll(".bar").forEach((bar, i) => bar.className = ["bar warm", "bar hot"][i % 2]);
+})()
+"""
+"""Every look that a banner, a badge, a tile or a bar can have, at once; the page is paused meanwhile."""
+DISORDER = """
+[...document.querySelectorAll("h1, h2, h3")]
+  .filter((e) => e.checkVisibility())
+  .map((e) => Number(e.tagName[1]))
+  .filter((level, i, all) => level > (all[i - 1] ?? 0) + 1)
+  .concat([...document.querySelectorAll("table")].filter((e) => e.rows.length && !e.querySelector("th")))
+  .concat([...document.querySelectorAll("img:not([alt]), [role=img]:not([aria-label])")]).length
+"""
+FOCUSED = """
+(() => {
+  const { outlineStyle, outlineWidth } = getComputedStyle(document.activeElement);
+  const { innerText, id, className } = document.activeElement;
+  return [outlineStyle !== "none" && parseFloat(outlineWidth) >= 2, innerText?.trim() || id || className];
 })()
 """
 
@@ -139,6 +174,7 @@ def test_a_killed_site_is_shown_and_its_return_too(page: Browser, federation: Lo
     try:
         page.until(f"{row(site)}.className === 'down'", "the table says so")
         page.until(f"document.querySelector('#banner').innerText.includes('{site} down')", "the banner")
+        page.until(f"/down\\s+since \\d\\d:\\d\\d/.test({row(site)}.innerText)", "since when")
         assert page.text("#banner").startswith("Degraded: ")
     finally:
         federation.restart_dead()
@@ -154,12 +190,42 @@ def test_it_is_clean_accessible_and_fits_a_phone(
         assert page.run("document.documentElement.scrollWidth") <= width
         assert page.run(NAMELESS) == []
         assert page.run(FAINT) == []
+        assert page.run(DISORDER) == 0
         page.picture(tmp_path / f"{width}-{dark}.png")
         assert (tmp_path / f"{width}-{dark}.png").stat().st_size > 10_000
     page.run("document.querySelector('#load details').open = true")
     page.until("document.querySelectorAll('#load table tbody tr').length > 1", "the plot as a table")
+    page.click("#pause")
+    page.run(STATES)
+    for dark in (False, True):
+        page.size(1440, 900, dark=dark)
+        assert page.run(FAINT) == []
     root = federation.base_url.removesuffix("/v1")
     assert {url for url in page.requested if not url.startswith(root)} <= {"about:blank"}
+    assert page.complaints == []
+
+
+def test_all_of_it_can_be_done_by_keyboard(page: Browser, federation: LocalFederation) -> None:
+    page.run("document.activeElement.blur()")
+    reached = []
+    for _ in range(60):
+        page.key("Tab", 9)
+        if page.run("document.activeElement !== document.body"):  # else it is at the browser's own buttons
+            seen, name = page.run(FOCUSED)
+            assert seen, f"the focus is not seen on {name}"
+            reached.append(name)
+    assert "Skip to the sites" in reached
+    for name in ("15 min", "24 h", "Pause", "Sign out", "Token load", "Drain", "⋯", "request-id", "Explain"):
+        assert name in reached, name
+    page.run(f"{heading('Token load')}.focus()")
+    page.key("Enter", 13)
+    assert page.run(f"{heading('Token load')}.closest('th').getAttribute('aria-sort')") == "descending"
+    page.run("document.querySelector('#site-table .acts button').focus()")
+    page.key("Enter", 13)
+    page.until("document.querySelector('#act').open", "the dialog")
+    page.key("Escape", 27)
+    page.until("!document.querySelector('#act').open", "it is closed")
+    assert page.run("document.activeElement.closest('.acts') !== null"), "the focus is back where it was"
     assert page.complaints == []
 
 
@@ -181,7 +247,13 @@ def test_a_newcomer_finds_the_hot_cloud_since_when_why_and_takes_the_site_out(
         page.until(f"{loaded} && {row(hot)} === {first}", "the hot site comes first")
         cloud = federation.sites()[hot]["cloud"]
         assert page.run(f"{first}.querySelector('.name small').innerText").startswith(cloud)
-        # 2. since when: the plot of token load, as a table of times behind it, has its line of the site
+        # 2. since when: arrow keys move through the plot of token load, back to where the site was idle
+        page.run("document.querySelector('#load svg').focus()")
+        page.until(f"{tip(hot)} > 0", "the plot says how loaded it is now", press=("ArrowRight", 39))
+        now = page.text("#load .tip b")
+        page.until(f"!({tip(hot)} > 0)", "and since when", press=("ArrowLeft", 37))
+        assert page.text("#load .tip b") < now
+        # the same as a table of times
         page.run("document.querySelector('#load details').open = true")
         told = f"document.querySelector('#load table').innerText.includes({json.dumps(hot)})"
         page.until(told, "the load over time, by site")
@@ -228,6 +300,11 @@ def heading(title: str) -> str:
     return f"{buttons}.find((b) => b.innerText === {json.dumps(title)})"
 
 
+def tip(site: str) -> str:
+    """An expression for the percentage that the plot of token load says of a site where one points."""
+    return f"Number(document.querySelector('#load .tip').innerText.match(/{site}: (\\d+)/)?.[1])"
+
+
 def weight(site: str) -> str:
     return f"{row(site)}.querySelector('[data-label^=Weight]').innerText.split(' ')[0]"
 
@@ -242,6 +319,17 @@ def test_a_batch_is_on_the_page(page: Browser, federation: LocalFederation, tmp_
     page.open(federation.base_url.removesuffix("/v1") + "/admin")
     page.until(f"document.querySelector('#batches').innerText.includes({json.dumps(batch_id)})", "the batch")
     assert "1 of 1" in page.text("#batches")
+
+
+def test_a_quota_is_on_the_page(page: Browser, federation: LocalFederation) -> None:
+    flags = ("quotas", "set", "--tenant", "default", "--reason", "a trial", "--tokens-per-month")
+    mico(federation.folder.path, *flags, "123000000")
+    try:
+        page.open(federation.base_url.removesuffix("/v1") + "/admin")
+        page.until("document.querySelector('#quotas').innerText.includes('of 123.0 M')", "the quota")
+        assert "tenant default" in page.text("#quotas")
+    finally:
+        mico(federation.folder.path, *flags, "none")
 
 
 def test_signing_out_ends_the_feed(page: Browser) -> None:

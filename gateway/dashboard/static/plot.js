@@ -229,7 +229,7 @@ export class Plot {
     const names = Object.keys(this.series).sort().slice(0, 30);
     const rows = 15, from = nearest(this.at, this.start);
     const picked = Array.from({ length: rows }, (_, i) => from + Math.round(((this.at.length - 1 - from) * i) / (rows - 1)));
-    const head = el("tr", {}, el("th", { scope: "col" }, "time"), ...names.map((name) => el("th", { scope: "col", className: "n" }, name)));
+    const head = el("tr", {}, el("th", {}, "time"), ...names.map((name) => el("th", { className: "n" }, name)));
     const body = [...new Set(picked)].reverse().map((i) =>
       el("tr", {}, el("th", { scope: "row" }, clock(this.at[i])), ...names.map((name) => el("td", { className: "n" }, this.format(this.series[name][i])))));
     this.table.replaceChildren(el("caption", { className: "dim" }, this.what), el("thead", {}, head), el("tbody", {}, ...body));

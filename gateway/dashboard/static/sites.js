@@ -38,9 +38,9 @@ export class SiteTable {
     const cells = COLUMNS.map((column, i) => {
       const button = el("button", { type: "button" }, column.title);
       button.addEventListener("click", () => this.sortBy(i));
-      return el("th", { scope: "col", className: i > 2 ? "n" : "" }, button);
+      return el("th", { className: i > 2 ? "n" : "" }, button);
     });
-    this.head.replaceChildren(el("tr", {}, ...cells, el("th", { scope: "col", className: "n acting" }, "Act")));
+    this.head.replaceChildren(el("tr", {}, ...cells, el("th", { className: "n acting" }, "Act")));
     this.markHead();
   }
 

@@ -25,7 +25,7 @@ function query({ usage, attempts }) {
 }
 
 function attempt({ decision, ...what }, i) {
-  const head = ["Site", "Waits", "First token", "Done", "Price", "Figures were"].map((text, n) => el("th", { scope: "col", className: n ? "n" : "" }, text));
+  const head = ["Site", "Waits", "First token", "Done", "Price", "Figures were"].map((text, n) => el("th", { className: n ? "n" : "" }, text));
   const rows = decision.estimates.sort((a, b) => a.finish_s - b.finish_s).map((e) => {
     const cells = [seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`];
     const chosen = e.site === decision.site;
