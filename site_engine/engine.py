@@ -19,7 +19,16 @@ from site_engine.hf_bridge import LoadedModel
 from site_engine.kv import PagePool
 from site_engine.load import LoadFigures, Meter, condense
 from site_engine.radix import PrefixTree
-from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request, State
+from site_engine.request import (
+    Admission,
+    Finish,
+    Output,
+    Refused,
+    RefusedReason,
+    RemainingCurve,
+    Request,
+    State,
+)
 from site_engine.runner import Logits, PackedRunner, Runner
 from site_engine.sampler import Sampled, Sampler
 from site_engine.scheduler import Plan, Scheduler
@@ -137,6 +146,8 @@ class SiteEngine:
         room = self._limit_tokens - len(request.prompt)
         wanted = request.sampling.max_tokens
         request.max_tokens = room if wanted is None else min(wanted, room)
+        if request.sampling.runs_out and request.grammar is None and request.max_tokens > 0:
+            request.remaining = RemainingCurve.exactly(request.max_tokens)
         position = len(self._scheduler.queue)
         if request.grammar is not None:
             self._guide(request, request.grammar)

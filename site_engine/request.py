@@ -87,6 +87,12 @@ class RemainingCurve:
         if not at or at != sorted(set(at)):
             raise ValueError(f"the points of a forecast must rise in `generated`, got {at}")
 
+    @classmethod
+    def exactly(cls, tokens: int) -> RemainingCurve:
+        """Of a response whose length is known."""
+        first, last = RemainingPoint(0, float(tokens), tokens), RemainingPoint(tokens - 1, 1.0, 1)
+        return cls((first, last) if tokens > 1 else (first,))
+
     def expected(self, generated: int) -> float:
         low, high, part = self._between(generated)
         return max(1.0, low.expected + (high.expected - low.expected) * part)
@@ -145,6 +151,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature <= 0.0 or self.top_p <= 0.0 or self.top_k == 1
+
+    @property
+    def runs_out(self) -> bool:
+        """Nothing but its limit can end the answer."""
+        return self.ignore_eos and not self.stop and not self.stop_token_ids
 
     def after(self, tokens: int) -> Sampling:
         """With what is left of its limits once so many tokens of an answer are there."""

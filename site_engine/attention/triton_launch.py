@@ -30,15 +30,24 @@ class Tile(NamedTuple):
 
 
 DECODE = Tile(64, 2, 4)
+DECODE_SHORT = Tile(32, 2, 5)  # of many rows with short contexts: less of the last block is empty
 PREFILL = Tile(64, 8, 3)
 PREFILL_ROWS = 128  # query tokens times heads of the group, per program
 CHUNKS = ((16, 64), (32, 128))  # (up to so many rows, tokens): short chunks keep the whole GPU busy
 CHUNK = 256
+LONG_CHUNK = 512
+ENOUGH_PROGRAMS = 1024  # of rows times KV heads: these keep it busy with long ones, and join less
 
 
-def chunk_tokens(rows: int) -> int:
+def chunk_tokens(rows: int, kv_heads: int) -> int:
     """Tokens of context per program of the decode kernel."""
+    if rows * kv_heads >= ENOUGH_PROGRAMS:
+        return LONG_CHUNK
     return next((tokens for most, tokens in CHUNKS if rows <= most), CHUNK)
+
+
+def decode_tile(work: DecodeWork) -> Tile:
+    return DECODE_SHORT if work.chunk == LONG_CHUNK and not work.split else DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +143,14 @@ def decode(  # noqa: PLR0917 - the tensors of one call
     out: torch.Tensor,
     scoring: Scoring,
     turn: Turn | None = None,
-    tile: Tile = DECODE,
+    tile: Tile | None = None,
     *,
     early: bool = False,
 ) -> None:
     """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> out [tokens, heads, value dim].
     Writes the rows' keys and values into their pages. `early`: see `launched`.
     """
+    tile = tile or decode_tile(work)
     heads, _, key_dim = query.shape
     kv_heads, value_dim = value.shape[0], value.shape[2]
     page = keys.shape[1]

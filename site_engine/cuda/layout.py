@@ -255,7 +255,7 @@ def decode_shape(rows: int, items: int) -> Shape:
 def decode_shapes(rows: int, most_chunks: int) -> list[Shape]:
     """Those a bucket is likely to meet: with many rows, the mean context is under half of the longest."""
     likely = ITEMS_OF_FEW if rows <= FEW_ROWS else [2 * many for many in ITEMS_OF_MANY]
-    count = sum(many <= max(2, most_chunks) for many in likely)
+    count = sum(many <= max(3, most_chunks) for many in likely)
     steps = ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY
     return [decode_shape(rows, int(rows * many)) for many in steps[:count]]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from site_engine.attention.arena import Arena
-from site_engine.attention.triton_launch import block_tokens, chunk_tokens
+from site_engine.attention.triton_launch import block_tokens
 from site_engine.cuda.attention import Fresh
 from site_engine.cuda.layout import MIXED_TOKENS, Packer, PageTables, Shape, decode_shapes, row_buckets, views
 from site_engine.cuda.step import Device, Step
@@ -70,7 +70,7 @@ class DeviceRunner:
             slots=slots,
             page_size=arena.page_size,
             block_tokens=block_tokens(heads_per_kv_head, 1),
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=self._device.chunk_tokens,
         )
         self._cuda = self._device.where.type == "cuda"
         self._steps: dict[tuple[Shape, bool], Step] = {}
@@ -95,7 +95,7 @@ class DeviceRunner:
     def warm(self, longest: int) -> int:
         """Make the graphs of decode steps and small mixed steps for contexts up to `longest`; how many."""
         for rows in reversed(row_buckets(self._slots)):
-            for shape in decode_shapes(rows, -(-longest // chunk_tokens(rows))):
+            for shape in decode_shapes(rows, -(-longest // self._device.chunk_tokens(rows))):
                 self._step(shape, keep_logits=False)
         for tokens in reversed(MIXED_TOKENS):
             self._step(self._packer.mixed_shape(tokens, 1), keep_logits=False)

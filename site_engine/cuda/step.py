@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from site_engine import context
@@ -27,6 +29,7 @@ class Device:
         self.table = torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=where)
         self.newest = torch.zeros(slots + 1, dtype=torch.int32, device=where)
         kv_heads = max(keys.shape[2] for keys in arena.keys)
+        self.chunk_tokens = partial(chunk_tokens, kv_heads=kv_heads)  # by rows
         self.side = torch.cuda.Stream() if where.type == "cuda" else None
         self.arrived = torch.zeros((slots + 8) * kv_heads, dtype=torch.int32, device=where)
 
@@ -125,7 +128,7 @@ class Step:
         shape, given = self._shape, self._in
         if not shape.items:
             return None
-        chunk = chunk_tokens(shape.samples)
+        chunk = self._device.chunk_tokens(shape.samples)
         return DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)
 
     def _prefill_work(self) -> PrefillWork | None:

@@ -157,3 +157,9 @@ def test_padding_costs_more_than_packing() -> None:
 def test_what_needs_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="need pages"):
         dense(family("llama").served, prefix_cache=True)
+
+
+def test_a_padded_batch_takes_no_memory_for_pages() -> None:
+    engine = dense(family("llama").served)
+    assert not engine._arena.keys
+    assert not engine._arena.values

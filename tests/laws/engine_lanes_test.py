@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from site_engine.request import Lane
+from site_engine.request import Lane, RemainingCurve, RemainingPoint
 from tests.engine_models import Collected, assert_idle, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
 
 LINES = [[7 * at + 1, 5, at + 2] for at in range(4)]
 CHAT = [3, 1, 4]
+WRONG_FORECAST = RemainingCurve((RemainingPoint(0, 5.0, 9),))
 
 
 @pytest.mark.parametrize(("slots", "kv_tokens"), [(4, 4096), (8, 176)], ids=["no slot free", "no page free"])
@@ -47,3 +48,19 @@ def test_lines_do_not_take_slots_from_each_other_nor_from_a_chat() -> None:
         gather(engine.step(), collected)
     timings = [one.last.timings for one in collected.values() if one.last and one.last.timings]
     assert [each.preemptions for each in timings] == [0] * 4
+
+
+@pytest.mark.parametrize(("lane", "first"), [(Lane.BATCH, 150), (Lane.CHAT, 90)])
+def test_answers_whose_length_is_known_start_by_it(lane: Lane, first: int) -> None:
+    """Of a batch the longest, of chats the shortest; what waits for them is what they take."""
+    lengths = (120, first, 110, 240 - first)
+    engine = engine_for(family("llama").served, slots=1, kv_tokens=1024)
+    for at, tokens in enumerate(lengths):
+        request = greedy(str(at), [7, at], tokens, ignore_eos=True)
+        request.lane, request.remaining = lane, WRONG_FORECAST
+        engine.submit(request)
+    collected: dict[str, Collected] = {}
+    gather(engine.step(), collected)
+    assert [name for name, one in collected.items() if one.token_ids] == ["1"]
+    prompts = 3 * 2  # the first one's is computed, and the token made of it is to be read
+    assert engine.load().token_load == sum(lengths) + prompts

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from math import e
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,6 +59,15 @@ def test_lane_then_priority_then_forecast() -> None:
 def test_of_a_batch_the_longest_line_goes_first() -> None:
     lines = [waiting(str(n), n, lane=Lane.BATCH, arrived_s=n) for n in (5, 300, 40)]
     assert order(filled(*lines)) == ["300", "40", "5"]
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000))
+def test_a_known_length_leaves_what_is_left_of_it(tokens: int, generated: int) -> None:
+    curve = RemainingCurve.exactly(tokens)
+    left = max(1, tokens - generated)
+    assert curve.expected(generated) == pytest.approx(left)
+    assert curve.p90(generated) == left
+    assert curve.typical() == pytest.approx(tokens)
 
 
 def test_waiting_outweighs_length_by_factors() -> None:
