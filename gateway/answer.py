@@ -167,7 +167,9 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
             for delta in deltas:
                 story.take(attempt, delta)
                 yield delta
-            if story.hold.bound and not attempt.ended.is_set() and not await covered(gateway, story):
+            if attempt.ended.is_set() or story.used_tokens <= story.hold.tokens or not story.hold.bound:
+                continue
+            if not await covered(gateway, story):
                 for delta in attempt.cut():
                     story.take(attempt, delta)
                     yield delta
@@ -212,10 +214,10 @@ async def reserved(gateway: Gateway, story: Story, reserve: Callable[[], None]) 
 
 async def covered(gateway: Gateway, story: Story) -> bool:
     """Whether the answer may go on: what it has used is reserved, or could be topped up."""
-    if gateway.quotas.covers(story.hold, story.prompt_tokens + story.completion_tokens):
+    if gateway.quotas.covers(story.hold, story.used_tokens):
         return True
     await in_time(gateway, story, gateway.lease_more())
-    return gateway.quotas.covers(story.hold, story.prompt_tokens + story.completion_tokens)
+    return gateway.quotas.covers(story.hold, story.used_tokens)
 
 
 async def in_time(gateway: Gateway, story: Story, work: Awaitable[T]) -> T:

@@ -27,6 +27,7 @@ class Story:
         self.ended_s: float | None = None
         self.hold = Hold()
         self.waiting: asyncio.Timeout | None = None  # what it waited for last, and may wait for still
+        self._resumable = query.sampling.resumable
         self._now = now
         self._received_at = received_at
         self._attempts: list[LiveAttempt] = []
@@ -50,7 +51,10 @@ class Story:
     @property
     def prompt_tokens(self) -> int:
         """As the last site counted them; 0 before any site has."""
-        return next((a.accepted.prompt_tokens for a in reversed(self._attempts) if a.accepted), 0)
+        for attempt in reversed(self._attempts):
+            if attempt.accepted is not None:
+                return attempt.accepted.prompt_tokens
+        return 0
 
     @property
     def completion_tokens(self) -> int:
@@ -61,6 +65,10 @@ class Story:
         if self.answered and self.current:
             return self.current.completion_tokens
         return max((attempt.completion_tokens for attempt in self._attempts), default=0)
+
+    @property
+    def used_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
     @property
     def delivered(self) -> Resume | None:
@@ -117,8 +125,9 @@ class Story:
 
     def take(self, attempt: LiveAttempt, delta: Delta) -> None:
         """Note what is about to be handed to the client."""
-        self._first_token_s.setdefault(attempt.id, self._now() - self.query.received_s)
-        if not self.query.sampling.resumable:
+        if attempt.id not in self._first_token_s:
+            self._first_token_s[attempt.id] = self._now() - self.query.received_s
+        if not self._resumable:
             return
         self._token_ids.extend(delta.token_ids)
         self._text.append(delta.text)

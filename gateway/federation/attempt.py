@@ -63,7 +63,7 @@ class LiveAttempt:
         self.broken: Broken | None = None
         self.ended = asyncio.Event()
         self._choices = [_Choice() for _ in range(choices)]
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self._on_cancel = on_cancel
 
     @property
@@ -78,6 +78,8 @@ class LiveAttempt:
     @property
     def completion_tokens(self) -> int:
         """Counted by the site, over all choices."""
+        if len(self._choices) == 1:
+            return self._choices[0].completion_tokens
         return sum(choice.completion_tokens for choice in self._choices)
 
     # -- the link's side --
@@ -97,7 +99,7 @@ class LiveAttempt:
             choice.finished = True
             if all(c.finished for c in self._choices):
                 self.ended.set()
-        self._news.set()
+        self._wake()
 
     def count(self, index: int, completion_tokens: int) -> None:
         choice = self._choices[index]
@@ -113,7 +115,11 @@ class LiveAttempt:
         if not self.ended.is_set():
             self.broken = broken
             self.ended.set()
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     # -- the reader's side --
 
@@ -132,13 +138,13 @@ class LiveAttempt:
                 return []
             if self.late:
                 raise TimeoutError
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
 
     def hurry(self) -> None:
         """The reader waits for no more than has come by now."""
         self.late = True
-        self._news.set()
+        self._wake()
 
     def cut(self) -> list[Delta]:
         """What ends the choices that run on, as if they had reached their length."""

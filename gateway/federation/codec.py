@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 from gateway.domain import (
     Broken,
@@ -23,6 +24,9 @@ from gateway.federation.attempt import Accepted
 from gateway.prompt import Chat
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
+
+M = TypeVar("M")
+T = TypeVar("T")
 
 PROTOCOL = 1
 MAX_NAME = 200
@@ -136,10 +140,15 @@ def delta(message: pb.Delta) -> Delta:
         completion_tokens=message.completion_tokens,
         token_ids=tuple(message.token_ids),
         finish=_FINISHES[message.finish],
-        logprobs=tuple(map(_logprob, message.logprobs)),
-        prompt_logprobs=tuple(map(_logprob, message.prompt_logprobs)),
-        tool_calls=tuple(map(_call, message.tool_calls)),
+        logprobs=_each(_logprob, message.logprobs),
+        prompt_logprobs=_each(_logprob, message.prompt_logprobs),
+        tool_calls=_each(_call, message.tool_calls),
     )
+
+
+def _each(convert: Callable[[M], T], messages: Sequence[M]) -> tuple[T, ...]:
+    """Mostly there are none."""
+    return tuple(map(convert, messages)) if messages else ()
 
 
 def _call(message: pb.ToolCall) -> ToolCall:

@@ -60,12 +60,9 @@ class Hold:
 
     bound: tuple[Held, ...] = ()
     parts: list[tuple[float, int]] = field(default_factory=list)
+    tokens: int = 0  # of all parts
     opened_at: float = 0.0
     settled: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return sum(tokens for _, tokens in self.parts)
 
 
 class Shown(NamedTuple):
@@ -147,6 +144,7 @@ class Quotas:
 
     def _add(self, hold: Hold, tokens: int, now: float) -> None:
         hold.parts.append((now, tokens))
+        hold.tokens += tokens
         for each in hold.bound:
             if each.id.kind.counts_tokens:
                 each.meter.take(tokens, now)
@@ -157,6 +155,7 @@ class Quotas:
             taken_at, amount = hold.parts.pop()
             back = min(tokens, amount)
             tokens -= back
+            hold.tokens -= back
             for each in hold.bound:
                 if each.id.kind.counts_tokens:
                     each.meter.give_back(back, taken_at, now)
