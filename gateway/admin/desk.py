@@ -138,7 +138,7 @@ class Desk:
         """What was done at any replica becomes an event here, once."""
         for entry in entries:
             if entry.id not in self._told:
-                self._watch.events.add(_event(entry))
+                self._watch.events.add(event_of(entry))
         self._told = {entry.id for entry in entries}
 
 
@@ -148,9 +148,10 @@ def _verb_text(action: Action) -> str:
     return f"{action.verb.value} {action.model}".strip()
 
 
-def _event(entry: Entry) -> Event:
+def event_of(entry: Entry) -> Event:
     until = ""
     if entry.until_at is not None and entry.until_at > entry.at:
         for_s = entry.until_at - entry.at
         until = f" (for {for_s / 60:.0f} min)" if for_s >= 60 else f" (for {for_s:.0f} s)"
-    return Event(entry.at, "operator", entry.site, f"{entry.action}{until}: {entry.reason}", entry.who)
+    why = f": {entry.reason}" if entry.reason else ""
+    return Event(entry.at, "operator", entry.site, f"{entry.action}{until}{why}", entry.who)

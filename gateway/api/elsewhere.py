@@ -7,7 +7,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.errors import NotFound
 
-HERE = "This gateway serves /v1/chat/completions and /v1/completions"
+HERE = "This gateway serves /v1/chat/completions, /v1/completions, /v1/models, /v1/files and /v1/batches"
 _MISSING = {
     "embeddings": ("/v1/embeddings",),
     "reranking": ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"),

@@ -24,11 +24,11 @@ class Tools(NamedTuple):
 
 
 NONE = Tools()
-_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
 def read_tools(fields: Fields) -> Tools:
-    if not fields.among(_FIELDS):
+    if not fields.among(FIELDS):
         return NONE
     items = fields.items("tools")
     if fields.raw("tools") == []:

@@ -41,4 +41,6 @@ async def sweep_for_ever(files: Files, ledger: Ledger, kept_s: float) -> None:
                 log.info("removed %d files and batches that were too old", removed)
         except (SQLAlchemyError, OSError) as exc:
             log.warning("old files and batches stay for a while: %s", reason(exc))
+        except Exception:
+            log.exception("removing old files and batches went wrong in an unforeseen way")
         await asyncio.sleep(ROUND_S)

@@ -117,6 +117,8 @@ class CertificateRegister:
                 await self.refresh()
             except StoreUnavailable as exc:
                 log.warning("certificates are as of the last look at the database: %s", exc)
+            except Exception:
+                log.exception("a look at the certificates went wrong in an unforeseen way")
 
 
 def _upsert(

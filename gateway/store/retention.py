@@ -80,4 +80,6 @@ class Retention:
                     logger.info("removed %d rows that were too old", removed)
             except (SQLAlchemyError, OSError) as exc:
                 logger.warning("old rows stay for another hour: %s", reason(exc))
+            except Exception:
+                logger.exception("removing old rows went wrong in an unforeseen way")
             await asyncio.sleep(ROUND_S)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -131,9 +131,13 @@ class Others:
         for name, summary in self.summaries.items():
             self._pass_on(name, summary.moves)
 
-    def _fresh(self, found: Iterable[Written]) -> list[str]:
-        """Those whose word changed lately on our own clock: replicas' clocks need not agree."""
+    def _fresh(self, found: Collection[Written]) -> list[str]:
+        """Those whose word changed lately on our own clock: replicas' clocks need not agree.
+
+        A replica that is not found any more is forgotten.
+        """
         now_s, seen = self._clock(), self._seen
+        self._told = {each.replica: self._told[each.replica] for each in found if each.replica in self._told}
         self._seen = {
             each.replica: seen[each.replica]
             if seen.get(each.replica, (None,))[0] == each.at

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.api import sampling, tools
 from gateway.api.asked import Asked
 from gateway.api.body import decode
 from gateway.api.chat_request import read_chat
@@ -150,3 +151,15 @@ def test_problems_beyond_the_limit_are_counted() -> None:
     assert "field_9" in refusal.value.message
     assert "field_10" not in refusal.value.message
     assert "2 more" in refusal.value.message
+
+
+@pytest.mark.parametrize(("quick", "name"), [(sampling.DRAWING, "seed"), (tools.FIELDS, "tool_choice")])
+def test_what_is_read_only_if_something_of_it_was_sent_names_all_of_it(
+    quick: frozenset[str], name: str
+) -> None:
+    fields = Fields({name: None}, Problems())
+    if quick is sampling.DRAWING:
+        sampling.read_sampling(fields, max_tokens=None, logprobs=None)
+    else:
+        tools.read_tools(fields)
+    assert fields._read == quick

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admin.orders import Action, Order, Verb, order_of, standings
+from gateway.admin.desk import event_of
+from gateway.admin.orders import Action, Entry, Order, Verb, order_of, standings
 from gateway.domain import Credit, LoadReport, SiteIdentity, SiteState, Standing
 from gateway.federation.directory import Directory
 
@@ -87,3 +88,17 @@ def test_an_order_counts_exactly_while_it_stands(given_orders: list[Order], now:
     standing = [order for order in given_orders if order.until_at is None or now < order.until_at]
     assert standings(given_orders, now) == standings(standing, now)
     assert set(standings(given_orders, now)) == {order.site for order in standing}
+
+
+@pytest.mark.parametrize(
+    ("reason", "until_at", "text"),
+    [
+        ("a new disk", None, "drain: a new disk"),
+        ("a new disk", 130.0, "drain (for 2 min): a new disk"),
+        ("", 40.0, "drain (for 30 s)"),
+        ("", None, "drain"),
+    ],
+)
+def test_an_act_is_told_with_its_reason_if_it_has_one(reason: str, until_at: float | None, text: str) -> None:
+    entry = Entry("1", 10.0, "ada", "a", "drain", reason, "", "", until_at)
+    assert event_of(entry).text == text

@@ -95,5 +95,9 @@ def test_two_replicas_know_of_each_other_until_one_is_silent() -> None:
         now[0] = 4.0 + FRESH_S + 0.1
         await one.look()
         assert one.summaries == {}
+        del shelf.rows["g2"]
+        await one.look()
+        assert not one._seen
+        assert not one._told
 
     asyncio.run(scenario())

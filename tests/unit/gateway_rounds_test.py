@@ -1,0 +1,130 @@
+"""What a gateway does again and again goes on after an error that nobody foresaw, and says so in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from gateway.batches import sweep
+from gateway.forecasting import Forecasts
+from gateway.store import certificates, retention
+from gateway.store.certificates import CertificateRegister
+from gateway.store.retention import Keep, Retention
+from predictor.current import CurrentForecaster
+from predictor.histogram import HistogramForecaster
+
+ENGINE = create_async_engine("sqlite+aiosqlite://")
+
+
+class Once:
+    """Fails in an unforeseen way, then works; `again` is set when it was called again after its failure."""
+
+    def __init__(self, foreseen: int = 0) -> None:
+        self.left = foreseen
+        self.failed = False
+        self.again = asyncio.Event()
+
+    def call(self) -> None:
+        if self.left > 0:
+            self.left -= 1
+        elif not self.failed:
+            self.failed = True
+            raise KeyError("nobody thought of this")
+        else:
+            self.again.set()
+
+
+async def certificates_are_looked_at(once: Once) -> None:
+    class Register(CertificateRegister):
+        async def refresh(self) -> None:
+            once.call()
+
+    once.left = 1  # the first look is at the start, where an error is the caller's
+    register = Register(ENGINE)
+    await register.start()
+    await once.again.wait()
+    await register.close()
+
+
+async def old_rows_are_removed(once: Once) -> None:
+    class Sweeping(Retention):
+        async def sweep(self) -> int:
+            once.call()
+            return 0
+
+    sweeping = Sweeping(ENGINE, Keep())
+    sweeping.start()
+    await once.again.wait()
+    await sweeping.close()
+
+
+async def old_batches_are_removed(once: Once) -> None:
+    class Empty:
+        async def expired(self, most: int) -> list[str]:
+            once.call()
+            return []
+
+        async def with_leftovers(self, most: int) -> list[str]:
+            return []
+
+        async def over(self, kept_s: float, most: int) -> list[str]:
+            return []
+
+    nothing: Any = Empty()
+    sweeping = asyncio.create_task(sweep.sweep_for_ever(nothing, nothing, 1.0))
+    await once.again.wait()
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+
+
+async def a_new_artifact_is_looked_for(once: Once) -> None:
+    class Looking(CurrentForecaster):
+        def __init__(self) -> None:
+            """Without an artifact."""
+
+        def refresh(self) -> bool:
+            loop.call_soon_threadsafe(ended.set)
+            once.call()
+            return False
+
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    forecasts = Forecasts(Looking(), HistogramForecaster(), look_every_s=0.001)
+    forecasts.start()
+    while not once.again.is_set():
+        await ended.wait()
+        ended.clear()
+    await forecasts.close()
+
+
+@pytest.mark.parametrize(
+    "round_of",
+    [
+        certificates_are_looked_at,
+        old_rows_are_removed,
+        old_batches_are_removed,
+        a_new_artifact_is_looked_for,
+    ],
+)
+def test_a_round_follows_one_that_went_wrong(
+    round_of: Callable[[Once], Coroutine[Any, Any, None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(certificates, "REFRESH_S", 0.0)
+    monkeypatch.setattr(retention, "ROUND_S", 0.0)
+    monkeypatch.setattr(sweep, "ROUND_S", 0.0)
+
+    async def main() -> None:
+        async with asyncio.timeout(20):
+            await round_of(Once())
+
+    with caplog.at_level(logging.ERROR, "gateway"):
+        asyncio.run(main())
+    (line,) = caplog.records
+    assert "unforeseen" in line.message
+    assert line.exc_info is not None and line.exc_info[0] is KeyError
