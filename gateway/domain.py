@@ -100,11 +100,9 @@ class Query:
     @property
     def text(self) -> str:
         """What the forecast reads: the last user message, the text, or nothing for token ids."""
-        if isinstance(self.prompt, str):
-            return self.prompt
         if isinstance(self.prompt, Chat):
             return next((m.content for m in reversed(self.prompt.messages) if m.role == "user"), "")
-        return ""
+        return self.prompt if isinstance(self.prompt, str) else ""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -220,17 +218,14 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A site as deciding sees it: identity, last report, local credit, and what operators said of it.
-
-    `clock_ahead_s` is the site's wall clock against this gateway's, for people; None until it said.
-    """
+    """A site as deciding sees it: identity, last report, local credit, and what operators said of it."""
 
     identity: SiteIdentity
     state: SiteState
     load: LoadReport
     credit: Credit = Credit()
     rtt_s: float = 0.0
-    clock_ahead_s: float | None = None
+    clock_ahead_s: float | None = None  # its wall clock against this gateway's, for people only
     weight: float = 1.0
     pinned_off: frozenset[str] = frozenset()
 
@@ -447,6 +442,7 @@ class Outcome:
     total_s: float
     forecast_s: float | None = None
     traceparent: str = ""
+    mistaken: bool = False  # it ended for what its client asked, or may ask: no failure of ours
 
     @property
     def site(self) -> str:

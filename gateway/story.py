@@ -157,6 +157,7 @@ class Story:
             total_s=(self._now() if self.ended_s is None else self.ended_s) - query.received_s,
             forecast_s=self._forecast_s,
             traceparent=query.traceparent,
+            mistaken=isinstance(self.error, ClientMistake),
         )
 
     def _status(self) -> Status:

@@ -181,12 +181,8 @@ def against(forecast: Forecast | None, actual: int) -> tuple[str, int, int, int]
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """What a client saw as our failure: not its own mistake, and not its own leaving."""
-    if outcome.status is Status.FAILED:
-        return True
-    was_admitted = outcome.forecast is not None
-    mistake = bool(outcome.attempts) and outcome.attempts[-1].ended in ("context_length", "invalid")
-    return outcome.status is Status.REFUSED and was_admitted and not mistake
+    """What a client saw as our failure: not its own mistake or quota, and not its own leaving."""
+    return outcome.status in (Status.FAILED, Status.REFUSED) and not outcome.mistaken
 
 
 def kinds(attempts: Sequence[Attempt]) -> list[str]:

@@ -13,6 +13,7 @@ from gateway.domain import Caller, Delta, Finish, Opening, Query, Status, Usage
 from gateway.errors import AboveQuota, BudgetSpent, NoSite, Overloaded, TooMany
 from gateway.quotas.book import Quotas, Shown
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
+from gateway.telemetry.recent import is_failure
 from tests.fakes.edge import Edge, error_of, fail, run
 from tests.fakes.federation import Scene, scene, until
 
@@ -71,6 +72,7 @@ def test_what_does_not_fit_is_refused_before_a_site_hears_of_it() -> None:
             await site.finish(assign, "x", 1)
             await first
             assert [outcome.status for outcome in here.outcomes] == [Status.REFUSED, Status.ANSWERED]
+            assert not any(is_failure(outcome) for outcome in here.outcomes), "a quota is no failure of ours"
             assert here.nothing_is_left()
 
     asyncio.run(main())

@@ -43,8 +43,9 @@ ANSWERED = Outcome(
         ({"status": Status.CANCELLED}, False),
         ({"status": Status.REFUSED, "attempts": (attempt("a", "full"),)}, True),
         ({"status": Status.REFUSED, "attempts": ()}, True),
-        ({"status": Status.REFUSED, "attempts": (attempt("a", "context_length"),)}, False),
-        ({"status": Status.REFUSED, "attempts": (), "forecast": None}, False),
+        ({"status": Status.REFUSED, "attempts": (), "forecast": None}, True),
+        ({"status": Status.REFUSED, "attempts": (attempt("a", "context_length"),), "mistaken": True}, False),
+        ({"status": Status.REFUSED, "attempts": (), "forecast": None, "mistaken": True}, False),
     ],
 )
 def test_a_clients_mistake_is_no_failure_of_ours(changes: dict[str, object], ours: bool) -> None:
