@@ -17,6 +17,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, gave_up, tries, ways_on
 from gateway.routing.policies import JOINTLY
 from gateway.story import Story
+from predictor.forecast import Forecast
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
     recorded for every query that was admitted or refused here.
     """
     story = gateway.tell(query)
+    alarm = asyncio.get_running_loop().call_later(left_s(gateway, story), story.hurry)
     try:
         admit(
             query,
@@ -40,7 +42,7 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
         )
         gateway.begin(story)
         await reserve_prompt(gateway, story)
-        story.foresee(await in_time(gateway, story, gateway.forecasts.of(query)))
+        story.foresee(await foreseen(gateway, story))
         await reserve_answer(gateway, story)
         plan = tries(query.sampling, gateway.most_tries, query.toward)
         this = await gather(gateway, story, next(plan))
@@ -60,6 +62,7 @@ async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
         story.error = MicoError(f"the gateway failed unexpectedly: {type(error).__name__}")
         raise
     finally:
+        alarm.cancel()
         gateway.settle(story)
 
 
@@ -156,10 +159,8 @@ def too_short(gateway: Gateway, story: Story) -> frozenset[str]:
 async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:
     """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken, DeadlinePassed, Ending.
 
-    An answer that has used up the caller's quota ends like one that has reached its length. One alarm serves
-    the whole attempt: this is passed once for every piece of every answer.
+    An answer that has used up the caller's quota ends like one that has reached its length.
     """
-    alarm = asyncio.get_running_loop().call_later(left_s(gateway, story), attempt.hurry)
     try:
         while deltas := await attempt.next():
             if not story.opened:
@@ -176,8 +177,17 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
                 return
     except TimeoutError as exc:
         raise too_late(gateway, story) from exc
-    finally:
-        alarm.cancel()
+
+
+async def foreseen(gateway: Gateway, story: Story) -> Forecast:
+    """Raises DeadlinePassed and Ending."""
+    story.forecasting = gateway.forecasts.ask(story.query)
+    if story.late:
+        story.hurry()
+    try:
+        return await story.forecasting
+    except TimeoutError as exc:
+        raise too_late(gateway, story) from exc
 
 
 async def reserve_prompt(gateway: Gateway, story: Story) -> None:

@@ -101,6 +101,10 @@ class Forecasts(Collector):
         return self._forecaster.name
 
     async def of(self, query: Query) -> Forecast:
+        return await self.ask(query)
+
+    def ask(self, query: Query) -> asyncio.Future[Forecast]:
+        """Who does not wait for it any longer may give it an end of another kind."""
         answer: asyncio.Future[Forecast] = asyncio.get_running_loop().create_future()
         asked = features(query)
         self._asked[query.id] = Asked(asked, query.sampling.max_tokens or inf)
@@ -110,7 +114,7 @@ class Forecasts(Collector):
             self._forecasting = Thread(target=self._forecast_for_ever, name="forecast", daemon=True)
             self._forecasting.start()
         self._wanted.put(Wanted(asked, answer))
-        return await answer
+        return answer
 
     def observe(self, outcome: Outcome) -> None:
         """Learns from a whole answer; one that was cut short says little of how long it would have been."""

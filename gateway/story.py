@@ -26,7 +26,9 @@ class Story:
         self.answered = False
         self.ended_s: float | None = None
         self.hold = Hold()
-        self.waiting: asyncio.Timeout | None = None  # what it waited for last, and may wait for still
+        self.late = False  # its time is up
+        self.forecasting: asyncio.Future[Forecast] | None = None
+        self.waiting: asyncio.Timeout | None = None  # what else it waited for last, and may wait for still
         self._resumable = query.sampling.resumable
         self._now = now
         self._received_at = received_at
@@ -90,6 +92,8 @@ class Story:
 
     def begin(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)
+        if self.late:
+            attempt.hurry()
         if self._queue_s is None:
             self._queue_s = self._now() - self.query.received_s
 
@@ -113,8 +117,11 @@ class Story:
 
     def hurry(self) -> None:
         """What it waits for is late from now on."""
+        self.late = True
         if self.current is not None:
             self.current.hurry()
+        if self.forecasting is not None and not self.forecasting.done():
+            self.forecasting.set_exception(TimeoutError())
         if self.waiting is not None:
             with suppress(RuntimeError):  # it does not wait
                 self.waiting.reschedule(0.0)

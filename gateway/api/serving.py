@@ -33,6 +33,43 @@ class Limits:
     unread_bytes: int = 16 * 2**20
 
 
+class HeadWithBody:
+    """What one response writes to: its head waits for what follows within the same turn of the event loop, so
+    that a short answer is one packet and one system call.
+    """
+
+    __slots__ = ("_head", "_loop", "_transport", "_waits")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head = b""
+        self._waits = True
+
+    def write(self, data: bytes) -> None:
+        if not self._waits:
+            self._transport.write(data)
+        elif not self._head:
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._head += data
+            self._flush()
+
+    def _flush(self) -> None:
+        self._waits = False
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection. What breaks a limit is cut off: whoever sends like that does not wait for an answer."""
 
@@ -72,6 +109,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        self.cycle.transport = HeadWithBody(self.transport, self.loop)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)

@@ -1,0 +1,55 @@
+"""The head of a response goes with what follows at once, and at the latest in the next turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gateway.api.serving import HeadWithBody
+
+
+class Wire:
+    def __init__(self) -> None:
+        self.packets: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.packets.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def written(parts: list[bytes], *, turns_between: int, close: bool = False) -> list[bytes]:
+    wire: Any = Wire()
+
+    async def main() -> None:
+        response = HeadWithBody(wire, asyncio.get_running_loop())
+        for part in parts:
+            response.write(part)
+            for _ in range(turns_between):
+                await asyncio.sleep(0)
+        if close:
+            response.close()
+
+    asyncio.run(main())
+    assert wire.closed is close
+    packets: list[bytes] = wire.packets
+    return packets
+
+
+def test_a_short_answer_is_one_packet() -> None:
+    assert written([b"head", b"body"], turns_between=0) == [b"headbody"]
+
+
+def test_only_the_head_waits() -> None:
+    assert written([b"head", b"a", b"b"], turns_between=0) == [b"heada", b"b"]
+
+
+def test_a_head_without_a_body_is_sent_in_its_turn_of_the_loop() -> None:
+    assert written([b"head", b"a", b"b"], turns_between=2) == [b"head", b"a", b"b"]
+
+
+def test_closing_sends_what_waits() -> None:
+    assert written([b"head"], turns_between=0, close=True) == [b"head"]
