@@ -125,7 +125,8 @@ async def _core(
 ) -> AsyncIterator[Core]:
     directory = Directory()
     settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
-    gateway_clock = asyncio.get_running_loop().time
+    loop = asyncio.get_running_loop()
+    gateway_clock = loop.time
     federation = Federation(settings, directory, gateway_clock, doors.certificates)
     histogram = HistogramForecaster()
     kept = OutcomeLog(config.outcomes) if config.outcomes else None
@@ -137,10 +138,13 @@ async def _core(
     watch = Watch(directory, config.name, clock=gateway_clock, keeper=store.figures)
 
     def record(outcome: Outcome) -> None:
-        """Usage first: what only watches may fail without costing a record."""
+        """Usage before the end of the answer is sent; what only watches comes after, and costs no record."""
         used_nothing = outcome.status is Status.REFUSED
         if store.recorder.has_room or not used_nothing:  # the last room is for those that used something
             store.recorder.record(outcome)
+        loop.call_soon(observe, outcome)
+
+    def observe(outcome: Outcome) -> None:
         metrics.observe(outcome)
         watch.observe(outcome)
         if traces is not None:
