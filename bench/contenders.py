@@ -6,9 +6,11 @@ import asyncio
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,6 +22,7 @@ from gateway.store.audit import Act
 from gateway.store.store import open_store
 from mico.local.plan import free_port, toml
 from migrations import upgrade
+from predictor.artifact import LEXICAL_NAME, SHIPPED
 
 PEPPER = "a pepper for measurements, long enough"
 KEY = "sk-measured"
@@ -72,10 +75,14 @@ def _children(pid: int) -> list[str]:
 
 @dataclass(slots=True)
 class Place:
-    """Where everything runs: a folder for logs and settings, and the ports of the upstream."""
+    """Where everything runs: a folder for logs and settings, and the ports of the upstream.
+
+    `python` is that of Mico's gateway, which finds the packages of this one.
+    """
 
     folder: Path
     tools: Path
+    python: str = sys.executable
     upstream_port: int = field(default_factory=free_port)
     link_port: int = field(default_factory=free_port)
 
@@ -123,7 +130,9 @@ async def answering(url: str, started: asyncio.subprocess.Process, folder: Path)
 
 
 @asynccontextmanager
-async def mico(place: Place, log_level: str = "INFO", *, quotas: bool = True) -> AsyncIterator[Contender]:
+async def mico(
+    place: Place, log_level: str = "INFO", *, quotas: bool = True, predictor: Path | None = None
+) -> AsyncIterator[Contender]:
     """As it is shipped: auth, forecasts, decisions and usage on SQLite, and quotas that nobody reaches."""
     folder = place.folder / "mico"
     folder.mkdir(exist_ok=True)
@@ -137,8 +146,14 @@ async def mico(place: Place, log_level: str = "INFO", *, quotas: bool = True) ->
         "key_pepper": PEPPER,
         "log_level": log_level,
     }
+    if predictor is not None:
+        settings["predictor"] = str(predictor)
     (folder / "gateway.toml").write_text(toml(settings))
-    command = (sys.executable, "-m", "mico", "gateway", "--config", folder / "gateway.toml")
+    packages = os.pathsep.join((str(Path.cwd()), sysconfig.get_path("platlib")))
+    python = (
+        (place.python,) if place.python == sys.executable else ("env", f"PYTHONPATH={packages}", place.python)
+    )
+    command = (*python, "-m", "mico", "gateway", "--config", folder / "gateway.toml")
     await asyncio.to_thread(upgrade, url)
     async with open_store(url, folder, pepper=PEPPER, serving=False) as store:
         _, secret = await store.keys.create_key("bench", "shop", act=ACT)
@@ -179,7 +194,12 @@ async def smg(place: Place) -> AsyncIterator[Contender]:
         yield Contender("smg", port, KEY, started, place.folder / "smg.log")
 
 
-CONTENDERS = {"mico": mico, "litellm": litellm, "smg": smg}
+CONTENDERS = {
+    "mico": mico,
+    "mico-lexical": partial(mico, predictor=SHIPPED / LEXICAL_NAME),
+    "litellm": litellm,
+    "smg": smg,
+}
 
 
 def tools_of(named: Path | None) -> Path:

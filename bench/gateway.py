@@ -1,11 +1,12 @@
 """What a gateway adds to a query, and what it costs, beside LiteLLM and smg: one client, one upstream.
 
-    python -m bench.gateway --peer litellm,smg --tools VENV/bin --json
+    python -m bench.gateway --peer mico-lexical,litellm,smg --tools VENV/bin --json
     python -m bench.gateway --only memory --queries 200000
     python -m bench.gateway --only profile              where Mico's CPU goes (needs py-spy)
 
-The peers live in an environment of their own: `pip install 'litellm[proxy]' smg`. Only validated answers
-count; CPU-seconds are those of the gateway's processes, so that other work on the machine hardly spoils them.
+The peers live in an environment of their own: `pip install 'litellm[proxy]' smg`; `mico-lexical` is Mico with
+the cheaper of its predictors. Only validated answers count; CPU-seconds are those of the gateway's processes,
+so that other work on the machine spoils them least.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -253,7 +255,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-"))
         )
         folder.mkdir(parents=True, exist_ok=True)
-        place = Place(folder, tools_of(options.tools))
+        place = Place(folder, tools_of(options.tools), options.python)
         await stack.enter_async_context(upstream(place, options.iteration_ms))
         return await PARTS[options.only](place, options)
 
@@ -273,6 +275,7 @@ def main() -> int:
     parser.add_argument("--peer", type=lambda text: [each for each in text.split(",") if each], default=[])
     parser.add_argument("--only", choices=PARTS, default="peers")
     parser.add_argument("--tools", type=Path, help="the folder of litellm's and smg's programs")
+    parser.add_argument("--python", default=sys.executable, help="another Python 3.11 for Mico's gateway")
     parser.add_argument("--folder", type=Path, help="keep logs here")
     parser.add_argument("--scale", type=float, default=1.0, help="fewer or more of everything")
     parser.add_argument("--queries", type=int, default=200_000, help="of the part memory")
