@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -92,8 +92,15 @@ def same_answers(mine: Run, other: Run) -> float:
     return sum(a == b for a, b in zip(mine.answers, other.answers, strict=True)) / len(mine.answers)
 
 
-def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> dict[str, list[Run]]:
-    """Ours as "mico" and each peer, in turn; new token ids in each repetition; a first round warms up."""
+class Runs(NamedTuple):
+    """By name, ours as "mico"; and why a peer could not run."""
+
+    of: dict[str, list[Run]]
+    failed: dict[str, str]
+
+
+def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Runs:
+    """Ours and each peer, in turn; new token ids in each repetition; a first round warms up."""
     clock = CLOCKS[options.clock]
 
     def work(repetition: int) -> list[Query]:
@@ -114,13 +121,26 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> dic
     for name in options.peer:
         model = copy.deepcopy(plain)
         contenders[name] = partial(_run_peer, name, model, room, clock)
-    for name, contend in contenders.items():  # ours makes the graphs of all shapes that it will meet
-        contend(work(-1) if name == "mico" and served.device.type == "cuda" else work(-1)[:2])
+    # on a GPU ours makes the graphs of all shapes that it will meet
+    contenders["mico"](work(-1) if served.device.type == "cuda" else work(-1)[:2])
+    failed = _drop_failing(contenders, work(-1)[:2])
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for repetition in range(options.repeat):
         for name, contend in contenders.items():
             runs[name].append(contend(work(repetition)))
-    return runs
+    return Runs(runs, failed)
+
+
+def _drop_failing(contenders: dict[str, Callable[[list[Query]], Run]], work: list[Query]) -> dict[str, str]:
+    """A first, short pass of each peer: those that cannot are taken out, with the reason."""
+    failed = {}
+    for name in [name for name in contenders if name != "mico"]:
+        try:
+            contenders[name](work)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is theirs
+            failed[name] = f"{type(error).__name__}: {error}"
+            del contenders[name]
+    return failed
 
 
 def _run_peer(name: str, model: Any, room: Room, clock: Clock, work: list[Query]) -> Run:
@@ -131,7 +151,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     plain = load_plain(options.model, options.device, options.dtype)
     served = from_model(store_by_columns(copy.deepcopy(plain)), name=Path(options.model).name)
     floor = _roofline(options, served)
-    runs = run_all(options, plain, served)
+    runs, failed = run_all(options, plain, served)
     speeds = {name: statistics.median(run.tokens_per_s for run in each) for name, each in runs.items()}
     mine, speed = runs.pop("mico"), speeds.pop("mico")
     steps = [run.step_ms for run in mine if run.step_ms is not None]
@@ -144,6 +164,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             name: min(same_answers(*pair) for pair in zip(mine, each, strict=True))
             for name, each in runs.items()
         },
+        "failed": failed,
         "step_ms": round(statistics.median(steps), 3) if steps else None,
         "roofline_fraction": None if floor is None else round(speed / floor, 4),
         "roofline_tok_s": None if floor is None else round(floor, 1),
@@ -209,6 +230,8 @@ def main() -> int:
         for name, speed in found["peers"].items():
             ratio, same = found["ratio"][name], found["same_answers"][name]
             print(f"{name} {speed} tokens/s: mico is {ratio} times as fast, {same:.0%} same answers")
+        for name, reason in found["failed"].items():
+            print(f"{name} could not run: {reason}")
     print(json.dumps(found))
     return 0
 
