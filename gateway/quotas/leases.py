@@ -101,9 +101,9 @@ class Leases:
         done = await self._slices.round(list(self.quotas.restless()), self.quotas.claim)
         self._leased_until = began_s + self._slices.lease_s
         self.quotas.replicas = done.replicas
-        for each in done.grants:
-            if self.quotas.granted(*each):
-                self._wanted.set()
+        surplus = [self.quotas.granted(*each) for each in done.grants]
+        if any(surplus) and done.replicas > 1:  # nobody waits for what the only replica gives back
+            self._wanted.set()
 
     async def _learn(self) -> None:
         limits = await self._slices.limits()
