@@ -17,14 +17,14 @@ MOST_NAMED = 3
 def banner(sites: Sequence[SiteView], totals: Totals) -> Banner:
     critical = _critical(sites, totals)
     degraded = _degraded(sites, totals)
-    if critical:
-        return Banner("critical", "Critical: " + " ".join((*critical, *degraded)))
-    if degraded:
-        return Banner("degraded", "Degraded: " + " ".join(degraded))
-    room = "" if totals.headroom is None else f", {totals.headroom:.0%} of token capacity free"
+    room = [] if totals.headroom is None else [f"{totals.headroom:.0%} of token capacity free"]
+    if critical or degraded:
+        level = "critical" if critical else "degraded"
+        said = (*critical, *degraded, *(f"{each}." for each in room))
+        return Banner(level, f"{level.capitalize()}: {' '.join(said)}")
     ready = _number(sum(site.state is SiteState.READY for site in sites), "site", "sites")
     running = _number(totals.in_flight, "query", "queries")
-    return Banner("calm", f"All well: {ready} ready, {running} in flight{room}.")
+    return Banner("calm", f"All well: {', '.join((f'{ready} ready', f'{running} in flight', *room))}.")
 
 
 def _critical(sites: Sequence[SiteView], totals: Totals) -> list[str]:
@@ -42,13 +42,13 @@ def _degraded(sites: Sequence[SiteView], totals: Totals) -> list[str]:
     said = []
     for state, text in (
         (SiteState.DOWN, "down"),
-        (SiteState.STALE, "stale (reports stopped)"),
+        (SiteState.STALE, "stale"),
         (SiteState.DRAINING, "draining"),
         (SiteState.PAUSED, "paused"),
         (SiteState.EJECTED, "ejected"),
     ):
         if named := [site for site in sites if site.state is state]:
-            said.append(f"{_names(named)} {text}{_left(named, state)}.")
+            said.append(f"{_names(named)} {text}{_silent(named, state)}{_left(named, state)}.")
     said += [_hot(site) for site in _hottest(sites)]
     share = totals.errors_per_min / totals.ended_per_min if totals.ended_per_min else 0.0
     if NOTABLE < share <= FAILING:
@@ -69,11 +69,19 @@ def _hot(site: SiteView) -> str:
     )
 
 
+def _silent(sites: Sequence[SiteView], state: SiteState) -> str:
+    if state not in (SiteState.DOWN, SiteState.STALE):
+        return ""
+    longest_s = max(site.report_age_s for site in sites)
+    return f", silent for {longest_s:.0f} s" if longest_s < 100 else f", silent for {longest_s / 60:.0f} min"
+
+
 def _left(sites: Sequence[SiteView], state: SiteState) -> str:
     if state not in (SiteState.DRAINING, SiteState.PAUSED):
         return ""
     left = sum(site.running + site.pending for site in sites)
-    return f", {left} left" if left else ", empty"
+    work_s = max(site.load or 0.0 for site in sites) * DRAIN_TARGET_S
+    return f", {left} left, empty in about {work_s:.0f} s" if left else ", empty"
 
 
 def _errors(totals: Totals) -> str:

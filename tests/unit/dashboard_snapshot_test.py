@@ -79,10 +79,13 @@ SERVING = replace(shown(site())[0], models=["m"])
             "a at 95% of token capacity, 7 queued; worked off in 10 s",
         ),
         ({"state": SiteState.DRAINING, "running": 2}, "critical", "no site can serve m"),
-        ({"state": SiteState.DRAINING, "running": 2}, "critical", "a draining, 2 left"),
+        ({"state": SiteState.DRAINING, "running": 2}, "critical", "a draining, 2 left, empty in about 0 s."),
+        ({"state": SiteState.PAUSED, "running": 2, "load": 0.61}, "critical", "2 left, empty in about 6 s."),
+        ({"state": SiteState.DRAINING, "running": 0, "pending": 0}, "critical", "a draining, empty."),
         ({"pinned_off": ["m"]}, "critical", "no site can serve m"),
         ({"weight": 0.0}, "critical", "no site can serve m"),
-        ({"state": SiteState.STALE}, "critical", "a stale (reports stopped)"),
+        ({"state": SiteState.STALE, "report_age_s": 3.2}, "critical", "a stale, silent for 3 s."),
+        ({"state": SiteState.DOWN, "report_age_s": 1260.0}, "critical", "a down, silent for 21 min."),
     ],
 )
 def test_the_banner_says_what_is_wrong_and_where(changes: dict[str, object], level: str, words: str) -> None:
@@ -90,6 +93,12 @@ def test_the_banner_says_what_is_wrong_and_where(changes: dict[str, object], lev
     said = banner(sites, totals(sites, 0.0, 0.0))
     assert said.level == level
     assert words in said.text
+
+
+def test_the_banner_says_what_room_is_left() -> None:
+    sites = [SERVING, replace(SERVING, name="b", state=SiteState.DOWN, report_age_s=5.0)]
+    known = replace(totals(sites, 0.0, 0.0), headroom=0.41)
+    assert banner(sites, known).text == "Degraded: b down, silent for 5 s. 41% of token capacity free."
 
 
 @pytest.mark.parametrize(("failed", "level"), [(0.0, "calm"), (2.0, "degraded"), (10.0, "critical")])

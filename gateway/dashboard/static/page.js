@@ -67,7 +67,7 @@ function draw() {
   const { snapshot, columns } = page;
   drawBanner();
   document.title = { calm: "Mico", degraded: "▲ Mico: degraded", critical: "▲▲ Mico: critical" }[snapshot.banner.level];
-  put($("replica"), `Served by ${snapshot.replica}, with the queries of ${snapshot.replicas.join(", ")}.`);
+  put($("replica"), `Seen from ${snapshot.replica}; queries of ${snapshot.replicas.join(", ")}.`);
   drawTiles(snapshot.totals, columns);
   drawPlots();
   // Newest first: since when each site is as it is.
@@ -79,25 +79,26 @@ function draw() {
 }
 
 function drawBanner() {
-  const late = lateness();
-  document.body.classList.toggle("late-page", late > LATE_S);
-  const feed = $("feed");
-  mark(feed, late > LATE_S ? "feed late" : "feed");
-  put(feed, late > LATE_S ? `no update for ${Math.round(late)} s` : page.paused ? "paused" : page.snapshot ? `live, ${clock(page.snapshot.at)}` : "connecting");
-  if (!page.snapshot) return;
-  const { level, text } = page.snapshot.banner;
-  put($("banner"), late > LATE_S ? `STALE: no update for ${Math.round(late)} s. What follows is as of ${clock(page.snapshot.at)}.` : text);
-  mark($("banner"), `banner ${late > LATE_S ? "late" : level}`);
-}
-
-function lateness() {
-  return page.heard ? (performance.now() - page.heard) / 1000 : 0;
+  const { snapshot, heard, paused } = page;
+  const quiet = heard ? (performance.now() - heard) / 1000 : 0, late = quiet > LATE_S;
+  const since = `no update for ${Math.round(quiet)} s`, at = snapshot && clock(snapshot.at);
+  document.body.classList.toggle("late-page", late);
+  mark($("feed"), late ? "feed late" : "feed");
+  put($("feed"), late ? since : paused ? "paused" : snapshot ? `live, ${at}` : "connecting");
+  if (!snapshot) return;
+  const text = late ? `STALE: ${since}. What follows is as of ${at}.` : snapshot.banner.text;
+  put($("banner"), text);
+  mark($("banner"), `banner ${late ? "late" : snapshot.banner.level}`);
+  // Read out when more than its figures changed.
+  const words = text.replace(/\d+/g, "");
+  if (page.words !== words) put($("said"), text);
+  page.words = words;
 }
 
 function drawTiles(totals, columns) {
   const list = $("tiles");
   if (!list.firstChild) {
-    list.append(...TILES.map(({ what }) => el("li", {}, el("div", { className: "what", title: what }, what), el("div", { className: "value" }, el("span"), el("small")), svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" }))));
+    list.append(...TILES.map(({ what }) => el("li", {}, el("div", { className: "what" }, what), el("div", { className: "value" }, el("span"), el("small")), svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" }))));
   }
   TILES.forEach((tile, i) => {
     const item = list.children[i];
