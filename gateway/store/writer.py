@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
-from sqlalchemy import Table
+from sqlalchemy import JSON, Table
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.store.engine import insert_new, reason
 from gateway.store.errors import RecordsRefused, StoreUnavailable
@@ -17,8 +17,8 @@ from gateway.store.rows import Record
 from gateway.store.tables import decisions, usage
 
 WRITE_TIMEOUT_S: Final = 15.0
-ROWS_AT_ONCE: Final = 25
-"""Binding a row costs the event loop some 20 µs: others get their turn between the parts of a large batch."""
+ROWS_AT_ONCE: Final = 50
+"""Binding a row costs the event loop some 5 µs: others get their turn between the parts of a large batch."""
 
 
 class Writer(Protocol):
@@ -30,6 +30,8 @@ class DatabaseWriter:
     def __init__(self, engine: AsyncEngine, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
+        self._usage = Insertion(engine, usage)
+        self._decisions = Insertion(engine, decisions)
 
     async def write(self, records: Sequence[Record]) -> None:
         try:
@@ -44,14 +46,27 @@ class DatabaseWriter:
 
     async def _insert(self, records: Sequence[Record]) -> None:
         async with self._engine.begin() as connection:
-            for table, rows in _rows(records):
-                await connection.execute(insert_new(self._engine.dialect.name, table), rows)
+            for start in range(0, len(records), ROWS_AT_ONCE):
+                part = records[start : start + ROWS_AT_ONCE]
+                await self._usage.into(connection, [record.usage for record in part])
+                await self._decisions.into(connection, [row for record in part for row in record.decisions])
 
 
-def _rows(records: Sequence[Record]) -> Iterator[tuple[Table, list[dict[str, Any]]]]:
-    for start in range(0, len(records), ROWS_AT_ONCE):
-        part = records[start : start + ROWS_AT_ONCE]
-        yield usage, [msgspec.to_builtins(record.usage) for record in part]
-        attempts = [msgspec.to_builtins(row) for record in part for row in record.decisions]
-        if attempts:
-            yield decisions, attempts
+class Insertion:
+    """INSERT of many rows in the driver's own words: SQLAlchemy writes it once and binds no row."""
+
+    def __init__(self, engine: AsyncEngine, table: Table) -> None:
+        compiled = insert_new(engine.dialect.name, table).compile(dialect=engine.dialect)
+        self._statement = str(compiled)
+        self._order = compiled.positiontup  # None where the driver takes values by name
+        self._json = [column.name for column in table.columns if isinstance(column.type, JSON)]
+
+    async def into(self, connection: AsyncConnection, rows: Sequence[object]) -> None:
+        if rows:
+            await connection.exec_driver_sql(self._statement, [self._values(row) for row in rows])
+
+    def _values(self, row: object) -> Any:
+        values: dict[str, Any] = msgspec.to_builtins(row)
+        for name in self._json:
+            values[name] = msgspec.json.encode(values[name]).decode()
+        return values if self._order is None else tuple(values[name] for name in self._order)
