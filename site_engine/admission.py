@@ -9,16 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import log
+from math import exp, log
 
 from site_engine.request import Lane, Request
 
-Score = Callable[[Request], float]
+Score = Callable[[Request, float], float]
+"""(request, the ageing clock at its arrival) → place in the queue; the least goes first."""
 
 PROMPT_TOKEN_WORK = 0.02
 """What computing a prompt token takes of a site beside a response token, which shares its iteration."""
-AGEING_S = 10.0
-"""So much waiting outweighs a factor of e in work times length."""
+AGEING_SHARE = 0.35
+"""Of the time that the queue has lately taken to pass, so much waiting outweighs a factor of e in work times
+length. With a fixed time a short queue is by length alone, and a long one first come first served.
+"""
+LEAST_AGEING_S = 2.0
+PASSES_FADE_S = 60.0
+GAP_SHARE = 0.05
+"""What each start adds to the running mean of the time between two."""
 STARVING_AFTER_S = 60.0
 STARVING_EVERY = 4
 """Of so many starts one is of who has waited longest, once that starves. Were it all of them, any overload in
@@ -31,10 +38,40 @@ With turns at every request p99 latency per token is up to twice as long (bench/
 """
 
 
-def least_work(request: Request) -> float:
+class Ageing:
+    """A clock that runs the slower the longer a queue takes to pass. All who wait age alike by it, so that no
+    two swap places and a score can be computed once, at arrival.
+    """
+
+    def __init__(self) -> None:
+        self._aged = 0.0
+        self._read_s = 0.0
+        self._gap_s = 0.0  # between two starts while others wait
+        self._started_s = 0.0
+        self._passes_s = 0.0  # the longest time lately that a newcomer would wait, first come first served
+
+    def arrived(self, now_s: float, waiting: int) -> float:
+        """The clock's reading for one who comes when so many wait."""
+        if not waiting:
+            self._started_s = now_s
+        self._look(now_s, waiting)
+        return self._aged
+
+    def started(self, now_s: float, waiting: int) -> None:
+        self._gap_s += GAP_SHARE * (max(0.0, now_s - self._started_s) - self._gap_s)
+        self._started_s = now_s
+        self._look(now_s, waiting)
+
+    def _look(self, now_s: float, waiting: int) -> None:
+        passed_s = max(0.0, now_s - self._read_s)
+        self._aged += passed_s / max(LEAST_AGEING_S, AGEING_SHARE * self._passes_s)
+        self._passes_s = max(waiting * self._gap_s, self._passes_s * exp(-passed_s / PASSES_FADE_S))
+        self._read_s = max(now_s, self._read_s)
+
+
+def least_work(request: Request, aged: float) -> float:
     """Least latency per token: by Smith's rule (1956) work over weight goes first, and a second of waiting
-    weighs by one over the length of the answer. Waiting ages it by factors, so two waiting requests never
-    swap places and the score can be computed once, at arrival.
+    weighs by one over the length of the answer. Waiting ages it by factors.
 
     A line of a batch nobody waits for, only the batch: the longest goes first, so that no few long ones run
     on at the end while most of the device is idle (Graham 1969). Who starves still has its turn.
@@ -43,18 +80,18 @@ def least_work(request: Request) -> float:
         return -request.expected_remaining() - _prompt_work(request)
     length = request.typical_length()
     work = min(length, request.expected_remaining()) + _prompt_work(request)
-    return log(work * length) + request.arrived_s / AGEING_S
+    return log(work * length) + aged
 
 
 def _prompt_work(request: Request) -> float:
     return PROMPT_TOKEN_WORK * len(request.tokens)
 
 
-def first_come(request: Request) -> float:
+def first_come(request: Request, _aged: float) -> float:
     return request.arrived_s
 
 
-def shortest_prompt(request: Request) -> float:
+def shortest_prompt(request: Request, _aged: float) -> float:
     """The order of MICO's own engine (section 3.4): the shortest prompt pads the running batch least."""
     return float(request.prompt_len)
 
@@ -120,6 +157,8 @@ class AdmissionQueue:
 
     def __init__(self, score: Score = least_work, starving_after_s: float = STARVING_AFTER_S) -> None:
         self._score = score
+        self._ageing = Ageing()
+        self._now_s = 0.0  # when the next one was asked for last
         self._starving_after_s = starving_after_s
         self._waiting: dict[str, Request] = {}  # in order of arrival
         self._levels: dict[tuple[int, int], _Tenants] = {}
@@ -142,7 +181,8 @@ class AdmissionQueue:
     def push(self, request: Request) -> None:
         level = self._levels.setdefault((request.lane, request.priority), _Tenants())
         self._sequence += 1
-        heappush(level.heaps.setdefault(request.tenant, []), (self._score(request), self._sequence, request))
+        score = self._score(request, self._ageing.arrived(request.arrived_s, len(self._waiting)))
+        heappush(level.heaps.setdefault(request.tenant, []), (score, self._sequence, request))
         work = request.expected_remaining() + _prompt_work(request)
         level.work[request.tenant] = level.work.get(request.tenant, 0.0) + work
         self._waiting[request.id] = request
@@ -153,6 +193,7 @@ class AdmissionQueue:
         """The request that runs next, or None. One that starves takes turns with its betters of the same lane
         and tenant, and brings a tenant of lower priority into its turn; it does not make a flood go first.
         """
+        self._now_s = now
         if not self._waiting:
             return None
         level = self._levels[min(self._levels)]
@@ -187,6 +228,7 @@ class AdmissionQueue:
         self._floor = level.behind(self._clocks, self._floor)
         self._taken += 1
         self.remove(request.id)
+        self._ageing.started(self._now_s, len(self._waiting))
         request.charged = request.generated + request.expected_remaining()
         self._clocks[request.tenant] = start + request.expected_remaining() + _prompt_work(request)
         self._clocks = {tenant: clock for tenant, clock in self._clocks.items() if clock > self._floor}

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from gateway.domain import Lane
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Numbers
@@ -27,8 +28,10 @@ REPORTS_EVERY_S = 1.5
 """An older report than this is one that was missed: a site reports every change, and every second anyway."""
 STALE_PENALTY = 1.0
 """Seconds added per second of a report's age beyond that."""
-USD_PER_SECOND = 0.001
-"""One second of waiting is worth this much: turns a difference in price into seconds."""
+USD_PER_SECOND = {Lane.INTERACTIVE: 0.001, Lane.BATCH: 0.0001}
+"""One second of waiting is worth this much: turns a difference in price into seconds. Nobody waits for a line
+of a batch: it goes where it is cheap, and its first token counts for no more than another.
+"""
 
 
 def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
@@ -37,8 +40,10 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
     crowding_s = (CROWDING * demand.response_tokens * fastest_s) * _crowding(candidates)
     missed_s = np.maximum(0.0, candidates.now_s - REPORTS_EVERY_S - at.heard_s)
-    cost_s = found.finish_s + FIRST_TOKEN * found.first_token_s + crowding_s
-    cost_s += STALE_PENALTY * missed_s + found.price_usd / USD_PER_SECOND
+    cost_s = found.finish_s + crowding_s + STALE_PENALTY * missed_s
+    cost_s += found.price_usd / USD_PER_SECOND[demand.lane]
+    if demand.lane is Lane.INTERACTIVE:
+        cost_s += FIRST_TOKEN * found.first_token_s
     place = candidates.least(cost_s / at.weight, turn)
     waits = f"waits {found.wait_s[place]:.2f} s, " if found.wait_s[place] > 0 else ""
     promise = f"first token in {found.first_token_s[place]:.2f} s, done in {found.finish_s[place]:.2f} s"

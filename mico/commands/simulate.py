@@ -27,6 +27,7 @@ COLUMNS = {
     "jain": "Jain",
     "offloads": "offloads",
     "completed": "completed",
+    "usd_per_mtok": "$/Mtok",
 }
 """The fields of a row that the table shows, and their headings; `--json` has every field."""
 
@@ -40,7 +41,8 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     sites: Annotated[
         list[str] | None,
         typer.Option(
-            help="How many unequal sites, or groups COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS],…; "
+            help="How many unequal sites, or groups "
+            "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…; "
             "repeat it for several federations. Without it: 3.",
         ),
     ] = None,
@@ -61,6 +63,13 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     report_delay_s: Annotated[float, typer.Option(min=0, help="How late reports are beside the way.")] = 0.0,
     outage: Annotated[
         list[str] | None, typer.Option(help="A site that is lost for a while: NAME@FROM_S-UNTIL_S.")
+    ] = None,
+    batch_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the queries, how many are lines of batches.")
+    ] = 0.0,
+    bound: Annotated[
+        list[str] | None,
+        typer.Option(help="Queries that may be answered in one region only: REGION=SHARE of all."),
     ] = None,
     corpus: Annotated[
         Path, typer.Option(help="Texts with answer lengths, as data/README describes.", envvar="MICO_CORPUS")
@@ -91,6 +100,8 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
         report_every_s=report_every_s,
         report_delay_s=report_delay_s,
         outages=tuple(compare.outage(each) for each in outage or ()),
+        batch_share=batch_share,
+        bound=dict(compare.bound(each) for each in bound or ()),
     )
     runs = list(_announced(here, compare.rows(wanted)))
     if plot is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,15 +39,18 @@ class Comparison:
     report_every_s: float = 0.05
     report_delay_s: float = 0.0
     outages: tuple[Outage, ...] = ()
+    batch_share: float = 0.0
+    bound: Mapping[str, float] = field(default_factory=dict)
 
 
 def rows(wanted: Comparison) -> Iterator[dict[str, Any]]:
     """A row per trace, sites, load, policy, estimator, order and offload setting, as each is done."""
     for each in (*map(policy, wanted.policies), *map(named_order, wanted.orders)):
         assert each is not None
+    _check_regions(wanted)
     texts = workloads.corpus(wanted.corpus)
     for trace in wanted.traces:
-        queries = _queries(trace, wanted, texts)
+        queries = workloads.classed(_queries(trace, wanted, texts), wanted.batch_share, wanted.bound)
         expected = {
             name: expectations(queries, estimator(name)(queries)) for name in dict.fromkeys(wanted.estimators)
         }
@@ -58,6 +61,19 @@ def rows(wanted: Comparison) -> Iterator[dict[str, Any]]:
             scaled = workloads.at_rate(fitting, load * capacity(fitting, specs))
             where = {"trace": Path(trace).stem, "load": load, "sites": sites}
             yield from (where | row for row in _of_setting(wanted, specs, scaled, expected))
+
+
+def _check_regions(wanted: Comparison) -> None:
+    """Queries bound to a region where there is no site would all be refused."""
+    for sites in wanted.sites:
+        there = {spec.region for spec in sites_of(sites)}
+        for region in wanted.bound:
+            if region not in there:
+                raise CommandFailed(
+                    f"--bound {region}, and no site of {sites!r} is in it",
+                    tip="name a group's region at its end, for example 2x16@1.0~5=eu",
+                    exit_code=ExitCode.WRONG_USAGE,
+                )
 
 
 def _queries(trace: str, wanted: Comparison, texts: Any) -> list[Query]:
@@ -90,13 +106,14 @@ def _of_setting(
         federation = Federation(setting, expected[estimator_name])
         records = federation.run(queries)
         preemptions = sum(site.preemptions for site in federation.sites.values())
+        prices = {spec.name: spec.usd_per_mtok for spec in specs}
         yield {
             "policy": policy_name,
             "estimator": estimator_name,
             "order": order,
             "offload": offload,
             "queries": len(queries),
-            **figures(records, preemptions).row(),
+            **figures(records, preemptions, prices).row(),
         }
 
 
@@ -115,6 +132,17 @@ def policy(name: str) -> Policy:
             exit_code=ExitCode.WRONG_USAGE,
         )
     return POLICIES[name]
+
+
+def bound(text: str) -> tuple[str, float]:
+    """`eu=0.3`: of all queries 30% may be answered in the region eu only."""
+    region, _, share = text.partition("=")
+    try:
+        return region, float(share)
+    except ValueError as error:
+        raise CommandFailed(
+            f"{text!r} is no share of a region", tip="for example eu=0.3", exit_code=ExitCode.WRONG_USAGE
+        ) from error
 
 
 def outage(text: str) -> Outage:

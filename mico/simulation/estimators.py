@@ -9,11 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import ceil, log2
 from random import Random
 
-from gateway.domain import Sampling
-from gateway.routing.demand import Demand
 from mico.errors import CommandFailed, ExitCode
-from mico.simulation.queries import Expected, Query
-from mico.simulation.specification import MODEL
+from mico.simulation.queries import Expected, Query, demand_of
 from predictor.forecast import Forecast
 from site_engine.request import RemainingCurve, RemainingPoint
 
@@ -118,14 +115,14 @@ def estimator(name: str) -> Estimator:
 
 def expectations(queries: Sequence[Query], forecasts: Sequence[Forecast]) -> dict[int, Expected]:
     """By a query's number: its forecast as gateway and site work with it; like ones are made once."""
-    made: dict[tuple[int, int], Expected] = {}
+    made: dict[tuple[object, ...], Expected] = {}
+    found = {}
     for query, forecast in zip(queries, forecasts, strict=True):
-        key = id(forecast), query.prompt_tokens
+        key = id(forecast), query.prompt_tokens, query.lane, query.regions
         if key not in made:
-            demand = Demand.of(MODEL, query.prompt_tokens, forecast, Sampling())
-            made[key] = Expected(forecast, demand, _curve(forecast))
-    pairs = zip(queries, forecasts, strict=True)
-    return {query.number: made[id(forecast), query.prompt_tokens] for query, forecast in pairs}
+            made[key] = Expected(forecast, demand_of(query, forecast), _curve(forecast))
+        found[query.number] = made[key]
+    return found
 
 
 def _curve(forecast: Forecast) -> RemainingCurve:

@@ -13,6 +13,7 @@ from mico.simulation.queries import Expected, Query, Record, expected_length
 from mico.simulation.site import Row, SimulatedSite
 from mico.simulation.specification import SiteSpec
 from site_engine.admission import Score
+from site_engine.request import Lane
 
 NOTICED_AFTER_S = 3.0
 """Three heartbeats: until then a gateway goes on assigning to a site that is lost."""
@@ -125,6 +126,7 @@ class Federation:
             prompt=range(query.prompt_tokens),
             remaining=self._expected[query.number].curve,
             tenant=query.tenant,
+            lane=Lane(query.lane),
             response_tokens=query.response_tokens,
             produced=attempt.produced_before,
         )

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 
 import numpy as np
 
+from gateway.domain import Lane
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation.queries import Record
 from site_engine.admission import STARVING_AFTER_S, Score, least_work
 from site_engine.request import Request
 
 
-def first_come(request: Request) -> float:
+def first_come(request: Request, _aged: float) -> float:
     return request.arrived_s
 
 
-def longest_possible(request: Request) -> float:
+def longest_possible(request: Request, _aged: float) -> float:
     """By what one answer in a thousand reaches: the last to end is one that was expected to be short."""
     last = request.remaining.points[-1]
     return -(last.generated + last.expected)
 
 
-def shortest_forecast(request: Request) -> float:
+def shortest_forecast(request: Request, _aged: float) -> float:
     """Without the prompt, and a second of waiting is worth fifty tokens, however long the answer."""
     return request.expected_remaining() + 50.0 * request.arrived_s
 
@@ -43,7 +44,9 @@ The first is the engine's own.
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Latency: from arrival to the last token, as the client sees it; normalised: per response token."""
+    """Latency: from arrival to the last token, as the client sees it; normalised: per response token. The
+    lines of batches, for which nobody waits, count for the makespan, the price and what was completed only.
+    """
 
     mean_normalized_latency: float
     p99_normalized_latency: float
@@ -55,29 +58,42 @@ class Figures:
     completed: int
     max_ttft_over_median: float
     preemptions: int
+    usd_per_mtok: float
 
     def row(self) -> dict[str, object]:
         return asdict(self)
 
 
-def figures(records: Sequence[Record], preemptions: int = 0) -> Figures:
+def figures(
+    records: Sequence[Record], preemptions: int = 0, usd_per_mtok: Mapping[str, float] | None = None
+) -> Figures:
+    """`usd_per_mtok`: what a million response tokens cost at each site."""
     done = [record for record in records if record.finish_s == record.finish_s]
     if not done:
         raise CommandFailed("no query was completed", tip="is every site out of order the whole time?")
-    latency = np.array([record.finish_s / record.query.response_tokens for record in done])
-    ttft = np.array([record.first_token_s for record in done])
+    seen = [record for record in done if record.query.lane is Lane.INTERACTIVE] or done
+    latency = np.array([record.finish_s / record.query.response_tokens for record in seen])
+    ttft = np.array([record.first_token_s for record in seen])
     return Figures(
         mean_normalized_latency=float(latency.mean()),
         p99_normalized_latency=float(np.quantile(latency, 0.99)),
         p50_ttft_s=float(np.median(ttft)),
         p99_ttft_s=float(np.quantile(ttft, 0.99)),
         makespan_s=max(record.query.arrival_s + record.finish_s for record in done),
-        jain=jain([record.query.tenant for record in done], latency.tolist()),
+        jain=jain([record.query.tenant for record in seen], latency.tolist()),
         offloads=sum(record.moves for record in records),
         completed=len(done),
         max_ttft_over_median=float(ttft.max() / np.median(ttft)),
         preemptions=preemptions,
+        usd_per_mtok=_price(done, usd_per_mtok or {}),
     )
+
+
+def _price(done: Sequence[Record], usd_per_mtok: Mapping[str, float]) -> float:
+    """Of a million response tokens, where they were answered; of an answer that moved: where it ended."""
+    tokens = [record.query.response_tokens for record in done]
+    paid = [usd_per_mtok.get(record.site, 0.0) for record in done]
+    return float(np.dot(tokens, paid) / sum(tokens))
 
 
 def jain(tenants: Sequence[str], latencies: Sequence[float]) -> float:

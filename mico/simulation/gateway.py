@@ -21,8 +21,8 @@ from gateway.routing.failover import Setback, Try, tries
 from gateway.routing.policies import JOINTLY, POLICIES
 from gateway.routing.window import GATHER_S, Gathered, Window, assign
 from mico.simulation.events import Clock
-from mico.simulation.queries import Expected, Query, Record, expected_length
-from mico.simulation.specification import MODEL, SiteSpec
+from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
+from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
 
 MOST_TRIES = 4
 
@@ -150,7 +150,7 @@ class Gateway:
         expected = self._expected[query.number]
         demand = expected.demand
         if delivered:
-            demand = Demand.of(MODEL, query.prompt_tokens, expected.forecast, Sampling(), delivered=delivered)
+            demand = demand_of(query, expected.forecast, delivered)
         placed = decide(
             demand,
             self.directory.fleet,
@@ -256,8 +256,10 @@ def identity(spec: SiteSpec) -> SiteIdentity:
         name=spec.name,
         boot_id="",
         cloud=spec.name,
-        region=spec.name,
+        region=spec.region or spec.name,
         models={MODEL: model},
         slots=spec.slots,
         kv_capacity_tokens=spec.kv_tokens,
+        input_usd_per_mtok=PROMPT_PRICE * spec.usd_per_mtok,
+        output_usd_per_mtok=spec.usd_per_mtok,
     )

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from math import nan
 from typing import NamedTuple
 
+from gateway.domain import Lane, Sampling
 from gateway.routing.demand import Demand
+from mico.simulation.specification import MODEL
 from predictor.forecast import Forecast
 from site_engine.request import RemainingCurve
 
@@ -15,7 +17,8 @@ from site_engine.request import RemainingCurve
 class Query:
     """`response_tokens` is what will be answered: known to the simulated engine, not to who decides.
 
-    `text` and `model` are what a forecast reads; they come from the corpus.
+    `text` and `model` are what a forecast reads; they come from the corpus. `regions`: where it may be
+    answered, None is everywhere.
     """
 
     number: int
@@ -25,6 +28,8 @@ class Query:
     text: str = ""
     model: str = ""
     tenant: str = "t0"
+    lane: Lane = Lane.INTERACTIVE
+    regions: frozenset[str] | None = None
 
 
 class Expected(NamedTuple):
@@ -33,6 +38,19 @@ class Expected(NamedTuple):
     forecast: Forecast
     demand: Demand
     curve: RemainingCurve
+
+
+def demand_of(query: Query, forecast: Forecast, delivered: int = 0) -> Demand:
+    """As deciding sees it once `delivered` tokens of the answer exist."""
+    return Demand.of(
+        MODEL,
+        query.prompt_tokens,
+        forecast,
+        Sampling(),
+        delivered=delivered,
+        lane=query.lane,
+        regions=query.regions,
+    )
 
 
 def expected_length(expected: Expected) -> float:

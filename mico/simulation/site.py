@@ -17,7 +17,7 @@ from mico.simulation.events import Clock
 from mico.simulation.specification import SiteSpec
 from site_engine.admission import AdmissionQueue, Score
 from site_engine.load import condense
-from site_engine.request import Request
+from site_engine.request import Lane, Request
 
 TOKEN_BUDGET = 2048
 """Tokens of one iteration: a row that decodes takes one, prefills share the rest."""
@@ -94,6 +94,7 @@ class SimulatedSite:
         self._started, self._ended, self._changed = started, ended, changed
         self._decoding: list[tuple[int, int, Row]] = []
         self._rows_decoding = 0
+        self._lines_running = 0
         self._prefilling: list[Row] = []
         self._preempted: list[Row] = []
         self._stretch: Stretch | None = None
@@ -107,7 +108,7 @@ class SimulatedSite:
         self.queue.push(row)
         if self._stretch is None:
             self._next()
-        elif len(self.running) < self.spec.slots:
+        elif not self._is_full or self._last_below(row) is not None:
             self._cut_short()
         self._changed(self)
 
@@ -122,7 +123,7 @@ class SimulatedSite:
         for row in list(self.queue):
             self.queue.remove(row.id)
         self.running, self._decoding, self._prefilling, self._preempted = {}, [], [], []
-        self._rows_decoding = self.kv_used = 0
+        self._rows_decoding = self._lines_running = self.kv_used = 0
         self._stretch = None
         self._version += 1
 
@@ -259,6 +260,7 @@ class SimulatedSite:
 
     def _leave(self, row: Row) -> None:
         del self.running[row.id]
+        self._lines_running -= row.lane is Lane.BATCH
         self.kv_used -= self._held(row)
         row.ends_at = 0
         self._rows_decoding -= 1
@@ -266,42 +268,63 @@ class SimulatedSite:
     # ---- coming and going
 
     def _admit(self) -> None:
-        if len(self.running) >= self.spec.slots or not (self.queue or self._preempted):
+        """Whoever is next of a better lane waits for no line of a batch: the last of those gives up its slot
+        and its KV, and comes back later. The engine takes one an iteration, here it takes what it needs.
+        """
+        if not (self.queue or self._preempted) or (self._is_full and not self._lines_running):
             return
         self.settle_rows()
         free = self.spec.kv_tokens - self.kv_used - self.reserved_unwritten()
-        while len(self.running) < self.spec.slots:
-            row = (
-                self._preempted[0]
-                if self._preempted
-                else cast("Row | None", self.queue.first(self._clock.now_s))
-            )
-            if row is None:
-                return
+        while (row := self._first()) is not None:
             need = len(row.tokens) + row.p90_remaining()
-            if self.running and need > free:
+            if not self._is_full and (not self.running or need <= free):
+                self._start(row, need)
+                free -= need
+            elif (line := self._last_below(row)) is not None:
+                free += line.reserved
+                self._preempt(line)
+            else:
                 return
-            self._start(row, need)
-            free -= need
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.running) >= self.spec.slots
+
+    def _first(self) -> Row | None:
+        """Who was preempted comes back before anyone new of its lane starts."""
+        new = cast("Row | None", self.queue.first(self._clock.now_s))
+        back = min(self._preempted, key=lambda row: row.lane, default=None)
+        return new if back is None or (new is not None and new.lane < back.lane) else back
+
+    def _last_below(self, row: Row) -> Row | None:
+        """The one of a worse lane that decodes and started last."""
+        if not self._lines_running:
+            return None
+        lines = (each for each in reversed(self.running.values()) if each.lane > row.lane and each.ends_at)
+        return next(lines, None)
 
     def _start(self, row: Row, need: int) -> None:
-        if self._preempted and row is self._preempted[0]:
-            self._preempted.pop(0)
+        if row in self._preempted:
+            self._preempted.remove(row)
         else:
             self.queue.take(row)
         row.to_prefill, row.reserved = len(row.tokens), need
         row.started_s = self._clock.now_s if row.started_s is None else row.started_s
         self.running[row.id] = row
+        self._lines_running += row.lane is Lane.BATCH
         self._prefilling.append(row)
 
     def _make_room(self) -> None:
         """Who started last gives its KV back when the rows' next tokens do not fit."""
         while len(self.running) > 1 and self.kv_used + self._rows_decoding > self.spec.kv_tokens:
             self.settle_rows()
-            row = next(reversed(self.running.values()))
-            self._decoding = [entry for entry in self._decoding if entry[2] is not row]
-            self._decoding.sort()
-            self._leave(row)
-            row.start_over()
-            self._preempted.append(row)
-            self.preemptions += 1
+            self._preempt(next(reversed(self.running.values())))
+
+    def _preempt(self, row: Row) -> None:
+        """One that decodes gives its KV back, and is to compute all its tokens again."""
+        self._decoding = [entry for entry in self._decoding if entry[2] is not row]
+        self._decoding.sort()
+        self._leave(row)
+        row.start_over()
+        self._preempted.append(row)
+        self.preemptions += 1

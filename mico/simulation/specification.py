@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.domain import IterationCost
 from mico.errors import CommandFailed, ExitCode
@@ -12,6 +12,8 @@ MODEL = "simulated"
 REFERENCE = IterationCost(base_s=0.015, per_row_s=0.0002, per_token_s=0.00003, per_kv_token_s=2e-8)
 """Roughly 8 billion parameters on a data-centre GPU: 20 ms for 16 rows, 30,000 prompt tokens a second."""
 KV_TOKENS_PER_SLOT = 16_384
+PROMPT_PRICE = 0.25
+"""Of a prompt token, as a share of that of a response token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class SiteSpec:
     cost: IterationCost
     rtt_s: float
     kv_tokens: int
+    usd_per_mtok: float = 0.0  # of response tokens
+    region: str = ""  # empty: its own
 
     @staticmethod
     def of(name: str, slots: int, slower: float, rtt_s: float, kv_tokens: int = 0) -> SiteSpec:
@@ -49,36 +53,36 @@ UNEQUAL = (
 
 GROUP = re.compile(
     r"(?P<count>\d+)x(?P<slots>\d+)(@(?P<slower>[\d.]+))?(~(?P<rtt_ms>[\d.]+))?(/(?P<kv>\d+))?"
+    r"(:(?P<usd>[\d.]+))?(=(?P<region>[\w-]+))?"
 )
 
 
 def sites_of(text: str) -> list[SiteSpec]:
-    """`9`: nine unequal sites. `2x16@1.0~5,1x32@2.2~250/100000`: groups of COUNTxSLOTS, how many times slower
-    than the reference, round trip in ms, KV tokens; all but the first two may be left out.
+    """`9`: nine unequal sites. `2x16@1.0~5,1x32@2.2~250/100000:0.6=eu`: groups of COUNTxSLOTS, how many times
+    slower than the reference, round trip in ms, KV tokens, dollars a million response tokens, region; all but
+    the first two may be left out.
     """
     if text.isdecimal() and int(text) > 0:
-        shapes = [(*UNEQUAL[i % len(UNEQUAL)], 0) for i in range(int(text))]
+        specs = [SiteSpec.of("", *UNEQUAL[i % len(UNEQUAL)]) for i in range(int(text))]
     else:
-        shapes = [shape for part in text.split(",") for shape in _group(part.strip())]
-    return [SiteSpec.of(f"s{i:04d}", *shape) for i, shape in enumerate(shapes)]
+        specs = [spec for part in text.split(",") for spec in _group(part.strip())]
+    return [replace(spec, name=f"s{i:04d}") for i, spec in enumerate(specs)]
 
 
-def _group(text: str) -> list[tuple[int, float, float, int]]:
+def _group(text: str) -> list[SiteSpec]:
     found = GROUP.fullmatch(text)
     if found is None or int(found["slots"]) == 0 or float(found["slower"] or 1) <= 0:
         raise CommandFailed(
             f"{text!r} is no group of sites",
-            cause="expected a number of sites, or COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS],…",
+            cause="expected a number of sites, or "
+            "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…",
             tip="for example --sites 9, or --sites 2x16@1.0~5,1x32@2.2~250",
             exit_code=ExitCode.WRONG_USAGE,
         )
-    shape = (
-        int(found["slots"]),
-        float(found["slower"] or 1),
-        float(found["rtt_ms"] or 20) / 1000,
-        int(found["kv"] or 0),
-    )
-    return [shape] * int(found["count"])
+    slower, rtt_s = float(found["slower"] or 1), float(found["rtt_ms"] or 20) / 1000
+    spec = SiteSpec.of("", int(found["slots"]), slower, rtt_s, int(found["kv"] or 0))
+    spec = replace(spec, usd_per_mtok=float(found["usd"] or 0), region=found["region"] or "")
+    return [spec] * int(found["count"])
 
 
 def capacity_qps(sites: list[SiteSpec], prompt_tokens: float, response_tokens: float) -> float:

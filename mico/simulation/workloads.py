@@ -5,7 +5,7 @@ Forecasts are made from texts the shipped predictor never saw: only the corpus' 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from gateway.domain import Lane
 from mico.errors import CommandFailed
 from mico.simulation.queries import Query
 from predictor import dataset
@@ -87,6 +88,20 @@ def _queries(
     return [
         Query(number, arrival, max(1, prompt), max(1, response), text, model, f"t{tenant}")
         for number, (arrival, prompt, response, text, model, tenant) in enumerate(rows)
+    ]
+
+
+def classed(queries: Sequence[Query], batch_share: float, bound: Mapping[str, float]) -> list[Query]:
+    """So large a share of the queries are lines of batches, and these shares of all may be answered in one
+    region only. Drawn by number, so that every run of a comparison has the same.
+    """
+    random = np.random.default_rng(1)
+    lines = random.random(len(queries)) < batch_share
+    places = np.searchsorted(np.cumsum(list(bound.values())), random.random(len(queries)), side="right")
+    regions = [*(frozenset({region}) for region in bound), None]
+    return [
+        replace(query, lane=Lane.BATCH if line else Lane.INTERACTIVE, regions=regions[place])
+        for query, line, place in zip(queries, lines.tolist(), places.tolist(), strict=True)
     ]
 
 

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.admission import AGEING_S, FAIR_WITHIN_TOKENS, AdmissionQueue, has_place
+from site_engine.admission import (
+    AGEING_SHARE,
+    FAIR_WITHIN_TOKENS,
+    LEAST_AGEING_S,
+    AdmissionQueue,
+    Ageing,
+    has_place,
+)
 from site_engine.request import Lane, RemainingCurve, RemainingPoint, Request
 
 
@@ -72,10 +79,35 @@ def test_a_known_length_leaves_what_is_left_of_it(tokens: int, generated: int) -
 
 def test_waiting_outweighs_length_by_factors() -> None:
     patient = waiting("patient", 100 * e, arrived_s=0.0)
-    late = waiting("late", 100, arrived_s=2.1 * AGEING_S)
-    assert order(filled(late, patient)) == ["patient", "late"]
-    soon = waiting("soon", 100, arrived_s=1.9 * AGEING_S)
-    assert order(filled(soon, patient)) == ["soon", "patient"]
+    late = waiting("late", 100, arrived_s=2.1 * LEAST_AGEING_S)
+    assert order(filled(patient, late)) == ["patient", "late"]
+    soon = waiting("soon", 100, arrived_s=1.9 * LEAST_AGEING_S)
+    assert order(filled(patient, soon)) == ["soon", "patient"]
+
+
+@given(st.floats(0.01, 5.0), st.integers(1, 200))
+def test_a_queue_ages_by_the_time_it_takes_to_pass(gap_s: float, length: int) -> None:
+    """However long it is, waiting the same share of that time outweighs the same factor of work."""
+    ageing, now_s = Ageing(), 0.0
+    ageing.arrived(now_s, 0)
+    for _ in range(200):
+        now_s += gap_s
+        ageing.started(now_s, length)
+    before = ageing.arrived(now_s, length)
+    aged = ageing.arrived(now_s + 1.0, length) - before
+    assert aged == pytest.approx(1.0 / max(LEAST_AGEING_S, AGEING_SHARE * length * gap_s), rel=0.05)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.booleans()), max_size=60))
+def test_who_comes_later_is_never_older(news: list[tuple[float, bool]]) -> None:
+    ageing, now_s, readings = Ageing(), 0.0, []
+    for number, (passed_s, comes) in enumerate(news):
+        now_s += passed_s
+        if comes:
+            readings.append(ageing.arrived(now_s, number))
+        else:
+            ageing.started(now_s, number)
+    assert readings == sorted(readings)
 
 
 def test_what_may_be_short_goes_before_what_is_surely_as_long() -> None:
