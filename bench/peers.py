@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from inspect import signature
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from bench.workload import Query
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 PAGE_TOKENS = 16
+KNOWN_OPTIONS = signature(transformers.ContinuousBatchingConfig).parameters
+PAGE_OPTION = "page_size" if "page_size" in KNOWN_OPTIONS else "block_size"  # so called in 5.17
 
 
 class Room(NamedTuple):
@@ -70,7 +73,7 @@ def run_continuous(model: Any, work: list[Query], room: Room, clock: Clock) -> R
     """transformers' continuous batching, told the true length of every answer."""
     settings = transformers.ContinuousBatchingConfig(
         num_blocks=-(-room.kv_tokens // PAGE_TOKENS),
-        page_size=PAGE_TOKENS,
+        **{PAGE_OPTION: PAGE_TOKENS},
         max_batch_tokens=max(room.token_budget, room.slots),
     )
     generation = transformers.GenerationConfig(
