@@ -18,7 +18,7 @@ Score = Callable[[Request, float], float]
 
 PROMPT_TOKEN_WORK = 0.02
 """What computing a prompt token takes of a site beside a response token, which shares its iteration."""
-AGEING_SHARE = 0.35
+AGEING_SHARE = 0.5
 """Of the time that the queue has lately taken to pass, so much waiting outweighs a factor of e in work times
 length. With a fixed time a short queue is by length alone, and a long one first come first served.
 """

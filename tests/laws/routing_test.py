@@ -13,6 +13,7 @@ from gateway.domain import (
     Cause,
     Credit,
     IterationCost,
+    Lane,
     LoadReport,
     Model,
     Resume,
@@ -261,3 +262,12 @@ def test_more_free_memory_than_a_site_has_makes_it_no_faster() -> None:
         return replace(busy, load=replace(busy.load, kv_free_tokens=tokens, iteration=cost))
 
     assert estimate(DEMAND, with_free(2**32 - 1), NOW) == estimate(DEMAND, with_free(10_000), NOW)
+
+
+def test_a_line_of_a_batch_goes_where_it_is_cheap_a_chat_where_it_starts_soon() -> None:
+    near = site("near", price=8.0, rtt_s=0.01)
+    far = site("far", price=2.0, rtt_s=0.4)
+    for lane, wanted in ((Lane.INTERACTIVE, "near"), (Lane.BATCH, "far")):
+        placed = decide(replace(DEMAND, lane=lane), Fleet.of([near, far]), mico, now_s=NOW, turn=0)
+        assert placed.site is not None
+        assert placed.site.name == wanted

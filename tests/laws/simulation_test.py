@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, isnan
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.domain import Lane
 from gateway.routing.policies import POLICIES
 from mico.simulation.estimators import ESTIMATORS, exactly, expectations, noisy
 from mico.simulation.federation import Federation, Outage, Setting
@@ -132,6 +134,37 @@ def test_a_site_serves_no_more_rows_than_it_has_slots_and_no_more_tokens_than_it
     assert max(running for running, _ in seen) == 5
     assert max(used for _, used in seen) <= 700
     assert only.preemptions > 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(workloads, federations, st.integers(0, 2**40), st.booleans())
+def test_lines_of_batches_end_too_and_hold_nobody_up(
+    queries: list[Query], sites: tuple[SiteSpec, ...], lines: int, offload: bool
+) -> None:
+    mixed = [replace(q, lane=Lane.BATCH) if lines >> q.number & 1 else q for q in queries]
+    records, federation = simulate(mixed, sites, offload=offload)
+    assert all(0 < record.first_token_s <= record.finish_s for record in records)
+    for site in federation.sites.values():
+        assert (len(site.running), site.pending, site.kv_used) == (0, 0, 0)
+
+
+def test_a_chat_takes_the_slot_of_a_line_which_goes_on_later() -> None:
+    long = [Query(i, 0.0, 10, 2000, lane=Lane.BATCH) for i in range(8)]
+    chat = Query(8, 1.0, 10, 20)
+    records, federation = simulate([*long, chat], (SiteSpec.of("a", 4, 1.0, 0.0),))
+    assert records[8].finish_s < 1.0
+    assert federation.sites["a"].preemptions == 1
+    assert all(record.finish_s > 30 for record in records[:8])
+
+
+def test_a_bound_query_is_answered_in_its_region_only() -> None:
+    near, far = sites_of("1x4@1~5=us,1x4@1~200=eu")
+    queries = [
+        Query(i, 0.01 * i, 10, 50, regions=frozenset({"eu"}) if i % 3 == 0 else None) for i in range(60)
+    ]
+    records, _ = simulate(queries, (near, far))
+    assert {record.site for record in records[::3]} == {far.name}
+    assert near.name in {record.site for record in records}
 
 
 def test_load_is_a_share_of_what_the_sites_can_do() -> None:

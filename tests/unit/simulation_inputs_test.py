@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from gateway.domain import Lane
 from mico.cli import main
 from mico.errors import CommandFailed
-from mico.simulation.compare import outage, policy
+from mico.simulation.compare import bound, outage, policy
 from mico.simulation.estimators import KNOWN_AFTER, estimator
 from mico.simulation.figures import named_order
 from mico.simulation.queries import Query
 from mico.simulation.specification import KV_TOKENS_PER_SLOT, capacity_qps, sites_of
+from mico.simulation.workloads import classed
 
 QUERIES = [Query(i, float(i), 100, 1 + i % 50) for i in range(300)]
 
@@ -32,6 +35,23 @@ def test_sites_that_are_none_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(CommandFailed) as failure:
         sites_of(text)
     assert "--sites" in failure.value.tip
+
+
+def test_a_group_may_have_a_price_and_a_region() -> None:
+    cheap, own = sites_of("1x8@2~100/9000:0.25=eu-west,1x8")
+    assert (cheap.usd_per_mtok, cheap.region, cheap.kv_tokens) == (0.25, "eu-west", 9000)
+    assert (own.usd_per_mtok, own.region) == (0.0, "")
+
+
+def test_so_many_queries_are_lines_of_batches_and_bound_to_a_region() -> None:
+    found = classed([Query(i, float(i), 10, 10) for i in range(4000)], 0.25, {"eu": 0.5, "us": 0.125})
+    lines = sum(query.lane is Lane.BATCH for query in found)
+    where = Counter(query.regions for query in found)
+    assert lines == pytest.approx(1000, rel=0.15)
+    assert where[frozenset({"eu"})] == pytest.approx(2000, rel=0.15)
+    assert where[frozenset({"us"})] == pytest.approx(500, rel=0.15)
+    assert [query.number for query in found] == list(range(4000))
+    assert classed(QUERIES, 0.0, {}) == QUERIES
 
 
 def test_capacity_grows_with_slots_and_falls_with_slowness_and_length() -> None:
@@ -67,7 +87,7 @@ def test_a_histogram_learns_only_from_earlier_queries() -> None:
 
 
 def test_words_that_name_nothing_are_refused_with_what_there_is() -> None:
-    for wrong in (policy, named_order, estimator, outage):
+    for wrong in (policy, named_order, estimator, outage, bound):
         with pytest.raises(CommandFailed) as failure:
             wrong("nonsense")
         assert failure.value.tip
@@ -104,3 +124,5 @@ def test_the_command_says_what_is_wrong_with_its_options(
     assert "--corpus" in capsys.readouterr().err
     assert main(["simulate", "--load", "much"]) == 2
     assert "share of capacity" in capsys.readouterr().err
+    assert main(["simulate", "--bound", "eu=0.1", "--sites", "1x8=us"]) == 2
+    assert "no site" in capsys.readouterr().err
