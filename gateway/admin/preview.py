@@ -99,7 +99,10 @@ def _text(action: Action, left: float | None, load: float | None) -> str:
     act = f"{action.verb.value} {action.site}"
     if left is None or load is None:
         return f"{act}: no site has measured its speed yet, so what it costs is unknown."
-    return f"{act} leaves {left:.0%} of capacity; current load is {load:.0%}."
+    if left == 1:
+        return f"{act} leaves capacity as it is; current load is {load:.0%} of it."
+    gives = "leaves" if left < 1 else "gives"
+    return f"{act} {gives} {left:.0%} of today's capacity; current load is {load:.0%} of that."
 
 
 def _warnings(left: float | None, load: float | None, refused: Sequence[str]) -> list[str]:

@@ -26,7 +26,7 @@ For = Annotated[str, typer.Option("--for", help="How long, such as 20s.")]
 
 @app.command("kill-site")
 def kill_site(context: typer.Context, site: Site = None) -> None:
-    """As a power failure would. The page shows it stale, then down; answers go on elsewhere."""
+    """As a crash would: its links end. The page shows it down at once; answers go on elsewhere."""
     here = session(context)
     process = chosen(running(here), site)
     os.kill(process.pid, signal.SIGKILL)

@@ -51,6 +51,18 @@ def test_a_drain_says_what_it_leaves_and_what_the_load_is() -> None:
     assert [(s.site, s.before, s.after) for s in found.shares] == [("a", 0.25, 0.0), ("b", 0.75, 1.0)]
 
 
+@pytest.mark.parametrize(
+    ("verb", "state", "said"),
+    [
+        (Verb.DRAIN, SiteState.READY, "leaves 75% of today's capacity; current load is 40% of that."),
+        (Verb.RESUME, SiteState.DRAINING, "gives 133% of today's capacity; current load is 33% of that."),
+        (Verb.WEIGHT, SiteState.READY, "leaves capacity as it is; current load is 40% of it."),
+    ],
+)
+def test_an_act_says_in_a_sentence_what_it_does_to_capacity(verb: Verb, state: SiteState, said: str) -> None:
+    assert preview(Action(verb, "a", ""), [replace(A, state=state), B]).text == f"{verb.value} a {said}"
+
+
 def test_a_load_that_does_not_fit_and_a_model_that_nobody_else_has_are_warned_of() -> None:
     found = preview(Action(Verb.DRAIN, "b", ""), [A, B])
     assert found.refused_models == ["n"]

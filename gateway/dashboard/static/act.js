@@ -78,9 +78,7 @@ export class ActDialog {
   }
 
   tell(preview) {
-    const said = [MEANS[this.verb]];
-    if (preview.capacity_left != null) said.push(`Leaves ${percent(preview.capacity_left)} of capacity; current load is ${percent(preview.load)}.`);
-    else said.push("No site has measured its speed yet, so what it costs is unknown.");
+    const said = [MEANS[this.verb], preview.text[0].toUpperCase() + preview.text.slice(1)];
     if (["drain", "pause"].includes(this.verb) && preview.left) {
       said.push(`${preview.left} queries are left there` + (preview.empty_in_s != null ? `; it would be empty in ${seconds(preview.empty_in_s)}.` : "."));
     }
