@@ -17,14 +17,18 @@ MOST_NAMED = 3
 def banner(sites: Sequence[SiteView], totals: Totals) -> Banner:
     critical = _critical(sites, totals)
     degraded = _degraded(sites, totals)
-    room = [] if totals.headroom is None else [f"{totals.headroom:.0%} of token capacity free"]
     if critical or degraded:
         level = "critical" if critical else "degraded"
-        said = (*critical, *degraded, *(f"{each}." for each in room))
+        said = (*critical, *degraded, *_room(totals, "{:.0%} of the remaining capacity is free."))
         return Banner(level, f"{level.capitalize()}: {' '.join(said)}")
     ready = _number(sum(site.state is SiteState.READY for site in sites), "site", "sites")
     running = _number(totals.in_flight, "query", "queries")
-    return Banner("calm", f"All well: {', '.join((f'{ready} ready', f'{running} in flight', *room))}.")
+    said = (f"{ready} ready", f"{running} in flight", *_room(totals, "{:.0%} of token capacity free"))
+    return Banner("calm", f"All well: {', '.join(said)}.")
+
+
+def _room(totals: Totals, text: str) -> list[str]:
+    return [] if totals.headroom is None else [text.format(totals.headroom)]
 
 
 def _critical(sites: Sequence[SiteView], totals: Totals) -> list[str]:
