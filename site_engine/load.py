@@ -112,5 +112,7 @@ def condense(remaining: Sequence[float]) -> tuple[tuple[int, ...], int]:
     """At most 64 ascending values that stand for all, and how many requests each stands for (their mean)."""
     ordered = sorted(remaining)
     weight = max(1, -(-len(ordered) // REMAINING_VALUES))
+    if weight == 1:
+        return tuple(map(round, ordered)), 1
     groups = (ordered[at : at + weight] for at in range(0, len(ordered), weight))
     return tuple(round(sum(group) / len(group)) for group in groups), weight
