@@ -14,14 +14,17 @@ from typing import Any
 
 from predictor.errors import ArtifactError
 
-FORMAT = 1
+FORMAT = 2
 GRAPH_FILE = "model.onnx"
 CARD_FILE = "card.json"
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v1"
-SMALL_NAME = "small-v1"
+SMALL_NAME = "small-v2"
+LARGE_NAME = "large-v1"
 DEFAULT_NAME = SMALL_NAME
+KINDS = {"lexical": LEXICAL_NAME, "small": SMALL_NAME, "large": LARGE_NAME}
+"""What is shipped, by the word that chooses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,13 @@ class Card:
     config: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     format: int = FORMAT
+
+
+def folder_of(chosen: Path | None) -> Path:
+    """The folder of what was chosen: a word of KINDS, or a folder; the default where nothing was."""
+    if chosen is None:
+        return SHIPPED / DEFAULT_NAME
+    return SHIPPED / KINDS[str(chosen)] if str(chosen) in KINDS else chosen
 
 
 def read_vocabulary(folder: Path, card: Card) -> tuple[str, ...]:

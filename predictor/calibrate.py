@@ -25,8 +25,9 @@ OWN_TEMPERATURE_ROWS = 250
 """A model with fewer calibration rows takes the temperature of all together."""
 MEDIAN, STATED, FAR = 0.5, 0.9, 0.99
 LEAST_REACHED, MOST_REACHED = 0.75, 0.975
-PRIOR_ROWS = 30.0
+PRIOR_ROWS = 5.0
 """What a kind of prompt is expected to reach, until so many rows speak against it."""
+SHIFT_PRIOR_ROWS = 30.0
 MOST_ROWS_OF_A_KIND = 3_000
 KINDS_PENALTY = 0.003
 
@@ -44,9 +45,10 @@ class Kinds(NamedTuple):
         found: Floats = softmax((standardised @ self.weight.T + self.bias).astype(np.float64), axis=1)
         return found
 
-    def reached_by(self, standardised: NDArray[np.float32]) -> Floats:
-        """What share of such prompts the p90 reaches before it is bent."""
-        found: Floats = np.clip(self.shares(standardised) @ self.reached, LEAST_REACHED, MOST_REACHED)
+    def reached_by(self, standardised: NDArray[np.float32], shift: Floats | float = 0.0) -> Floats:
+        """What share of such prompts the p90 reaches before it is bent; `shift` is the served model's own."""
+        reached = self.shares(standardised) @ self.reached + shift
+        found: Floats = np.clip(reached, LEAST_REACHED, MOST_REACHED)
         return found
 
 
@@ -99,6 +101,23 @@ def bent(probabilities: Floats, reached: Floats) -> Floats:
     shares = np.maximum(np.diff(moved, axis=1, prepend=0.0), 0.0)
     whole: Floats = shares / shares.sum(axis=1, keepdims=True)
     return whole
+
+
+def shift_of(
+    probabilities: Floats, length: NDArray[np.int64], edges: tuple[int, ...], reached: Floats
+) -> float:
+    """What to add to `reached` so that the p90 of such rows covers 90 %; less where rows are few.
+
+    A row is within its p90 if its length lies at or below the share `reached` of its distribution, so what is
+    missing is a quantile of the difference.
+    """
+    bounds, place = np.array(edges), range_of(length, edges)
+    rows = np.arange(len(place))
+    own = probabilities[rows, place]
+    share = np.clip((length - bounds[place]) / (bounds[place + 1] - bounds[place]), 0.0, 1.0)
+    below = np.cumsum(probabilities, axis=1)[rows, place] - own * (1.0 - share)
+    missing = float(np.quantile(below - reached, STATED))
+    return missing * len(rows) / (len(rows) + SHIFT_PRIOR_ROWS)
 
 
 def log_loss(logits: NDArray[np.float64], label: NDArray[np.int64]) -> float:

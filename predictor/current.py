@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from predictor.artifact import CARD_FILE, DEFAULT_NAME, SHIPPED, read_card
+from predictor.artifact import CARD_FILE, folder_of, read_card
 from predictor.borrow import BorrowingForecaster
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
@@ -13,13 +13,13 @@ from predictor.runtime import Features, OnnxForecaster
 
 
 class CurrentForecaster:
-    """Serves what is in a folder. `refresh` is for a caller's own clock, off its event loop.
+    """Serves what is in a folder or shipped. `refresh` is for a caller's own clock, off its event loop.
 
     A damaged or half-written artifact is refused, and the one in force stays.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or SHIPPED / DEFAULT_NAME
+    def __init__(self, chosen: Path | None = None) -> None:
+        self._folder = folder_of(chosen)
         self._written = self._last_write()
         self._serving = BorrowingForecaster(OnnxForecaster(self._folder))
 

@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor import dataset, metrics, peers
-from predictor.artifact import DEFAULT_NAME, LEXICAL_NAME, SHIPPED
+from predictor.artifact import LEXICAL_NAME, SHIPPED, folder_of
 from predictor.errors import DataError
 from predictor.labels import range_of
 from predictor.report import write as write_report
@@ -54,7 +54,7 @@ def evaluate(
         frame = dataset.split(frame).held_out
     if not len(frame):
         raise DataError(f"{data} has no rows to score")
-    forecaster = OnnxForecaster(artifact or SHIPPED / DEFAULT_NAME)
+    forecaster = OnnxForecaster(folder_of(artifact))
     found = forecasts_of(forecaster, frame, progress)
     lexical = forecaster
     if forecaster.name != LEXICAL_NAME:

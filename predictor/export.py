@@ -20,10 +20,15 @@ from predictor.features import DENSE
 
 OPSET = 17
 BERT_EPSILON = 1e-12
+PADDING_PIECE = 0
+ZERO = 128
+"""The byte that stands for 0 in a table of bytes without sign."""
 ANSWER = "probabilities"
 INPUTS = "inputs"
 """What the head sees of a prompt: everything but the served model."""
 CONTRIBUTED = "com.microsoft"
+SHIFT = "reached_shift"
+"""What is added, for each served model, to the share that its p90 is thought to reach."""
 OWNER = "owner"
 """Which query each row of the answer is of: one query may be forecast for many models."""
 Array = NDArray[np.float32]
@@ -172,18 +177,20 @@ def _answer(draw: Drawing, head: State, sharpness: Array) -> None:
         if name != "last":
             state = draw.call("Relu", state)
     factor = draw.call("Gather", draw.constant("sharpness", sharpness.reshape(-1, 1)), "model")
-    _bent(draw, draw.call("Softmax", draw.call("Mul", state, factor), axis=1), standardised, inputs)
+    none = draw.constant(SHIFT, np.zeros((len(sharpness), 1), dtype=np.float32))
+    shift = draw.call("Gather", none, "model")
+    _bent(draw, draw.call("Softmax", draw.call("Mul", state, factor), axis=1), standardised, shift, inputs)
 
 
-def _bent(draw: Drawing, probabilities: str, standardised: str, inputs: int) -> None:
-    """`calibrate.bent` by `calibrate.Kinds`, which bends nothing until `graft.with_kinds` fills it in."""
+def _bent(draw: Drawing, probabilities: str, standardised: str, shift: str, inputs: int) -> None:
+    """`calibrate.bent` by `calibrate.Kinds`, which bends nothing until `graft` fills it in."""
     even = calibrate.one_kind(inputs)
     weight, bias = draw.constant("kinds.weight", even.weight), draw.constant("kinds.bias", even.bias)
     likeness = draw.call("Softmax", draw.call("Gemm", standardised, weight, bias, transB=1), axis=1)
     reached = draw.call("MatMul", likeness, draw.constant("kinds.reached", even.reached[:, None]))
     least = draw.constant("least_reached", np.float32(calibrate.LEAST_REACHED))
     most = draw.constant("most_reached", np.float32(calibrate.MOST_REACHED))
-    reached = draw.call("Clip", reached, least, most)
+    reached = draw.call("Clip", draw.call("Add", reached, shift), least, most)
     knots = [calibrate.MEDIAN, calibrate.STATED, calibrate.FAR]
     median, stated, far = (draw.constant(f"knot_{knot}", np.float32(knot)) for knot in knots)
     width = draw.constant("body_width", np.float32(calibrate.STATED - calibrate.MEDIAN))
@@ -203,8 +210,13 @@ def _read(draw: Drawing, body: State, heads: Sequence[int], query_heads: int) ->
     """`networks.Trimmed`: what its queries read `[queries, queries * width]`."""
     nothing = draw.constant("nothing", np.int64(0))
     real = draw.call("Cast", draw.call("Not", draw.call("Equal", "pieces", nothing)), to=TensorProto.INT32)
-    state = draw.plus(_words(draw, body["table"]), _places(draw, body["places"]))
-    state = draw.normalised(state, body, "begin_norm", BERT_EPSILON)
+    if "merge.weight" in body:
+        state, real = _grouped(draw, body, real)
+    else:
+        state = _words(draw, body["table"])
+    state = draw.normalised(
+        draw.plus(state, _places(draw, body["places"], state)), body, "begin_norm", BERT_EPSILON
+    )
     for layer, own in enumerate(heads):
         if f"layers.{layer}.merge.weight" in body:
             state, real = _merged(draw, body, f"layers.{layer}", state=state, real=real)
@@ -221,6 +233,31 @@ def _read(draw: Drawing, body: State, heads: Sequence[int], query_heads: int) ->
     return draw.call("Reshape", read, draw.constant("flat", np.array([0, -1])))
 
 
+def _grouped(draw: Drawing, body: State, real: str) -> tuple[str, str]:
+    """States of neighbouring pieces as one straight from a table in bytes, and which of them are real."""
+    table, weight = body["table"].copy(), body["merge.weight"]
+    width = table.shape[1]
+    together = weight.shape[1] // width
+    table[PADDING_PIECE] = 0.0
+    grain = np.maximum(np.abs(table).max(axis=0), 1e-12) / 127.0
+    kept = draw.constant("piece_table", (np.round(table / grain) + ZERO).astype(np.uint8))
+    weight = (weight * np.tile(grain, together)).T
+    scale = np.maximum(np.abs(weight).max(axis=0), 1e-12) / 63.0  # seven bits, as `in_bytes`
+    wide = draw.constant("piece_groups", np.array([0, -1, together * width]))
+    groups = draw.call("Reshape", draw.call("Gather", kept, "pieces"), wide)
+    bytes_ = draw.constant("merge.weight", np.round(weight / scale).astype(np.int8))
+    zero, none = draw.constant("piece_zero", np.uint8(ZERO)), draw.constant("merge.zero", np.int8(0))
+    summed = draw.call("Cast", draw.call("MatMulInteger", groups, bytes_, zero, none), to=TensorProto.FLOAT)
+    state = draw.call("Mul", summed, draw.constant("merge.scale", scale.astype(np.float32)))
+    return state, _any_real(draw, real, "pieces", together)
+
+
+def _any_real(draw: Drawing, real: str, name: str, together: int) -> str:
+    """Which groups hold anything real."""
+    grouped = draw.call("Reshape", real, draw.constant(f"{name}.grouped", np.array([0, -1, together])))
+    return draw.call("ReduceMax", grouped, axes=[-1], keepdims=0)
+
+
 def _merged(draw: Drawing, body: State, name: str, *, state: str, real: str) -> tuple[str, str]:
     """States of neighbours as one, and which of them are real."""
     weight = body[f"{name}.merge.weight"]
@@ -230,8 +267,7 @@ def _merged(draw: Drawing, body: State, name: str, *, state: str, real: str) -> 
     wide = draw.constant(f"{name}.wide", np.array([0, -1, together * width]))
     groups = draw.call("Reshape", draw.call("Mul", state, shown), wide)
     kept = draw.constant(f"{name}.merge.weight", np.ascontiguousarray(weight.T))
-    grouped = draw.call("Reshape", real, draw.constant(f"{name}.grouped", np.array([0, -1, together])))
-    return draw.call("MatMul", groups, kept), draw.call("ReduceMax", grouped, axes=[-1], keepdims=0)
+    return draw.call("MatMul", groups, kept), _any_real(draw, real, name, together)
 
 
 def _trimmed_layer(draw: Drawing, body: State, name: str, *, state: str, real: str, heads: int) -> str:
@@ -273,7 +309,7 @@ def _words(draw: Drawing, table: Array) -> str:
     )
 
 
-def _places(draw: Drawing, places: Array) -> str:
-    width = draw.call("Shape", "pieces", start=1, end=2)
+def _places(draw: Drawing, places: Array, state: str) -> str:
+    width = draw.call("Shape", state, start=1, end=2)
     start = draw.constant("place_start", np.array([0]))
     return draw.call("Slice", draw.constant("places", places), start, width)

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from predictor import features
 from predictor.calibrate import Kinds
-from predictor.export import INPUTS, OWNER
+from predictor.export import INPUTS, OWNER, SHIFT
 from predictor.pieces import Pieces, padded
 
 Array = NDArray[np.float32]
@@ -41,16 +41,26 @@ def head_of(graph: bytes) -> dict[str, Array]:
 
 def sharpness_of(graph: bytes) -> Array:
     """The factor on the logits for each model."""
+    return _column(graph, "sharpness")
+
+
+def shift_of(graph: bytes) -> Array:
+    """What is added, for each model, to the share that its p90 is thought to reach."""
+    return _column(graph, SHIFT)
+
+
+def _column(graph: bytes, name: str) -> Array:
     kept = {each.name: each for each in onnx.load_from_string(graph).graph.initializer}
-    factors: Array = numpy_helper.to_array(kept["sharpness"]).reshape(-1).copy()
-    return factors
+    values: Array = numpy_helper.to_array(kept[name]).reshape(-1).copy()
+    return values
 
 
-def with_head(graph: bytes, head: dict[str, Array], sharpness: Array) -> bytes:
-    """The same graph with another head, which may know more models, and another sharpness for each."""
+def with_head(graph: bytes, head: dict[str, Array], sharpness: Array, shift: Array | None = None) -> bytes:
+    """The same graph with another head, which may know more models, each with a sharpness and a shift."""
     model = onnx.load_from_string(graph)
     fresh = {drawn: head[name] for name, drawn in HEAD_NAMES.items()}
     fresh["sharpness"] = sharpness.reshape(-1, 1).astype(np.float32)
+    fresh[SHIFT] = np.zeros_like(fresh["sharpness"]) if shift is None else shift.reshape(-1, 1)
     for constant in model.graph.initializer:
         if constant.name in fresh:
             constant.CopyFrom(
@@ -102,7 +112,7 @@ def inputs_of(
     by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     for start in range(0, len(texts), BATCH_PROMPTS):
         chosen = by_length[start : start + BATCH_PROMPTS]
-        batch = features.batch([features.bag(texts[index]) for index in chosen])
+        batch = features.batch(features.bags([texts[index] for index in chosen]))
         known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
         known |= {"model": np.zeros(len(chosen), dtype=np.int64), OWNER: np.arange(len(chosen))}
         if pieces is not None:

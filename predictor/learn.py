@@ -12,15 +12,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 
 from predictor.labels import soft_targets
 from predictor.lexical import UNKNOWN_MODEL
 from predictor.networks import LengthNet
-from predictor.pieces import UNKNOWN
+from predictor.pieces import LONGEST_PIECES, UNKNOWN, WIDTH_STEP
 from predictor.prepare import Prepared
 
 Progress = Callable[[str], None]
+AVERAGED_FROM = 0.3
 SORTED_BATCHES = 32
 """So many batches are shuffled together, then sorted by length, so that little of a batch is padding."""
 
@@ -43,7 +45,20 @@ class Recipe:
     """Share of the pieces that are shown as unknown."""
     teacher_share: float = 0.0
     """Of the target of a row that was answered; a row that nobody answered is all the teacher's."""
+    match: float = 0.0
+    """What it weighs to be able to tell, from what the body reads, what the teachers' bodies read."""
+    moved_share: float = 0.0
+    """Share of the batches whose texts begin a few places later, so that other neighbours are merged."""
+    averaged: float = 0.0
+    """How much of the running mean of the weights stays at each step; 0 takes the last weights."""
     seed: int = 7
+
+
+class Taught(NamedTuple):
+    """What teachers say of every row `[rows, ranges]`, and what they read of every prompt, standardised."""
+
+    probabilities: NDArray[np.float16]
+    reads: NDArray[np.float16]
 
 
 class Drawn(NamedTuple):
@@ -102,16 +117,20 @@ def fit(
     edges: tuple[int, ...],
     recipe: Recipe,
     *,
-    taught: NDArray[np.float16] | None = None,
+    taught: Taught | None = None,
     device: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> LengthNet:
-    """Trains a net on some rows; `taught` holds a teacher's probabilities for every row of `data`."""
+    """Trains a net on some rows, and to do as its teachers did where there are any."""
     torch.manual_seed(recipe.seed)
     net.to(device).train()
     draw = Draw(data, rows, recipe)
     steps = recipe.epochs * draw.batches
-    body, head = list(net.body.parameters()), list(net.head.parameters())
+    matching = None if taught is None or not recipe.match else _Matching(net.body.width, taught.reads, device)
+    body, head = (
+        list(net.body.parameters()),
+        [*net.head.parameters(), *(matching.parameters() if matching else ())],
+    )
     groups = [{"params": body, "lr": recipe.body_rate}, {"params": head, "lr": recipe.head_rate}]
     optimizer = torch.optim.AdamW(groups, weight_decay=recipe.weight_decay, fused=device != "cpu")
     rates = [recipe.body_rate, recipe.head_rate]
@@ -123,7 +142,8 @@ def fit(
     side = torch.tensor(data.side, device=device)
     noise = recipe.side_noise / net.head.scale[net.body.width :]
     model = torch.tensor(data.model, device=device)
-    target = _targets(data, edges, recipe, taught, device)
+    target = _targets(data, edges, recipe, None if taught is None else taught.probabilities, device)
+    mean = _RunningMean(net, recipe.averaged, int(AVERAGED_FROM * steps))
     for epoch in range(recipe.epochs):
         total = torch.zeros((), device=device)
         for drawn in draw.epoch():
@@ -134,18 +154,66 @@ def fit(
             forget = torch.rand(len(chosen), device=device) < recipe.unknown_share
             served = model[chosen].masked_fill(forget, UNKNOWN_MODEL)
             text = _blotted(pieces[prompts, : drawn.longest], unknown_piece, recipe.piece_dropout)
-            logits = net(text, shown, owner, served)
+            read = net.read(_moved(text, recipe.moved_share))
+            logits = net.told(read, shown, owner, served)
             losses = functional.cross_entropy(logits, target[chosen].float(), reduction="none")
             loss = (losses * weight).sum() / weight.sum()
+            if matching is not None:
+                loss = loss + recipe.match * matching(read, prompts)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            mean.step()
             total += loss.detach()
         progress(f"epoch {epoch + 1}/{recipe.epochs}: loss {total.item() / draw.batches:.4f}")
+    mean.take()
     net.eval()
     return net
+
+
+class _RunningMean:
+    """The mean of a net's weights over the later steps, which forecasts better than the last of them."""
+
+    def __init__(self, net: LengthNet, kept: float, after: int) -> None:
+        self._weights, self._kept, self._wait = list(net.parameters()), kept, after
+        self._mean: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        self._wait -= 1
+        if self._kept == 0.0 or self._wait > 0:
+            return
+        with torch.no_grad():
+            if not self._mean:
+                self._mean = [each.detach().clone() for each in self._weights]
+            torch._foreach_lerp_(self._mean, self._weights, 1.0 - self._kept)
+
+    def take(self) -> None:
+        """Puts the mean in the place of the weights."""
+        with torch.no_grad():
+            for weight, mean in zip(self._weights, self._mean, strict=False):
+                weight.copy_(mean)
+
+
+class _Matching(nn.Module):  # type: ignore[misc]
+    """How far off a linear guess of what the teachers read is, in squared standard deviations."""
+
+    def __init__(self, width: int, reads: NDArray[np.float16], device: str) -> None:
+        super().__init__()
+        self.guess = nn.Linear(width, reads.shape[1]).to(device)
+        self.reads = torch.tensor(reads, device=device)
+
+    def forward(self, read: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.guess(read), self.reads[prompts].float())
+
+
+def _moved(text: torch.Tensor, share: float) -> torch.Tensor:
+    """Sometimes a batch whose texts begin a few places later."""
+    if share == 0.0 or torch.rand(()).item() >= share:
+        return text
+    places = int(torch.randint(1, WIDTH_STEP, ()).item())
+    return functional.pad(text, (places, 0))[:, :LONGEST_PIECES]
 
 
 def _blotted(pieces: torch.Tensor, unknown: int, share: float) -> torch.Tensor:

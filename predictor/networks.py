@@ -6,7 +6,8 @@ lexical scores and of the served model, logits over ranges of length. Needs torc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -94,15 +95,32 @@ class LengthNet(nn.Module):  # type: ignore[misc]
 
     def forward(self, pieces: Tensor, side: Tensor, owner: Tensor, model: Tensor) -> Tensor:
         """Logits `[rows, ranges]`; row i is of prompt `owner[i]` and answered by `model[i]`."""
+        return self.told(self.read(pieces), side, owner, model)
+
+    def read(self, pieces: Tensor) -> Tensor:
+        """What the encoder makes of each prompt."""
         with torch.autocast(pieces.device.type, torch.bfloat16, enabled=pieces.is_cuda):
-            read = self.body(pieces)
-        logits: Tensor = self.head(torch.cat([read.float(), side], 1)[owner], model)
+            found: Tensor = self.body(pieces)
+        return found.float()
+
+    def told(self, read: Tensor, side: Tensor, owner: Tensor, model: Tensor) -> Tensor:
+        """Logits from what was read."""
+        logits: Tensor = self.head(torch.cat([read, side], 1)[owner], model)
         return logits
+
+
+def keep_pieces(encoder: nn.Module, kept: Sequence[int]) -> None:
+    """Leaves of an encoder's table only the rows of some pieces."""
+    table = encoder.embeddings.word_embeddings.weight.detach()
+    encoder.embeddings.word_embeddings = nn.Embedding.from_pretrained(table[torch.as_tensor(kept)])
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What is kept of a teacher's layer; before it, `merged` neighbours become one, which halves its work."""
+    """What is kept of a teacher's layer; before it, `merged` neighbours become one, which lessens its work.
+
+    Where the first layer merges, a piece is its row of the table and no more: places are told to the groups.
+    """
 
     heads: int
     hidden: int
@@ -113,7 +131,7 @@ class LayerConfig:
 class TrimmedConfig:
     """How much of a teacher a student keeps: its first layers, their strongest heads and neurons."""
 
-    layers: tuple[LayerConfig, ...] = (LayerConfig(12, 768), LayerConfig(12, 768))
+    layers: tuple[LayerConfig, ...] = (LayerConfig(6, 768, merged=4), LayerConfig(6, 768))
     queries: int = 4
     query_attention: int = 192
     query_heads: int = 6
@@ -128,7 +146,7 @@ class TrimmedLayer(nn.Module):  # type: ignore[misc]
         width = attention.width
         self.merged = kept.merged
         if kept.merged > 1:
-            self.merge = nn.Linear(kept.merged * width, width, bias=False)
+            self.merge = _mean_of(kept.merged, width)
         self.attention = Attention(attention)
         self.attention_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, kept.hidden)
@@ -138,8 +156,7 @@ class TrimmedLayer(nn.Module):  # type: ignore[misc]
     def forward(self, state: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """New states, and which of them are real."""
         if self.merged > 1:
-            groups = (state * real[..., None]).unflatten(1, (-1, self.merged))
-            state, real = self.merge(groups.flatten(2)), real.unflatten(1, (-1, self.merged)).any(2)
+            state, real = _merged(self.merge, state, real, self.merged)
         state = self.attention_norm(state + self.attention(state, state, real))
         hidden = self.down(functional.gelu(self.up(state), approximate="tanh"))
         added: Tensor = self.hidden_norm(state + hidden)
@@ -152,13 +169,15 @@ class Trimmed(nn.Module):  # type: ignore[misc]
     def __init__(self, config: TrimmedConfig, teacher: nn.Module) -> None:
         super().__init__()
         self.config = config
-        embeddings = teacher.embeddings
-        self.table = nn.Parameter(embeddings.word_embeddings.weight.detach().float().clone())
-        places = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
-        self.places = nn.Parameter(places[:LONGEST_PIECES].detach().float().clone())
-        self.begin_norm = _copied(nn.LayerNorm(self.table.shape[1]), embeddings.LayerNorm)
-        kept = zip(teacher.encoder.layer, config.layers, strict=False)
-        self.layers = nn.ModuleList(_trimmed(layer, each) for layer, each in kept)
+        self.table, self.places, self.begin_norm = _beginning(teacher.embeddings)
+        self.together = config.layers[0].merged
+        layers = config.layers
+        if self.together > 1:
+            self.merge = _mean_of(self.together, self.table.shape[1])
+            self.table = nn.Parameter(self.begin_norm(self.table + self.places.mean(0)).detach())
+            self.places = nn.Parameter(torch.zeros(LONGEST_PIECES // self.together, self.table.shape[1]))
+            layers = (replace(layers[0], merged=1), *layers[1:])
+        self.layers = nn.ModuleList(map(_trimmed, teacher.encoder.layer, layers))
         reading = AttentionConfig(self.table.shape[1], config.query_attention, config.query_heads)
         self.told_norm = nn.LayerNorm(self.table.shape[1])
         self.queries = nn.Parameter(torch.randn(config.queries, self.table.shape[1]) * 0.5)
@@ -167,14 +186,37 @@ class Trimmed(nn.Module):  # type: ignore[misc]
 
     def forward(self, pieces: Tensor) -> Tensor:
         pieces = functional.pad(pieces, (0, -pieces.shape[1] % WIDTH_STEP))
-        real = pieces != 0
-        state = functional.embedding(pieces, self.table) + self.places[: pieces.shape[1]]
-        state = self.begin_norm(state)
+        state, real = functional.embedding(pieces, self.table), pieces != 0
+        if self.together > 1:
+            state, real = _merged(self.merge, state, real, self.together)
+        state = self.begin_norm(state + self.places[: state.shape[1]])
         for layer in self.layers:
             state, real = layer(state, real)
         queries = self.queries.expand(len(pieces), -1, -1)
         read: Tensor = self.reader(queries, self.told_norm(state), real)
         return read.flatten(1)
+
+
+def _beginning(embeddings: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.LayerNorm]:
+    """A teacher's table of pieces, what it tells of places, and the normalisation of their sum."""
+    table = embeddings.word_embeddings.weight.detach().float().clone()
+    places = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
+    norm = _copied(nn.LayerNorm(table.shape[1]), embeddings.LayerNorm)
+    return nn.Parameter(table), nn.Parameter(places[:LONGEST_PIECES].detach().float().clone()), norm
+
+
+def _merged(merge: nn.Linear, state: Tensor, real: Tensor, together: int) -> tuple[Tensor, Tensor]:
+    """States of neighbours as one, and which of them are real."""
+    groups = (state * real[..., None]).unflatten(1, (-1, together))
+    return merge(groups.flatten(2)), real.unflatten(1, (-1, together)).any(2)
+
+
+def _mean_of(together: int, width: int) -> nn.Linear:
+    """Makes one of some neighbours: begins as their mean, a little different for each place."""
+    merge = nn.Linear(together * width, width, bias=False)
+    mean = torch.cat([torch.eye(width) / together] * together, 1)
+    merge.weight.data = mean + 0.01 * torch.randn_like(mean)
+    return merge
 
 
 def _trimmed(layer: nn.Module, kept: LayerConfig) -> TrimmedLayer:
@@ -187,9 +229,6 @@ def _trimmed(layer: nn.Module, kept: LayerConfig) -> TrimmedLayer:
     neurons = (up.weight.norm(dim=1) * down.weight.norm(dim=0)).topk(kept.hidden).indices.sort().values
     width = down.out_features
     trimmed: TrimmedLayer = TrimmedLayer(AttentionConfig(width, len(columns), kept.heads), kept)
-    if kept.merged > 1:  # begins as the mean, a little different for each place
-        mean = torch.cat([torch.eye(width) / kept.merged] * kept.merged, 1)
-        trimmed.merge.weight.data = mean + 0.01 * torch.randn_like(mean)
     for name in ("query", "key", "value"):
         _cut(getattr(trimmed.attention, name), getattr(own.self, name), rows=columns)
     _cut(trimmed.attention.out, own.output.dense, columns=columns)

@@ -23,6 +23,7 @@ WIDTH_STEP = 4
 LONGEST_WORD_CHARS = 40
 CACHED_WORDS = 50_000
 PAD, LINE, PARAGRAPH, UNKNOWN, START, END = "[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"
+MARKS = frozenset((PAD, LINE, PARAGRAPH, UNKNOWN, START, END))
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\n[\n\r\t ]*|[^\W_]+|[^\w\s]|_")
 

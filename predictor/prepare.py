@@ -1,21 +1,19 @@
-"""From a corpus to arrays: everything that learning needs, computed once and kept in one file.
+"""From a corpus to arrays: everything that learning needs, computed once.
 
 Needs pandas and scikit-learn; training only.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from predictor import augment, dataset, features, views
-from predictor.pieces import LONGEST_PIECES, Pieces
+from predictor.pieces import LONGEST_PIECES, MARKS, Pieces
 
 Progress = Callable[[str], None]
 TRAIN, CALIBRATION, HELD_OUT, MADE = range(4)
@@ -38,34 +36,25 @@ class Prepared:
     models: tuple[str, ...]
     views: tuple[str, ...]
     vocabulary: tuple[str, ...]
-
-    def save(self, path: Path) -> None:
-        texts = json.dumps([self.models, self.views, self.vocabulary])
-        np.savez_compressed(
-            path,
-            pieces=self.pieces.astype(np.uint16),
-            side=self.side.astype(np.float16),
-            table=self.table.astype(np.float16),
-            prompt=self.prompt.astype(np.int32),
-            model=self.model.astype(np.int16),
-            length=self.length.astype(np.int32),
-            part=self.part.astype(np.int8),
-            texts=np.frombuffer(texts.encode(), dtype=np.uint8),
-        )
-
-    @classmethod
-    def load(cls, path: Path) -> Prepared:
-        with np.load(path) as kept:
-            models, names, vocabulary = json.loads(kept["texts"].tobytes())
-            whole = {
-                name: kept[name].astype(np.int64) for name in ("pieces", "prompt", "model", "length", "part")
-            }
-            real = {name: kept[name].astype(np.float32) for name in ("side", "table")}
-        return cls(**whole, **real, models=tuple(models), views=tuple(names), vocabulary=tuple(vocabulary))
+    texts: tuple[str, ...]
 
     def rows(self, *parts: int) -> NDArray[np.int64]:
         """Places of the rows of some parts."""
         return np.flatnonzero(np.isin(self.part, parts))
+
+    def commonest_pieces(self, most: int) -> NDArray[np.int64]:
+        """Ids of the `most` pieces that training prompts have most of, and of what every text needs."""
+        seen = np.unique(self.prompt[self.rows(TRAIN)])
+        counts = np.bincount(self.pieces[seen].ravel(), minlength=len(self.vocabulary))
+        needed = np.array([_needed(piece) for piece in self.vocabulary])
+        common = np.zeros(len(counts), dtype=bool)
+        common[np.argsort(-counts, kind="stable")[:most]] = True
+        return np.flatnonzero(needed | common)
+
+    def with_pieces(self, kept: NDArray[np.int64]) -> Prepared:
+        """The same, read with a part of the vocabulary: words that are not in it fall into smaller pieces."""
+        vocabulary = tuple(self.vocabulary[piece] for piece in kept)
+        return replace(self, pieces=_padded(Pieces(vocabulary), self.texts), vocabulary=vocabulary)
 
 
 def prepare(
@@ -96,14 +85,16 @@ def prepare(
     names = (UNKNOWN_NAME, *sorted(parts.train.model.unique()))
     rows = _rows(parts, place, names)
     rows = pd.concat([rows, _made_rows(rows, len(texts), len(extra), seed)])
+    every = (*texts, *(each.text for each in extra))
     return Prepared(
-        pieces=_padded(Pieces(vocabulary), [*texts, *(each.text for each in extra)]),
+        pieces=_padded(Pieces(vocabulary), every),
         side=side.astype(np.float32),
         table=learned.table,
         **{column: rows[column].to_numpy(dtype=np.int64) for column in ("prompt", "model", "length", "part")},
         models=names,
         views=learned.names,
         vocabulary=tuple(vocabulary),
+        texts=every,
     )
 
 
@@ -129,6 +120,11 @@ def _made_rows(rows: pd.DataFrame, first: int, count: int, seed: int) -> pd.Data
     model = np.concatenate([random.choice(answered, count), random.choice(np.unique(answered), count)])
     prompt = np.tile(np.arange(first, first + count), 2)
     return pd.DataFrame({"prompt": prompt, "model": model, "length": 0, "part": MADE})
+
+
+def _needed(piece: str) -> bool:
+    """Marks, and single characters, of which any known script can be put together."""
+    return piece in MARKS or len(piece.removeprefix("##")) == 1
 
 
 def _padded(pieces: Pieces, texts: Sequence[str]) -> NDArray[np.int64]:

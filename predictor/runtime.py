@@ -15,7 +15,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from predictor import features
-from predictor.artifact import DEFAULT_NAME, GRAPH_FILE, SHIPPED, Card, read_card, read_vocabulary
+from predictor.artifact import GRAPH_FILE, Card, folder_of, read_card, read_vocabulary
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
@@ -97,7 +97,7 @@ class OnnxForecaster:
 
         Each text is read once, however many answers are asked of it.
         """
-        read = [self.read(text) for text in texts]
+        read = self.read(texts)
         found = np.empty((len(owner), len(self.card.edges) - 1))
         for part in _batches([len(each.pieces) or len(each.bag.slots) for each in read]):
             place = np.full(len(texts), -1)
@@ -110,10 +110,10 @@ class OnnxForecaster:
         """The row of a served model, or of the one it is an alias of; UNKNOWN_ROW for any other."""
         return self._rows.get(model.casefold(), UNKNOWN_ROW)
 
-    def read(self, text: str) -> Read:
-        """A text as the graph is given it."""
-        pieces = self._pieces.encode(text) if self._pieces else []
-        return Read(features.bag(text), pieces)
+    def read(self, texts: Sequence[str]) -> list[Read]:
+        """Texts as the graph is given them."""
+        encode = self._pieces.encode if self._pieces else lambda _: []
+        return [Read(bag, encode(text)) for bag, text in zip(features.bags(texts), texts, strict=True)]
 
     def _run(
         self, read: list[Read], owner: NDArray[np.int64], rows: NDArray[np.int64]
@@ -129,8 +129,8 @@ class OnnxForecaster:
 
 
 def load(path: Path | None = None) -> Forecaster:
-    """The artifact in a folder, by default the one shipped; ArtifactError says why it cannot be served."""
-    return OnnxForecaster(path if path is not None else SHIPPED / DEFAULT_NAME)
+    """The artifact that `artifact.folder_of` finds; ArtifactError says why it cannot be served."""
+    return OnnxForecaster(folder_of(path))
 
 
 def _batches(widths: Sequence[int]) -> list[list[int]]:

@@ -1,15 +1,14 @@
 """Training a model from a corpus of prompts and lengths, and writing it as an artifact that serving can load.
 
-Two kinds: `lexical`, on one processor core within minutes, and `small`, a few layers of a pretrained encoder
-that learn from whole ones, for a GPU. Needs the `train` and `engine` extras.
+`lexical` takes one processor core some minutes; `small` and `large` are layers of a pretrained encoder that
+learn from whole ones, for a GPU. Needs the `train` and `engine` extras.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,46 +20,60 @@ from predictor.errors import DataError
 from predictor.finish import Trained, finish, places
 
 Progress = Callable[[str], None]
-KINDS = ("lexical", "small")
 FEW_MODELS = 9
 """Prompts that more models answered teach the head how models differ; of the others it keeps what it says."""
 HEAD_HIDDEN = 256
-SMALL_NOTES = (
-    "The text encoder is the trimmed beginning of the configuration's; it learned from three whole ones.",
-)
+SMALL_NOTES = ("The text encoder is a trimmed part of the configuration's; it learned from two whole ones.",)
 SMALL_LICENCES = (("the encoder all-MiniLM-L6-v2, where it was begun from", "Apache-2.0"),)
 
 
-TEACHERS = (
-    learn.Recipe(epochs=3, batch_prompts=128, body_rate=1e-4, head_rate=2e-3, seed=11),
-    learn.Recipe(epochs=3, batch_prompts=128, body_rate=1.5e-4, head_rate=2e-3, seed=12),
-    learn.Recipe(epochs=4, batch_prompts=128, body_rate=1e-4, head_rate=2e-3, seed=13),
+TEACHER = learn.Recipe(
+    epochs=4,
+    batch_prompts=160,
+    body_rate=1.2e-4,
+    head_rate=2e-3,
+    rows_per_prompt=12,
+    averaged=0.995,
+    seed=21,
 )
+TEACHERS = (TEACHER, replace(TEACHER, rows_per_prompt=10, seed=22))
 STUDENT = learn.Recipe(
-    epochs=16,
+    epochs=28,
     batch_prompts=512,
-    body_rate=4e-4,
+    body_rate=5e-4,
     head_rate=2e-3,
     rows_per_prompt=4,
     weight_decay=0.05,
     teacher_share=0.85,
     piece_dropout=0.05,
+    match=0.5,
+    moved_share=0.3,
     seed=3,
 )
 MODELS = lexical.HeadConfig(epochs=2, learning_rate=5e-4, input_noise=0.1, hidden_dropout=0.2)
 KEPT = networks.TrimmedConfig()
+LARGE = networks.TrimmedConfig((networks.LayerConfig(12, 1280),) * 6)
 
 
 @dataclass(frozen=True, slots=True)
-class SmallPlan:
-    """How the small model is made: teachers, the student taught by them all, then its head on many models."""
+class Plan:
+    """How an encoder is distilled: teachers, the student taught by them all, then its head on many models."""
 
     teachers: tuple[learn.Recipe, ...] = TEACHERS
     student: learn.Recipe = STUDENT
     models: lexical.HeadConfig = MODELS
     kept: networks.TrimmedConfig = KEPT
+    kept_pieces: int = 16_000
+    """So many of the vocabulary's pieces, the commonest."""
     made_prompts: int = 250_000
     seed: int = 5
+
+
+PLANS = {
+    "small": Plan(),
+    "large": Plan(student=replace(STUDENT, epochs=8, body_rate=1.2e-4, moved_share=0.0), kept=LARGE),
+}
+KINDS = ("lexical", *PLANS)
 
 
 def train(
@@ -72,25 +85,28 @@ def train(
     name: str | None = None,
     device: str | None = None,
     seed: int = 7,
-    plan: SmallPlan | None = None,
+    plan: Plan | None = None,
     progress: Progress = lambda _: None,
 ) -> artifact.Card:
     """Trains on a corpus and writes the artifact into the folder `out`; the card holds its held-out figures.
 
-    `encoder` is a Hub id or a folder, with a BERT-like model and its `vocab.txt`; only `small` needs it.
+    `encoder` is a Hub id or a folder, with a BERT-like model and its `vocab.txt`; `lexical` needs none.
     Raises DataError if the data, the kind or the encoder cannot be used.
     """
     torch.set_num_threads(1)
     frame = dataset.read(data)
     parts = dataset.split(frame)
+    if kind not in KINDS:
+        raise DataError(f"the kind {kind} is none of {', '.join(KINDS)}")
+    called = name or artifact.KINDS[kind]
     if kind == "lexical":
-        trained = _lexical(frame, parts, name or artifact.LEXICAL_NAME, seed, progress)
-    elif kind == "small" and encoder is not None:
+        trained = _lexical(frame, parts, called, seed, progress)
+    elif encoder is not None:
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        trained = _small(frame, encoder, name or artifact.SMALL_NAME, plan or SmallPlan(), chosen, progress)
+        distilled = _distilled(frame, encoder, called, plan or PLANS[kind], chosen, progress)
+        trained = replace(distilled, kind=kind)
     else:
-        reason = "needs an encoder" if kind == "small" else f"is none of {', '.join(KINDS)}"
-        raise DataError(f"the kind {kind} {reason}")
+        raise DataError(f"the kind {kind} needs an encoder")
     return finish(trained, data, parts, out, progress)
 
 
@@ -119,22 +135,26 @@ def _lexical(frame: pd.DataFrame, parts: dataset.Split, name: str, seed: int, pr
     return Trained(graph, name, "lexical", names, edges, told)
 
 
-def _small(  # noqa: PLR0917 - private, and each is of another type
-    frame: pd.DataFrame, encoder: str, name: str, plan: SmallPlan, device: str, progress: Progress
+def _distilled(  # noqa: PLR0917 - private, and each is of another type
+    frame: pd.DataFrame, encoder: str, name: str, plan: Plan, device: str, progress: Progress
 ) -> Trained:
     edges = labels.log_spaced_edges()
-    vocabulary = vocabulary_of(encoder)
-    data = prepare.prepare(frame, vocabulary, made=plan.made_prompts, seed=7, progress=progress)
+    data = prepare.prepare(frame, vocabulary_of(encoder), made=plan.made_prompts, seed=7, progress=progress)
     teachers = [_teacher(data, encoder, recipe, edges, device, progress) for recipe in plan.teachers]
     taught = _taught(teachers, data, device)
+    kept = data.commonest_pieces(plan.kept_pieces)
+    data, first = data.with_pieces(kept), teachers[0].body.encoder.cpu()
+    networks.keep_pieces(first, kept.tolist())
     torch.manual_seed(plan.seed)
-    net = _with_head(networks.Trimmed(plan.kept, teachers[0].body.encoder.cpu()), data, edges)
+    net = _with_head(networks.Trimmed(plan.kept, first), data, edges)
     rows = data.rows(prepare.TRAIN, prepare.MADE)
     learn.fit(net, data, rows, edges, plan.student, taught=taught, device=device, progress=progress)
     _learn_models(net.cpu(), data, edges, plan.models, progress)
     graph = graph_of(net, data.table, plan.kept)
     told = {**asdict(plan), "encoder": Path(encoder).name, "views": list(data.views)}
-    return Trained(graph, name, "small", data.models, edges, told, vocabulary, SMALL_NOTES, SMALL_LICENCES)
+    return Trained(
+        graph, name, "small", data.models, edges, told, data.vocabulary, SMALL_NOTES, SMALL_LICENCES
+    )
 
 
 def vocabulary_of(encoder: str) -> tuple[str, ...]:
@@ -198,12 +218,16 @@ def _with_head(body: torch.nn.Module, data: prepare.Prepared, edges: tuple[int, 
     return networks.LengthNet(body, config, seen, len(data.models), len(edges) - 1)
 
 
-def _taught(teachers: list[networks.LengthNet], data: prepare.Prepared, device: str) -> NDArray[Any]:
-    """The teachers' mean probabilities of every row."""
+def _taught(teachers: list[networks.LengthNet], data: prepare.Prepared, device: str) -> learn.Taught:
+    """The teachers' mean probabilities of every row, and what they read of every prompt."""
     every = np.arange(len(data.prompt))
     total = np.zeros(1, dtype=np.float32)
+    reads = []
     for net in teachers:
         logits = torch.tensor(learn.logits_of(net, data, every, device=device))
         total = total + torch.softmax(logits, 1).numpy()
-    mean: NDArray[Any] = (total / len(teachers)).astype(np.float16)
-    return mean
+        inputs, _ = learn.inputs_of(net, data, np.arange(len(data.pieces)), device=device)
+        read = inputs[:, : net.body.width]
+        reads.append((read - read.mean(axis=0)) / (read.std(axis=0) + 1e-6))
+    mean = (total / len(teachers)).astype(np.float16)
+    return learn.Taught(mean, np.concatenate(reads, axis=1).astype(np.float16))

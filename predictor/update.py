@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,7 @@ from scipy.special import softmax
 from predictor import artifact as artifacts
 from predictor import calibrate, dataset, graft, labels, lexical, metrics
 from predictor.errors import DataError, RefusedUpdate
+from predictor.lesson import Lesson, Outcomes, Weights, best_steps, calibrated
 
 Progress = Callable[[str], None]
 HELD_OUT_PERCENT, CALIBRATION_PERCENT = 20, 15
@@ -26,10 +27,7 @@ MOST_ROWS = 20_000
 REPLAY_ROWS_PER_ROW, LEAST_REPLAY_ROWS, MOST_REPLAY_ROWS = 4, 2_000, 20_000
 ELSEWHERE_ROWS = 4_000
 JUDGED_LENGTH = 1024
-OWN_SHARPNESS_ROWS = 25
 NEAREST_ROWS = 512
-BATCH_ROWS = 64
-HEAD_RATE, MODELS_RATE = 1e-3, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +45,6 @@ class Figures:
         return {name: round(getattr(self, name), 4) for name in names}
 
 
-class Weights(NamedTuple):
-    """What of an artifact may change, its head and a factor for each model; and how forecasts are bent."""
-
-    head: dict[str, graft.Array]
-    sharpness: graft.Array
-    kinds: calibrate.Kinds
-
-    def reached(self, inputs: graft.Array) -> NDArray[np.float64]:
-        return self.kinds.reached_by(graft.standardised(self.head, inputs))
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
     """The artifact that serves now, and the models it will know."""
@@ -66,19 +53,6 @@ class Served:
     graph: bytes
     vocabulary: tuple[str, ...]
     models: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcomes:
-    """Rows ready for a head: inputs of each prompt, and per row its prompt, model and length."""
-
-    inputs: NDArray[np.float32]
-    prompt: NDArray[np.int64]
-    model: NDArray[np.int64]
-    length: NDArray[np.int64]
-
-    def taken(self, rows: NDArray[np.bool_]) -> Outcomes:
-        return replace(self, prompt=self.prompt[rows], model=self.model[rows], length=self.length[rows])
 
 
 def update(
@@ -106,21 +80,10 @@ def update(
 
     begin = _with_new_models(served, own.taken(learn))
     rehearsed, judged = _elsewhere(elsewhere, served, int(learn.sum()), seed, progress)
-    heads = [begin.head] + [
-        _tuned(
-            begin.head,
-            own.taken(learn),
-            rehearsed,
-            edges=served.card.edges,
-            steps=some,
-            seed=seed,
-            progress=progress,
-        )
-        for some in (steps // 8, steps)
-    ]
-    end = _best([begin._replace(head=head) for head in heads], own.taken(calibration), served.card.edges)
-    # Few numbers were learned, so the rows they come from still tell how sharp to be; and they are many.
-    end = _sharpened(end, own.taken(learn | calibration), served.card.edges)
+    lesson = Lesson(begin, rehearsed, served.card.edges, seed, progress)
+    chosen = best_steps(lesson, (0, steps // 8, steps), own.taken(learn), own.taken(calibration))
+    taught = own.taken(learn | calibration)
+    end = calibrated(begin._replace(head=lesson.tuned(taught, chosen)), lesson, taught, chosen)
 
     now, aside = _serving(served), own.taken(held_out)
     before = figures(now, _as_known(aside, len(served.card.models)), served.card.edges)
@@ -137,11 +100,10 @@ def update(
 
 
 def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures:
-    """What a head with its sharpness scores on some rows."""
-    net = lexical.head_from(weights.head)
-    logits = lexical.logits_of(net, rows.inputs, rows.prompt, rows.model).astype(np.float64)
-    logits *= weights.sharpness[rows.model][:, None]
-    probabilities = calibrate.bent(softmax(logits, axis=1), weights.reached(rows.inputs)[rows.prompt])
+    """What weights score on some rows."""
+    logits = weights.logits(rows) * weights.sharpness[rows.model][:, None]
+    reached = weights.reached(rows, weights.shift[rows.model].astype(np.float64))
+    probabilities = calibrate.bent(softmax(logits, axis=1), reached)
     bucket = metrics.likeliest_bucket(probabilities, edges, JUDGED_LENGTH)
     return Figures(
         rows=len(rows.length),
@@ -188,14 +150,15 @@ def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
 
 def _with_new_models(served: Served, rows: Outcomes) -> Weights:
     """What serves now, with a row for each new model: that of the known model whose forecasts fit it best."""
-    head, sharpness, kinds = _serving(served)
+    head, sharpness, shift, kinds = _serving(served)
     known = len(served.card.models)
     nearest = [
         _nearest(head, sharpness, rows.taken(rows.model == new), served.card.edges)
         for new in range(known, len(served.models))
     ]
     picked = np.array([*range(known), *nearest])
-    return Weights({**head, "models.weight": head["models.weight"][picked]}, sharpness[picked], kinds)
+    models = {"models.weight": head["models.weight"][picked]}
+    return Weights({**head, **models}, sharpness[picked], shift[picked], kinds)
 
 
 def _nearest(
@@ -230,74 +193,11 @@ def _elsewhere(
     return rehearsed, judged
 
 
-def _tuned(
-    head: dict[str, graft.Array],
-    own: Outcomes,
-    rehearsed: Outcomes | None,
-    *,
-    edges: tuple[int, ...],
-    steps: int,
-    seed: int,
-    progress: Progress,
-) -> dict[str, graft.Array]:
-    """The head after learning; without a rehearsal only the rows of the outcomes' models may change."""
-    both = own if rehearsed is None else _joined(own, rehearsed)
-    config = lexical.HeadConfig(
-        epochs=max(1, steps * BATCH_ROWS // len(both.prompt)),
-        batch_rows=BATCH_ROWS,
-        learning_rate=MODELS_RATE if rehearsed is None else HEAD_RATE,
-        unknown_share=0.0,
-        seed=seed,
-    )
-    rows = lexical.Rows(
-        both.prompt,
-        both.model,
-        labels.soft_targets(both.length, edges, config.spread_octaves),
-        np.ones(len(both.prompt), dtype=np.float32),
-    )
-    net = lexical.head_from(head)
-    tuned = lexical.state_of(
-        lexical.tune(net, both.inputs, rows, config, progress, only_models=rehearsed is None)
-    )
-    if rehearsed is None:
-        changed = np.isin(np.arange(len(head["models.weight"])), own.model)[:, None]
-        tuned["models.weight"] = np.where(changed, tuned["models.weight"], head["models.weight"])
-    return tuned
-
-
-def _joined(first: Outcomes, second: Outcomes) -> Outcomes:
-    return Outcomes(
-        np.concatenate([first.inputs, second.inputs]),
-        np.concatenate([first.prompt, second.prompt + len(first.inputs)]),
-        np.concatenate([first.model, second.model]),
-        np.concatenate([first.length, second.length]),
-    )
-
-
-def _sharpened(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Weights:
-    """The factors of the outcomes' models, fitted anew where there are enough rows."""
-    factors = weights.sharpness.copy()
-    net = lexical.head_from(weights.head)
-    for model in np.unique(rows.model):
-        own = np.flatnonzero(rows.model == model)
-        if len(own) >= OWN_SHARPNESS_ROWS:
-            logits = lexical.logits_of(net, rows.inputs, rows.prompt[own], rows.model[own]).astype(np.float64)
-            reached = weights.reached(rows.inputs)[rows.prompt[own]]
-            factors[model] = calibrate.sharpness(logits, rows.length[own], edges, reached)
-    return weights._replace(sharpness=factors)
-
-
-def _best(candidates: list[Weights], rows: Outcomes, edges: tuple[int, ...]) -> Weights:
-    """Of the heads, each sharpened, the one with the least log loss on rows that none learned from."""
-    if len(rows.length) == 0:
-        return candidates[-1]
-    sharpened = [_sharpened(each, rows, edges) for each in candidates]
-    return min(sharpened, key=lambda each: figures(each, rows, edges).log_loss)
-
-
 def _serving(served: Served) -> Weights:
     graph = served.graph
-    return Weights(graft.head_of(graph), graft.sharpness_of(graph), graft.kinds_of(graph))
+    return Weights(
+        graft.head_of(graph), graft.sharpness_of(graph), graft.shift_of(graph), graft.kinds_of(graph)
+    )
 
 
 def _as_known(rows: Outcomes, known: int) -> Outcomes:
@@ -322,7 +222,7 @@ def _demand_no_loss(before: Figures, after: Figures, margin: float) -> None:
 
 
 def _write(out: Path, served: Served, weights: Weights, learned: dict[str, Any]) -> None:
-    graph = graft.with_head(served.graph, weights.head, weights.sharpness)
+    graph = graft.with_head(served.graph, weights.head, weights.sharpness, weights.shift)
     before = served.card.trained_on
     card = replace(
         served.card,

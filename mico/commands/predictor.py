@@ -14,7 +14,9 @@ from mico.session import Json, Session, session
 if TYPE_CHECKING:
     from predictor.runtime import OnnxForecaster
 
-Artifact = Annotated[Path | None, typer.Option(help="An artifact's folder. [default: the shipped one]")]
+Artifact = Annotated[
+    Path | None, typer.Option(help="lexical, small, large, or an artifact's folder. [default: small]")
+]
 Corpus = Annotated[
     Path,
     typer.Argument(
@@ -101,8 +103,10 @@ def train(
     *,
     data: Corpus,
     out: Annotated[Path, typer.Argument(help="The folder for the new artifact.")],
-    kind: Annotated[str, typer.Option(help="lexical, or small: distilled from an encoder.")] = "lexical",
-    encoder: Annotated[str | None, typer.Option(help="A folder or Hub id; only `small` needs it.")] = None,
+    kind: Annotated[
+        str, typer.Option(help="lexical, or distilled from an encoder: small, large.")
+    ] = "lexical",
+    encoder: Annotated[str | None, typer.Option(help="A folder or Hub id; `lexical` needs none.")] = None,
     name: Annotated[str | None, typer.Option(help="What forecasts made by it are called.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed and data give the same artifact.")] = 7,
     as_json: Json = False,
@@ -149,12 +153,12 @@ def update(
 
 
 def opened(folder: Path | None) -> OnnxForecaster:
-    from predictor.artifact import DEFAULT_NAME, SHIPPED
+    from predictor.artifact import folder_of
     from predictor.errors import ArtifactError
     from predictor.runtime import OnnxForecaster
 
     try:
-        return OnnxForecaster(folder or SHIPPED / DEFAULT_NAME)
+        return OnnxForecaster(folder_of(folder))
     except ArtifactError as error:
         raise CommandFailed(
             "the predictor can't be loaded", cause=str(error), tip="mico predictor train makes one"

@@ -11,16 +11,28 @@ from predictor.learn import Recipe
 from predictor.lexical import HeadConfig
 from predictor.networks import LayerConfig, TrimmedConfig
 from predictor.runtime import Features, OnnxForecaster
-from predictor.train import SmallPlan, train
+from predictor.train import Plan, train
 
 KINDS = {"Write a long story about {}.": 300, "What is {}?": 8}
 MODELS = {"brief": 1, "wordy": 2}
 ONE_PASS = Recipe(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)
-TINY = SmallPlan(
+TINY = Plan(
     teachers=(ONE_PASS,),
-    student=Recipe(epochs=6, batch_prompts=64, body_rate=2e-3, head_rate=1e-2, teacher_share=0.5),
+    student=Recipe(
+        epochs=6,
+        batch_prompts=64,
+        body_rate=2e-3,
+        head_rate=1e-2,
+        teacher_share=0.5,
+        match=0.5,
+        moved_share=0.3,
+        averaged=0.9,
+    ),
     models=HeadConfig(epochs=1),
-    kept=TrimmedConfig((LayerConfig(2, 16),), 2, query_attention=16, query_heads=2, query_hidden=16),
+    kept=TrimmedConfig(
+        (LayerConfig(2, 16, merged=2),), 2, query_attention=16, query_heads=2, query_hidden=16
+    ),
+    kept_pieces=4,
     made_prompts=40,
 )
 
@@ -85,15 +97,18 @@ def test_the_lexical_kind(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
-    train(corpus, tmp_path / "model", kind="small", encoder=str(encoder), plan=TINY, device="cpu")
+    card = train(corpus, tmp_path / "model", kind="small", encoder=str(encoder), plan=TINY, device="cpu")
+    assert card.kind == "small"
+    whole, kept = ((folder / "vocab.txt").read_text().split() for folder in (encoder, tmp_path / "model"))
+    assert "story" in whole and "##7" in kept and len(kept) < len(whole)
     check(tmp_path / "model")
 
 
 def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs an encoder"):
         train(corpus, tmp_path, kind="small")
-    with pytest.raises(DataError, match="none of lexical, small"):
-        train(corpus, tmp_path, kind="large")
+    with pytest.raises(DataError, match="none of lexical, small, large"):
+        train(corpus, tmp_path, kind="huge")
     pd.DataFrame({"prompt": ["x"]}).to_parquet(tmp_path / "bare.parquet")
     with pytest.raises(DataError, match="lacks the columns source"):
         train(tmp_path / "bare.parquet", tmp_path / "model")
