@@ -57,6 +57,7 @@ class Figures:
     offloads: int
     completed: int
     max_ttft_over_median: float
+    max_ttft_over_median_latency: float  # the median is far below a second where most find a slot free
     preemptions: int
     usd_per_mtok: float
 
@@ -84,6 +85,7 @@ def figures(
         offloads=sum(record.moves for record in records),
         completed=len(done),
         max_ttft_over_median=float(ttft.max() / np.median(ttft)),
+        max_ttft_over_median_latency=float(ttft.max() / np.median([record.finish_s for record in seen])),
         preemptions=preemptions,
         usd_per_mtok=_price(done, usd_per_mtok or {}),
     )

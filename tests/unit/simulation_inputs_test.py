@@ -114,6 +114,7 @@ def test_the_command_prints_a_row_for_every_combination(
         assert run["p99_normalized_latency"] >= run["mean_normalized_latency"] > 0
         assert run["p99_ttft_s"] >= run["p50_ttft_s"] > 0
         assert 0 < run["jain"] <= 1
+        assert run["max_ttft_over_median_latency"] <= run["max_ttft_over_median"]
         assert run["offloads"] == 0 or run["offload"]
 
 
