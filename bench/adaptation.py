@@ -1,7 +1,9 @@
 """What 200 answers of an unseen source teach, as in the paper: `python -m bench.adaptation --data FILE`.
 
 Trains a lexical model without the source, updates it with 200 of its answers and a rehearsal of the rest, and
-scores both on prompts that neither saw: there, and elsewhere. Prints its conditions and one JSON line.
+scores both on prompts that neither saw: there, and elsewhere. With `--artifact` nothing is trained: that one
+learns 200 answers of a model that it does not know, to prompts that it was not trained on.
+Prints its conditions and one JSON line.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from shutil import copytree
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,6 +20,7 @@ import numpy as np
 import pandas as pd
 
 from predictor import dataset
+from predictor.artifact import folder_of
 from predictor.evaluate import scores
 from predictor.runtime import Features, OnnxForecaster
 from predictor.train import train
@@ -33,6 +37,7 @@ def main() -> None:
     asked.add_argument("--unseen", default="gsm8k", help="the source that is left out")
     asked.add_argument("--model", default="human", help="whose answers of that source")
     asked.add_argument("--prompts", type=int, default=8_000, help="so many prompts of the others")
+    asked.add_argument("--artifact", type=Path, help="lexical, small, large or a folder; instead of training")
     told = asked.parse_args()
     frame = dataset.read(told.data)
     unseen = frame[(frame.source == told.unseen) & (frame.model == told.model)]
@@ -40,18 +45,27 @@ def main() -> None:
     kept = others.drop_duplicates("prompt_id").sample(told.prompts, random_state=7).prompt_id
     others = others[others.prompt_id.isin(kept)].reset_index(drop=True)
     with TemporaryDirectory() as folder:
-        found = measured(Path(folder), unseen, others)
+        found = measured(Path(folder), unseen, others, told.artifact)
     conditions = {**vars(told), "data": told.data.name, "items": ITEMS, "load": os.getloadavg()[0]}
-    print(json.dumps({"conditions": conditions, **found}))
+    print(json.dumps({"conditions": conditions, **found}, default=str))
 
 
-def measured(folder: Path, unseen: pd.DataFrame, others: pd.DataFrame) -> dict[str, Any]:
+def measured(
+    folder: Path, unseen: pd.DataFrame, others: pd.DataFrame, artifact: Path | None
+) -> dict[str, Any]:
     """Figures there and elsewhere, before and after."""
+    if artifact is not None:
+        fresh = dataset.split(unseen)
+        unseen = pd.concat([fresh.calibration, fresh.held_out], ignore_index=True)
+        unseen["prompt_id"] = "fresh " + unseen.prompt_id  # else an update would keep them all aside
     elsewhere, outcomes = folder / "elsewhere.parquet", folder / "outcomes.parquet"
     others.to_parquet(elsewhere)
     items = unseen.sample(ITEMS, random_state=7).assign(model=f"{unseen.model.iloc[0]}-of-the-new-source")
     items.to_parquet(outcomes)
-    train(elsewhere, folder / "before", progress=lambda text: print(text, flush=True))
+    if artifact is None:
+        train(elsewhere, folder / "before", progress=lambda text: print(text, flush=True))
+    else:
+        copytree(folder_of(artifact), folder / "before")
     update(folder / "before", outcomes, out=folder / "after", elsewhere=elsewhere)
     rest = unseen[~unseen.prompt_id.isin(items.prompt_id)].assign(model=items.model.iloc[0])
     places = {"there": rest, "elsewhere": dataset.split(others).held_out}
@@ -63,7 +77,6 @@ def measured(folder: Path, unseen: pd.DataFrame, others: pd.DataFrame) -> dict[s
 
 
 def figures(forecaster: OnnxForecaster, rows: pd.DataFrame) -> dict[str, Any]:
-
     queries = [Features(row.prompt, row.model) for row in rows.itertuples()]
     found = np.array([each.probabilities for each in forecaster.forecast(queries)])
     scored = {**scores(rows, found, forecaster.card.edges), "rows": len(rows)}

@@ -23,7 +23,7 @@ from predictor.pieces import Pieces, padded
 
 __all__ = ["Features", "Forecaster", "HistogramForecaster", "OnnxForecaster", "load"]
 
-BATCH_CELLS = 1 << 9
+BATCH_CELLS = 1 << 10
 """Queries are run together up to this many slots, padding counted, so that memory stays bounded."""
 ALIKE_WIDTHS = 16
 """A query joins a batch whose shortest is at least half as long, less so many pieces: padding costs time."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway import config
 from predictor import runtime
-from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, LEXICAL_NAME, SHIPPED, SMALL_NAME
+from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, KINDS, SHIPPED
+from predictor.current import CurrentForecaster
 from predictor.errors import ArtifactError
 from predictor.runtime import Features, OnnxForecaster
 
@@ -17,7 +19,7 @@ STORY = "Write a detailed story of a dragon who learns to play the piano."
 CAPITAL = "What is the capital of France?"
 
 
-@pytest.fixture(scope="module", params=[LEXICAL_NAME, SMALL_NAME])
+@pytest.fixture(scope="module", params=KINDS.values())
 def forecaster(request: pytest.FixtureRequest) -> OnnxForecaster:
     return OnnxForecaster(SHIPPED / request.param)
 
@@ -27,8 +29,22 @@ def test_the_default_is_one_of_those_shipped() -> None:
     assert (SHIPPED / DEFAULT_NAME).is_dir()
 
 
-def test_what_is_shipped_stays_small() -> None:
-    assert sum(file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()) < 25e6
+@pytest.mark.parametrize("name", KINDS.values())
+def test_what_is_shipped_stays_small(name: str) -> None:
+    assert sum(file.stat().st_size for file in (SHIPPED / name).iterdir()) < 25e6
+
+
+@pytest.mark.parametrize("word", KINDS)
+def test_one_word_chooses_what_a_gateway_forecasts_with(word: str, tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text(f'predictor = "{word}"\nsite_tokens = ["t"]\n')
+    chosen = config.load(file).predictor
+    assert CurrentForecaster(chosen).name == KINDS[word]
+
+
+def test_a_folder_is_served_whatever_its_name(tmp_path: Path) -> None:
+    shutil.copytree(SHIPPED / KINDS["lexical"], tmp_path / "small")
+    assert runtime.load(tmp_path / "small").name == KINDS["lexical"]
 
 
 def test_a_story_is_forecast_longer_than_a_capital(forecaster: OnnxForecaster) -> None:
@@ -64,7 +80,7 @@ def test_a_batch_gives_what_each_query_gets_alone(forecaster: OnnxForecaster) ->
     for query, found in zip(queries, together, strict=True):
         (alone,) = forecaster.forecast([query])
         # Eight-bit activations share their scale within a batch.
-        assert found.probabilities == pytest.approx(alone.probabilities, abs=1e-2)
+        assert found.probabilities == pytest.approx(alone.probabilities, abs=2e-2)
 
 
 def test_no_queries_give_no_forecasts(forecaster: OnnxForecaster) -> None:
