@@ -11,6 +11,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -153,7 +154,9 @@ def test_an_unknown_site_is_named_with_those_there_are(run: Run, federation: Loc
     assert federation.running.sites[0].name in err
 
 
-def test_drills_break_what_they_say_and_mend_it(run: Run, federation: LocalFederation) -> None:
+def test_drills_break_what_they_say_and_mend_it(
+    run: Run, federation: LocalFederation, tmp_path: Path
+) -> None:
     here = ("--folder", str(federation.folder.path), "drill")
     site = federation.running.sites[1].name
     status, _, err = run(*here, "stale", site, "--for", "4s")
@@ -166,4 +169,4 @@ def test_drills_break_what_they_say_and_mend_it(run: Run, federation: LocalFeder
     assert status == 0, err
     assert "0 refused" in err
     assert run(*here, "kill-site", "nowhere")[0] == 2
-    assert run("drill", "kill-site")[0] == 1  # no federation in this folder
+    assert run("--folder", str(tmp_path), "drill", "kill-site")[0] == 1  # no federation runs there
