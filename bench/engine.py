@@ -26,9 +26,10 @@ from bench.order import ORDERS, Order
 from bench.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
 from bench.workload import SHAPES, Query, lengths, queries
 from site_engine.admission import POLICIES
+from site_engine.cpu_model import suit_cpu
 from site_engine.dense import DenseEngine
 from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, from_model, store_by_columns
+from site_engine.hf_bridge import LoadedModel, from_model
 from site_engine.request import Lane, Request, Sampling
 
 RUNNERS = ("packed", "dense", "decoupled", "static")
@@ -149,7 +150,7 @@ def _run_peer(name: str, model: Any, room: Room, clock: Clock, work: list[Query]
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     plain = load_plain(options.model, options.device, options.dtype)
-    served = from_model(store_by_columns(copy.deepcopy(plain)), name=Path(options.model).name)
+    served = from_model(suit_cpu(copy.deepcopy(plain)), name=Path(options.model).name)
     floor = _roofline(options, served)
     runs, failed = run_all(options, plain, served)
     speeds = {name: statistics.median(run.tokens_per_s for run in each) for name, each in runs.items()}
