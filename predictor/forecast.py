@@ -97,21 +97,24 @@ class Forecast:
         return tuple(map(RemainingPoint, *self.remaining_columns()))
 
     def remaining_columns(self) -> tuple[list[int], list[float], list[int]]:
-        """The same by column. Every query passes here, so it is one loop without calls of ours."""
+        """The same by column. Every query passes here, so it is one loop with few calls."""
         reached, edges, probabilities = self.reached, self.edges, self.probabilities
-        total, above, indices = reached[-1], 1, self._curve_edges()
+        total, last, above = reached[-1], len(probabilities), 1
         moments = tuple(accumulate(map(mul, probabilities, _centres(edges)), initial=0.0))
-        expected, p90 = [], []
-        for index in indices:
+        starts, expected, p90 = [], [], []
+        for index in self._curve_edges():
             start, mass = edges[index], total - reached[index]
-            expected.append(max(LEAST_REMAINING_TOKENS, (moments[-1] - moments[index]) / mass - start))
+            rest = (moments[-1] - moments[index]) / mass - start
             target = total - 0.1 * mass
-            while above < len(probabilities) and reached[above] < target:  # it only ever rises
+            while reached[above] < target and above < last:  # it only ever rises
                 above += 1
-            low, within = edges[above - 1], target - reached[above - 1]
-            share = within / probabilities[above - 1] if within < probabilities[above - 1] else 1.0
-            p90.append(max(1, low + ceil(share * (edges[above] - low) - 1e-9) - start))
-        return [edges[index] for index in indices], expected, p90
+            low, within, here = edges[above - 1], target - reached[above - 1], probabilities[above - 1]
+            share = within / here if within < here else 1.0
+            most = low + ceil(share * (edges[above] - low) - 1e-9) - start
+            starts.append(start)
+            expected.append(rest if rest > LEAST_REMAINING_TOKENS else LEAST_REMAINING_TOKENS)
+            p90.append(most if most > 1 else 1)
+        return starts, expected, p90
 
     def _curve_edges(self) -> list[int]:
         """Indices of the edges a curve stands on: the first, and evenly the others that matter."""
