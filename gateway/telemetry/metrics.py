@@ -6,7 +6,7 @@ it; models by what sites serve, everything else by enums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from gateway.domain import Outcome, Site, SiteState, Status
 from gateway.federation.directory import Directory
+from gateway.telemetry.recent import is_failure
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DRAIN_TARGET_S = 10.0
@@ -32,7 +33,10 @@ class Metrics:
         self._directory = directory
         self._live = live
         self._requests = Counter(
-            "mico_requests", "Queries that ended", ["site", "outcome"], registry=registry
+            "mico_requests",
+            "Queries that ended: failed by us, refused for what the client asked or its quota",
+            ["site", "outcome"],
+            registry=registry,
         )
         self._tokens = Counter(
             "mico_tokens", "Tokens served", ["site", "cloud", "model", "type"], registry=registry
@@ -66,7 +70,8 @@ class Metrics:
 
     def observe(self, outcome: Outcome) -> None:
         self._seen.update(attempt.decision.site for attempt in outcome.attempts)
-        self._child(self._requests, outcome.site or "none", outcome.status.value).inc()
+        status = Status.FAILED if is_failure(outcome) else outcome.status
+        self._child(self._requests, outcome.site or "none", status.value).inc()
         self._count_tokens(outcome)
         self._count_decisions(outcome)
         self._time(outcome)
@@ -91,6 +96,10 @@ class Metrics:
             for state in SiteState:
                 states.add_metric([site.name, state.value], float(site.state is state))
         yield states
+        serving = GaugeMetricFamily("mico_model_sites", "Sites that can serve a model now", labels=["model"])
+        for model, number in sites_by_model(sites).items():
+            serving.add_metric([model], number)
+        yield serving
 
     def _child(self, family: Any, *labels: str) -> Any:
         """As `family.labels`, which takes longer than to count."""
@@ -141,6 +150,16 @@ class Metrics:
         if outcome.completion_tokens > 1:
             decode_s = outcome.total_s - outcome.first_token_s
             self._child(self._itl, outcome.site).observe(decode_s / (outcome.completion_tokens - 1))
+
+
+def sites_by_model(sites: Sequence[Site]) -> dict[str, int]:
+    """How many take its queries, of every model that any site has."""
+    found = dict.fromkeys((model for site in sites for model in site.identity.models), 0)
+    for site in sites:
+        if site.state is SiteState.READY and site.weight > 0:
+            for model in set(site.identity.models) - site.pinned_off:
+                found[model] += 1
+    return found
 
 
 def capacity_tokens(site: Site) -> float:

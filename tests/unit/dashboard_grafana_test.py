@@ -16,6 +16,7 @@ from gateway.domain import (
     Attempt,
     Decision,
     LoadReport,
+    Model,
     Outcome,
     SiteIdentity,
     SiteState,
@@ -45,7 +46,8 @@ def scaler(directory: Directory) -> Scaler:
 def exported() -> dict[str, set[str]]:
     """Every sample's name with its labels, once a query was offloaded, failed over and answered."""
     directory = Directory()
-    directory.join(SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100), 0.0)
+    models = {"m": Model("m", "1", 100, 0, "test")}
+    directory.join(SiteIdentity("a", "boot", "aws", "r", models, slots=4, kv_capacity_tokens=100), 0.0)
     metrics = Metrics(directory, lambda: 0)
     metrics.also(scaler(directory))
     metrics.also(forecasts := Forecasts(HistogramForecaster(), HistogramForecaster()))

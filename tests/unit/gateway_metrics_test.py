@@ -7,9 +7,20 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.domain import Attempt, Credit, Decision, LoadReport, Outcome, SiteIdentity, SiteState, Status
+from gateway.domain import (
+    Attempt,
+    Credit,
+    Decision,
+    LoadReport,
+    Model,
+    Outcome,
+    Site,
+    SiteIdentity,
+    SiteState,
+    Status,
+)
 from gateway.federation.directory import Directory
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.metrics import Metrics, sites_by_model
 from predictor.forecast import Forecast
 
 
@@ -96,9 +107,23 @@ def test_moves_and_failovers_are_told_apart() -> None:
 
 def test_a_query_that_no_site_took_costs_no_tokens() -> None:
     metrics = Metrics(directory(), lambda: 0)
-    metrics.observe(replace(ANSWERED, status=Status.REFUSED, attempts=(), queue_s=None, first_token_s=None))
-    assert exported(metrics)("mico_requests_total", site="none", outcome="refused") == 1
+    refused = replace(ANSWERED, status=Status.REFUSED, attempts=(), queue_s=None, first_token_s=None)
+    metrics.observe(replace(refused, mistaken=True))
+    metrics.observe(refused)
+    value = exported(metrics)
+    assert value("mico_requests_total", site="none", outcome="refused") == 1, "a mistake or a quota"
+    assert value("mico_requests_total", site="none", outcome="failed") == 1, "for want of a site: ours"
     assert b"mico_tokens_total{" not in metrics.text()
+
+
+def test_a_model_that_no_site_can_serve_is_exported_as_zero() -> None:
+    model = Model("m", "1", 100, 0, "test")
+    identity = SiteIdentity("a", "boot", "aws", "r", {"m": model, "n": model}, 4, 100)
+    ready = Site(identity, SiteState.READY, LoadReport(seq=1, received_s=0.0))
+    assert sites_by_model([]) == {}
+    assert sites_by_model([ready, replace(ready, pinned_off=frozenset({"n"}))]) == {"m": 2, "n": 1}
+    assert sites_by_model([replace(ready, state=SiteState.DRAINING)]) == {"m": 0, "n": 0}
+    assert sites_by_model([replace(ready, weight=0.0)]) == {"m": 0, "n": 0}
 
 
 def test_every_promised_metric_is_there_with_its_labels() -> None:
