@@ -32,20 +32,30 @@ COLUMNS = {
 """The fields of a row that the table shows, and their headings; `--json` has every field."""
 
 
+Sites = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="How many unequal sites, or groups "
+        "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…; "
+        "repeat it for several federations. Without it: 3.",
+    ),
+]
+BatchShare = Annotated[
+    float, typer.Option(min=0, max=1, help="Of the queries, how many are lines of batches.")
+]
+Bound = Annotated[
+    list[str] | None,
+    typer.Option(help="Queries that may be answered in one region only: REGION=SHARE of all."),
+]
+
+
 def simulate(  # noqa: PLR0917  # typer reads options from the signature
     context: typer.Context,
     trace: Annotated[
         str, typer.Option(help="Trace files, poisson or burst; several with commas.")
     ] = "poisson",
     load: Annotated[str, typer.Option(help="Shares of the sites' capacity, such as 0.8,0.95.")] = "0.8",
-    sites: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How many unequal sites, or groups "
-            "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…; "
-            "repeat it for several federations. Without it: 3.",
-        ),
-    ] = None,
+    sites: Sites = None,
     policy: Annotated[str, typer.Option(help="Policies, with commas.")] = "mico,least_requests",
     estimator: Annotated[
         str, typer.Option(help="Who forecasts: shipped, oracle, noisy:0.5, constant, input, histogram, bins.")
@@ -64,13 +74,8 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     outage: Annotated[
         list[str] | None, typer.Option(help="A site that is lost for a while: NAME@FROM_S-UNTIL_S.")
     ] = None,
-    batch_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the queries, how many are lines of batches.")
-    ] = 0.0,
-    bound: Annotated[
-        list[str] | None,
-        typer.Option(help="Queries that may be answered in one region only: REGION=SHARE of all."),
-    ] = None,
+    batch_share: BatchShare = 0.0,
+    bound: Bound = None,
     corpus: Annotated[
         Path, typer.Option(help="Texts with answer lengths, as data/README describes.", envvar="MICO_CORPUS")
     ] = Path("data/length_corpus.parquet"),

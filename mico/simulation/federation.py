@@ -10,7 +10,8 @@ from gateway.routing.candidates import Policy
 from mico.simulation.events import Clock
 from mico.simulation.gateway import Attempt, Gateway
 from mico.simulation.queries import Expected, Query, Record, expected_length
-from mico.simulation.site import Row, SimulatedSite
+from mico.simulation.row import Row
+from mico.simulation.site import SimulatedSite
 from mico.simulation.specification import SiteSpec
 from site_engine.admission import Score
 from site_engine.request import Lane

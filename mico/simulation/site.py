@@ -8,44 +8,19 @@ forecast, as in the engine's scheduler. Tokens are counted one by one, not in pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import ceil, sqrt
 from typing import NamedTuple, cast
 
 from mico.simulation.events import Clock
+from mico.simulation.row import Row
 from mico.simulation.specification import SiteSpec
 from site_engine.admission import AdmissionQueue, Score
 from site_engine.load import condense
-from site_engine.request import Lane, Request
+from site_engine.request import Lane
 
 TOKEN_BUDGET = 2048
 """Tokens of one iteration: a row that decodes takes one, prefills share the rest."""
-
-
-@dataclass(slots=True, eq=False)
-class Row(Request):
-    """A request of the engine of which only lengths are known. `produced`: response tokens out so far."""
-
-    response_tokens: int = 1
-    produced: int = 0
-    to_prefill: int = field(default=0, init=False)
-    ends_at: int = field(default=0, init=False)  # the site's iteration that brings the last token
-    reserved: int = field(default=0, init=False)  # tokens of KV set aside for it, held ones included
-    live: bool = field(default=True, init=False)
-
-    def __post_init__(self) -> None:
-        self.prompt_len = len(self.prompt)
-        self.max_tokens = 1 << 20
-        self.start_over()
-
-    def start_over(self) -> None:
-        """What is to be computed before the next token: the prompt and the response so far."""
-        self.tokens = cast("list[int]", range(self.prompt_len + self.produced))
-
-    @property
-    def generated(self) -> int:
-        return self.produced
 
 
 class Stretch(NamedTuple):

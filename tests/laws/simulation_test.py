@@ -15,8 +15,10 @@ from mico.simulation.estimators import ESTIMATORS, exactly, expectations, noisy
 from mico.simulation.federation import Federation, Outage, Setting
 from mico.simulation.figures import ORDERS, jain
 from mico.simulation.queries import Query, Record
+from mico.simulation.row import Row
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 from mico.simulation.workloads import at_rate
+from site_engine.request import RemainingCurve, RemainingPoint
 
 LEARNERS = {name: each for name, each in ESTIMATORS.items() if name != "shipped"} | {"noisy": noisy(0.7)}
 
@@ -82,6 +84,17 @@ def test_every_query_ends_once_and_nothing_is_left_at_a_site(  # noqa: PLR0917  
         assert record.attempts == record.moves + 1
     for site in federation.sites.values():
         assert (len(site.running), site.pending, site.kv_used) == (0, 0, 0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.floats(1, 900)), min_size=1, unique_by=lambda point: point[0]),
+    st.lists(st.integers(0, 1500), min_size=1),
+)
+def test_a_row_expects_what_any_request_would(points: list[tuple[int, float]], produced: list[int]) -> None:
+    curve = RemainingCurve(tuple(RemainingPoint(at, expected, 1) for at, expected in sorted(points)))
+    row = Row("r", [1], remaining=curve)
+    for row.produced in produced:
+        assert row.expected_remaining() == pytest.approx(curve.expected(row.produced))
 
 
 @settings(max_examples=30, deadline=None)
