@@ -21,6 +21,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.policies import POLICIES
 from gateway.routing.window import GATHER_S, Gathered, Window
 from gateway.story import Story
+from gateway.telemetry.logs import note
 
 log = logging.getLogger(__name__)
 
@@ -146,23 +147,21 @@ class Gateway:
         self.quotas.settle(story.hold, tokens, refused=outcome.status is Status.REFUSED)
         self.record(outcome)
         if log.isEnabledFor(logging.INFO):
-            asyncio.get_running_loop().call_soon(say, outcome)  # the end of the answer goes out first
+            say(outcome)
 
 
 def say(outcome: Outcome) -> None:
-    """The query's line in the log."""
-    log.info(
-        "query %s %s",
-        outcome.query_id,
-        outcome.status.value,
-        extra={
-            "request_id": outcome.request_id,
-            "model": outcome.model,
-            "site": outcome.site,
-            "attempts": len(outcome.attempts),
-            "prompt_tokens": outcome.prompt_tokens,
-            "completion_tokens": outcome.completion_tokens,
-            "total_s": round(outcome.total_s, 4),
-            "error": outcome.error,
-        },
-    )
+    """In the line of its request, or in one of its own where that is written or there is none."""
+    fields: dict[str, object] = {
+        "outcome": outcome.status.value,
+        "model": outcome.model,
+        "site": outcome.site,
+        "attempts": len(outcome.attempts),
+        "prompt_tokens": outcome.prompt_tokens,
+        "completion_tokens": outcome.completion_tokens,
+        "total_s": round(outcome.total_s, 4),
+        "error": outcome.error,
+    }
+    if not note(fields):
+        own = {"request_id": outcome.request_id, "query_id": outcome.query_id, **fields}
+        log.info("query %s %s", outcome.query_id, outcome.status.value, extra=own)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.rate_headers import ShownQuota, no_quota, rate_headers
 from gateway.domain import Caller
-from gateway.telemetry.logs import REQUEST_ID
+from gateway.telemetry.logs import LINE, REQUEST_ID, Line
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class Exchange:
     """`request_id` is the client's own if it sent a proper one; `query_id` is always ours and unique.
 
     `caller` is known once a generating request has shown its key: its quotas are told in the headers.
-    `complete` tells a response that was sent to its end from one whose client left or that was cut.
+    `complete` tells a response that was sent to its end from one whose client left or that was cut. `line` is
+    what the log will say of both, with what is known of the query by then.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Exchange:
     status: int = 0
     complete: bool = False
     caller: Caller | None = None
+    line: Line = field(default_factory=Line)
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
@@ -85,6 +87,7 @@ class Envelope:
         exchange = self._open(scope)
         scope["state"]["exchange"] = exchange
         REQUEST_ID.set(exchange.request_id)
+        LINE.set(exchange.line)
         always = _ALWAYS_OVER_TLS if scope["scheme"] == "https" else _ALWAYS
 
         async def stamp(message: Message) -> None:
@@ -123,6 +126,7 @@ class Envelope:
 
     def _log(self, scope: Scope, exchange: Exchange) -> None:
         """Status 499 means that the client went away before a status was sent."""
+        exchange.line.is_written = True
         if not log.isEnabledFor(logging.INFO):
             return
         fields = {
@@ -132,6 +136,7 @@ class Envelope:
             "complete": exchange.complete,
             "duration_ms": round(1000 * (self._clock() - exchange.started_s)),
             "client": _client_headers(scope),
+            **exchange.line.fields,
         }
         log.info("%s %s", scope["method"], scope["path"], extra=fields)  # type: ignore[typeddict-item]
 

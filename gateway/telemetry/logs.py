@@ -22,6 +22,28 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Of the request that is worked for, in its tasks and those that they start: every line of them names it."""
 
 
+class Line:
+    """The line that will be written of a request at its end; its query adds what is known of it by then."""
+
+    __slots__ = ("fields", "is_written")
+
+    def __init__(self) -> None:
+        self.fields: dict[str, object] = {}
+        self.is_written = False
+
+
+LINE: ContextVar[Line | None] = ContextVar("line", default=None)
+
+
+def note(fields: dict[str, object]) -> bool:
+    """Whether the line of the request took them: the first query's, as long as it is not written."""
+    line = LINE.get()
+    if line is None or line.is_written or line.fields:
+        return False
+    line.fields = fields
+    return True
+
+
 class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = {

@@ -89,11 +89,17 @@ def test_every_line_about_a_request_names_it() -> None:
         asyncio.run(main())
     said = gateway.about_queries()
     assert {line["logger"] for line in said} >= {
-        "gateway.gateway",
         "gateway.api.exchange",
         "gateway.api.generation",
     }
     assert [line for line in said if line.get("request_id") != "mine"] == []
+    requests = [line for line in said if line["logger"] == "gateway.api.exchange"]
+    assert [(line["status"], line["outcome"]) for line in requests] == [
+        (200, "answered"),
+        (200, "answered"),
+        (404, "refused"),
+    ]
+    assert [line["completion_tokens"] for line in requests] == [4, 4, 0]
     ended = [line for line in site.about_queries() if line["logger"] == "site_engine.telling"]
     assert [line["request_id"] for line in ended] == ["mine", "mine"]
     assert [line["completion_tokens"] for line in ended] == [4, 4]

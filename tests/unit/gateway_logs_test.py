@@ -94,3 +94,24 @@ def test_a_log_that_nobody_reads_breaks_nothing() -> None:
         stream.gone = False
         logger.error("heard")
     assert stream.messages == ["heard"]
+
+
+def test_the_line_of_a_request_takes_one_query_until_it_is_written() -> None:
+    async def of_a_request(line: logs.Line) -> None:
+        logs.LINE.set(line)
+        assert logs.note({"site": "a"})
+        assert not await asyncio.create_task(told({"site": "b"}))  # of several prompts the second
+        assert line.fields == {"site": "a"}
+
+    async def told(fields: dict[str, object]) -> bool:
+        return logs.note(fields)
+
+    async def scenario() -> None:
+        assert not logs.note({"site": "of a batch"})
+        await asyncio.create_task(of_a_request(logs.Line()))
+        written = logs.Line()
+        written.is_written = True
+        logs.LINE.set(written)
+        assert not logs.note({"site": "too late"})
+
+    asyncio.run(scenario())
