@@ -149,7 +149,12 @@ def update(
         found = updated(artifact, outcomes, out=out, elsewhere=elsewhere, progress=here.terminal.say)
     except PredictorError as error:
         raise CommandFailed("the artifact stays as it is", cause=str(error)) from error
-    show(here, [found], as_json=as_json, whole=found)
+    rows = [
+        {"judged on": where, "artifact": which, **figures}
+        for where, sides in found.items()
+        for which, figures in sides.items()
+    ]
+    show(here, rows, as_json=as_json, whole=found)
 
 
 def opened(folder: Path | None) -> OnnxForecaster:
