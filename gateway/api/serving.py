@@ -58,9 +58,9 @@ class HeadWithBody:
 
     def _flush(self) -> None:
         self._waits = False
-        if self._head:
+        if self._head and not self._transport.is_closing():
             self._transport.write(self._head)
-            self._head = b""
+        self._head = b""
 
     def close(self) -> None:
         self._flush()

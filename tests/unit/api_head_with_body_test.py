@@ -20,6 +20,9 @@ class Wire:
     def close(self) -> None:
         self.closed = True
 
+    def is_closing(self) -> bool:
+        return self.closed
+
 
 def written(parts: list[bytes], *, turns_between: int, close: bool = False) -> list[bytes]:
     wire: Any = Wire()
@@ -53,3 +56,16 @@ def test_a_head_without_a_body_is_sent_in_its_turn_of_the_loop() -> None:
 
 def test_closing_sends_what_waits() -> None:
     assert written([b"head"], turns_between=0, close=True) == [b"head"]
+
+
+def test_a_client_that_left_meanwhile_is_sent_nothing() -> None:
+    wire: Any = Wire()
+
+    async def main() -> None:
+        HeadWithBody(wire, asyncio.get_running_loop()).write(b"head")
+        wire.close()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert wire.packets == []
