@@ -106,18 +106,23 @@ def bent(probabilities: Floats, reached: Floats) -> Floats:
 def shift_of(
     probabilities: Floats, length: NDArray[np.int64], edges: tuple[int, ...], reached: Floats
 ) -> float:
-    """What to add to `reached` so that the p90 of such rows covers 90 %; less where rows are few.
-
-    A row is within its p90 if its length lies at or below the share `reached` of its distribution, so what is
-    missing is a quantile of the difference.
-    """
+    """What to add to `reached` so that the p90 of such rows, bent, covers 90 %; less where rows are few."""
     bounds, place = np.array(edges), range_of(length, edges)
     rows = np.arange(len(place))
     own = probabilities[rows, place]
     share = np.clip((length - bounds[place]) / (bounds[place + 1] - bounds[place]), 0.0, 1.0)
     below = np.cumsum(probabilities, axis=1)[rows, place] - own * (1.0 - share)
-    missing = float(np.quantile(below - reached, STATED))
+    missing = float(np.quantile(_most_reached(below) - reached, 1.0 - STATED))
     return missing * len(rows) / (len(rows) + SHIFT_PRIOR_ROWS)
+
+
+def _most_reached(below: Floats) -> Floats:
+    """The largest `reached` with which a length, `below` which lies this share, is within the bent p90."""
+    inner = MEDIAN + (STATED - MEDIAN) ** 2 / np.maximum(below - MEDIAN, 1e-3)
+    beyond = np.clip((below - STATED) / (FAR - STATED), 0.0, 1.0 - 1e-3)
+    outer = (STATED - FAR * beyond) / (1.0 - beyond)
+    found: Floats = np.where(below <= STATED, inner, outer)
+    return found
 
 
 def log_loss(logits: NDArray[np.float64], label: NDArray[np.int64]) -> float:

@@ -17,7 +17,7 @@ from predictor import calibrate, graft, labels, lexical
 
 Progress = Callable[[str], None]
 OWN_SHARPNESS_ROWS = 25
-FOLDS = 4
+FOLDS = 3
 BATCH_ROWS = 64
 HEAD_RATE, MODELS_RATE = 1e-3, 2e-2
 

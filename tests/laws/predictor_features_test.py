@@ -29,7 +29,7 @@ def test_weights_are_of_length_one(text: str) -> None:
 @given(st.lists(anything, min_size=1, max_size=5))
 def test_a_batch_holds_its_bags_and_adds_nothing(texts: list[str]) -> None:
     bags = [features.bag(text) for text in texts]
-    batch = features.batch(bags)
+    batch = features.batch(features.bags(texts))
     for row, bag in enumerate(bags):
         own = batch.slots[row] != features.PADDING_SLOT
         assert batch.slots[row][own].tolist() == bag.slots.tolist()

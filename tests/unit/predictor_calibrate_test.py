@@ -41,6 +41,18 @@ def test_each_kind_gets_its_own_coverage() -> None:
         assert found[source == each].mean() == pytest.approx(share, abs=0.03)
 
 
+def test_a_shift_makes_the_p90_of_a_model_cover_what_it_says() -> None:
+    edges, random = tuple(range(0, 401, 4)), np.random.default_rng(6)
+    drawn = random.dirichlet(np.ones(100), 4_000)
+    length = random.integers(1, 381, 4_000)
+    stated = np.full(4_000, calibrate.STATED)
+    shift = calibrate.shift_of(drawn[:2_000], length[:2_000], edges, stated[:2_000])
+    told = metrics.quantile(calibrate.bent(drawn[2_000:], stated[2_000:] + shift), edges, calibrate.STATED)
+    assert metrics.coverage(length[2_000:], told) == pytest.approx(0.9, abs=0.02)
+    few = calibrate.shift_of(drawn[:10], length[:10], edges, stated[:10])
+    assert abs(few) < 0.1
+
+
 def test_the_graph_bends_as_training_does() -> None:
     random = np.random.default_rng(4)
     views, models, ranges = 3, 2, len(EDGES) - 1
@@ -53,6 +65,9 @@ def test_the_graph_bends_as_training_does() -> None:
     kinds = calibrate.Kinds(weight, np.zeros(3, dtype=np.float32), reached)
     graph = graft.with_kinds(export.lexical_graph(table, state, even), kinds)
     assert graft.kinds_of(graph).reached == pytest.approx(reached)
+    shift = np.array([0.0, -0.05], dtype=np.float32)
+    graph = graft.with_head(graph, state, even, shift)
+    assert graft.shift_of(graph) == pytest.approx(shift)
 
     texts = ["Name three colours.", "Write a poem.", ""]
     batch = features.batch([features.bag(text) for text in texts])
@@ -61,5 +76,5 @@ def test_the_graph_bends_as_training_does() -> None:
     (served,) = onnxruntime.InferenceSession(graph).run(None, {**known, "owner": np.arange(3), "model": rows})
     inputs = graft.inputs_of(graph, (), texts)
     logits = lexical.logits_of(lexical.head_from(state), inputs, np.arange(3), rows)
-    shown = kinds.reached_by(graft.standardised(state, inputs))
+    shown = kinds.reached_by(graft.standardised(state, inputs), shift[rows].astype(np.float64))
     assert served == pytest.approx(calibrate.bent(softmax(logits, axis=1), shown), abs=1e-5)

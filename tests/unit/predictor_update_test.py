@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -41,13 +42,35 @@ def expected(folder: Path, model: str) -> float:
 
 def test_a_new_model_is_learned_from_its_outcomes(tmp_path: Path) -> None:
     data, folder = outcomes(tmp_path / "outcomes.parquet", 300), tmp_path / "new"
-    report = update(LEXICAL, data, out=folder)
+    report = update(LEXICAL, data, out=folder, steps=150)
     fresh = OnnxForecaster(folder)
     assert fresh.knows("terse/model")
     assert not OnnxForecaster(LEXICAL).knows("terse/model")
     assert expected(folder, "terse/model") < expected(LEXICAL, "terse/model") / 3
     assert report["outcomes"]["after"]["log_loss"] < report["outcomes"]["before"]["log_loss"]
     assert fresh.card.trained_on["updates"][0]["figures"] == report
+
+
+def test_after_an_update_the_p90_covers_about_what_it_says(tmp_path: Path) -> None:
+    data = outcomes(tmp_path / "outcomes.parquet", 900)
+    rows = pd.read_parquet(data)
+    told = OnnxForecaster(LEXICAL).forecast([Features(text, "text-davinci-003") for text in rows.prompt])
+    chance = np.random.default_rng(4).random(len(rows))
+    rows["response_tokens"] = [1 + each.quantile(q) // 2 for each, q in zip(told, chance, strict=True)]
+    rows.to_parquet(data)
+    report = update(LEXICAL, data, out=tmp_path / "new", steps=40)
+    after = report["outcomes"]["after"]
+    assert after["rows"] > 150
+    assert 0.86 <= after["p90_coverage"] <= 0.94
+
+
+def test_a_rehearsal_keeps_what_is_forecast_elsewhere(tmp_path: Path) -> None:
+    elsewhere = outcomes(tmp_path / "elsewhere.parquet", 300, "text-davinci-003", tokens=900)
+    data = outcomes(tmp_path / "outcomes.parquet", 300)
+    update(LEXICAL, data, out=tmp_path / "new", elsewhere=elsewhere, steps=40)
+    assert expected(tmp_path / "new", "terse/model") < 40
+    before = expected(LEXICAL, "text-davinci-003")
+    assert expected(tmp_path / "new", "text-davinci-003") == pytest.approx(before, rel=0.15)
 
 
 def test_without_a_rehearsal_other_models_are_forecast_as_before(tmp_path: Path) -> None:
@@ -63,7 +86,7 @@ def test_an_update_that_is_no_better_is_refused(tmp_path: Path) -> None:
     rows.loc[kept_aside, "response_tokens"] = 500
     rows.to_parquet(data)
     with pytest.raises(RefusedUpdate, match="the artifact stays"):
-        update(LEXICAL, data, out=folder)
+        update(LEXICAL, data, out=folder, steps=40)
     assert not folder.exists()
 
 
@@ -87,7 +110,7 @@ def test_a_server_takes_up_the_new_artifact_and_keeps_the_old_beside_a_damaged_o
     query = [Features(STORY, "terse/model")]
     before = serving.forecast(query)[0].expected()
     assert not serving.refresh()
-    update(folder, data)
+    update(folder, data, steps=200)
     assert serving.forecast(query)[0].expected() == before
     assert serving.refresh()
     assert serving.forecast(query)[0].expected() < before
@@ -100,7 +123,7 @@ def test_what_a_gateway_kept_is_learned_from_without_a_conversion(tmp_path: Path
         kept.add(Features(row.prompt, row.model), int(row.response_tokens))
     kept.add(Features("\ud800 你好", "terse/model"), 4)
     folder = tmp_path / "new"
-    report = update(LEXICAL, tmp_path / "outcomes", out=folder)
+    report = update(LEXICAL, tmp_path / "outcomes", out=folder, steps=40)
     assert report["outcomes"]["after"]["log_loss"] < report["outcomes"]["before"]["log_loss"]
     assert OnnxForecaster(folder).knows("terse/model")
 
