@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from zlib import crc32
 
 import numpy as np
@@ -33,15 +33,9 @@ KNOWN_WORDS = 50_000
 _CAPITALS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class _Word(NamedTuple):
-    """What a bag needs to know of a word."""
-
-    hash: int
-    number: bool
-    sign: bool
-
-
-_known: dict[str, _Word] = {}
+_NUMBER, _SIGN = 1 << 32, 1 << 33
+_known: dict[str, int] = {}
+"""Of a word its hash, 32 bits, and above it whether it is a number or a sign."""
 
 
 class Bag(NamedTuple):
@@ -79,21 +73,27 @@ def bag(text: str) -> Bag:
 
 def bags(texts: Sequence[str]) -> list[Bag]:
     """Features of some texts, together, which costs less than one after another."""
-    found = [[_known.get(word) or _told_of(word) for word in words(text)] for text in texts]
-    dense = np.array([_dense(*each) for each in zip(texts, found, strict=True)], dtype=np.float32)
-    owner, slots, counts = _counted(found)
+    found = [_told_of(words(text)) for text in texts]
+    told = np.array([word for each in found for word in each], dtype=np.uint64)
+    owner = np.arange(len(texts)).repeat([len(each) for each in found])
+    numbers, signs = (
+        np.bincount(owner[(told & np.uint64(flag)) > 0], minlength=len(texts)) for flag in (_NUMBER, _SIGN)
+    )
+    counted = zip(texts, map(len, found), numbers.tolist(), signs.tolist(), strict=True)
+    dense = np.array([_dense(*each) for each in counted], dtype=np.float32)
+    whose, slots, counts = _counted(told & np.uint64(_NUMBER - 1), owner)
     raw = 1.0 + np.log(counts)
-    norms = np.sqrt(np.bincount(owner, raw * raw, len(texts)))
-    weights: NDArray[np.float32] = (raw / norms[owner]).astype(np.float32)
-    ends = np.bincount(owner, minlength=len(texts)).cumsum().tolist()
+    norms = np.sqrt(np.bincount(whose, raw * raw, len(texts)))
+    weights: NDArray[np.float32] = (raw / norms[whose]).astype(np.float32)
+    ends = np.bincount(whose, minlength=len(texts)).cumsum().tolist()
     spans = zip([0, *ends], ends, dense, strict=False)
     return [Bag(slots[start:end], weights[start:end], own) for start, end, own in spans]
 
 
-def _counted(found: list[list[_Word]]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _counted(
+    hashes: NDArray[np.uint64], owner: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Of each text the slots of its words and pairs of neighbours, each once: whose, which, how often."""
-    hashes = np.array([word.hash for each in found for word in each], dtype=np.uint64)
-    owner = np.arange(len(found)).repeat([len(each) for each in found])
     pairs = (hashes[:-1] * np.uint64(0x9E3779B1) + hashes[1:] * np.uint64(0x85EBCA77)) >> np.uint64(7)
     within = owner[:-1] == owner[1:]
     of_words = hashes % np.uint64(WORD_SLOTS)
@@ -116,13 +116,19 @@ def batch(bags: Sequence[Bag]) -> Batch:
     return Batch(slots, weights, np.stack([each.dense for each in bags]))
 
 
-def _told_of(word: str) -> _Word:
-    """Remembers what is said of a word; forgets all when there are too many."""
+def _told_of(found: list[str]) -> list[int]:
+    """What is known of some words; when too many are known, all are forgotten."""
+    told = list(map(_known.get, found))
+    if None not in told:
+        return cast(list[int], told)
     if len(_known) >= KNOWN_WORDS:
         _known.clear()
-    told = _known[word] = _Word(
-        crc32(word.encode("utf-8", "surrogatepass")), word[0].isdigit(), not word[0].isalnum()
-    )
+    return [_known.get(word) or _learned(word) for word in found]
+
+
+def _learned(word: str) -> int:
+    number, sign = word[0].isdigit() * _NUMBER, (not word[0].isalnum()) * _SIGN
+    told = _known[word] = crc32(word.encode("utf-8", "surrogatepass")) | number | sign
     return told
 
 
@@ -132,20 +138,18 @@ def _capitals(text: str) -> int:
     return sum(map(str.isupper, text))
 
 
-def _dense(text: str, found: list[_Word]) -> list[float]:
-    """Counts that words do not carry, each about 0 to 1."""
+def _dense(text: str, found: int, numbers: int, signs: int) -> list[float]:
+    """Counts that words do not carry, each about 0 to 1; `found` words."""
     read = visible(text)
     length = max(1, len(read))
-    numbers = sum([word.number for word in found])
-    signs = sum([word.sign for word in found])
     lines = read.count("\n")
     return [
         math.log1p(len(text)) / 10.0,
-        math.log1p(len(found)) / 6.0,
+        math.log1p(found) / 6.0,
         math.log1p(lines) / 4.0,
         math.log1p(numbers) / 4.0,
-        numbers / max(1, len(found)),
-        signs / max(1, len(found)),
+        numbers / max(1, found),
+        signs / max(1, found),
         _capitals(read) / length,
         0.0 if read.isascii() else sum(letter > "\x7f" for letter in read) / length,
         float(read.rstrip().endswith("?")),
