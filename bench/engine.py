@@ -33,6 +33,7 @@ from site_engine.hf_bridge import LoadedModel, from_model
 from site_engine.request import Lane, Request, Sampling
 
 RUNNERS = ("packed", "dense", "decoupled", "static")
+Contender = Callable[[list[Query]], Run]
 LONGEST_TOKENS = 2048  # prompt and response of one query
 
 
@@ -116,9 +117,7 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Run
     room = room_for(work(0), options.slots, options.token_budget)
     order = ORDERS[options.order]
     engine = make_engine(served, options.runner, room, clock, order)
-    contenders: dict[str, Callable[[list[Query]], Run]] = {
-        "mico": lambda asked: run_mico(engine, asked, clock, order.lane)
-    }
+    contenders: dict[str, Contender] = {"mico": lambda asked: run_mico(engine, asked, clock, order.lane)}
     for name in options.peer:
         model = copy.deepcopy(plain)
         contenders[name] = partial(_run_peer, name, model, room, clock)
@@ -127,12 +126,33 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Run
     failed = _drop_failing(contenders, work(-1)[:2])
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
     for repetition in range(options.repeat):
-        for name, contend in contenders.items():
-            runs[name].append(contend(work(repetition)))
+        for name, run in _in_turn(contenders, work(repetition), options.slots).items():
+            runs[name].append(run)
     return Runs(runs, failed)
 
 
-def _drop_failing(contenders: dict[str, Callable[[list[Query]], Run]], work: list[Query]) -> dict[str, str]:
+def _in_turn(contenders: dict[str, Contender], work: list[Query], slots: int) -> dict[str, Run]:
+    """All queries by each. Where one is asked at a time, they take turns at every query: a machine that
+    others use, too, changes its speed within seconds.
+    """
+    pieces = [[query] for query in work] if slots == 1 else [work]
+    runs = {name: list[Run]() for name in contenders}
+    for piece in pieces:
+        for name, contend in contenders.items():
+            runs[name].append(contend(piece))
+    return {name: _joined(each) for name, each in runs.items()}
+
+
+def _joined(runs: list[Run]) -> Run:
+    steps = [run.step_ms for run in runs if run.step_ms is not None]
+    return Run(
+        sum(run.seconds for run in runs),
+        [answer for run in runs for answer in run.answers],
+        statistics.median(steps) if steps else None,
+    )
+
+
+def _drop_failing(contenders: dict[str, Contender], work: list[Query]) -> dict[str, str]:
     """A first, short pass of each peer: those that cannot are taken out, with the reason."""
     failed = {}
     for name in [name for name in contenders if name != "mico"]:
