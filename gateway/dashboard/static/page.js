@@ -70,9 +70,7 @@ function draw() {
   put($("replica"), `Seen from ${snapshot.replica}; queries of ${snapshot.replicas.join(", ")}.`);
   drawTiles(snapshot.totals, columns);
   drawPlots();
-  // Newest first: since when each site is as it is.
-  const since = Object.fromEntries(snapshot.events.filter((event) => event.kind === "state").reverse().map((event) => [event.site, event.at]));
-  table.show(snapshot.sites, since);
+  table.show(snapshot.sites, snapshot.events);
   put($("pools"), poolsText(snapshot.pools));
   drawEvents(snapshot.events);
   drawRoutes(snapshot);

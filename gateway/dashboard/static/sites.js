@@ -29,7 +29,7 @@ export class SiteTable {
     this.turn = 0;
     this.sight = new IntersectionObserver((changes) => changes.forEach((c) => (c.target.inSight = c.isIntersecting)), { rootMargin: "200px" });
     this.order = { column: 0, down: false };
-    Object.assign(this, { sites: [], since: {} });
+    Object.assign(this, { sites: [], events: [] });
     this.buildHead();
     filter.addEventListener("input", () => this.show(this.sites));
   }
@@ -58,8 +58,8 @@ export class SiteTable {
     });
   }
 
-  show(sites, since = this.since) {
-    Object.assign(this, { sites, since });
+  show(sites, events = this.events) {
+    Object.assign(this, { sites, events });
     this.filter.hidden = sites.length < 12;
     const wanted = this.filter.value.trim().toLowerCase();
     const shown = sites.filter((s) => !wanted || `${s.name} ${s.cloud} ${s.region} ${s.state}`.toLowerCase().includes(wanted));
@@ -122,7 +122,9 @@ export class SiteTable {
     put(row.cells[0].lastChild, (row.where = where));
     put(row.cells[1].firstChild, site.state);
     mark(row.cells[1].firstChild, `badge ${site.state}`);
-    put(row.cells[1].lastChild, site.state === "ready" || !this.since[site.name] ? "" : `since ${clock(this.since[site.name], false)}`);
+    // Events come newest first: the first of its state is how it became so.
+    const since = site.state !== "ready" && this.events.find((event) => event.kind === "state" && event.site === site.name);
+    put(row.cells[1].lastChild, since ? `since ${clock(since.at, false)}` : "");
     this.fillBar(row.cells[2], site);
     put(row.first, row.held ? "Resume" : "Drain");
     row.first.title = row.first.ariaLabel = `${row.first.textContent} ${site.name}`;
