@@ -27,6 +27,7 @@ DENSE = 12
 
 # Scripts written without spaces count by the character; of a number the first four digits count.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]|\d{1,4}|[^\W\d_]+|[^\w\s]|\n")
+_PLAIN_WORD = re.compile(r"[a-z]+|[0-9]{1,4}|[^\w\s]|\n")  # the same of lower-case ASCII, sooner
 
 
 KNOWN_WORDS = 50_000
@@ -63,7 +64,8 @@ def visible(text: str) -> str:
 
 def words(text: str) -> list[str]:
     """Lower-case words, numbers, signs and line ends, in order."""
-    return _WORD.findall(visible(text).lower())
+    lowered = visible(text).lower()
+    return (_PLAIN_WORD if lowered.isascii() else _WORD).findall(lowered)
 
 
 def bag(text: str) -> Bag:

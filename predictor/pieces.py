@@ -26,6 +26,7 @@ PAD, LINE, PARAGRAPH, UNKNOWN, START, END = "[PAD]", "[unused1]", "[unused2]", "
 MARKS = frozenset((PAD, LINE, PARAGRAPH, UNKNOWN, START, END))
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\n[\n\r\t ]*|[^\W_]+|[^\w\s]|_")
+_PLAIN_WORD = re.compile(r"[a-z0-9]+|\n[\n\r\t ]*|[^\w\s]|_")  # the same of lower-case ASCII, sooner
 
 
 class Pieces:
@@ -41,7 +42,8 @@ class Pieces:
     def encode(self, text: str) -> list[int]:
         """Ids between the start and the end mark, at most LONGEST_PIECES."""
         found: list[int] = []
-        for word in _WORD.findall(_plain(visible(text))):
+        plain = _plain(visible(text))
+        for word in (_PLAIN_WORD if plain.isascii() else _WORD).findall(plain):
             found.extend(self._cache.get(word) or self._word(word))
         if len(found) > HEAD_PIECES + TAIL_PIECES:
             found = found[:HEAD_PIECES] + found[-TAIL_PIECES:]

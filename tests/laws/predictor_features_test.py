@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor import features
+from predictor.pieces import Pieces
 
 anything = st.text(st.characters(), max_size=300)
 
@@ -52,3 +53,13 @@ def test_of_a_long_text_only_the_ends_are_read() -> None:
 
 def test_words_of_scripts_without_spaces_are_told_apart() -> None:
     assert features.words("你好, World 2024!") == ["你", "好", ",", "world", "2024", "!"]
+
+
+@given(st.text(st.characters(max_codepoint=127), max_size=200))
+def test_plain_text_is_read_as_any_other(text: str) -> None:
+    """A sign at the end that is not ASCII makes the general pattern read the same text."""
+    assert features.words(text + "\n\u00b7") == [*features.words(text), "\n", "\u00b7"]
+    vocabulary = ["[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"]
+    pieces = Pieces([*vocabulary, *map(chr, range(128)), *(f"##{chr(code)}" for code in range(128))])
+    short = text[:40]
+    assert pieces.encode(short + " \u4e00")[:-2] == pieces.encode(short)[:-1]
