@@ -62,7 +62,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, tell: T
     try:
         with ending.on_signals(loop):
             links.add(config.gateways)
-            log.info("serving %s in %d slots", ", ".join(site.models), config.slots)
+            log.info("serving %s in %d slots", ", ".join(site.models), config.slots or loaded.slots)
             return await until_the_end(site, links, ending, config.drain_s)
     finally:
         ticking.cancel()
@@ -93,7 +93,7 @@ def _hello(config: SiteConfig, loaded: Loaded, prompts: Prompts) -> Hello:
         region=config.region,
         pool=config.pool,
         models=(model,),
-        slots=config.slots,
+        slots=config.slots or loaded.slots,
         kv_capacity_tokens=kv_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,

@@ -17,6 +17,8 @@ from typing import Any
 from site_engine.errors import ConfigError
 
 PREFIX = "MICO_SITE_"
+SLOTS = 32
+"""Where neither a person nor a GPU says more."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINES = ("native", "openai")
@@ -69,7 +71,7 @@ class SiteConfig:
     device: str = "auto"  # auto: a GPU if there is one
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
-    slots: int = 32  # requests that run at once
+    slots: int | None = None  # requests that run at once; absent: 256 on a GPU, else 32
     token_budget: int | None = None  # tokens computed in one iteration; absent: by the device (engine.py)
     page_size: int = 16  # tokens in a page of keys and values
     kv_tokens: int | None = None  # room for keys and values; absent: measured
@@ -97,7 +99,7 @@ class SiteConfig:
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, f"is {value}; it must be 0 or more")
         _require(
-            self.token_budget is None or self.token_budget >= self.slots or self.engine != "native",
+            self.token_budget is None or self.token_budget >= (self.slots or 1) or self.engine != "native",
             "token_budget",
             f"is {self.token_budget}; it must cover one token of each of {self.slots} slots",
         )

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from site_engine.config import SiteConfig
+from site_engine.config import SLOTS, SiteConfig
 from site_engine.errors import ConfigError
 from site_engine.worker import Engine
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from site_engine.grammar import Grammars
 
 log = logging.getLogger(__name__)
+
+SLOTS_ON_GPU = 256
+"""As many as the decode steps of an H200 were measured with (bench/results/gpu.md)."""
 
 
 class Loaded(NamedTuple):
@@ -26,6 +29,7 @@ class Loaded(NamedTuple):
     context_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    slots: int = SLOTS
 
 
 def load_engine(config: SiteConfig) -> Loaded:
@@ -48,7 +52,7 @@ def load_engine(config: SiteConfig) -> Loaded:
     device = ("cuda" if on_gpu else "cpu") if config.device == "auto" else config.device
     dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
     settings = EngineSettings(
-        slots=config.slots,
+        slots=slots_on(device, config),
         token_budget=config.token_budget,
         page_size=config.page_size,
         kv_tokens=config.kv_tokens,
@@ -76,7 +80,13 @@ def load_engine(config: SiteConfig) -> Loaded:
         model.context_tokens,
         model.vocab_size,
         model.eos_token_ids,
+        settings.slots,
     )
+
+
+def slots_on(device: str, config: SiteConfig) -> int:
+    most = SLOTS_ON_GPU if device.startswith("cuda") else SLOTS
+    return config.slots or min(most, config.token_budget or most)
 
 
 def grammars_of(loaded: Loaded) -> Grammars | None:

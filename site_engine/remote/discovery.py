@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from site_engine.config import SiteConfig
+from site_engine.config import SLOTS, SiteConfig
 from site_engine.errors import ConfigError
 from site_engine.messages import Model
 from site_engine.remote.dialects import Dialect, recognized
@@ -52,13 +52,14 @@ async def discover(server: Server, config: SiteConfig) -> Found:
     models = tuple(_model(each, page.dialect, config) for each in wanted)
     context_tokens = min(each.context_tokens for each in models)
     source = "its metrics" if page.busy else f"an estimate: {page.why}"
+    slots = config.slots or SLOTS
     capacity = config.kv_tokens or (page.busy and page.busy.kv_capacity_tokens)
     terms = Terms(
         models={told.id: str(each["id"]) for told, each in zip(models, wanted, strict=True)},
         dialect=page.dialect,
         context_tokens=context_tokens,
-        kv_capacity_tokens=capacity or config.slots * context_tokens,
-        slots=config.slots,
+        kv_capacity_tokens=capacity or slots * context_tokens,
+        slots=slots,
         max_pending=config.max_pending,
         longest_prompt_tokens=_longest(wanted, config),
         requests_per_min=config.requests_per_min,

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from uuid import uuid4
 
-from site_engine.config import SiteConfig
+from site_engine.config import SLOTS, SiteConfig
 from site_engine.desk import Tell
 from site_engine.dialling import Dialling
 from site_engine.lifetime import EXIT_OK, Ending, tick, until_the_end
@@ -45,7 +45,7 @@ async def serve(config: SiteConfig) -> int:
         root,
         config.server_key(os.environ),
         silence_s=config.silence_s,
-        connections=config.slots + SPARE_CONNECTIONS,
+        connections=(config.slots or SLOTS) + SPARE_CONNECTIONS,
     )
     ending = Ending()
     try:
@@ -159,7 +159,7 @@ def _hello(config: SiteConfig, found: Found) -> Hello:
         region=config.region,
         pool=config.pool,
         models=found.models,
-        slots=config.slots,
+        slots=terms.slots,
         kv_capacity_tokens=terms.kv_capacity_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from site_engine.config import SiteConfig, load
 from site_engine.errors import ConfigError
+from site_engine.loading import slots_on
 from site_engine.logs import JsonLines
 
 NEEDED = {"site": "alpha", "gateways": "gw:7000", "model": "demo"}
@@ -104,7 +106,15 @@ def test_the_token_is_nobodys_business(tmp_path: Path) -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         load(None, {}, **NEEDED).slots = 3
-    assert SiteConfig(site="a", model="m", gateways=("h:1",)).slots == 32
+
+
+def test_slots_are_by_the_device_unless_somebody_says() -> None:
+    said = SiteConfig(site="a", model="m", gateways=("h:1",))
+    assert [slots_on(device, said) for device in ("cpu", "cuda", "cuda:1")] == [32, 256, 256]
+    assert slots_on("cuda", replace(said, slots=3)) == 3
+    assert (
+        slots_on("cuda", replace(said, token_budget=64)) == 64
+    )  # one token of each in an iteration, at least
 
 
 def test_a_log_line_is_one_json_object() -> None:
