@@ -98,7 +98,10 @@ def test_the_banner_says_what_is_wrong_and_where(changes: dict[str, object], lev
 def test_the_banner_says_what_room_is_left() -> None:
     sites = [SERVING, replace(SERVING, name="b", state=SiteState.DOWN, report_age_s=5.0)]
     known = replace(totals(sites, 0.0, 0.0), headroom=0.41)
-    assert banner(sites, known).text == "Degraded: b down, silent for 5 s. 41% of the remaining capacity is free."
+    assert (
+        banner(sites, known).text
+        == "Degraded: b down, silent for 5 s. 41% of the remaining capacity is free."
+    )
 
 
 @pytest.mark.parametrize(("failed", "level"), [(0.0, "calm"), (2.0, "degraded"), (10.0, "critical")])
