@@ -100,9 +100,6 @@ class Forecasts(Collector):
     def name(self) -> str:
         return self._forecaster.name
 
-    async def of(self, query: Query) -> Forecast:
-        return await self.ask(query)
-
     def ask(self, query: Query) -> asyncio.Future[Forecast]:
         """Who does not wait for it any longer may give it an end of another kind."""
         answer: asyncio.Future[Forecast] = asyncio.get_running_loop().create_future()

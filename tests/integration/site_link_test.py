@@ -391,7 +391,7 @@ def test_a_message_before_welcome_ends_the_stream_not_the_site() -> None:
             await (await gateway.joined()).send(ping=pb.Ping(nonce=1))
             session = await gateway.linked()
             await session.send(**assign("a"))
-            await session.finished("a")
+            assert await session.finished("a") == pb.Delta.LENGTH
 
     run(scenario())
 

@@ -37,7 +37,7 @@ def test_a_forecaster_that_answers_too_few_is_replaced_by_the_fallback() -> None
     async def scenario() -> None:
         forecasts = Forecasts(Forgetful(), HistogramForecaster())
         async with asyncio.timeout(10.0):
-            found = await asyncio.gather(*(forecasts.of(query(f"q{i}")) for i in range(3)))
+            found = await asyncio.gather(*(forecasts.ask(query(f"q{i}")) for i in range(3)))
         assert {each.source for each in found} == {"histogram:m"}
         await forecasts.close()
 
@@ -56,7 +56,7 @@ def test_a_failure_of_the_fallback_reaches_those_who_wait_and_those_who_come_lat
         forecasts = Forecasts(Broken(), Broken())
         for round_ in range(2):
             async with asyncio.timeout(10.0):
-                waiting = (forecasts.of(query(f"q{round_}{i}")) for i in range(3))
+                waiting = (forecasts.ask(query(f"q{round_}{i}")) for i in range(3))
                 found = await asyncio.gather(*waiting, return_exceptions=True)
             assert all(isinstance(each, RuntimeError) for each in found)
         await forecasts.close()
@@ -108,7 +108,7 @@ def test_an_answer_that_was_cut_short_teaches_nothing() -> None:
         histogram = HistogramForecaster()
         forecasts = Forecasts(histogram, histogram)
         asked = Query("q", "m", "hi", Sampling(max_tokens=5), Caller("k", "t"), 0.0, 100.0)
-        before = await forecasts.of(asked)
+        before = await forecasts.ask(asked)
         forecasts.observe(outcome("q", 5, forecast=before))
         assert histogram.forecast([Features("hi", "m")])[0] == before
         forecasts.observe(outcome("q", 5, forecast=before))
@@ -126,16 +126,16 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
         forecasts = Forecasts(CurrentForecaster(folder), HistogramForecaster(), look_every_s=0.01)
         forecasts.start()
         async with asyncio.timeout(30.0):
-            first = await forecasts.of(query("q"))
+            first = await forecasts.ask(query("q"))
             assert first.source == f"{LEXICAL_NAME}:unknown-model"
             forecasts.observe(outcome("q", 7, forecast=first))
-            while "like" not in (await forecasts.of(query("r"))).source:
+            while "like" not in (await forecasts.ask(query("r"))).source:
                 pass  # it is learned beside the forecasts
             card, graph = read_card(folder), (folder / GRAPH_FILE).read_bytes()
             write(folder, graph, replace(card, name="newer"))
             while forecasts.name != "newer":  # noqa: ASYNC110 - the folder is looked at by time
                 await asyncio.sleep(0.01)
-            assert (await forecasts.of(query("s"))).source.startswith("newer")
+            assert (await forecasts.ask(query("s"))).source.startswith("newer")
         await forecasts.close()
 
     asyncio.run(scenario())
@@ -144,7 +144,7 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
 def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
     async def scenario(kept: OutcomeLog | None) -> None:
         forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=kept)
-        forecasts.observe(outcome("q", 7, forecast=await forecasts.of(query("q"))))
+        forecasts.observe(outcome("q", 7, forecast=await forecasts.ask(query("q"))))
         await forecasts.close()
 
     asyncio.run(scenario(None))
