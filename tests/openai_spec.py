@@ -1,6 +1,7 @@
 """OpenAI's specification as far as this gateway serves it: cut from a file, or made from the SDK's own types.
 
-The SDK's types are generated from the specification. They know shapes and enums, and no bounds of numbers.
+The SDK's types are generated from the specification. They know shapes and enums; OpenAI's reference has the
+bounds of numbers beside them.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ ANSWERS = {
     ("/batches/{batch_id}", "get"): ("Batch", ""),
     ("/batches/{batch_id}/cancel", "post"): ("Batch", ""),
 }
+BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "n": (1, 128),
+    "top_logprobs": (0, 20),
+}
+TEXT_BOUNDS = BOUNDS | {"logprobs": (0, 5), "best_of": (0, 20)}
 MOST_LISTED = {"/files": 10_000, "/batches": 100}
 FORM = {
     "type": "object",
@@ -110,12 +120,22 @@ def from_types() -> dict[str, Any]:
     for name, kind in TYPES.items():
         schema = TypeAdapter(kind).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
         defined = schema.pop("$defs", {})
+        if name in ("ChatAsked", "TextAsked"):
+            _bound(schema["properties"], TEXT_BOUNDS if name == "TextAsked" else BOUNDS)
         schemas |= {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
     paths: dict[str, Any] = {}
     for (place, method), (answered, asked) in ANSWERS.items():
         paths.setdefault(f"/v1{place}", {})[method] = _operation(place, answered, asked)
     info = {"title": "from the types of openai-python", "version": "1"}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
+
+
+def _bound(properties: dict[str, Any], bounds: Mapping[str, tuple[float, float]]) -> None:
+    for name, (low, high) in bounds.items():
+        schema = properties.get(name, {})
+        for each in schema.get("anyOf", [schema]):
+            if each.get("type") in ("integer", "number"):
+                each |= {"minimum": low, "maximum": high}
 
 
 def _operation(place: str, answered: str, asked: str) -> dict[str, Any]:
