@@ -90,7 +90,7 @@ async def serve(config: GatewayConfig) -> int:
             config.name,
             backend=(backend := _backend(config, core, store)),
             gateway=core.gateway,
-            caller=store.keys.still_valid,
+            caller=store.keys.unrevoked,
         ) as batches,
     ):
         core.metrics.also(scaler)

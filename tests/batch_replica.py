@@ -129,6 +129,7 @@ async def replica(
     slots: int = 4,
     name: str = "r1",
     features: Sequence[str] = ("chat", "logprobs", "resume"),
+    caller: Callable[[str], Caller | None] = CALLERS_BY_ID.get,
     **limits: Any,
 ) -> AsyncIterator[Replica]:
     async with AsyncExitStack() as stack:
@@ -146,7 +147,7 @@ async def replica(
                 name,
                 backend=backend,
                 gateway=here.gateway,
-                caller=CALLERS_BY_ID.get,
+                caller=caller,
                 limits=BatchLimits(**limits),
                 lease_s=LEASE_S,
                 look_every_s=LOOK_EVERY_S,

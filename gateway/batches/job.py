@@ -265,7 +265,7 @@ class Job:
         means, batch = self._means, self.batch
         caller = means.caller(batch.key_id)
         if caller is None:
-            raise Unauthenticated("The API key that submitted this batch was revoked or has expired.")
+            raise Unauthenticated("The API key that submitted this batch was revoked.")
         data = await means.files.read(batch.input_file_id, line.begins, line.size)
         wanted = read_line(Raw(line.number, line.begins, data), batch.endpoint, means.limits)
         return await asking.ask(

@@ -16,7 +16,7 @@ from predictor.forecast import Forecast
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Means:
     """`known_models`: those that any site serves or served; none as long as sites may still be joining.
-    `caller` looks a key up by its id, without I/O.
+    `caller` looks a key up by its id, without I/O: who it let in, also after its time; None once revoked.
     `dispatched`: whether a query, by its id, has been given to a site by now.
     """
 

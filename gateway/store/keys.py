@@ -89,9 +89,17 @@ class KeyRing:
 
     def still_valid(self, key_id: str) -> Caller | None:
         """Who a key lets in that was seen before, by its id; None once it is revoked or expired. No I/O."""
-        key = next((key for key in self._known.values() if key.caller.key_id == key_id), None)
+        key = self._by_id(key_id)
         expired = key is not None and key.expires_at is not None and self._clock() >= key.expires_at
         return None if key is None or expired else key.caller
+
+    def unrevoked(self, key_id: str) -> Caller | None:
+        """For work that a key was good for when it was accepted: its time may be over by now. No I/O."""
+        key = self._by_id(key_id)
+        return None if key is None else key.caller
+
+    def _by_id(self, key_id: str) -> StoredKey | None:
+        return next((key for key in self._known.values() if key.caller.key_id == key_id), None)
 
     @property
     def session_key(self) -> bytes:

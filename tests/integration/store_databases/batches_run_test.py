@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from gateway.answer import answer
 from gateway.domain import Lane, Piece, Query
 from gateway.errors import TooMany
 from gateway.gateway import Gateway
-from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
+from gateway.store.store import open_store
+from tests.batch_replica import CALLERS, Replica, asked_at_least, chat_line, jsonl, replica
 from tests.fakes.federation import until
 
 
@@ -289,6 +291,45 @@ def test_a_line_whose_site_breaks_runs_again_then_is_in_the_error_file(
             assert here.asked.count("prompt 3") == 6  # three runs, each on both sites
             assert here.asked.count("prompt 5") == 3
             assert here.asked.count("prompt 4") == 1
+
+    asyncio.run(main())
+
+
+def test_a_batch_outlives_the_time_of_its_key_and_ends_when_that_is_revoked(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store, replica(url, caller=store.keys.unrevoked) as here:
+
+            async def held(key: str) -> str:
+                """A batch of 30 of which some lines run, and stay so."""
+                caller = store.keys.authenticate(key)
+                assert caller is not None
+                monkeypatch.setitem(CALLERS, key, caller)
+                here.open.clear()
+                here.asked.clear()
+                batch_id = await here.submit(jsonl(*(chat_line(number) for number in range(30))), key)
+                await asked_at_least(here, 2)
+                return batch_id
+
+            old, secret = await store.keys.create_key("app", "tenant-1", models=["m"])
+            rotated = await held(secret)
+            replaced = await store.keys.rotate_key(old.id, 0.0)
+            assert replaced is not None and store.keys.still_valid(old.id) is None
+            here.open.set()
+            done = await here.ended(rotated)
+            assert (done.status, done.request_counts.completed) == ("completed", 30)
+            assert {outcome.key_id for outcome in here.scene.outcomes} == {old.id}
+
+            new, secret = replaced
+            revoked = await held(secret)
+            await store.keys.revoke_key(new.id)
+            here.open.set()
+            done = await here.ended(revoked)
+            assert (done.status, done.request_counts.completed) == ("completed", len(here.asked))
+            refused = await here.lines(done.error_file_id)
+            assert len(refused) == 30 - len(here.asked) > 0
+            assert {each["response"]["body"]["error"]["code"] for each in refused} == {"invalid_api_key"}
 
     asyncio.run(main())
 
