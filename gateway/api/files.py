@@ -18,8 +18,8 @@ from gateway.api.auth import caller_of
 from gateway.api.backend import Backend
 from gateway.api.body import ClientGone
 from gateway.api.presence import while_connected
-from gateway.api.upload import MISSING, UPLOAD_WITHIN_S, Form, read_form
-from gateway.batches.files import Files, InUse, Page
+from gateway.api.upload import MISSING, UPLOAD_WITHIN_S, Form, announced_bytes, read_form
+from gateway.batches.files import Files, FileWriter, InUse, NoRoom, Page
 from gateway.batches.values import DAY_S, HOUR_S, BatchLimits, File, Purpose
 from gateway.errors import BadRequest, NotFound, Overloaded
 
@@ -92,13 +92,9 @@ class _Upload:
         await json(shape(file)).to_asgi_response(None, Request(scope))(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive, form: Form, tenant: str) -> File:
-        stored = await self.files.stored_bytes(tenant)
-        if stored >= self.limits.tenant_bytes:
-            raise BadRequest(
-                f"Your files hold {stored} bytes, the most is {self.limits.tenant_bytes}: delete some.",
-                code="storage_full",
-            )
-        await read_form(scope, receive, form, lambda: self.files.begin(tenant), self.limits.file_bytes)
+        limit = self.limits.file_bytes
+        size = min(announced_bytes(scope) or limit, limit)
+        await read_form(scope, receive, form, lambda: self._begin(tenant, size), limit)
         purpose = form.fields.get("purpose")
         if form.writer is None or purpose is None:
             name = "file" if form.writer is None else "purpose"
@@ -116,6 +112,16 @@ class _Upload:
         file = await form.writer.finish(form.filename or "upload.jsonl", purpose, kept_s)
         form.writer = None
         return file
+
+    async def _begin(self, tenant: str, size: int) -> FileWriter:
+        most = self.limits.tenant_bytes
+        try:
+            return await self.files.reserve(tenant, size, most)
+        except NoRoom as full:
+            raise BadRequest(
+                f"Your files hold {full.stored} bytes, this upload is {size}, the most is {most}: delete some.",
+                code="storage_full",
+            ) from full
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,9 +111,14 @@ class _Reading:
         self._segment = None
 
 
-async def _body(scope: Scope, receive: Receive, limit_bytes: int) -> AsyncIterator[bytes]:
+def announced_bytes(scope: Scope) -> int:
+    """Of the whole form; 0 if it comes in pieces that nobody counted."""
     announced = header(scope, b"content-length")
-    if announced.isdecimal() and int(announced) > limit_bytes + FRAME_BYTES:
+    return int(announced) if announced.isdecimal() else 0
+
+
+async def _body(scope: Scope, receive: Receive, limit_bytes: int) -> AsyncIterator[bytes]:
+    if announced_bytes(scope) > limit_bytes + FRAME_BYTES:
         raise _too_large(limit_bytes)
     size, more = 0, True
     while more:

@@ -10,14 +10,16 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.batches.values import DAY_S, UNENDED, File
-from gateway.store.tables import batches, file_parts, files
+from gateway.batches.values import DAY_S, HOUR_S, UNENDED, File
+from gateway.store.tables import batches, file_parts, files, tenants
 
 PART_BYTES: Final = 64 * 2**10
 PARTS_AT_ONCE: Final = 16
 """In one transaction, of writing and of deleting: no other writer waits for long."""
 WRITING_WITHIN_S: Final = DAY_S
 """A file that is not complete by then was abandoned."""
+RESERVED_WITHIN_S: Final = HOUR_S
+"""As long does an upload keep its room, if the replica that it came to died. Longer than any may take."""
 
 
 class Page(NamedTuple):
@@ -36,6 +38,14 @@ class InUse(Exception):
         self.batch_id = batch_id
 
 
+class NoRoom(Exception):
+    """The files of this tenant hold `stored` bytes, those that are on their way counted as announced."""
+
+    def __init__(self, stored: int) -> None:
+        super().__init__(stored)
+        self.stored = stored
+
+
 class Files:
     """May raise SQLAlchemy's errors. Whoever asks for a file names its tenant; nobody else sees it."""
 
@@ -45,10 +55,28 @@ class Files:
 
     async def begin(self, tenant: str) -> FileWriter:
         """A file that nobody sees until it is finished."""
-        now = self._clock()
-        file = File(f"file-{secrets.token_hex(12)}", tenant, "", "", 0, now, now + WRITING_WITHIN_S)
         async with self._engine.begin() as connection:
-            await connection.execute(insert(files), {**_columns(file), "complete": False})
+            return await self._insert(connection, tenant, 0, WRITING_WITHIN_S)
+
+    async def reserve(self, tenant: str, size: int, most: int) -> FileWriter:
+        """As `begin`, if the tenant's files hold at most `most` bytes together with these. Raises NoRoom."""
+        theirs = and_(files.c.tenant == tenant, or_(files.c.complete, files.c.expires_at > self._clock()))
+        turn = update(tenants).where(tenants.c.name == tenant).values(stamp=tenants.c.stamp)
+        async with self._engine.begin() as connection:
+            await connection.execute(
+                turn
+            )  # changes nothing: it is the lock, until the end of the transaction
+            stored = int(await connection.scalar(select(func.sum(files.c.bytes)).where(theirs)) or 0)
+            if stored + size > most:
+                raise NoRoom(stored)
+            return await self._insert(connection, tenant, size, RESERVED_WITHIN_S)
+
+    async def _insert(
+        self, connection: AsyncConnection, tenant: str, size: int, within_s: float
+    ) -> FileWriter:
+        now = self._clock()
+        file = File(f"file-{secrets.token_hex(12)}", tenant, "", "", size, now, now + within_s)
+        await connection.execute(insert(files), {**_columns(file), "complete": False})
         return FileWriter(self._engine, file, self._clock)
 
     async def get(self, tenant: str, file_id: str) -> File | None:
@@ -61,11 +89,6 @@ class Files:
         async with self._engine.connect() as connection:
             found = await connection.execute(await paged(connection, files, wanted, page))
             return [_file(row) for row in found]
-
-    async def stored_bytes(self, tenant: str) -> int:
-        async with self._engine.connect() as connection:
-            stored = await connection.scalar(select(func.sum(files.c.bytes)).where(_theirs(tenant)))
-            return int(stored or 0)
 
     async def parts(self, file: File) -> AsyncIterator[bytes]:
         """All of it, a part at a time. Raises LookupError when it is deleted meanwhile."""

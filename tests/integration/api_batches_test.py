@@ -247,8 +247,8 @@ def test_a_tenant_has_so_much_room_and_so_many_batches(play: Callable[..., None]
     async def scenario(here: Replica) -> None:
         here.open.clear()
         await here.submit(jsonl(chat_line(0)))
-        file_id = await here.upload(b"x" * 3000)
-        error = error_of(await here.raw("POST", "/v1/files", **upload(b"1", purpose="batch")), 400)
+        file_id = await here.upload(b"x" * 2000)
+        error = error_of(await here.raw("POST", "/v1/files", **upload(b"x" * 1000, purpose="batch")), 400)
         assert error["code"] == "storage_full"
         await here.upload(b"1", "two")
         body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from gateway.store.audit import Act
+from gateway.store.store import open_store
 from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
 from tests.fakes.edge import error_of
 
@@ -132,3 +135,25 @@ def test_row_76_a_file_of_too_many_lines_fails(url: str) -> None:
             await here.sdk().batches.cancel(batch.id)
 
     run(url, scenario, lines=3)
+
+
+def test_uploads_side_by_side_keep_to_the_room_that_their_tenant_has(url: str, tmp_path: Path) -> None:
+    """Two replicas, each asked for five files that are all there before the first is complete."""
+
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            await store.quotas.set_tenant("tenant-1", best_priority=0, act=Act())
+        limits = {"sites": (), "tenant_bytes": 5_000}
+        async with replica(url, name="r1", **limits) as one, replica(url, name="r2", **limits) as two:
+            form: Any = {"files": {"file": ("in.jsonl", b"x" * 1_000)}, "data": {"purpose": "batch"}}
+            sent = [here.raw("POST", "/v1/files", **form) for here in (one, two) for _ in range(5)]
+            answers = await asyncio.gather(*sent)
+            stored = (await one.raw("GET", "/v1/files")).json()["data"]
+            assert 1_000 < sum(file["bytes"] for file in stored) <= 5_000
+            assert len(stored) == sum(answer.status_code == 200 for answer in answers)
+            refused = [error_of(answer, 400) for answer in answers if answer.status_code != 200]
+            assert {error["code"] for error in refused} == {"storage_full"}
+            await one.raw("DELETE", f"/v1/files/{stored[0]['id']}")
+            await two.upload(b"x" * 1_000)
+
+    asyncio.run(main())
