@@ -119,7 +119,7 @@ class _Upload:
             return await self.files.reserve(tenant, size, most)
         except NoRoom as full:
             raise BadRequest(
-                f"Your files hold {full.stored} bytes, this upload is {size}, the most is {most}: delete some.",
+                f"Your files hold {full.stored} bytes, this one {size}, the most is {most}: delete some.",
                 code="storage_full",
             ) from full
 
