@@ -16,6 +16,7 @@ from site_engine.calls import Calling
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, Prompt, TextPrompt
 from site_engine.tools import LLAMA, Tools, format_of, guided_source, hidden
+from site_engine.turns import Turns
 
 if TYPE_CHECKING:
     from site_engine.grammar import Grammar, Grammars
@@ -49,7 +50,7 @@ class Prompts:
     """One tokenizer of transformers and the vocabulary that ids must stay within.
 
     `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` nothing is
-    guided; to compile one may take long, so that has a thread of its own.
+    guided; to compile one may take long, so that has a thread of its own, and tenants take turns on it.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class Prompts:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._post = post
-        self._waiting: set[Future[object]] = set()
+        self._waiting: dict[Future[Any], str] = {}  # with the tenant
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiling = Turns("grammars")
         self._grammars = grammars
         self._form = format_of(_template(tokenizer))
         self._shown = {} if self._form is None else hidden(self._form, tokenizer)
@@ -73,6 +74,9 @@ class Prompts:
     def waiting(self) -> int:
         """Prompts not tokenized yet, those that nobody wants any more included."""
         return len(self._waiting)
+
+    def waiting_of(self, tenant: str) -> int:
+        return list(self._waiting.values()).count(tenant)
 
     @property
     def chats(self) -> bool:
@@ -96,29 +100,35 @@ class Prompts:
     def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         """Calls `reply` on the event loop."""
         if _wants_grammar(assign):
-            self._begin(self._compiling, partial(self._compile, assign, reply))
+            work = partial(self._compile, assign, reply)
+            self._count(assign.tenant, self._compiling.submit(assign.tenant, work))
         else:
-            self._begin(self._thread, partial(self._finish, assign, None, reply))
+            self._tokenize(assign, None, reply)
 
     def prepare_now(self, assign: Assign) -> Prepared:
         """Raises NotServed with the reason and the field."""
         return self._prepared(assign, self._grammar(assign) if _wants_grammar(assign) else None)
 
     def close(self) -> None:
-        for thread in (self._thread, self._compiling):
-            thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._compiling.close()
 
-    def _begin(self, thread: ThreadPoolExecutor, work: Callable[[], object]) -> None:
-        future = thread.submit(work)
-        self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
+    def _tokenize(
+        self, assign: Assign, grammar: Grammar | None, reply: Callable[[Prepared | NotServed], None]
+    ) -> None:
+        work = partial(self._finish, assign, grammar, reply)
+        self._count(assign.tenant, self._thread.submit(work))
+
+    def _count(self, tenant: str, future: Future[Any]) -> None:
+        self._waiting[future] = tenant
+        future.add_done_callback(self._waiting.pop)
 
     def _compile(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         answer = _told(assign, lambda: self._grammar(assign))
         if isinstance(answer, NotServed):
             self._post(partial(reply, answer))
         else:
-            self._begin(self._thread, partial(self._finish, assign, answer, reply))
+            self._tokenize(assign, answer, reply)
 
     def _finish(
         self, assign: Assign, grammar: Grammar | None, reply: Callable[[Prepared | NotServed], None]

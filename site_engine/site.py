@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from site_engine import messages as m
+from site_engine.admission import has_place
 from site_engine.desk import Asked, Desk, Tell, address
 from site_engine.errors import NotServed, Reason
 from site_engine.prompts import Prepared
@@ -38,6 +39,7 @@ class EngineSide(Protocol):
 class PromptSide(Protocol):
     @property
     def waiting(self) -> int: ...
+    def waiting_of(self, tenant: str) -> int: ...
     def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None: ...
 
 
@@ -181,8 +183,10 @@ class Site:
             return reject(Reason.MODEL_UNKNOWN, message, "model")
         if self._draining is not None or connection.draining:
             return reject(Reason.DRAINING, "this site takes no new work")
-        if self._prompts.waiting >= self._preparing_max:
-            return reject(Reason.FULL, f"{self._preparing_max} prompts wait for the tokenizer already")
+        waiting, of_tenant = self._prompts.waiting, self._prompts.waiting_of(assign.tenant)
+        if not has_place(of_tenant, waiting, self._preparing_max):
+            message = f"{waiting} prompts wait to be read already, {of_tenant} of them of this tenant"
+            return reject(Reason.FULL, message)
         return None
 
     def _prepared(self, connection: Connection, attempt_id: str, answer: Prepared | NotServed) -> None:

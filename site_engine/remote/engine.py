@@ -78,6 +78,10 @@ class RemoteEngine:
 
     # a tokenizer's part
 
+    def waiting_of(self, tenant: str) -> int:
+        """None: prompts are prepared at once."""
+        return 0
+
     def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         """Replies at once, and the attempt is submitted within that reply or never."""
         try:

@@ -295,6 +295,13 @@ def test_masks_are_applied_on_a_device_as_on_a_cpu() -> None:
     assert 0 < kept[0] < size
 
 
+def test_a_schema_that_would_compile_for_seconds_is_refused_with_the_reason() -> None:
+    properties = {f"p_{number}": {"type": "string"} for number in range(4_000)}
+    with pytest.raises(NotServed, match=r"can't be enforced: grammar size.* too big") as refused:
+        following({"type": "object", "properties": properties})
+    assert (refused.value.reason, refused.value.param) == (Reason.INVALID, "response_format")
+
+
 def test_one_schema_is_compiled_once() -> None:
     assert following(POINT) is following(dict(POINT))
 

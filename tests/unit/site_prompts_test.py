@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable
@@ -119,3 +120,36 @@ def test_answers_come_back_through_post_even_when_the_tokenizer_breaks() -> None
     assert isinstance(answers[0], NotServed)
     assert answers[0].reason is Reason.INTERNAL
     assert answers[1] == Prepared((5,), "")
+
+
+class SlowGrammars:
+    """Notes what is compiled, in order; nothing until the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.compiled: list[str] = []
+
+    def written(self, text: str) -> str:
+        return text
+
+    def compile(self, source: str, param: str) -> None:
+        self.gate.wait(timeout=10)
+        self.compiled.append(source[source.index("schema") :][:8])
+
+
+def test_a_tenants_schemas_keep_others_waiting_for_one_of_them_at_most() -> None:
+    calls: queue.Queue[Callable[[], None]] = queue.Queue()
+    answers: list[Prepared | NotServed] = []
+    grammars = SlowGrammars()
+    prompts = Prompts(FakeTokenizer(), VOCABULARY, calls.put, grammars)
+    for tenant, name in (("a", "schema 1"), ("a", "schema 2"), ("a", "schema 3"), ("b", "schema 4")):
+        schema = json.dumps({"title": name})
+        prompts.prepare(assign(m.TextPrompt("x"), tenant=tenant, guided_json=schema), answers.append)
+    assert (prompts.waiting, prompts.waiting_of("a"), prompts.waiting_of("b")) == (4, 3, 1)
+    grammars.gate.set()
+    for _ in range(4):
+        calls.get(timeout=10)()
+    prompts.close()
+    assert len(answers) == 4 and not any(isinstance(each, NotServed) for each in answers)
+    assert grammars.compiled.index("schema 4") < grammars.compiled.index("schema 3")
+    assert [each for each in grammars.compiled if each != "schema 4"] == ["schema 1", "schema 2", "schema 3"]

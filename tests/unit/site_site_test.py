@@ -31,10 +31,17 @@ class QuietEngine:
 
 class QuietPrompts:
     def __init__(self) -> None:
-        self.waiting = 0
+        self.of_tenants: list[str] = []
+
+    @property
+    def waiting(self) -> int:
+        return len(self.of_tenants)
+
+    def waiting_of(self, tenant: str) -> int:
+        return self.of_tenants.count(tenant)
 
     def prepare(self, assign: m.Assign, reply: Callable[[object], None]) -> None:
-        self.waiting += 1
+        self.of_tenants.append(assign.tenant)
 
 
 class Scene:
@@ -56,8 +63,10 @@ def bids(connection) -> list[m.Bid]:
     return [each for each in connection.desk.outbox.take(float("inf")) if isinstance(each, m.Bid)]
 
 
-def assign(attempt_id: str) -> m.Assign:
-    return m.Assign(attempt_id, "q", "letters", m.TextPrompt("a"), Sampling(), 1, False, None, 0, 0, None, "")
+def assign(attempt_id: str, tenant: str = "") -> m.Assign:
+    return m.Assign(
+        attempt_id, "q", "letters", m.TextPrompt("a"), Sampling(), 1, False, None, 0, 0, None, tenant
+    )
 
 
 def test_a_bid_is_made_once_each_time_that_room_appears() -> None:
@@ -155,9 +164,20 @@ def test_the_tokenizers_queue_is_bounded() -> None:
     scene.site.receive(connection, m.Cancel("a"))  # its text still waits there
     scene.site.receive(connection, assign("d"))
     assert scene.site.live == 1
-    scene.prompts.waiting -= 1
+    scene.prompts.of_tenants.pop()
     scene.site.receive(connection, assign("e"))
     assert scene.site.live == 2
+
+
+def test_a_tenant_leaves_others_places_with_the_tokenizer() -> None:
+    scene = Scene(preparing_max=10)
+    connection = scene.link()
+    for number in range(20):
+        scene.site.receive(connection, assign(f"flood-{number}"))
+    assert scene.prompts.waiting_of("") == 9
+    scene.site.receive(connection, assign("other", tenant="other"))
+    assert scene.prompts.waiting_of("other") == 1
+    assert len([each for each in connection.desk.outbox.take(0.0) if isinstance(each, m.Rejected)]) == 11
 
 
 def test_a_lost_replica_is_forgotten_after_a_bounded_grace() -> None:
