@@ -14,7 +14,7 @@ from gateway.gateway import Gateway
 from gateway.quotas.book import Full
 from gateway.routing.decide import Placement, decide
 from gateway.routing.demand import Demand
-from gateway.routing.failover import Setback, Try, gave_up, tries, ways_on
+from gateway.routing.failover import Setback, Try, gave_up, same_weights, tries, ways_on
 from gateway.routing.policies import JOINTLY
 from gateway.story import Story
 from predictor.forecast import Forecast
@@ -94,7 +94,7 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
 
 def place(gateway: Gateway, story: Story, this: Try) -> tuple[Demand, Placement]:
     """Where it goes, by the first way of going on that a site has."""
-    avoid = this.avoid | too_short(gateway, story)
+    barred = too_short(gateway, story) | of_other_weights(gateway, story, this)
     for needs in ways_on(story.query, this.resume):
         demand = demanded(story, this, needs)
         placed = decide(
@@ -103,7 +103,8 @@ def place(gateway: Gateway, story: Story, this: Try) -> tuple[Demand, Placement]
             gateway.policy,
             now_s=gateway.clock(),
             turn=next(gateway.turns),
-            avoid=avoid,
+            avoid=this.avoid,
+            barred=barred,
             toward=this.toward,
             because=this.because,
         )
@@ -147,13 +148,25 @@ async def gather(gateway: Gateway, story: Story, first: Try) -> Try:
     return first._replace(toward=await in_time(gateway, story, gateway.gathered(demand)))
 
 
-def too_short(gateway: Gateway, story: Story) -> frozenset[str]:
-    """Sites that would refuse the prompt too: it did not fit a context as long as theirs."""
+def too_short(gateway: Gateway, story: Story) -> dict[str, str]:
+    """Sites that would refuse the prompt too, with why: it did not fit a context as long as theirs."""
     limit_tokens = story.too_short_tokens
     if not limit_tokens:
-        return frozenset()
+        return {}
     served = {site.name: site.identity.models.get(story.query.model) for site in gateway.directory.sites}
-    return frozenset(name for name, model in served.items() if model and model.context_tokens <= limit_tokens)
+    short = [name for name, model in served.items() if model and model.context_tokens <= limit_tokens]
+    return dict.fromkeys(short, "its context is too short")
+
+
+def of_other_weights(gateway: Gateway, story: Story, this: Try) -> dict[str, str]:
+    """Sites that would go on with an answer as another model, with why."""
+    begun_at, model = story.begun_at, story.query.model
+    if begun_at is None or this.resume is None or not this.resume.has_output:
+        return {}
+    others = [
+        site.name for site in gateway.directory.sites if not same_weights(begun_at, site.identity, model)
+    ]
+    return dict.fromkeys(others, "has other weights than those that began the answer")
 
 
 async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:

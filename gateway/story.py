@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from gateway.domain import Attempt, Cause, Delta, Opening, Outcome, Query, Resume, Status, Usage
+from gateway.domain import Attempt, Cause, Delta, Opening, Outcome, Query, Resume, SiteIdentity, Status, Usage
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.federation.attempt import LiveAttempt
 from gateway.quotas.book import Hold
@@ -22,6 +22,7 @@ class Story:
         self.forecast: Forecast | None = None
         self.expected: Forecast | None = None  # the same, capped by what the client allows
         self.demand: Demand | None = None  # of the first try
+        self.begun_at: SiteIdentity | None = None  # who sent the first token
         self.error: MicoError | None = None
         self.answered = False
         self.ended_s: float | None = None
@@ -99,6 +100,7 @@ class Story:
 
     def open(self, attempt: LiveAttempt) -> Opening:
         """The first token of the first attempt that brings one."""
+        self.begun_at = attempt.site
         return Opening(
             site=attempt.site.name,
             cloud=attempt.site.cloud,

@@ -16,6 +16,7 @@ from gateway.domain import SiteState
 from gateway.errors import BadRequest, Overloaded
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
+from gateway.routing.failover import same_weights
 from gateway.store.engine import reason
 from gateway.store.orders import OrderBook
 from gateway.telemetry.events import Event
@@ -126,7 +127,13 @@ class Desk:
             for other in self._directory.sites
             if other.name != site and other.state is SiteState.READY and other.weight > 0
         ]
-        return {model for other in others for model in other.identity.models if model not in other.pinned_off}
+        mine = next((each.identity for each in self._directory.sites if each.name == site), None)
+        return {
+            model
+            for other in others
+            for model in other.identity.models
+            if model not in other.pinned_off and (mine is None or same_weights(mine, other.identity, model))
+        }
 
     async def _remove_what_has_passed(self, now: float) -> None:
         for order in self.orders:

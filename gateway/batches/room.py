@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gateway.domain import Site, SiteState
+from gateway.routing.failover import NATIVE
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.window import assign
 
-NATIVE: Final = "native"
 AHEAD_SHARE: Final = 0.25
 """Lines that wait at one of our own sites, so that no slot idles until the next report: there an interactive
 query goes before them all, and takes the slot of a running line where there is no other."""

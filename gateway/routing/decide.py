@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from gateway.routing.fleet import Fleet
 MOST_TOLD = 16
 """Estimates kept with a decision: of so many sites at most, those that would finish first."""
 MOST_EXCLUDED_TOLD = 64
+NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Placement(NamedTuple):
@@ -36,20 +38,23 @@ def decide(
     now_s: float,
     turn: int,
     avoid: Collection[str] = (),
+    barred: Mapping[str, str] = NOTHING,
     toward: str | None = None,
     because: str = "",
     tell: bool = True,
 ) -> Placement:
-    """`toward`: the site to take if it still can, and `because` is why. `tell`: keep what speaks for it."""
+    """`avoid`: sites that failed before; `barred`: others that can't, with why. `toward`: the site to take if
+    it still can, and `because` is why. `tell`: keep what speaks for it.
+    """
     at = fleet.figures
     candidates = Candidates(
         sites=fleet.sites,
-        may=may(demand, fleet, at, now_s, avoid),
+        may=may(demand, fleet, at, now_s, [*avoid, *barred] if barred else avoid),
         at=at,
         estimates=estimates(sizes(demand), at, fleet.remaining),
         now_s=now_s,
     )
-    excluded = _excluded(demand, candidates, now_s, avoid)
+    excluded = _excluded(demand, candidates, now_s, avoid, barred)
     if not candidates.may.any():
         return Placement(None, "no site can serve it: " + _list(excluded), (), excluded)
     wanted = fleet.place(toward) if toward is not None else None
@@ -71,11 +76,15 @@ def _told(demand: Demand, candidates: Candidates, chosen: int, now_s: float) -> 
     return tuple(told(candidates.sites[place], found, place, demand, now_s) for place in places.tolist())
 
 
-def _excluded(demand: Demand, candidates: Candidates, now_s: float, avoid: Collection[str]) -> dict[str, str]:
+def _excluded(
+    demand: Demand, candidates: Candidates, now_s: float, avoid: Collection[str], barred: Mapping[str, str]
+) -> dict[str, str]:
     if candidates.may.all():
         return {}
     out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MOST_EXCLUDED_TOLD]]
-    return {site.name: why_not(demand, site, now_s, avoid) or "excluded" for site in out}
+    return {
+        site.name: barred.get(site.name) or why_not(demand, site, now_s, avoid) or "excluded" for site in out
+    }
 
 
 def _list(excluded: dict[str, str]) -> str:

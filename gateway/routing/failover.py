@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from gateway.domain import Broken, Cause, Query, Resume, Sampling
+from gateway.domain import Broken, Cause, Query, Resume, Sampling, SiteIdentity
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -20,6 +20,8 @@ from gateway.prompt import Chat
 MOST_MOVES = 3
 """A query changes its site at most so often: no ping-pong, whatever the estimates say."""
 RETRY_AFTER_S = 1.0
+NATIVE: Final = "native"
+"""The engine that is our own, and names its weights by their revision."""
 
 
 class Try(NamedTuple):
@@ -99,6 +101,16 @@ def ways_on(query: Query, resume: Resume | None) -> tuple[frozenset[str], ...]:
     return tuple(ways)
 
 
+def same_weights(one: SiteIdentity, other: SiteIdentity, model: str) -> bool:
+    """Whether one may finish what the other has begun. Of a server nobody knows which weights it has: its
+    operator answers for them.
+    """
+    here, there = one.models.get(model), other.models.get(model)
+    if here is None or there is None or not one.engine == other.engine == NATIVE:
+        return True
+    return here.revision == there.revision
+
+
 def _is_drawn_from_seed(sampling: Sampling) -> bool:
     """Whether the answer is to be the same each time, so that only its exact tokens are its beginning."""
     greedy = sampling.temperature <= 0 or sampling.top_p <= 0 or sampling.top_k == 1
@@ -115,7 +127,8 @@ def _after_text(query: Query) -> set[str]:
 def gave_up(broken: Broken | None, resume: Resume | None, reason: str = "") -> MicoError:
     """The error for a query that no site takes: `broken` is how the last try ended, if there was one."""
     if resume is not None and broken is not None:
-        return UpstreamLost(f"{broken.message}, and no other site could go on")
+        because = f" ({reason})" if reason else ""
+        return UpstreamLost(f"{broken.message}, and no other site could go on{because}")
     if broken is not None and broken.cause is Cause.CONTEXT_LENGTH:
         return ContextTooLong(broken.message, param=broken.param)
     if broken is None:

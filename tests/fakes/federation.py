@@ -57,6 +57,8 @@ class ScriptedSite:
         seconds_per_token: float = 0.01,
         context_tokens: int = 1024,
         boot_id: str = "boot",
+        revision: str = "rev-1",
+        engine: str = "native",
     ):
         self.boot_id = boot_id
         self.name, self.address, self.slots, self.token = name, address, slots, token
@@ -66,6 +68,7 @@ class ScriptedSite:
         self.features: tuple[str, ...] = ("chat", "logprobs", "resume")
         self.names_tokens = True
         self.context_tokens = context_tokens
+        self.revision, self.engine = revision, engine
         self._seq = 0
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._channel: Any = None
@@ -79,7 +82,7 @@ class ScriptedSite:
         )
         model = pb.Model(
             id="m",
-            revision=f"rev-{self.name}",
+            revision=self.revision,
             context_tokens=self.context_tokens,
             features=self.features,
         )
@@ -92,6 +95,7 @@ class ScriptedSite:
             models=[model],
             slots=self.slots,
             kv_capacity_tokens=100_000,
+            engine=self.engine,
             attempts=attempts,
         )
         await self._call.write(pb.SiteMessage(hello=hello))

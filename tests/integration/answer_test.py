@@ -63,7 +63,7 @@ def test_an_answer_opens_flows_and_ends_with_its_usage() -> None:
         await site.finish(assign, "lo", 2)
         pieces = await task
         assert isinstance(pieces[0], Opening)
-        assert (pieces[0].site, pieces[0].prompt_tokens, pieces[0].fingerprint) == ("a", 7, "rev-a")
+        assert (pieces[0].site, pieces[0].prompt_tokens, pieces[0].fingerprint) == ("a", 7, "rev-1")
         assert text_of(pieces) == "Hello"
         assert pieces[-1] == Usage(prompt_tokens=7, completion_tokens=2)
         (outcome,) = here.outcomes
@@ -285,6 +285,43 @@ def test_an_answer_does_not_go_on_at_a_site_that_can_not_resume() -> None:
         with pytest.raises(UpstreamLost, match="no other site could go on"):
             await task
         assert other.inbox.empty()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_an_answer_does_not_go_on_with_other_weights(engine: str) -> None:
+    """They would have said something else. What a server has is for its operator to know."""
+
+    async def scenario(here: Scene) -> None:
+        dying = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await dying.assigned()
+        other = await here.site("b", revision="rev-2", engine=engine)
+        await dying.step(assign, "Hel", 3)
+        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await dying.close()
+        if engine == "native":
+            with pytest.raises(UpstreamLost, match=r"b: has other weights than those that began"):
+                await task
+            assert other.inbox.empty()
+        else:
+            await other.finish(await other.assigned(), "lo", 5)
+            assert text_of(await task) == "Hello"
+
+    run(scenario)
+
+
+def test_what_has_not_begun_is_answered_by_whichever_weights_there_are() -> None:
+    async def scenario(here: Scene) -> None:
+        dying = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        await dying.assigned()
+        other = await here.site("b", revision="rev-2")
+        await dying.close()
+        await other.finish(await other.assigned(), "Hello", 5)
+        assert text_of(await task) == "Hello"
+        assert [piece.fingerprint for piece in task.result() if isinstance(piece, Opening)] == ["rev-2"]
 
     run(scenario)
 

@@ -56,7 +56,7 @@ def test_a_whole_answer_from_a_site() -> None:
         completion = raw.parse()
         assert completion.choices[0].message.content == "Hello"
         assert completion.usage.total_tokens == 9
-        assert completion.system_fingerprint == "rev-alpha"
+        assert completion.system_fingerprint == "rev-1"
         assert here.outcomes[0].query_id == completion.id.removeprefix("chatcmpl-")
         assert here.outcomes[0].request_id == raw.headers["x-request-id"] == "mine"
 

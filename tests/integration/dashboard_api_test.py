@@ -200,6 +200,22 @@ def test_what_can_not_go_on_elsewhere_is_left_to_finish(url: str) -> None:
     play(url, scenario)
 
 
+def test_a_pause_moves_nothing_to_other_weights(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        site = await o.here.site("a")
+        running = asyncio.create_task(text_of(o.here))
+        assign = await site.assigned()
+        await site.step(assign, "Hel", 3)
+        await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
+        other = await o.here.site("b", revision="rev-2")
+        o.watch.tick()
+        await o.act("a", "pause", within_s=0)
+        await site.finish(assign, "lo", 5)
+        assert (await running, other.inbox.empty()) == ("Hello", True)
+
+    play(url, scenario)
+
+
 def test_an_order_ends_by_itself_and_the_audit_says_so(url: str) -> None:
     async def scenario(o: Replica) -> None:
         await o.here.site("a")
