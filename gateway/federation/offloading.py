@@ -7,13 +7,14 @@ under a new attempt id. Synchronous; one round per bidder at a time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
+from gateway.domain import Site
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
-from gateway.routing.offload import Pending, crowded, wins
+from gateway.routing.offload import Offer, Pending, crowded, offer, promising, wins
 
 ANSWER_WITHIN_S = 2.0
 """A donor that has not answered by then is not waited for; if it does answer, that still counts."""
@@ -40,6 +41,7 @@ class Offloading:
         self._directory = directory
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
+        self._offers: dict[str, Offer] = {}  # by donor: the last that was worked out
 
     def bid(self, bidder: str) -> None:
         """A site has room: ask for what gains by moving there, unless a round of this bidder is open."""
@@ -49,8 +51,8 @@ class Offloading:
         }
         if any(asked.bidder == bidder for asked in self._asked.values()):
             return
-        pending = self._pending()
-        won = wins(bidder, pending, self._directory.fleet, now_s)
+        fleet = self._directory.fleet
+        won = wins(bidder, promising(bidder, self._crowded_offers(), fleet), fleet, now_s)
         for donor, attempts in groupby(sorted(won, key=_site_of), key=_site_of):
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
 
@@ -59,16 +61,25 @@ class Offloading:
         asked = self._asked.pop(release_id, None)
         return asked.bidder if asked else None
 
-    def _pending(self) -> list[Pending]:
+    def _crowded_offers(self) -> Iterator[Offer]:
         """What waits at crowded sites and is not being negotiated about already."""
         talked_about = {each for asked in self._asked.values() for each in asked.attempt_ids}
-        return [
-            Pending(attempt.id, name, attempt.demand, attempt.moves)
-            for name in crowded(self._directory.fleet)
-            if name in self._links
-            for attempt in self._links[name].pending()
-            if attempt.id not in talked_about
-        ]
+        for donor in crowded(self._directory.fleet):
+            link = self._links.get(donor.name)
+            pending = [
+                Pending(each.id, donor.name, each.demand, each.moves)
+                for each in (link.pending() if link else ())
+                if each.id not in talked_about
+            ]
+            if pending:
+                yield self._offer(donor, pending)
+
+    def _offer(self, donor: Site, pending: list[Pending]) -> Offer:
+        """Worked out once as long as nothing changes there: many may bid meanwhile."""
+        known = self._offers.get(donor.name)
+        if known is None or known.donor is not donor or known.pending != pending:
+            known = self._offers[donor.name] = offer(donor, pending)
+        return known
 
     def _ask(self, bidder: str, donor: str, attempt_ids: list[str], now_s: float) -> None:
         release_id = uuid.uuid4().hex

@@ -4,7 +4,7 @@ A site waits for slots and for KV, not for sums of tokens, so the wait follows t
 of what runs there. Figures are the sites' own last reports plus this gateway's assignments since then. A
 report's age never shortens a wait: what may have finished meanwhile is not counted as finished.
 
-Every function takes one demand and many sites, or as many demands as sites, in vectors of the same length.
+Every function takes one demand and many sites, or many demands and one site, or as many demands as sites.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numb
     if not waits.any():
         return np.zeros(len(waits))
     place = np.minimum(np.ceil(must_end / at.per_remaining), REMAINING_VALUES).astype(np.intp) - 1
-    of_running = remaining[np.arange(len(place)), np.maximum(place, 0)]
+    of_running = remaining[np.arange(len(remaining)), np.maximum(place, 0)]
     iterations = np.where(must_end <= at.running, np.minimum(at.evenly, of_running), at.evenly)
     return np.where(waits, iterations, 0.0)
 

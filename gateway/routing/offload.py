@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +29,53 @@ class Pending(NamedTuple):
     moves: int
 
 
-def crowded(fleet: Fleet) -> list[str]:
+class Offer(NamedTuple):
+    """What waits at one site. `at_most`: of each that has to wait there, prompt and response tokens and when
+    it would finish, whichever of the others moved.
+    """
+
+    donor: Site
+    pending: list[Pending]
+    at_most: Sequence[tuple[float, float, float]]
+
+
+def offer(donor: Site, pending: list[Pending]) -> Offer:
+    """Of any choice of them, the k-th by length has at most (k - 1)/k of what waits there before it."""
+    demands = sorted((each.demand for each in pending), key=lambda demand: demand.response_tokens)
+    here = estimates(of_demands(demands), *_columns([(donor, k / (k + 1)) for k in range(len(demands))]))
+    rows = zip(demands, here.wait_s.tolist(), here.finish_s.tolist(), strict=True)
+    waiting = [
+        (each.prompt_tokens, each.response_tokens, end_s) for each, wait_s, end_s in rows if wait_s > 0
+    ]
+    return Offer(donor, pending, waiting)
+
+
+def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[Pending]:
+    """Of the sites where anything could gain by moving to the bidder, if it started there at once. Bids are
+    many and most end here, so this looks at plain numbers.
+    """
+    place, at = fleet.place(bidder), fleet.figures
+    if place is None or at.slots[place] <= at.held[place]:
+        return []
+    start_s = float(at.prefill_s[place]) + fleet.sites[place].rtt_s
+    start_s += LEAST_GAIN_S / 2  # not all of it: rounding decides nothing
+    per_token_s, per_kv_s = float(at.per_token_s[place]), float(at.per_kv_token_s[place])
+    iteration_s = float(at.iteration_s[place])
+    found: list[Pending] = []
+    for each in offers:
+        for prompt, response, finish_s in each.at_most:
+            each_s = iteration_s + per_kv_s * prompt
+            if finish_s > start_s + prompt * (per_token_s + per_kv_s) + response * each_s:
+                found += each.pending
+                break
+    return found
+
+
+def crowded(fleet: Fleet) -> list[Site]:
     """The sites where one more query would have to wait: only these have something to give."""
     at = fleet.figures
     full = (at.too_many > 0.0) | (at.kv_room_tokens < at.kv_each_tokens)
-    return [fleet.sites[place].name for place in np.flatnonzero(full).tolist()]
+    return [fleet.sites[place] for place in np.flatnonzero(full).tolist()]
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:
@@ -64,7 +106,7 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
         each.site: fleet.sites[place] for each in movable if (place := fleet.place(each.site)) is not None
     }
     here = estimates(size, *_columns([(donors[site], share) for site, share in _shares_ahead(movable)]))
-    there = estimates(size, *_columns([(bidder, 1.0)] * len(movable)))
+    there = estimates(size, *_columns([(bidder, 1.0)]))
     gains_s = here.finish_s - there.finish_s - bidder.rtt_s
     least_s = np.maximum(LEAST_GAIN_S, LEAST_GAIN_SHARE * here.wait_s)
     return np.where((here.wait_s > 0.0) & (gains_s > least_s), gains_s, 0.0)

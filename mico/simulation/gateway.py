@@ -38,7 +38,6 @@ class Attempt:
     site: str
     at_site_s: float
     produced_before: int
-    started: bool = False
 
 
 class Network(Protocol):
@@ -181,7 +180,7 @@ class Gateway:
 
     def first_token(self, attempt: Attempt) -> None:
         record = self.records[attempt.query.number]
-        attempt.started = True
+        self.links[attempt.site].started(attempt)
         if record.first_token_s != record.first_token_s:  # not yet
             record.first_token_s = self._clock.now_s - attempt.query.arrival_s
 
@@ -218,22 +217,27 @@ class Link:
         self._rtt_s = spec.rtt_s
         self._network = network
         self._uncovered: dict[str, Attempt] = {}
+        self._not_started: dict[str, Attempt] = {}
 
     def assign(self, attempt: Attempt) -> None:
-        self.live[attempt.id] = attempt
+        self.live[attempt.id] = self._not_started[attempt.id] = attempt
         self._uncovered[attempt.id] = attempt
         self._gateway.directory.credit(self._name, self._credit())
         self._network.assign(self._gateway, attempt)
 
+    def started(self, attempt: Attempt) -> None:
+        self._not_started.pop(attempt.id, None)
+
     def forget(self, attempt: Attempt) -> None:
         self.live.pop(attempt.id, None)
+        self._not_started.pop(attempt.id, None)
         if self._uncovered.pop(attempt.id, None) is not None:
             self._gateway.directory.credit(self._name, self._credit())
 
     def pending(self) -> list[Attempt]:
         """What the site has accepted and, as far as is known here, not started."""
         known_s = self._gateway.now_s - self._rtt_s / 2
-        return [each for each in self.live.values() if not each.started and each.at_site_s <= known_s]
+        return [each for each in self._not_started.values() if each.at_site_s <= known_s]
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         self._network.release(self._gateway, self._name, release_id, attempt_ids)

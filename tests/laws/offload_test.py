@@ -11,7 +11,7 @@ from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteI
 from gateway.routing.demand import Demand
 from gateway.routing.failover import MOST_MOVES
 from gateway.routing.fleet import Fleet
-from gateway.routing.offload import Pending, wins
+from gateway.routing.offload import Pending, offer, promising, wins
 
 NOW = 50.0
 
@@ -81,3 +81,23 @@ def test_nobody_wins_its_own_queue_or_one_of_a_site_that_left() -> None:
     bidder, busy = site("idle", pending=0), site("busy", running=4, pending=5)
     sites = Fleet.of([bidder, busy])
     assert wins("idle", [pending(0, "idle"), pending(1, "gone")], sites, NOW) == []
+
+
+lengths = st.lists(st.floats(1, 900), min_size=1, max_size=6)
+
+
+@given(lengths, lengths, st.integers(0, 8), st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(0, 3))
+def test_a_quick_look_leaves_out_nothing_that_would_be_won(  # noqa: PLR0917  # hypothesis passes by place
+    at_one: list[float], at_other: list[float], room: int, seconds: float, bidders: float, way_s: float
+) -> None:
+    one = site("one", running=4, pending=len(at_one), seconds=seconds)
+    other = site("other", running=3, pending=len(at_other))
+    bidder = replace(site("idle", slots=8, running=8 - room, seconds=bidders), rtt_s=way_s)
+    fleet = Fleet.of([one, other, bidder])
+    waiting = [
+        [pending(number, donor, tokens=tokens) for number, tokens in enumerate(all_tokens, first)]
+        for donor, all_tokens, first in (("one", at_one, 0), ("other", at_other, 10))
+    ]
+    offers = [offer(donor, each) for donor, each in zip((one, other), waiting, strict=True)]
+    quickly = wins("idle", promising("idle", offers, fleet), fleet, NOW)
+    assert quickly == wins("idle", waiting[0] + waiting[1], fleet, NOW)
