@@ -37,6 +37,7 @@ class Register(Protocol):
 
     def void_until(self, site: str) -> float: ...
     def expires_at(self, site: str) -> float: ...
+    async def refresh(self) -> None: ...
     async def issued(
         self, site: str, *, serial: str, issued_at: float, expires_at: float, renewal: bool
     ) -> None: ...
@@ -108,13 +109,12 @@ class Entrance:
         """A certificate for who asks with a good one, or with a join secret. Raises Refusal."""
         if self.certificates is None:
             raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "this gateway issues no certificates: set pki")
-        try:
-            asker = self._certificate(context) or self.certificates.invited(_bearer(context))
-        except PkiError as exc:
-            raise self._failed(context, str(exc)) from exc
-        renewal = isinstance(asker, SiteCertificate)
+        self._asker(context, self.certificates)
         try:
             request = await csr()
+            await self.certificates.register.refresh()  # or who was just revoked would get one that is newer
+            asker = self._asker(context, self.certificates)
+            renewal = isinstance(asker, SiteCertificate)
             site = self.certificates.named(asker, request)
             pem = await self.certificates.issue(site, request, renewal=renewal)
         except PkiError as exc:
@@ -123,6 +123,13 @@ class Entrance:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the database is away: {exc}") from exc
         log.info("site %s %s a certificate", site, "renewed its" if renewal else "was issued a first")
         return pem
+
+    def _asker(self, context: Any, certificates: Certificates) -> SiteCertificate | Invitation:
+        """Raises Refusal."""
+        try:
+            return self._certificate(context) or certificates.invited(_bearer(context))
+        except PkiError as exc:
+            raise self._failed(context, str(exc)) from exc
 
     def _certificate(self, context: Any) -> SiteCertificate | None:
         """The one that TLS has checked, if this is the door for it. Raises Refusal."""

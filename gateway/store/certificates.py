@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Table, select
+from sqlalchemy import ColumnElement, Table, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -75,7 +75,9 @@ class CertificateRegister:
         await self._put(site, {**new, "renewals": 0, "reason": ""}, {**new, "renewals": count})
 
     async def revoke(self, site: str, why: str, now: float) -> None:
-        """What was issued to the site by now is void, join secrets too. Raises StoreUnavailable."""
+        """What was issued to the site by now is void, join secrets too; of a name that ends in `*` also
+        what was issued to each site that begins so. Raises StoreUnavailable.
+        """
         void: dict[str, object] = {
             "serial": None,
             "issued_at": None,
@@ -83,7 +85,7 @@ class CertificateRegister:
             "revoked_at": now,
             "reason": why,
         }
-        await self._put(site, {**void, "renewals": 0}, void)
+        await self._put(site, {**void, "renewals": 0}, void, _of_pool(site))
 
     async def every(self) -> list[Registered]:
         async with self._engine.connect() as connection:
@@ -100,10 +102,19 @@ class CertificateRegister:
         except (SQLAlchemyError, OSError) as exc:
             raise StoreUnavailable(reason(exc)) from exc
 
-    async def _put(self, site: str, new: dict[str, object], change: dict[str, object]) -> None:
+    async def _put(
+        self,
+        site: str,
+        new: dict[str, object],
+        change: dict[str, object],
+        also: ColumnElement[bool] | None = None,
+    ) -> None:
+        """The row of this site, and the same change of others that are there."""
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S), self._engine.begin() as connection:
                 await connection.execute(_upsert(self._engine.dialect.name, table, site, new, change))
+                if also is not None:
+                    await connection.execute(update(table).where(also).values(**change))
         except TimeoutError as exc:
             raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:
@@ -119,6 +130,14 @@ class CertificateRegister:
                 log.warning("certificates are as of the last look at the database: %s", exc)
             except Exception:
                 log.exception("a look at the certificates went wrong in an unforeseen way")
+
+
+def _of_pool(site: str) -> ColumnElement[bool] | None:
+    """The machines of a pool, if this is the name of one: exact, where LIKE would not tell case on SQLite."""
+    if not site.endswith("*"):
+        return None
+    begins = site[:-1]
+    return func.substr(table.c.site, 1, len(begins)) == begins
 
 
 def _upsert(

@@ -92,7 +92,7 @@ def revoke(
     reason: Annotated[str, typer.Option(help="Why, for who looks at the list.")] = "",
     database: Database = None,
 ) -> None:
-    """Void what the site was issued, join secrets too. Gateways cut its links within seconds."""
+    """Void what a site, or a pool (NAME*), was issued, join secrets too. Gateways cut links in seconds."""
     from mico.commands.keys import visit
 
     here = session(context)

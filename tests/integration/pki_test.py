@@ -272,6 +272,44 @@ def test_machines_of_a_pool_share_a_join_secret_and_are_revoked_one_by_one(tmp_p
     play(tmp_path, scenario)
 
 
+def test_a_pool_that_is_revoked_is_cut_off_machine_by_machine(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        config = here.config("pool-1", join_secret=here.invite("pool-*"))
+        async with here.site(config):
+            await until(lambda: here.state("pool-1") is SiteState.READY, "pool-1 is ready")
+            here.now_s = 2.0
+            await here.store.certificates.revoke("pool-*", "stolen", time.time() + here.now_s)
+            await until(lambda: here.state("pool-1") is SiteState.DOWN, "pool-1 is cut off")
+        identity = identity_of(config)
+        assert identity is not None
+        refusal = await joining_as("pool-1", here.gateways[0], identity.credentials())
+        assert refusal == (grpc.StatusCode.UNAUTHENTICATED, "pool-1: its certificate was revoked")
+
+    play(tmp_path, scenario)
+
+
+def test_who_was_revoked_elsewhere_a_moment_ago_gets_nothing_newer(tmp_path: Path) -> None:
+    """Before this replica's next look at the database."""
+
+    async def scenario(here: Scene) -> None:
+        secrets = {name: here.invite(name) for name in ("alpha", "beta")}
+        alpha = identity_of(here.config("alpha", join_secret=secrets["alpha"]))
+        beta = identity_of(here.config("beta", join_secret=secrets["beta"]))
+        assert alpha is not None and beta is not None
+        await alpha.renew()
+        here.now_s = 2.0
+        url = f"sqlite:///{tmp_path / 'mico.db'}"
+        async with open_store(url, tmp_path / "elsewhere", serving=False) as elsewhere:
+            for name in secrets:
+                await elsewhere.certificates.revoke(name, "stolen", time.time() + here.now_s)
+        with pytest.raises(LinkLost, match="its certificate was revoked"):
+            await alpha.renew()
+        with pytest.raises(LinkLost, match="the join secret was revoked"):
+            await beta.renew()
+
+    play(tmp_path, scenario)
+
+
 def test_who_fails_too_often_is_told_only_that(tmp_path: Path) -> None:
     async def scenario(here: Scene) -> None:
         here.federation._entrance.failures = Failures(lambda: 0.0)

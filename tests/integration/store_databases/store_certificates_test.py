@@ -39,6 +39,28 @@ def test_a_site_has_one_row_through_renewals_and_revocations(url: str, tmp_path:
     asyncio.run(main())
 
 
+def test_a_pool_is_revoked_with_each_of_its_machines(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path, serving=False) as store:
+            register = store.certificates
+            for site in ("gpu_1", "gpu_2", "GPU_3", "gpux4", "other"):
+                await issue(register, site, 1000.0, renewal=False)
+            await register.revoke("gpu_*", "stolen", 1500.0)
+            found = {row.site: (row.serial, row.revoked_at, row.reason) for row in await register.every()}
+            void, good = (None, 1500.0, "stolen"), ("1000", None, "")
+            assert found == {
+                "gpu_*": void,
+                "gpu_1": void,
+                "gpu_2": void,
+                "GPU_3": good,
+                "gpux4": good,
+                "other": good,
+            }
+            assert register.void_until("gpu_2") == 1500.0
+
+    asyncio.run(main())
+
+
 def test_another_replica_learns_of_a_revocation_within_seconds(url: str, tmp_path: Path) -> None:
     assert REFRESH_S + REFRESH_TIMEOUT_S <= 5.0  # what is promised
 
