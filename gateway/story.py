@@ -65,8 +65,8 @@ class Story:
 
         Once there is an answer it is the last attempt's: what another lost before delivery is not in it.
         """
-        if self.answered and self.current:
-            return self.current.completion_tokens
+        if self._attempts and (self.answered or len(self._attempts) == 1):
+            return self._attempts[-1].completion_tokens
         return max((attempt.completion_tokens for attempt in self._attempts), default=0)
 
     @property

@@ -28,7 +28,11 @@ def frame(body: bytes) -> bytes:
 
 
 class EventStream:
-    """Used as a context: while it is open, silence is filled with comments. A lock keeps sends in order."""
+    """Used as a context: while it is open, silence is filled with comments.
+
+    A lock is held for what opens the stream and for a comment. A frame needs none: one send is written in one
+    go, so a frame and a comment may meet and both stay whole.
+    """
 
     def __init__(
         self, send: Send, clock: Callable[[], float], *, keep_alive_s: float, first_byte_s: float
@@ -63,15 +67,16 @@ class EventStream:
     async def start(self, headers: tuple[Header, ...] = ()) -> None:
         """Sends the status, once; a second call does nothing."""
         async with self._lock:
-            if self.started:
-                return
+            await self._open(headers)
+
+    async def _open(self, headers: tuple[Header, ...] = ()) -> None:
+        if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
 
     async def write(self, frames: bytes) -> None:
-        async with self._lock:
-            self._last_s = self._clock()
-            await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+        self._last_s = self._clock()
+        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end(self, frames: bytes = b"") -> None:
         """The last frames and [DONE]. A client may trust that a stream without [DONE] was cut."""
@@ -82,8 +87,9 @@ class EventStream:
         while True:
             await asyncio.sleep(self._rest_s())
             if self._rest_s() <= 0:
-                await self.start()
-                await self.write(KEEP_ALIVE)
+                async with self._lock:
+                    await self._open()
+                    await self.write(KEEP_ALIVE)
 
     def _rest_s(self) -> float:
         """Until silence has lasted too long."""

@@ -94,7 +94,7 @@ class LiveAttempt:
             return
         self.started = True
         choice.pending = delta if choice.pending is None else _merge(choice.pending, delta)
-        self.count(delta.index, delta.completion_tokens)
+        choice.completion_tokens = max(choice.completion_tokens, delta.completion_tokens)
         if delta.finish is not None:
             choice.finished = True
             if all(c.finished for c in self._choices):
@@ -162,9 +162,11 @@ class LiveAttempt:
             self._on_cancel(self)
 
     def _take(self) -> list[Delta]:
-        news = [choice.pending for choice in self._choices if choice.pending is not None]
+        news = []
         for choice in self._choices:
-            choice.pending = None
+            if choice.pending is not None:
+                news.append(choice.pending)
+                choice.pending = None
         return news
 
 

@@ -132,14 +132,15 @@ _FINISHES: Mapping[int, Finish | None] = MappingProxyType(
 
 def delta(message: pb.Delta) -> Delta:
     """Not for CANCELLED and FAILED: those end an attempt, not a choice."""
-    if message.finish not in _FINISHES:
-        raise Garbage(f"finish {message.finish} of a delta is unknown")
+    finish = message.finish
+    if finish not in _FINISHES:
+        raise Garbage(f"finish {finish} of a delta is unknown")
     return Delta(
         index=message.index,
         text=message.text,
         completion_tokens=message.completion_tokens,
         token_ids=tuple(message.token_ids),
-        finish=_FINISHES[message.finish],
+        finish=_FINISHES[finish],
         logprobs=_each(_logprob, message.logprobs),
         prompt_logprobs=_each(_logprob, message.prompt_logprobs),
         tool_calls=_each(_call, message.tool_calls),

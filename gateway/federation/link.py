@@ -22,6 +22,8 @@ from wire import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+GIVEN_UP = frozenset((pb.Delta.FAILED, pb.Delta.CANCELLED))
+
 
 class Link:
     """`outbox` holds what the site has not been sent yet, bounded by the attempts that admission lets in."""
@@ -186,18 +188,22 @@ class Link:
         if attempt is None:
             return
         try:
-            attempt.count(message.index, message.completion_tokens)
-            if message.finish == pb.Delta.FAILED:
-                self._cancel(attempt)  # its other choices would run on for nobody
-                self._end(attempt, Broken(self.name, Cause.FAILED, message.error or f"{self.name} failed"))
-            elif message.finish == pb.Delta.CANCELLED:
-                attempt.close_choice(message.index, Broken(self.name, Cause.CANCELLED, "cancelled"))
+            if message.finish in GIVEN_UP:
+                self._given_up(attempt, message)
             else:
                 attempt.feed(codec.delta(message))
         except IndexError as exc:
             raise codec.Garbage(f"choice {message.index} of attempt {attempt.id} was not asked for") from exc
         if attempt.ended.is_set():
             self._forget(attempt)
+
+    def _given_up(self, attempt: LiveAttempt, message: pb.Delta) -> None:
+        attempt.count(message.index, message.completion_tokens)
+        if message.finish == pb.Delta.FAILED:
+            self._cancel(attempt)  # its other choices would run on for nobody
+            self._end(attempt, Broken(self.name, Cause.FAILED, message.error or f"{self.name} failed"))
+        else:
+            attempt.close_choice(message.index, Broken(self.name, Cause.CANCELLED, "cancelled"))
 
     def _report(self, message: pb.Load) -> None:
         """Messages keep their order, so a report covers every attempt accepted before it."""
