@@ -65,13 +65,14 @@ class Offloading:
         """What waits at crowded sites and is not being negotiated about already."""
         talked_about = {each for asked in self._asked.values() for each in asked.attempt_ids}
         for donor in crowded(self._directory.fleet):
-            link = self._links.get(donor.name)
-            pending = [
-                Pending(each.id, donor.name, each.demand, each.moves)
-                for each in (link.pending() if link else ())
-                if each.id not in talked_about
-            ]
-            if pending:
+            name = donor.name
+            if name in self._links and (
+                pending := [
+                    Pending(each.id, name, each.demand, each.moves)
+                    for each in self._links[name].pending()
+                    if each.id not in talked_about
+                ]
+            ):
                 yield self._offer(donor, pending)
 
     def _offer(self, donor: Site, pending: list[Pending]) -> Offer:

@@ -116,9 +116,10 @@ class Federation:
 
     def assign(self, gateway: Gateway, attempt: Attempt) -> None:
         self._attempts[attempt.id] = (gateway, attempt)
-        self.clock.at(attempt.at_site_s, self._submit, attempt)
+        self.clock.at(attempt.at_site_s, self._submit, gateway, attempt)
 
-    def _submit(self, attempt: Attempt) -> None:
+    def _submit(self, gateway: Gateway, attempt: Attempt) -> None:
+        self.clock.after(self._back_s(attempt), gateway.links[attempt.site].accepted, attempt)
         if attempt.site in self._down or attempt.id not in self._attempts:
             return
         query = attempt.query

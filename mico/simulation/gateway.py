@@ -64,7 +64,8 @@ class Gateway:
         self.directory = Directory()
         self.records: dict[int, Record] = {}
         self.links = {spec.name: Link(self, spec, network) for spec in specs}
-        self.offloading = Offloading(self.links, self.directory, clock)  # type: ignore[arg-type]
+        self.donors: dict[str, Link] = {}  # where something waits, as far as is known here
+        self.offloading = Offloading(self.donors, self.directory, clock)  # type: ignore[arg-type]
         self._specs = {spec.name: spec for spec in specs}
         self._policy = policy
         self._clock = clock
@@ -214,30 +215,34 @@ class Link:
         self._gateway = gateway
         self._name = spec.name
         self._slots = spec.slots
-        self._rtt_s = spec.rtt_s
         self._network = network
         self._uncovered: dict[str, Attempt] = {}
-        self._not_started: dict[str, Attempt] = {}
+        self._pending: dict[str, Attempt] = {}
 
     def assign(self, attempt: Attempt) -> None:
-        self.live[attempt.id] = self._not_started[attempt.id] = attempt
+        self.live[attempt.id] = attempt
         self._uncovered[attempt.id] = attempt
         self._gateway.directory.credit(self._name, self._credit())
         self._network.assign(self._gateway, attempt)
 
+    def accepted(self, attempt: Attempt) -> None:
+        if attempt.id in self.live:
+            self._pending[attempt.id] = attempt
+            self._gateway.donors[self._name] = self
+
     def started(self, attempt: Attempt) -> None:
-        self._not_started.pop(attempt.id, None)
+        if self._pending.pop(attempt.id, None) is not None and not self._pending:
+            del self._gateway.donors[self._name]
 
     def forget(self, attempt: Attempt) -> None:
         self.live.pop(attempt.id, None)
-        self._not_started.pop(attempt.id, None)
+        self.started(attempt)
         if self._uncovered.pop(attempt.id, None) is not None:
             self._gateway.directory.credit(self._name, self._credit())
 
     def pending(self) -> list[Attempt]:
         """What the site has accepted and, as far as is known here, not started."""
-        known_s = self._gateway.now_s - self._rtt_s / 2
-        return [each for each in self._not_started.values() if each.at_site_s <= known_s]
+        return list(self._pending.values())
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         self._network.release(self._gateway, self._name, release_id, attempt_ids)
