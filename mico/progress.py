@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from gateway.wording import several
 from mico.terminal import Terminal
 
 Tell = Callable[[str, int, int, int], None]
@@ -37,7 +38,7 @@ def counting(terminal: Terminal) -> Iterator[Tell]:
                 description=state,
                 completed=done + failed,
                 total=total or None,
-                failed=f"[red]{failed} with errors[/]" if failed else "",
+                failed=f"[red]{several(failed, 'with an error', 'with errors')}[/]" if failed else "",
             )
 
         yield tell
@@ -50,7 +51,9 @@ def tenths(terminal: Terminal) -> Tell:
         nonlocal before
         now = state, 10 * (done + failed) // total if total else 0
         if now != before:
-            terminal.say(f"{state}: {done} of {total} answered, {failed} with errors")
+            terminal.say(
+                f"{state}: {done} of {total} answered, {several(failed, 'with an error', 'with errors')}"
+            )
         before = now
 
     return tell

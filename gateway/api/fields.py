@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 from gateway.errors import BadRequest
+from gateway.wording import several
 
 PROBLEMS_LIMIT = 10
 ECHO_LIMIT_CHARS = 200
@@ -45,7 +46,7 @@ class Problems:
             return
         sentences = [f"'{found.param}' {found.message}." for found in self._found]
         if self._more:
-            sentences.append(f"{self._more} more problems are not shown.")
+            sentences.append(f"{several(self._more, 'more problem is', 'more problems are')} not shown.")
         raise BadRequest(" ".join(sentences), param=self._found[0].param, code=self._found[0].code)
 
 

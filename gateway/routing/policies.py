@@ -11,6 +11,7 @@ from gateway.domain import Lane
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Numbers
+from gateway.wording import several
 
 CROWDING = 16.0
 """What a query costs the others of a site that has one request per slot, in its own decode times; three times
@@ -47,7 +48,7 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     place = candidates.least(cost_s / at.weight, turn)
     waits = f"waits {found.wait_s[place]:.2f} s, " if found.wait_s[place] > 0 else ""
     promise = f"first token in {found.first_token_s[place]:.2f} s, done in {found.finish_s[place]:.2f} s"
-    crowded = f"{at.held[place]:.0f} requests on {at.slots[place]:.0f} slots"
+    crowded = f"{several(at.held[place], 'request')} on {several(at.slots[place], 'slot')}"
     return Choice(place, f"earliest finish, crowding counted: {waits}{promise}, {crowded}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gateway.domain import SiteState
 from gateway.telemetry.metrics import DRAIN_TARGET_S
 from gateway.telemetry.snapshot import Banner, SiteView, Totals
+from gateway.wording import several
 
 HOT = 0.9
 FAILING = 0.05
@@ -21,8 +22,8 @@ def banner(sites: Sequence[SiteView], totals: Totals) -> Banner:
         level = "critical" if critical else "degraded"
         said = (*critical, *degraded, *_room(totals, "{:.0%} of the remaining capacity is free."))
         return Banner(level, f"{level.capitalize()}: {' '.join(said)}")
-    ready = _number(sum(site.state is SiteState.READY for site in sites), "site", "sites")
-    running = _number(totals.in_flight, "query", "queries")
+    ready = several(sum(site.state is SiteState.READY for site in sites), "site")
+    running = several(totals.in_flight, "query", "queries")
     said = (f"{ready} ready", f"{running} in flight", *_room(totals, "{:.0%} of token capacity free"))
     return Banner("calm", f"All well: {', '.join(said)}.")
 
@@ -89,14 +90,11 @@ def _left(sites: Sequence[SiteView], state: SiteState) -> str:
 
 
 def _errors(totals: Totals) -> str:
-    return f"{totals.errors_per_min:.0f} of {totals.ended_per_min:.0f} queries failed in the last minute."
+    ended = several(totals.ended_per_min, "query", "queries")
+    return f"{totals.errors_per_min:.0f} of {ended} failed in the last minute."
 
 
 def _names(sites: Sequence[SiteView]) -> str:
     names = [site.name for site in sites[:MOST_NAMED]]
     more = len(sites) - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")
-
-
-def _number(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"

@@ -30,6 +30,7 @@ from gateway.telemetry.snapshot import (
     views,
 )
 from gateway.telemetry.together import Summary, together
+from gateway.wording import several
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class Watch:
 
 
 def _moved(now: float, move: Move, number: int) -> Event:
-    queries = "1 query" if number == 1 else f"{number} queries"
+    queries = several(number, "query", "queries")
     if move.kind == "offload":
         return Event(
             now, "offload", move.taker, f"took {queries} that waited at {move.donor}: it was idle and bid"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway.wording import several
 from mico.errors import Away, CommandFailed, ExitCode
 from mico.session import ApiKey, BaseUrl, Json, Session, session
 
@@ -215,8 +216,8 @@ def report(here: Session, batch: Batch, written: Mapping[str, str | None], as_js
         return
     counts = batch["request_counts"]
     here.terminal.say(
-        f"{batch['id']} is {batch['status']}: {counts['completed']} of {counts['total']} lines answered,"
-        f" {counts['failed']} with errors"
+        f"{batch['id']} is {batch['status']}: {counts['completed']} of {several(counts['total'], 'line')}"
+        f" answered, {several(counts['failed'], 'with an error', 'with errors')}"
     )
     for path in filter(None, written.values()):
         here.terminal.data(path)

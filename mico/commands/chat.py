@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.session import ApiKey, BaseUrl, Session, session
 from mico.terminal import seconds
@@ -38,7 +39,7 @@ class Answer:
         decoding_s = self.total_s - (self.first_token_s or 0.0)
         rate = f"{(self.completion_tokens - 1) / decoding_s:.0f} tok/s" if decoding_s > 0 else "-"
         return (
-            f"first token {seconds(self.first_token_s)}, {rate}, {self.completion_tokens} tokens, "
+            f"first token {seconds(self.first_token_s)}, {rate}, {several(self.completion_tokens, 'token')}, "
             f"total {seconds(self.total_s)}, site {self.site}"
         )
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 import typer
 
+from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.session import ApiKey, BaseUrl, Json, Session, session
 
@@ -73,7 +74,9 @@ def federation(here: Session, base_url: str | None, api_key: str | None) -> Iter
     health = attempt("gateway", lambda: f"{client.root} answers, version {client.get('/version')['version']}")
     yield health
     if health.verdict is Verdict.OK:
-        yield attempt("API key", lambda: f"accepted; {len(client.get('/v1/models')['data'])} models")
+        yield attempt(
+            "API key", lambda: f"accepted; {several(len(client.get('/v1/models')['data']), 'model')}"
+        )
         yield from sites(here, base_url, api_key)
 
 
@@ -116,7 +119,7 @@ def database(here: Session) -> Finding:
         rows = with_store(where.value, here.folder.path, count)
     except CommandFailed as failure:
         return Finding("database", Verdict.FAIL, failure.cause, "mico db upgrade")
-    return Finding("database", Verdict.OK, f"{where.shown}, newest schema, {rows} usage rows")
+    return Finding("database", Verdict.OK, f"{where.shown}, newest schema, {several(rows, 'usage row')}")
 
 
 def certificates(here: Session) -> Iterator[Finding]:
@@ -135,7 +138,7 @@ def certificates(here: Session) -> Iterator[Finding]:
     if late:
         yield Finding("certificates", Verdict.WARN, f"not renewed: {', '.join(late)}", "mico pki list")
     elif held:
-        yield Finding("certificates", Verdict.OK, f"{len(held)} sites have one")
+        yield Finding("certificates", Verdict.OK, several(len(held), "site has one", "sites have one"))
 
 
 def port(here: Session) -> Finding:
@@ -191,7 +194,9 @@ def clocks(ahead: Mapping[str, float | None]) -> Iterator[Finding]:
         yield Finding("clocks", Verdict.WARN, ", ".join(wrong), "chronyc makestep  (on that machine)")
     elif told:
         worst = max(abs(ahead_s) for ahead_s in told.values())
-        yield Finding("clocks", Verdict.OK, f"{len(told)} sites within {1000 * worst:.0f} ms of the gateway")
+        yield Finding(
+            "clocks", Verdict.OK, f"{several(len(told), 'site')} within {1000 * worst:.0f} ms of the gateway"
+        )
 
 
 def attempt(subject: str, ask: Callable[[], str]) -> Finding:

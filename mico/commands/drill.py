@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.session import Session, session
 
@@ -60,7 +61,7 @@ def overload(
     here = session(context)
     federation = running(here)
     until_s = time.monotonic() + duration(lasts)
-    here.terminal.say(f"{clients} clients ask for {lasts}")
+    here.terminal.say(f"{several(clients, 'client asks', 'clients ask')} for {lasts}")
     with ThreadPoolExecutor(clients) as pool:
         answered = [
             pool.submit(ask_until, federation.base_url, here.folder.key(), until_s) for _ in range(clients)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.session import Json, Session, session
 
@@ -203,7 +204,11 @@ def process_facts(process: Any) -> dict[str, object]:
 
 
 def site_row(site: dict[str, Any]) -> list[str]:
-    return [site["name"], f"{site['cloud']} {site['region']}, {site['slots']} slots", site["state"]]
+    return [
+        site["name"],
+        f"{site['cloud']} {site['region']}, {several(site['slots'], 'slot')}",
+        site["state"],
+    ]
 
 
 def curl(running: Running, key: str, model: str) -> str:

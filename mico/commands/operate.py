@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.session import ApiKey, BaseUrl, Json, Session, session
 from mico.terminal import seconds
@@ -173,9 +174,8 @@ def tell(here: Session, answer: dict[str, Any]) -> None:
     preview = answer["preview"]
     here.terminal.say(("done: " if answer["done"] else "would do: ") + preview["text"])
     if preview["left"]:
-        here.terminal.say(
-            f"{preview['left']} queries are left there, empty in {seconds(preview['empty_in_s'])}"
-        )
+        left = several(preview["left"], "query is", "queries are")
+        here.terminal.say(f"{left} left there, empty in {seconds(preview['empty_in_s'])}")
 
 
 def duration(text: str | None) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway.wording import several
 from mico.errors import CommandFailed
 from mico.session import Database, Json, session
 
@@ -63,7 +64,9 @@ def invite(
     now = int(time.time())
     made = invitation.Invitation(site, now, now + days * SECONDS_A_DAY)
     here = session(context)
-    here.terminal.say(f"for site {site}, {days} days; give it as join_secret or in join_secret_file:")
+    here.terminal.say(
+        f"for site {site}, {several(days, 'day')}; give it as join_secret or in join_secret_file:"
+    )
     here.terminal.data(invitation.write(made, key))
 
 

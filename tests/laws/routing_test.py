@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -102,6 +103,7 @@ def test_a_decision_names_one_site_and_estimates_every_candidate(
     assert placed.site in sites
     assert [e.site for e in placed.estimates] == [s.name for s in sites]
     assert placed.reason
+    assert not re.search(r"\b1 (requests|slots)\b", placed.reason)
     assert placed == decide(DEMAND, Fleet.of(sites), POLICIES[name], now_s=NOW, turn=turn)
 
 

@@ -71,7 +71,7 @@ def test_the_doctor_names_sites_that_do_not_renew(capsys: pytest.CaptureFixture[
     assert list(certificates(session)) == []
     asyncio.run(issue(here, "alpha", time.time() + 86_400))
     (finding,) = certificates(session)
-    assert (finding.verdict, finding.detail) == (Verdict.OK, "1 sites have one")
+    assert (finding.verdict, finding.detail) == (Verdict.OK, "1 site has one")
     asyncio.run(issue(here, "beta", time.time() + 3_600))
     (finding,) = certificates(session)
     assert (finding.verdict, finding.detail) == (Verdict.WARN, "not renewed: beta")

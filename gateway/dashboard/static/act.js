@@ -1,5 +1,5 @@
 // One act of an operator: what it would do is shown in numbers before it is done.
-import { ask, el, percent, seconds } from "./words.js";
+import { ask, el, percent, seconds, several } from "./words.js";
 
 const VERBS = { drain: "Drain", pause: "Pause", resume: "Resume", weight: "Weight", "pin-off": "Take a model off", unpin: "Put a model back" };
 const MEANS = {
@@ -80,7 +80,7 @@ export class ActDialog {
   tell(preview) {
     const said = [MEANS[this.verb], preview.text[0].toUpperCase() + preview.text.slice(1)];
     if (["drain", "pause"].includes(this.verb) && preview.left) {
-      said.push(`${preview.left} queries are left there` + (preview.empty_in_s != null ? `; it would be empty in ${seconds(preview.empty_in_s)}.` : "."));
+      said.push(`${several(preview.left, "query is", "queries are")} left there` + (preview.empty_in_s ? `, empty in ${seconds(preview.empty_in_s)}.` : "."));
     }
     const moved = preview.shares.filter((share) => share.before !== share.after).slice(0, 5);
     if (moved.length) said.push("Expected share: " + moved.map((s) => `${s.site} ${percent(s.before)} → ${percent(s.after)}`).join(", ") + ".");

@@ -3,7 +3,7 @@ import { ActDialog } from "./act.js";
 import { Plot, spark } from "./plot.js";
 import { SiteTable } from "./sites.js";
 import { explain } from "./story.js";
-import { ask, clock, el, mark, number, percent, put, rate, seconds, svg } from "./words.js";
+import { ask, clock, el, mark, number, percent, put, rate, seconds, several, svg } from "./words.js";
 
 const KEPT = 900, LATE_S = 3.5, SLOW_REFRESH_MS = 30000;
 const $ = (id) => document.getElementById(id);
@@ -130,7 +130,7 @@ function drawEvents(events) {
 function drawRoutes({ routes, quality }) {
   rows("routes", routes.map(({ reason, site, attempts }) => [reason, site, number(attempts)]), "No query ended in the last 5 minutes.");
   put($("quality"), quality
-    ? `${number(quality.answers)} answers: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended. Forecast by ${quality.source.replaceAll(":", ", ")}.`
+    ? `${several(quality.answers, "answer")}: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended. Forecast by ${quality.source.replaceAll(":", ", ")}.`
     : "No answer to compare with.");
 }
 
@@ -145,7 +145,7 @@ function rows(id, cells, none) {
 
 function poolsText(pools) {
   const wrong = pools.filter((pool) => pool.machines !== pool.desired);
-  return wrong.length ? "The load asks for: " + wrong.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired} machines`).join(", ") : "";
+  return wrong.length ? "Machines asked for: " + wrong.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired}`).join(", ") : "";
 }
 
 async function drawRecords() {

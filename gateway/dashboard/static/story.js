@@ -1,5 +1,5 @@
 // One query explained: its forecast, the candidates, why one was chosen, and what happened.
-import { ask, clock, el, number, seconds } from "./words.js";
+import { ask, clock, el, number, seconds, several } from "./words.js";
 
 export async function explain(id, place) {
   place.replaceChildren(el("p", { className: "empty" }, "Looking…"));
@@ -33,7 +33,7 @@ function attempt({ decision, ...what }, i) {
     return el("tr", { className: chosen ? "chosen" : "" }, name, ...cells.map((text) => el("td", { className: "n" }, text)));
   });
   const ruledOut = Object.entries(decision.excluded).map(([site, why]) => el("p", { className: "dim" }, `not ${site}: ${why}`));
-  const ended = `It ended as ${what.ended} with ${number(what.completion_tokens)} tokens, first token after ${seconds(what.first_token_s)}.`;
+  const ended = `It ended as ${what.ended} with ${several(what.completion_tokens, "token")}, first token after ${seconds(what.first_token_s)}.`;
   return el("div", {},
     el("h3", {}, `Attempt ${i + 1}: ${decision.site}`),
     el("p", {}, `${decision.reason} (policy ${decision.policy}). ${ended}`),

@@ -39,6 +39,10 @@ export function number(value, digits = 0) {
   return NUMBERS[digits].format(value);
 }
 
+export function several(value, one, many = one + "s") {
+  return `${number(value)} ${value === 1 ? one : many}`;
+}
+
 export function rate(value) {
   return value == null ? "–" : number(value, value < 10 ? 1 : 0);
 }
