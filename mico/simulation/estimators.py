@@ -120,7 +120,8 @@ def expectations(queries: Sequence[Query], forecasts: Sequence[Forecast]) -> dic
     for query, forecast in zip(queries, forecasts, strict=True):
         key = id(forecast), query.prompt_tokens, query.lane, query.regions
         if key not in made:
-            made[key] = Expected(forecast, demand_of(query, forecast), _curve(forecast))
+            curve = _curve(forecast)
+            made[key] = Expected(forecast, demand_of(query, forecast), curve, curve.typical())
         found[query.number] = made[key]
     return found
 

@@ -123,10 +123,12 @@ class Federation:
         if attempt.site in self._down or attempt.id not in self._attempts:
             return
         query = attempt.query
+        expected = self._expected[query.number]
         row = Row(
-            id=attempt.id,
-            prompt=range(query.prompt_tokens),
-            remaining=self._expected[query.number].curve,
+            attempt.id,
+            query.prompt_tokens,
+            expected.curve,
+            typical=expected.typical,
             tenant=query.tenant,
             lane=Lane(query.lane),
             response_tokens=query.response_tokens,
@@ -218,7 +220,7 @@ class Federation:
 
 
 def figures(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
-    site.settle_rows()
+    promised = site.settle_rows()
     remaining, weight = site.remaining()
     queue = site.queue
     return LoadReport(
@@ -228,7 +230,7 @@ def figures(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
         pending=site.pending,
         token_load=sum(remaining) * weight + queue.prompt_tokens + queue.response_tokens,
         kv_free_tokens=max(0, site.spec.kv_tokens - site.kv_used),
-        kv_reserved_tokens=site.reserved_unwritten(),
+        kv_reserved_tokens=promised,
         iteration=site.spec.cost,
         running_remaining=remaining,
         running_weight=weight,

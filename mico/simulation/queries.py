@@ -38,6 +38,7 @@ class Expected(NamedTuple):
     forecast: Forecast
     demand: Demand
     curve: RemainingCurve
+    typical: float  # length, as the curve has it
 
 
 def demand_of(query: Query, forecast: Forecast, delivered: int = 0) -> Demand:

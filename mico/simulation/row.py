@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, cast
 
-from site_engine.request import RemainingCurve, Request
+from site_engine.request import Lane, RemainingCurve, Request
 
 ENDLESS = 1 << 20
 """More tokens than any answer has."""
@@ -38,21 +37,34 @@ class Line(NamedTuple):
 NO_LINE = Line(0, 0, 0.0, 0.0)
 
 
-@dataclass(slots=True, eq=False)
 class Row(Request):
-    """A request of the engine of which only lengths are known. `produced`: response tokens out so far."""
+    """A request of the engine of which only lengths are known. `produced`: response tokens out so far.
 
-    response_tokens: int = 1
-    produced: int = 0
-    to_prefill: int = field(default=0, init=False)
-    ends_at: int = field(default=0, init=False)  # the site's iteration that brings the last token
-    reserved: int = field(default=0, init=False)  # tokens of KV set aside for it, held ones included
-    live: bool = field(default=True, init=False)
-    _line: Line = field(default=NO_LINE, init=False)
+    Of a request's fields it has those that a queue reads: there is one for every simulated query.
+    """
 
-    def __post_init__(self) -> None:
-        self.prompt_len = len(self.prompt)
-        self.max_tokens = ENDLESS
+    __slots__ = ("_line", "ends_at", "produced", "reserved", "response_tokens", "to_prefill", "typical")
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  # a request's own name
+        prompt_tokens: int,
+        remaining: RemainingCurve,
+        *,
+        typical: float = 1.0,
+        tenant: str = "",
+        lane: Lane = Lane.CHAT,
+        response_tokens: int = 1,
+        produced: int = 0,
+    ) -> None:
+        self.id, self.tenant, self.lane, self.priority = id, tenant, lane, 0
+        self.prompt_len, self.response_tokens, self.produced = prompt_tokens, response_tokens, produced
+        self.remaining, self.typical, self.max_tokens = remaining, typical, ENDLESS
+        self.started_s = self.first_token_s = None
+        self.ends_at = 0  # the site's iteration that brings the last token
+        self.reserved = 0  # tokens of KV set aside for it, held ones included
+        self.to_prefill = 0
+        self._line = NO_LINE
         self.start_over()
 
     def start_over(self) -> None:
@@ -63,11 +75,14 @@ class Row(Request):
     def generated(self) -> int:
         return self.produced
 
+    def typical_length(self) -> float:
+        return self.typical
+
     def expected_remaining(self) -> float:
         """As of any request; the part of the curve is kept, because every report asks and tokens are few."""
         first, after, at, slope = self._line
         produced = self.produced
         if not first <= produced < after:
-            self._line = Line.of(self.remaining, produced)
-            first, after, at, slope = self._line
-        return max(1.0, at + slope * (produced - first))
+            self._line = first, after, at, slope = Line.of(self.remaining, produced)
+        expected = at + slope * (produced - first)
+        return expected if expected > 1.0 else 1.0

@@ -93,8 +93,6 @@ class SimulatedSite:
 
     def cancel_all(self) -> None:
         """The site is lost with all that it held."""
-        for row in [*self.running.values(), *self.queue, *self._preempted]:
-            row.live = False
         for row in list(self.queue):
             self.queue.remove(row.id)
         self.running, self._decoding, self._prefilling, self._preempted = {}, [], [], []
@@ -108,30 +106,28 @@ class SimulatedSite:
     def pending(self) -> int:
         return len(self.queue) + len(self._preempted)
 
-    def settle_rows(self) -> None:
-        """Brings `produced` of every running row up to the iterations that are over."""
-        passed = self.iterations
+    def settle_rows(self) -> int:
+        """Brings `produced` of every running row up to the iterations that are over. Returns the tokens that
+        they are expected to need and do not hold: promised, as the engine calls it.
+        """
+        passed, promised = self.iterations, 0
         if self._stretch is not None and self._stretch.chunk == 0:
             passed += min(self._stretch.length, max(0, self._stretch.iterations_by(self._clock.now_s) - 1))
         for row in self.running.values():
             if row.ends_at:
                 row.produced = row.response_tokens + passed - row.ends_at
+            if row.to_prefill:
+                promised += row.reserved - self._held(row)
+                continue
+            held = row.prompt_len + row.produced
+            if held >= row.reserved:
+                row.reserved = held + row.p90_remaining()
+            promised += row.reserved - held
+        return promised
 
     def remaining(self) -> tuple[tuple[int, ...], int]:
         """As of the last `settle_rows`."""
         return condense([row.expected_remaining() for row in self.running.values()])
-
-    def reserved_unwritten(self) -> int:
-        """What running rows are expected to need and do not hold: promised, as the engine calls it."""
-        return sum(self._promise(row) for row in self.running.values())
-
-    def _promise(self, row: Row) -> int:
-        if row.to_prefill:
-            return row.reserved - self._held(row)
-        held = row.prompt_len + row.produced
-        if held >= row.reserved:
-            row.reserved = held + row.p90_remaining()
-        return row.reserved - held
 
     @staticmethod
     def _held(row: Row) -> int:
@@ -248,8 +244,7 @@ class SimulatedSite:
         """
         if not (self.queue or self._preempted) or (self._is_full and not self._lines_running):
             return
-        self.settle_rows()
-        free = self.spec.kv_tokens - self.kv_used - self.reserved_unwritten()
+        free = self.spec.kv_tokens - self.kv_used - self.settle_rows()
         while (row := self._first()) is not None:
             need = len(row.tokens) + row.p90_remaining()
             if not self._is_full and (not self.running or need <= free):
@@ -292,11 +287,11 @@ class SimulatedSite:
     def _make_room(self) -> None:
         """Who started last gives its KV back when the rows' next tokens do not fit."""
         while len(self.running) > 1 and self.kv_used + self._rows_decoding > self.spec.kv_tokens:
-            self.settle_rows()
             self._preempt(next(reversed(self.running.values())))
 
     def _preempt(self, row: Row) -> None:
         """One that decodes gives its KV back, and is to compute all its tokens again."""
+        row.produced = row.response_tokens + self.iterations - row.ends_at
         self._decoding = [entry for entry in self._decoding if entry[2] is not row]
         self._decoding.sort()
         self._leave(row)

@@ -92,7 +92,7 @@ def test_every_query_ends_once_and_nothing_is_left_at_a_site(  # noqa: PLR0917  
 )
 def test_a_row_expects_what_any_request_would(points: list[tuple[int, float]], produced: list[int]) -> None:
     curve = RemainingCurve(tuple(RemainingPoint(at, expected, 1) for at, expected in sorted(points)))
-    row = Row("r", [1], remaining=curve)
+    row = Row("r", 1, curve)
     for row.produced in produced:
         assert row.expected_remaining() == pytest.approx(curve.expected(row.produced))
 
