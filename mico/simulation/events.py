@@ -14,20 +14,26 @@ class Clock:
         self.now_s = 0.0
         self._calls: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._asked = 0
+        self._stopped = False
 
     def __call__(self) -> float:
         return self.now_s
 
     def at(self, when_s: float, call: Callable[..., None], *arguments: Any) -> None:
         self._asked += 1
-        heappush(self._calls, (max(when_s, self.now_s), self._asked, call, arguments))
+        heappush(self._calls, (when_s if when_s > self.now_s else self.now_s, self._asked, call, arguments))
 
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        self.at(self.now_s + seconds, call, *arguments)
+        self._asked += 1
+        heappush(self._calls, (self.now_s + seconds, self._asked, call, arguments))
 
-    def run(self, wanted: Callable[[], bool]) -> None:
-        """Until nothing is left to happen, or what happens is not wanted any more."""
+    def stop(self) -> None:
+        """What else was to happen is not wanted any more."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Until nothing is left to happen, or `stop`."""
         calls = self._calls
-        while calls and wanted():
+        while calls and not self._stopped:
             self.now_s, _, call, arguments = heappop(calls)
             call(*arguments)

@@ -87,7 +87,7 @@ class Federation:
             self.clock.at(outage.from_s, self._lose, outage)
         for site in self.sites.values():
             self.clock.after(LEAST_REPORT_EVERY_S, self._heartbeat, site)
-        self.clock.run(lambda: self._open > 0)
+        self.clock.run()
         records = {number: record for each in self.gateways for number, record in each.records.items()}
         return [records[query.number] for query in queries]
 
@@ -162,6 +162,8 @@ class Federation:
     def over(self) -> None:
         """One more query has ended, whichever way."""
         self._open -= 1
+        if not self._open:
+            self.clock.stop()
 
     def _back_s(self, attempt: Attempt) -> float:
         return self.sites[attempt.site].spec.rtt_s / 2

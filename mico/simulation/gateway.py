@@ -25,6 +25,7 @@ from mico.simulation.queries import Expected, Query, Record, demand_of, expected
 from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
 
 MOST_TRIES = 4
+NO_CREDIT = Credit()
 
 
 @dataclass(slots=True, eq=False)
@@ -248,12 +249,15 @@ class Link:
         self._network.release(self._gateway, self._name, release_id, attempt_ids)
 
     def report(self, load: LoadReport, taken_s: float) -> None:
-        self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
+        if self._uncovered:
+            self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
         self._gateway.directory.report(self._name, load, self._credit())
         if self._gateway.offload and load.running < self._slots and load.pending == 0:
             self._gateway.offloading.bid(self._name)
 
     def _credit(self) -> Credit:
+        if not self._uncovered:
+            return NO_CREDIT
         fresh = [each.demand for each in self._uncovered.values()]
         prompt_tokens = sum(demand.prompt_tokens for demand in fresh)
         return Credit(len(fresh), prompt_tokens, sum(demand.response_tokens for demand in fresh))
