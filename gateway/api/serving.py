@@ -18,6 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.tls import CertificateFiles
 
+HELD_BYTES = 64 * 1024
+"""What one connection may hold back; beyond, a client that does not read is to be noticed at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -34,9 +37,9 @@ class Limits:
 
 
 class Outgoing:
-    """What the responses of one connection write to. A piece waits for the next, at most until this turn of
-    the event loop has ended: head and body of a short answer are one packet and one system call, and of
-    streams that come on together all are encoded before the first is sent, so that code stays in its cache.
+    """What the responses of one connection write to. What is written in one turn of the event loop is sent at
+    its end, or at the end of the response: a short answer is one packet and one system call, and of streams
+    that come on together all are encoded before the first is sent, so that code stays in its cache.
     """
 
     __slots__ = ("_held", "_loop", "_transport")
@@ -47,12 +50,11 @@ class Outgoing:
         self._held = b""
 
     def write(self, data: bytes) -> None:
-        if self._held:
-            self._held += data
-            self.flush()
-        elif data:
-            self._held = data
+        if data and not self._held:
             self._loop.call_soon(self.flush)
+        self._held += data
+        if len(self._held) > HELD_BYTES:
+            self.flush()
 
     def flush(self) -> None:
         held, self._held = self._held, b""
