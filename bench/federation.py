@@ -5,7 +5,9 @@
 
 Checks: every body is valid by the `openai` package's own types, every answer ends, every site takes part, all
 counters are zero within two seconds of the end, and (with --model) every greedy text equals that of the same
-prompt run alone by plain `transformers` in float32.
+prompt run alone by plain `transformers` in float32. A prompt longer than the model's context has to be
+refused with a 400 that says so; it is counted (`refused`), and with --model measured. Texts that part where
+the two best tokens are equal but for rounding are told apart (`numeric_ties`).
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from typing import Any
 
 import httpx
 import zstandard
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 FOLDER = Path(".mico")
+TOO_LONG = "context_length_exceeded"
+TIE = 1e-4
+"""Logits that are no farther apart are equal but for rounding: the order of sums says which is greater."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,18 @@ def _texts(data: Path) -> Iterator[str]:
         for line in lines:
             row = json.loads(line)
             yield "\n\n".join(part for part in (row["instruction"], row.get("input") or "") if part)
+
+
+async def answer_or_none(
+    client: AsyncOpenAI, model: str, prompt: str, number: int, most: int
+) -> Answered | None:
+    """None: refused, since the prompt is too long for the model."""
+    try:
+        return await ask(client, model, prompt, number, most)
+    except BadRequestError as refusal:
+        if refusal.code != TOO_LONG:
+            raise
+        return None
 
 
 async def ask(client: AsyncOpenAI, model: str, prompt: str, number: int, most: int) -> Answered:
@@ -123,16 +140,18 @@ async def run(options: argparse.Namespace, key: str) -> dict[str, Any]:
     model = options.served_model or (await client.models.list()).data[0].id
     gate = asyncio.Semaphore(options.concurrency)
 
-    async def one(number: int, prompt: str) -> Answered:
+    async def one(number: int, prompt: str) -> Answered | None:
         async with gate:
-            return await ask(client, model, prompt, number, options.max_tokens)
+            return await answer_or_none(client, model, prompt, number, options.max_tokens)
 
     began = time.perf_counter()
-    answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(chosen)))
+    ended = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(chosen)))
     wall_s = time.perf_counter() - began
     sites = await _idle_sites(options.base_url, key)
     await client.close()
-    return _report(options, answers, sites, wall_s)
+    answers = [answer for answer in ended if answer is not None]
+    refused = [prompt for prompt, answer in zip(chosen, ended, strict=True) if answer is None]
+    return _report(options, answers, refused, sites, wall_s)
 
 
 async def _idle_sites(base_url: str, key: str) -> list[dict[str, Any]]:
@@ -153,7 +172,11 @@ async def _idle_sites(base_url: str, key: str) -> list[dict[str, Any]]:
 
 
 def _report(
-    options: argparse.Namespace, answers: list[Answered], sites: list[dict[str, Any]], wall_s: float
+    options: argparse.Namespace,
+    answers: list[Answered],
+    refused: list[str],
+    sites: list[dict[str, Any]],
+    wall_s: float,
 ) -> dict[str, Any]:
     tokens = sum(a.completion_tokens for a in answers)
     by_site = Counter(a.site for a in answers)
@@ -161,7 +184,8 @@ def _report(
     for a in answers:
         tokens_by_site[a.site] += a.completion_tokens
     report = {
-        "queries": len(answers),
+        "queries": len(answers) + len(refused),
+        "refused": len(refused),
         "finish": Counter(a.finish for a in answers),
         "tokens": tokens,
         "wall_s": round(wall_s, 2),
@@ -174,12 +198,31 @@ def _report(
         "every_site_took_part": set(by_site) == {s["name"] for s in sites if s["state"] == "ready"},
     }
     if options.model:
-        report["greedy_mismatches"] = mismatches(options.model, answers, options.max_tokens)
+        differ = mismatches(options.model, answers, options.max_tokens)
+        report["numeric_ties"] = {name: gap for name, gap in differ.items() if gap <= TIE}
+        report["greedy_mismatches"] = {name: gap for name, gap in differ.items() if gap > TIE}
+        report["wrongly_refused"] = fitting(options.model, refused)
     return report
 
 
-def mismatches(folder: Path, answers: list[Answered], most: int) -> list[str]:
-    """The request ids whose text differs from `generate` run alone on the same prompt, float32."""
+def fitting(folder: Path, refused: list[str]) -> list[str]:
+    """Those that fit the context of the model, with room for a token."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    context = AutoConfig.from_pretrained(folder).max_position_embeddings
+
+    def tokens(prompt: str) -> int:
+        chat = [{"role": "user", "content": prompt}]
+        return len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+
+    return [prompt for prompt in refused if tokens(prompt) < context]
+
+
+def mismatches(folder: Path, answers: list[Answered], most: int) -> dict[str, float]:
+    """The request ids whose text differs from `generate` run alone on the same prompt, float32; with how far
+    apart the logits of its two best tokens are where the texts part.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -187,7 +230,7 @@ def mismatches(folder: Path, answers: list[Answered], most: int) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     context = model.config.max_position_embeddings
-    wrong = []
+    wrong = {}
     for a in answers:
         chat = [{"role": "user", "content": a.prompt}]
         ids = tokenizer.apply_chat_template(
@@ -195,10 +238,24 @@ def mismatches(folder: Path, answers: list[Answered], most: int) -> list[str]:
         )
         length = ids["input_ids"].shape[1]
         with torch.no_grad():
-            out = model.generate(**ids, do_sample=False, max_new_tokens=min(most, context - length))
-        if tokenizer.decode(out[0, length:], skip_special_tokens=True) != a.text:
-            wrong.append(a.request_id)
+            out = model.generate(
+                **ids,
+                do_sample=False,
+                max_new_tokens=min(most, context - length),
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        said = out.sequences[0, length:].tolist()
+        if tokenizer.decode(said, skip_special_tokens=True) != a.text:
+            parts = parting(a.text, [tokenizer.decode(said[:end]) for end in range(1, len(said) + 1)])
+            best, second = out.logits[parts][0].topk(2).values.tolist()
+            wrong[a.request_id] = best - second
     return wrong
+
+
+def parting(text: str, beginnings: list[str]) -> int:
+    """The index of the first beginning, each of one token more, that `text` does not begin with."""
+    return next((at for at, each in enumerate(beginnings) if not text.startswith(each)), len(beginnings) - 1)
 
 
 def main() -> int:
@@ -218,7 +275,8 @@ def main() -> int:
     key = options.key or (FOLDER / "key").read_text().strip()
     report = asyncio.run(run(options, key))
     print(json.dumps(report))
-    return 0 if report["every_site_took_part"] and not report.get("greedy_mismatches") else 1
+    wrong = report.get("greedy_mismatches") or report.get("wrongly_refused")
+    return 0 if report["every_site_took_part"] and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""What the bench of a federation makes of refusals and of texts that differ."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from bench.federation import answer_or_none, parting
+from gateway.errors import BadRequest, ContextTooLong
+from tests.fakes.edge import MODEL, Edge, fail, run
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_prompt_that_is_too_long_is_counted_and_any_other_refusal_ends_the_run(number: int) -> None:
+    async def too_long(edge: Edge) -> None:
+        assert await answer_or_none(edge.sdk, MODEL, "hello", number, 9) is None
+
+    async def wrong(edge: Edge) -> None:
+        with pytest.raises(openai.BadRequestError):
+            await answer_or_none(edge.sdk, MODEL, "hello", number, 9)
+
+    run(too_long, fail(ContextTooLong("9 > 8.")))
+    run(wrong, fail(BadRequest("Not so.")))
+
+
+def test_texts_part_at_the_first_token_that_only_one_has() -> None:
+    assert parting("abX", ["a", "ab", "abc", "abcd"]) == 2
+    assert parting("X", ["a", "ab"]) == 0
+    assert parting("ab and more", ["a", "ab"]) == 1
