@@ -87,8 +87,7 @@ class SiteEngine:
             TOKEN_BUDGETS.get(model.device.type, 512), settings.slots
         )
         self._meter = Meter()
-        # when an iteration ended with more to do: what passes until the next is part of what that takes
-        self._went_on_s: float | None = None
+        self._going_on: tuple[Plan, float] | None = None  # the iteration that lasts, and when it began
         self._scheduler = Scheduler(
             self._pool,
             AdmissionQueue(settings.policy.score),
@@ -114,6 +113,7 @@ class SiteEngine:
     def step(self) -> list[Output]:
         """One iteration: apply control, schedule, run, sample, publish. Nothing when idle."""
         began = self._clock()
+        self._end_iteration(began)
         self._apply_control(began)
         plan = self._scheduler.plan(began)
         if plan:
@@ -126,8 +126,9 @@ class SiteEngine:
                 self._isolate(plan, error)
             else:
                 self._publish(plan, logits, sampled)
-            self._measure(plan, began if self._went_on_s is None else self._went_on_s)
-        self._went_on_s = self._clock() if self._answers else None
+            self._going_on = plan, began
+        if not self._answers:
+            self._end_iteration(self._clock())
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -302,7 +303,16 @@ class SiteEngine:
         self._scheduler.release(request)
         del self._answers[request.id]
 
-    def _measure(self, plan: Plan, began: float) -> None:
+    def _end_iteration(self, now: float) -> None:
+        """An iteration lasts until the next begins, if there is more to do: what its owner does between the
+        two counts. From end to end, the wait after a short one would count for the next.
+        """
+        if self._going_on is not None:
+            plan, began = self._going_on
+            self._going_on = None
+            self._measure(plan, now - began)
+
+    def _measure(self, plan: Plan, seconds: float) -> None:
         decodes, prefills = plan.decodes, plan.prefills
         read = sum([start for _, start, _, _ in decodes]) + len(decodes)
         self._meter.iteration(
@@ -310,7 +320,7 @@ class SiteEngine:
             tokens=plan.tokens,
             kv_tokens=read + sum([start + length for _, start, length, _ in prefills]),
             sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]),
-            seconds=max(self._clock() - began, self.settings.iteration_floor_s),
+            seconds=max(seconds, self.settings.iteration_floor_s),
         )
 
 

@@ -83,6 +83,7 @@ class AheadEngine(SiteEngine):
             self._land()
             return super().step()
         began = self._clock()
+        self._end_iteration(began)
         self._apply_control(began)
         plan = self._scheduler.plan(began, MOST_NEW)
         before, self._flight = self._flight, None
@@ -139,7 +140,7 @@ class AheadEngine(SiteEngine):
             outputs.append(output)
             if output.finish is not None:
                 self._forget(request)
-        self._measure(flight.plan, max(launched_s, self._published_s))
+        self._measure(flight.plan, now - max(launched_s, self._published_s))
         self._published_s = now
 
     def _alive(self, plan: Plan) -> Plan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from site_engine.runner import Logits
+from site_engine.scheduler import Plan
 from site_engine.warmup import warm_up
-from tests.engine_models import VOCAB, assert_idle, engine_for, family
+from tests.engine_models import VOCAB, Ticks, assert_idle, engine_for, family, greedy
 
 
 def test_a_warm_engine_knows_what_an_iteration_costs_and_counts_nothing() -> None:
@@ -35,3 +37,23 @@ def test_an_answer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._runner, "run", broken)
     with pytest.raises(RuntimeError, match="no kernel image"):
         warm_up(engine, VOCAB, 1000)
+
+
+def test_an_iteration_takes_until_the_next_begins_however_unevenly_its_floor_is_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_for(family("llama").served, iteration_floor_s=0.05)
+    clock, run = engine._clock, engine._runner.run
+    assert isinstance(clock, Ticks)
+
+    def every_other_takes_longer(plan: Plan) -> Logits:
+        clock.now_s += 0.03 * (turn % 2)
+        return run(plan)
+
+    monkeypatch.setattr(engine._runner, "run", every_other_takes_longer)
+    engine.submit(greedy("r", [5, 6, 7], 40, ignore_eos=True))
+    for turn in range(40):
+        clock.now_s = 0.05 * turn
+        engine.step()
+    assert engine.load().seconds_per_iteration == pytest.approx(0.05, rel=0.01)
+    assert engine.load().tokens_total == 40
