@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,19 @@ def test_every_alert_says_what_and_where_to_read_on() -> None:
         file, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert file == "docs/operating.md"
         assert anchor in anchors, rule["alert"]
+
+
+def test_prometheus_fires_the_alerts_as_it_should() -> None:
+    """By Prometheus' own tool, over the days in alerts_test.yaml."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("NOT TESTED: what the alerts do. promtool is not on the PATH: apt-get install prometheus")
+    done = subprocess.run(
+        [promtool, "test", "rules", "alerts_test.yaml"],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
