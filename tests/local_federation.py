@@ -102,8 +102,11 @@ class LocalFederation:
             raise AssertionError(f"{error}; left: {last}") from error
 
     def wait_until_ready(self) -> None:
+        """The sites that it was started with."""
+
         def ready() -> bool:
-            return all(site["state"] == "ready" for site in self.sites().values())
+            sites = self.sites()
+            return all(sites[each.name]["state"] == "ready" for each in self.running.sites)
 
         eventually(ready, "every site is ready")
 

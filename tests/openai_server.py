@@ -2,6 +2,7 @@
 
 Answers a prompt with its own letters, again and again, one letter per token, until `max_tokens`. What begins
 with an answer of its own it goes on with: as vLLM does if asked to, and after a text as everybody does.
+`python -m tests.openai_server` is one in a process of its own, to be killed: it prints its URL.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class OpenAIServer:
     key: str = ""
     repeats_keys: bool = False  # in what it says when it refuses one
     counts: bool = True  # whether it sends usage
+    context: int = 64
+    pace_s: float = 0.0  # from letter to letter
     tls: ssl.SSLContext | None = None
     port: int = 0
     running: int = 0
@@ -105,7 +108,9 @@ class OpenAIServer:
         elif path == "/v1/models" and not self.models:
             _whole(writer, 500, "Internal Server Error")
         elif path == "/v1/models":
-            listed = [{"id": each, "owned_by": self.owner, "max_model_len": 64} for each in self.models]
+            listed = [
+                {"id": each, "owned_by": self.owner, "max_model_len": self.context} for each in self.models
+            ]
             _whole(writer, 200, {"data": listed})
         elif path == "/metrics" and self.metrics is not None:
             page = self.metrics.replace("{running}", str(self.running)).replace(
@@ -155,6 +160,8 @@ class OpenAIServer:
             for index in range(asked.get("n", 1)):
                 _event(writer, _piece(path, index, letter, finish))
             await writer.drain()
+            if self.pace_s:
+                await asyncio.sleep(self.pace_s)
             if self.mood is Mood.HALF:
                 writer.transport.abort()
                 return
@@ -237,3 +244,13 @@ def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
 def _piece(path: str, index: int, letter: str, finish: str | None) -> dict[str, Any]:
     said = {"delta": {"content": letter}} if path.endswith("chat/completions") else {"text": letter}
     return {"choices": [{"index": index, "finish_reason": finish, **said}]}
+
+
+async def _alone() -> None:
+    async with openai_server(owner="vllm", context=1000, pace_s=0.02) as server:
+        print(server.url, flush=True)  # noqa: T201
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_alone())

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import APIError
 
+from mico.local.plan import toml
 from site_engine.config import SiteConfig
 from site_engine.remote.process import serve
-from tests.local_federation import LocalFederation
+from tests.local_federation import LocalFederation, eventually
 from tests.site_gateway import TOKEN, Gateway, Session, serving
 from wire import federation_pb2 as pb
 
@@ -20,6 +27,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPTS = ("Why is the sky blue?", "Bread?", "Explain rivers to a child.", "Write a line about salt: é ☃")
 TOKENS = 24
+ROOT = Path(__file__).parents[2]
 
 
 def in_front(federation: LocalFederation, gateway: Gateway, folder: Path) -> SiteConfig:
@@ -109,3 +117,82 @@ def test_a_cancel_reaches_the_sites_behind(federation: LocalFederation, tmp_path
 
     asyncio.run(scenario())
     federation.wait_until_idle()
+
+
+def test_a_foreign_server_killed_in_mid_answer(federation: LocalFederation, tmp_path: Path) -> None:
+    """Each server and each site is a process. While there is another server the answer goes on there to the
+    letter; then it ends with an error that says so.
+    """
+    ids = ["outlives-its-server", "has-no-other-server"]
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(foreign(federation, name, tmp_path / name)) for name in ("one", "two")
+        }
+        eventually(
+            lambda: {federation.sites().get(name, {}).get("state") for name in servers} == {"ready"}, "both"
+        )
+        whole = ask_and_kill(federation, ids[0], servers)
+        assert whole == (ANSWER, "length")
+        text, error = ask_and_kill(federation, ids[1], servers)
+        assert error == "upstream_lost"
+        assert ANSWER.startswith(text) and 0 < len(text) < len(ANSWER)
+        federation.wait_until_idle()
+    records = federation.recorded_once(ids)
+    counted = [(record.usage.status, record.usage.completion_tokens) for record in records.values()]
+    assert counted[0] == ("answered", len(ANSWER))
+    assert counted[1][0] == "failed" and counted[1][1] >= len(text)
+    assert len(records[ids[0]].attempts) == 2
+
+
+SAID = "Say something. "
+ANSWER = (SAID * 10)[:80]
+
+
+def ask_and_kill(
+    federation: LocalFederation, query_id: str, servers: dict[str, subprocess.Popen[str]]
+) -> tuple[str, str]:
+    """The text that came, though the server that began it was killed, and how it ended."""
+    text, end = "", ""
+    with federation.sdk() as sdk:
+        raw = sdk.chat.completions.with_raw_response.create(
+            model="letters",
+            messages=[{"role": "user", "content": SAID}],
+            max_tokens=len(ANSWER),
+            stream=True,
+            extra_headers={"x-request-id": query_id},
+        )
+        try:
+            for chunk in raw.parse():
+                text += chunk.choices[0].delta.content or ""
+                end = chunk.choices[0].finish_reason or end
+                if text and (server := servers.pop(raw.headers["x-mico-site"], None)):
+                    os.kill(server.pid, signal.SIGKILL)
+        except APIError as error:
+            end = str(error.code)
+    return text, end
+
+
+@contextmanager
+def foreign(federation: LocalFederation, name: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A server of somebody else's, with a site in front of it."""
+    folder.mkdir()
+    port = tomllib.loads(federation.folder.config("gateway").read_text())["grpc_port"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.openai_server"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert server.stdout is not None
+    settings = {
+        "site": name,
+        "engine": "openai",
+        "url": server.stdout.readline().strip(),
+        "gateways": [f"127.0.0.1:{port}"],
+        "token_file": str(federation.folder.token_file),
+    }
+    (folder / "site.toml").write_text(toml(settings))
+    site = subprocess.Popen([sys.executable, "-m", "mico", "site", "--config", str(folder / "site.toml")])
+    try:
+        yield server
+    finally:
+        for process in (server, site):
+            process.kill()
+            process.communicate()
