@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from predictor.foretell import AnswerTask
 from predictor.labels import soft_targets
 from predictor.lexical import UNKNOWN_MODEL
 from predictor.networks import LengthNet
@@ -47,6 +48,8 @@ class Recipe:
     """Of the target of a row that was answered; a row that nobody answered is all the teacher's."""
     match: float = 0.0
     """What it weighs to be able to tell, from what the body reads, what the teachers' bodies read."""
+    beside: float = 0.1
+    """What it weighs to tell an answer's shape and first words, where their texts are known."""
     moved_share: float = 0.0
     """Share of the batches whose texts begin a few places later, so that other neighbours are merged."""
     averaged: float = 0.0
@@ -118,6 +121,7 @@ def fit(
     recipe: Recipe,
     *,
     taught: Taught | None = None,
+    beside: AnswerTask | None = None,
     device: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> LengthNet:
@@ -129,7 +133,10 @@ def fit(
     matching = None if taught is None or not recipe.match else _Matching(net.body.width, taught.reads, device)
     body, head = (
         list(net.body.parameters()),
-        [*net.head.parameters(), *(matching.parameters() if matching else ())],
+        [
+            *net.head.parameters(),
+            *(each for task in (matching, beside) if task for each in task.to(device).parameters()),
+        ],
     )
     groups = [{"params": body, "lr": recipe.body_rate}, {"params": head, "lr": recipe.head_rate}]
     optimizer = torch.optim.AdamW(groups, weight_decay=recipe.weight_decay, fused=device != "cpu")
@@ -160,6 +167,8 @@ def fit(
             loss = (losses * weight).sum() / weight.sum()
             if matching is not None:
                 loss = loss + recipe.match * matching(read, prompts)
+            if beside is not None:
+                loss = loss + recipe.beside * beside(read, owner, chosen, served)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)

@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor import augment, dataset, features, views
+from predictor.answers import COLUMN, Answers, answers_of
 from predictor.pieces import LONGEST_PIECES, MARKS, Pieces
 
 Progress = Callable[[str], None]
@@ -37,6 +38,8 @@ class Prepared:
     views: tuple[str, ...]
     vocabulary: tuple[str, ...]
     texts: tuple[str, ...]
+    answers: Answers | None = None
+    """Where the corpus has answers' texts."""
 
     def rows(self, *parts: int) -> NDArray[np.int64]:
         """Places of the rows of some parts."""
@@ -86,8 +89,9 @@ def prepare(
     rows = _rows(parts, place, names)
     rows = pd.concat([rows, _made_rows(rows, len(texts), len(extra), seed)])
     every = (*texts, *(each.text for each in extra))
+    reader = Pieces(vocabulary)
     return Prepared(
-        pieces=_padded(Pieces(vocabulary), every),
+        pieces=_padded(reader, every),
         side=side.astype(np.float32),
         table=learned.table,
         **{column: rows[column].to_numpy(dtype=np.int64) for column in ("prompt", "model", "length", "part")},
@@ -95,6 +99,7 @@ def prepare(
         views=learned.names,
         vocabulary=tuple(vocabulary),
         texts=every,
+        answers=answers_of(rows[COLUMN], reader),
     )
 
 
@@ -108,6 +113,7 @@ def _rows(parts: dataset.Split, place: pd.Series[int], names: tuple[str, ...]) -
             "prompt": known.prompt_id.map(place),
             "model": known.model.map(model),
             "length": known.response_tokens,
+            COLUMN: known.get(COLUMN, "") if part == TRAIN else "",
         }
         frames.append(pd.DataFrame(columns).assign(part=part))
     return pd.concat(frames)
@@ -119,7 +125,7 @@ def _made_rows(rows: pd.DataFrame, first: int, count: int, seed: int) -> pd.Data
     answered = rows.model[rows.part == TRAIN].to_numpy()
     model = np.concatenate([random.choice(answered, count), random.choice(np.unique(answered), count)])
     prompt = np.tile(np.arange(first, first + count), 2)
-    return pd.DataFrame({"prompt": prompt, "model": model, "length": 0, "part": MADE})
+    return pd.DataFrame({"prompt": prompt, "model": model, "length": 0, "part": MADE, COLUMN: ""})
 
 
 def _needed(piece: str) -> bool:

@@ -15,7 +15,19 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from predictor import artifact, dataset, export, features, labels, learn, lexical, networks, prepare, views
+from predictor import (
+    artifact,
+    dataset,
+    export,
+    features,
+    foretell,
+    labels,
+    learn,
+    lexical,
+    networks,
+    prepare,
+    views,
+)
 from predictor.errors import DataError
 from predictor.finish import Trained, finish, places
 
@@ -50,6 +62,7 @@ STUDENT = learn.Recipe(
     moved_share=0.3,
     seed=3,
 )
+MASKED = foretell.Masked()
 MODELS = lexical.HeadConfig(epochs=2, learning_rate=5e-4, input_noise=0.1, hidden_dropout=0.2)
 KEPT = networks.TrimmedConfig()
 LARGE = networks.TrimmedConfig((networks.LayerConfig(12, 1280),) * 6)
@@ -61,6 +74,7 @@ class Plan:
 
     teachers: tuple[learn.Recipe, ...] = TEACHERS
     student: learn.Recipe = STUDENT
+    masked: foretell.Masked = MASKED
     models: lexical.HeadConfig = MODELS
     kept: networks.TrimmedConfig = KEPT
     kept_pieces: int = 16_000
@@ -91,6 +105,7 @@ def train(
     """Trains on a corpus and writes the artifact into the folder `out`; the card holds its held-out figures.
 
     `encoder` is a Hub id or a folder, with a BERT-like model and its `vocab.txt`; `lexical` needs none.
+    Where the corpus has answers' texts, in a column `answer`, the encoder's teachers learn from those, too.
     Raises DataError if the data, the kind or the encoder cannot be used.
     """
     torch.set_num_threads(1)
@@ -140,7 +155,11 @@ def _distilled(  # noqa: PLR0917 - private, and each is of another type
 ) -> Trained:
     edges = labels.log_spaced_edges()
     data = prepare.prepare(frame, vocabulary_of(encoder), made=plan.made_prompts, seed=7, progress=progress)
-    teachers = [_teacher(data, encoder, recipe, edges, device, progress) for recipe in plan.teachers]
+    if data.answers is None:
+        progress("the corpus has no answers' texts in a column `answer`: teachers learn from lengths alone")
+    teachers = [
+        _teacher(data, encoder, recipe, plan.masked, edges, device, progress) for recipe in plan.teachers
+    ]
     taught = _taught(teachers, data, device)
     kept = data.commonest_pieces(plan.kept_pieces)
     data, first = data.with_pieces(kept), teachers[0].body.encoder.cpu()
@@ -182,14 +201,21 @@ def _teacher(  # noqa: PLR0917 - private, and each is of another type
     data: prepare.Prepared,
     encoder: str,
     recipe: learn.Recipe,
+    masked: foretell.Masked,
     edges: tuple[int, ...],
     device: str,
     progress: Progress,
 ) -> networks.LengthNet:
-    torch.manual_seed(recipe.seed)
-    net = _with_head(networks.Teacher(encoder), data, edges)
     progress(f"teacher {recipe.seed}")
-    return learn.fit(net, data, data.rows(prepare.TRAIN), edges, recipe, device=device, progress=progress)
+    torch.manual_seed(recipe.seed)
+    body, beside = networks.Teacher(encoder), None
+    if data.answers is not None:
+        loss = foretell.read_masked(body.encoder, data, data.answers, masked, device)
+        progress(f"masked pieces: loss {loss:.3f}")
+        beside = foretell.AnswerTask(data.answers, body.width, len(data.models), len(data.vocabulary))
+    net = _with_head(body, data, edges)
+    rows = data.rows(prepare.TRAIN)
+    return learn.fit(net, data, rows, edges, recipe, beside=beside, device=device, progress=progress)
 
 
 def _learn_models(

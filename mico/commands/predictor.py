@@ -111,7 +111,10 @@ def train(
     seed: Annotated[int, typer.Option(help="The same seed and data give the same artifact.")] = 7,
     as_json: Json = False,
 ) -> None:
-    """Train an artifact and write it with its card. Serve it with `predictor = FOLDER` of a gateway."""
+    """Train an artifact and write it with its card. Serve it with `predictor = FOLDER` of a gateway.
+
+    Where the file has the answers' texts, in a column `answer`, an encoder learns from those, too.
+    """
     from predictor.errors import PredictorError
     from predictor.train import train as trained
 

@@ -7,6 +7,7 @@ import pytest
 from transformers import BertConfig, BertModel
 
 from predictor.errors import DataError
+from predictor.foretell import Masked
 from predictor.learn import Recipe
 from predictor.lexical import HeadConfig
 from predictor.networks import LayerConfig, TrimmedConfig
@@ -29,6 +30,7 @@ TINY = Plan(
         averaged=0.9,
     ),
     models=HeadConfig(epochs=1),
+    masked=Masked(epochs=20, batch_rows=64, rate=3e-3),
     kept=TrimmedConfig(
         (LayerConfig(2, 16, merged=2),), 2, query_attention=16, query_heads=2, query_hidden=16
     ),
@@ -97,11 +99,32 @@ def test_the_lexical_kind(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
-    card = train(corpus, tmp_path / "model", kind="small", encoder=str(encoder), plan=TINY, device="cpu")
+    told: list[str] = []
+    card = train(
+        corpus,
+        tmp_path / "model",
+        kind="small",
+        encoder=str(encoder),
+        plan=TINY,
+        device="cpu",
+        progress=told.append,
+    )
     assert card.kind == "small"
+    assert any("no answers' texts" in line for line in told)
     whole, kept = ((folder / "vocab.txt").read_text().split() for folder in (encoder, tmp_path / "model"))
     assert "story" in whole and "##7" in kept and len(kept) < len(whole)
     check(tmp_path / "model")
+
+
+def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    kind = {"kind": "small", "encoder": str(encoder), "plan": TINY, "device": "cpu", "progress": told.append}
+    frame = pd.read_parquet(corpus)[::5].assign(answer="A story.\n- a thing\n- 7 .")
+    frame.to_parquet(tmp_path / "answered.parquet")
+    train(tmp_path / "answered.parquet", tmp_path / "model", **kind)
+    (masked,) = (float(line.split()[-1]) for line in told if line.startswith("masked pieces"))
+    assert masked < 2.5  # of 37 pieces, where chance is 3.6
+    assert not any("no answers' texts" in line for line in told)
 
 
 def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""What is known of answers' texts: how they begin, what shape they have, and what is learned from that."""
+
+import numpy as np
+import pandas as pd
+import torch
+
+from predictor.answers import FIRST_PIECES, Answers, answers_of
+from predictor.foretell import AnswerTask
+from predictor.pieces import END, LINE, PAD, PARAGRAPH, START, UNKNOWN, Pieces
+
+PIECES = Pieces((PAD, LINE, PARAGRAPH, UNKNOWN, START, END, "yes", "no", ".", "-"))
+
+
+def test_rows_without_a_text_have_no_answer() -> None:
+    found = answers_of(pd.Series(["Yes.", None, "", "- no\n- no\n- yes. No. Yes."]), PIECES)
+    assert found is not None
+    assert found.of_row.tolist() == [0, -1, -1, 1]
+    assert found.first[0, :3].tolist() == [6, 8, 0]
+    assert found.first.shape == (2, FIRST_PIECES)
+    assert found.shape.tolist() == [[0, 0, 1, 0], [2, 2, 2, 0]]  # two line ends, three items, three sentences
+
+
+def test_a_corpus_without_texts_has_none() -> None:
+    assert answers_of(pd.Series(["", None]), PIECES) is None
+
+
+def test_shape_and_first_words_can_be_learned_from_what_is_read() -> None:
+    torch.manual_seed(1)
+    first = np.zeros((2, FIRST_PIECES), dtype=np.int64)
+    first[:, 0] = 6, 7
+    task = AnswerTask(Answers(np.array([0, 1, -1]), first, np.array([[0, 0, 1, 0], [3, 2, 3, 1]])), 4, 2, 10)
+    read, owner, served = torch.eye(4)[:2], torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1])
+    rows = torch.tensor([0, 1, 2])
+    before = task(read, owner, rows, served)
+    optimizer = torch.optim.Adam(task.parameters(), lr=0.01)
+    for _ in range(60):
+        loss = task(read, owner, rows, served)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert task(read, owner, rows, served) < 0.1 * before
+    assert task(read, owner[2:], rows[2:], served[2:]) == 0.0
