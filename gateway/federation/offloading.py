@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from gateway.domain import Site
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
+from gateway.routing.fleet import Fleet
 from gateway.routing.offload import Offer, Pending, crowded, offer, promising, wins
 
 ANSWER_WITHIN_S = 2.0
@@ -41,7 +41,8 @@ class Offloading:
         self._directory = directory
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
-        self._offers: dict[str, Offer] = {}  # by donor: the last that was worked out
+        # by donor: the last that was worked out, and of which attempts
+        self._offers: dict[str, tuple[list[LiveAttempt], Offer]] = {}
 
     def bid(self, bidder: str) -> None:
         """A site has room: ask for what gains by moving there, unless a round of this bidder is open."""
@@ -52,7 +53,8 @@ class Offloading:
         if any(asked.bidder == bidder for asked in self._asked.values()):
             return
         fleet = self._directory.fleet
-        won = wins(bidder, promising(bidder, self._crowded_offers(), fleet), fleet, now_s)
+        donors = promising(bidder, self._crowded_offers(fleet), fleet)
+        won = wins(bidder, self._pending(donors), fleet, now_s)
         for donor, attempts in groupby(sorted(won, key=_site_of), key=_site_of):
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
 
@@ -61,26 +63,28 @@ class Offloading:
         asked = self._asked.pop(release_id, None)
         return asked.bidder if asked else None
 
-    def _crowded_offers(self) -> Iterator[Offer]:
-        """What waits at crowded sites and is not being negotiated about already."""
-        talked_about = {each for asked in self._asked.values() for each in asked.attempt_ids}
-        for donor in crowded(self._directory.fleet):
-            name = donor.name
-            if name in self._links and (
-                pending := [
-                    Pending(each.id, name, each.demand, each.moves)
-                    for each in self._links[name].pending()
-                    if each.id not in talked_about
-                ]
-            ):
-                yield self._offer(donor, pending)
+    def _crowded_offers(self, fleet: Fleet) -> Iterator[Offer]:
+        """Worked out once for a site as long as nothing changes there: many may bid meanwhile."""
+        full = set(crowded(fleet))
+        for place in sorted(place for place in map(fleet.place, self._links) if place in full):
+            donor = fleet.sites[place]
+            attempts = self._links[donor.name].pending()
+            if attempts:
+                known = self._offers.get(donor.name)
+                if known is None or known[0] != attempts or known[1].donor is not donor:
+                    known = attempts, offer(donor, [each.demand for each in attempts])
+                    self._offers[donor.name] = known
+                yield known[1]
 
-    def _offer(self, donor: Site, pending: list[Pending]) -> Offer:
-        """Worked out once as long as nothing changes there: many may bid meanwhile."""
-        known = self._offers.get(donor.name)
-        if known is None or known.donor is not donor or known.pending != pending:
-            known = self._offers[donor.name] = offer(donor, pending)
-        return known
+    def _pending(self, donors: list[str]) -> list[Pending]:
+        """What waits there and is not being negotiated about already."""
+        talked_about = {each for asked in self._asked.values() for each in asked.attempt_ids}
+        return [
+            Pending(attempt.id, donor, attempt.demand, attempt.moves)
+            for donor in donors
+            for attempt in self._links[donor].pending()
+            if attempt.id not in talked_about
+        ]
 
     def _ask(self, bidder: str, donor: str, attempt_ids: list[str], now_s: float) -> None:
         release_id = uuid.uuid4().hex

@@ -35,24 +35,23 @@ class Offer(NamedTuple):
     """
 
     donor: Site
-    pending: list[Pending]
     at_most: Sequence[tuple[float, float, float]]
 
 
-def offer(donor: Site, pending: list[Pending]) -> Offer:
+def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
     """Of any choice of them, the k-th by length has at most (k - 1)/k of what waits there before it."""
-    demands = sorted((each.demand for each in pending), key=lambda demand: demand.response_tokens)
-    here = estimates(of_demands(demands), *_columns([(donor, k / (k + 1)) for k in range(len(demands))]))
-    rows = zip(demands, here.wait_s.tolist(), here.finish_s.tolist(), strict=True)
-    waiting = [
-        (each.prompt_tokens, each.response_tokens, end_s) for each, wait_s, end_s in rows if wait_s > 0
-    ]
-    return Offer(donor, pending, waiting)
+    by_length = sorted(demands, key=lambda demand: demand.response_tokens)
+    here = estimates(of_demands(by_length), *_columns([(donor, k / (k + 1)) for k in range(len(by_length))]))
+    rows = zip(by_length, here.wait_s.tolist(), here.finish_s.tolist(), strict=True)
+    return Offer(
+        donor,
+        [(each.prompt_tokens, each.response_tokens, end_s) for each, wait_s, end_s in rows if wait_s > 0],
+    )
 
 
-def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[Pending]:
-    """Of the sites where anything could gain by moving to the bidder, if it started there at once. Bids are
-    many and most end here, so this looks at plain numbers.
+def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
+    """The sites where anything could gain by moving to the bidder, if it started there at once. Bids are many
+    and most end here, so this looks at plain numbers.
     """
     place, at = fleet.place(bidder), fleet.figures
     if place is None or at.slots[place] <= at.held[place]:
@@ -61,21 +60,22 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[Pendin
     start_s += LEAST_GAIN_S / 2  # not all of it: rounding decides nothing
     per_token_s, per_kv_s = float(at.per_token_s[place]), float(at.per_kv_token_s[place])
     iteration_s = float(at.iteration_s[place])
-    found: list[Pending] = []
+    found = []
     for each in offers:
         for prompt, response, finish_s in each.at_most:
             each_s = iteration_s + per_kv_s * prompt
             if finish_s > start_s + prompt * (per_token_s + per_kv_s) + response * each_s:
-                found += each.pending
+                found.append(each.donor.name)
                 break
     return found
 
 
-def crowded(fleet: Fleet) -> list[Site]:
-    """The sites where one more query would have to wait: only these have something to give."""
+def crowded(fleet: Fleet) -> list[int]:
+    """The places of sites where one more query would have to wait: only these have something to give."""
     at = fleet.figures
     full = (at.too_many > 0.0) | (at.kv_room_tokens < at.kv_each_tokens)
-    return [fleet.sites[place] for place in np.flatnonzero(full).tolist()]
+    places: list[int] = np.flatnonzero(full).tolist()
+    return places
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:

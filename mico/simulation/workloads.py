@@ -95,6 +95,8 @@ def classed(queries: Sequence[Query], batch_share: float, bound: Mapping[str, fl
     """So large a share of the queries are lines of batches, and these shares of all may be answered in one
     region only. Drawn by number, so that every run of a comparison has the same.
     """
+    if not (batch_share or bound):
+        return list(queries)
     random = np.random.default_rng(1)
     lines = random.random(len(queries)) < batch_share
     places = np.searchsorted(np.cumsum(list(bound.values())), random.random(len(queries)), side="right")

@@ -98,6 +98,10 @@ def test_a_quick_look_leaves_out_nothing_that_would_be_won(  # noqa: PLR0917  # 
         [pending(number, donor, tokens=tokens) for number, tokens in enumerate(all_tokens, first)]
         for donor, all_tokens, first in (("one", at_one, 0), ("other", at_other, 10))
     ]
-    offers = [offer(donor, each) for donor, each in zip((one, other), waiting, strict=True)]
-    quickly = wins("idle", promising("idle", offers, fleet), fleet, NOW)
+    offers = [
+        offer(donor, [each.demand for each in all_of_it])
+        for donor, all_of_it in zip((one, other), waiting, strict=True)
+    ]
+    donors = promising("idle", offers, fleet)
+    quickly = wins("idle", [each for each in waiting[0] + waiting[1] if each.site in donors], fleet, NOW)
     assert quickly == wins("idle", waiting[0] + waiting[1], fleet, NOW)
