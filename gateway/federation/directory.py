@@ -69,10 +69,11 @@ class Directory:
         if load.seq <= site.load.seq:
             return
         state = SiteState.READY if site.state is SiteState.STALE else site.state
-        self._put(replace(site, load=load, credit=credit, state=state))
+        self._put(_told(site, state, load, credit))
 
     def credit(self, name: str, credit: Credit) -> None:
-        self._put(replace(self._sites[name], credit=credit))
+        site = self._sites[name]
+        self._put(_told(site, site.state, site.load, credit))
 
     def measured(self, name: str, rtt_s: float, clock_ahead_s: float | None = None) -> None:
         """Round trips, smoothed: one late pong does not move a site away."""
@@ -121,3 +122,9 @@ class Directory:
             del self._sites[name]
             self._of_states.clear()
             self.fleet.remove(name)
+
+
+def _told(site: Site, state: SiteState, load: LoadReport, credit: Credit) -> Site:
+    """As `replace` in half the time: every report and every assignment passes here."""
+    identity, rtt_s, ahead_s = site.identity, site.rtt_s, site.clock_ahead_s
+    return Site(identity, state, load, credit, rtt_s, ahead_s, site.weight, site.pinned_off)

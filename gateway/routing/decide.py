@@ -55,7 +55,7 @@ def decide(
         now_s=now_s,
     )
     excluded = _excluded(demand, candidates, now_s, avoid, barred)
-    if not candidates.may.any():
+    if not np.count_nonzero(candidates.may):
         return Placement(None, "no site can serve it: " + _list(excluded), (), excluded)
     wanted = fleet.place(toward) if toward is not None else None
     if wanted is not None and candidates.may[wanted]:
@@ -79,7 +79,7 @@ def _told(demand: Demand, candidates: Candidates, chosen: int, now_s: float) -> 
 def _excluded(
     demand: Demand, candidates: Candidates, now_s: float, avoid: Collection[str], barred: Mapping[str, str]
 ) -> dict[str, str]:
-    if candidates.may.all():
+    if np.count_nonzero(candidates.may) == len(candidates.may):
         return {}
     out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MOST_EXCLUDED_TOLD]]
     return {

@@ -83,10 +83,15 @@ def figures(site: Site, credit: Credit, share_ahead: float = 1.0) -> tuple[float
 
 def remaining_row(site: Site) -> Numbers:
     """The predicted remaining lengths of what runs, ascending, padded with the last one."""
-    values = site.load.running_remaining[:REMAINING_VALUES]
-    row = np.full(REMAINING_VALUES, values[-1] if values else 0.0)
-    row[: len(values)] = values
+    row = np.empty(REMAINING_VALUES)
+    _write_remaining(row, site)
     return row
+
+
+def _write_remaining(row: Numbers, site: Site) -> None:
+    values = site.load.running_remaining[:REMAINING_VALUES]
+    row[: len(values)] = values
+    row[len(values) :] = values[-1] if values else 0.0
 
 
 class Fleet:
@@ -130,11 +135,11 @@ class Fleet:
             if place == self._values.shape[1]:
                 self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
                 self._remaining = np.concatenate([self._remaining, np.zeros_like(self._remaining)])
-            self._remaining[place] = remaining_row(site)
+            _write_remaining(self._remaining[place], site)
         else:
             before, self.sites[place] = self.sites[place], site
             if site.load is not before.load:
-                self._remaining[place] = remaining_row(site)
+                _write_remaining(self._remaining[place], site)
             if site.identity is not before.identity or site.pinned_off != before.pinned_off:
                 self._serving.clear()
         self._values[:, place] = figures(site, site.credit)
@@ -146,7 +151,7 @@ class Fleet:
             self.sites[place] = last
             self._places[last.name] = place
             self._values[:, place] = figures(last, last.credit)
-            self._remaining[place] = remaining_row(last)
+            _write_remaining(self._remaining[place], last)
         self._sites_changed()
 
     def _sites_changed(self) -> None:

@@ -100,7 +100,7 @@ def _crowding(candidates: Candidates) -> Numbers:
     near = np.minimum(held, LONG_QUEUE)
     crowding = np.where(held < 1.0, held**2, 2.0 * near - 1.0)
     queued = candidates.may & (held > LONG_QUEUE)
-    if queued.any():
+    if np.count_nonzero(queued):
         each_s = _drain_s(candidates) / held.clip(min=1.0)
         crowding += 2.0 * (held - near) * each_s / each_s.min(where=queued, initial=np.inf)
     return crowding

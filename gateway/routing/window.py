@@ -39,7 +39,7 @@ class Window:
         """Whether a query that comes now should wait for others. Call it once for each."""
         follows, self._came_s = now_s - self._came_s <= GATHER_S, now_s
         at = fleet.figures
-        return follows and not bool((may(demand, fleet, at, now_s) & (at.held < at.slots)).any())
+        return follows and not np.count_nonzero(may(demand, fleet, at, now_s) & (at.held < at.slots))
 
     def add(self, gathered: Gathered) -> bool:
         """Whether it is the first: then `close` is due in `GATHER_S`."""
