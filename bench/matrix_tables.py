@@ -1,0 +1,177 @@
+"""The tables of bench/results/simulation.md: python -m bench.matrix_tables RESULTS.jsonl
+
+Reads the runs of bench.matrix. A figure is the geometric mean of a setting's parts, a rival's too; the best
+of all rivals in that figure is named. Where `mico` is above it: (=), or (-) beyond the spread, that is if the
+mean of the parts' log ratios to that rival is greater than their standard deviation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+from bench.matrix import ESTIMATORS, HIGH, LOADS, RIVALS, SITES, TRACES, WITH_FCFS, Job, known
+
+MEASURES = ("mean_normalized_latency", "p99_normalized_latency", "p99_ttft_s")
+Runs = Mapping[Job, dict[str, Any]]
+
+
+class Against(NamedTuple):
+    """`mico` and its best rival in one figure of one setting."""
+
+    mico: float
+    best: float
+    rival: str
+    log_ratios: tuple[float, ...]
+
+    @property
+    def missed(self) -> bool:
+        return fmean(self.log_ratios) > 0
+
+    @property
+    def beyond_spread(self) -> bool:
+        spread = stdev(self.log_ratios) if len(self.log_ratios) > 1 else 0.0
+        return fmean(self.log_ratios) > spread
+
+
+def parts(runs: Runs, job: Job, measure: str) -> list[float]:
+    """The figure in each part, in their order."""
+    same = sorted((key.part, row[measure]) for key, row in runs.items() if key._replace(part=0) == job)
+    return [value for _, value in same]
+
+
+def middle(values: Sequence[float]) -> float:
+    """The geometric mean, nan of none."""
+    return exp(fmean(map(log, values))) if values else float("nan")
+
+
+def opponents(job: Job, fcfs: bool = True) -> dict[str, Job]:
+    found = {name: job._replace(policy=name, offload=False) for name in RIVALS}
+    if fcfs:
+        found |= {f"{name} (fcfs)": found[name]._replace(order="fcfs") for name in WITH_FCFS}
+    return found
+
+
+def against(runs: Runs, job: Job, measure: str, fcfs: bool = True) -> Against:
+    ours = parts(runs, job, measure)
+    theirs = {name: parts(runs, rival, measure) for name, rival in opponents(job, fcfs).items()}
+    rival = min((name for name in theirs if theirs[name]), key=lambda name: middle(theirs[name]))
+    ratios = tuple(log(our / their) for our, their in zip(ours, theirs[rival], strict=True))
+    return Against(middle(ours), middle(theirs[rival]), rival, ratios)
+
+
+def settings(delay_s: float = 0.0, loads: Sequence[float] = LOADS) -> list[Job]:
+    return [
+        Job(trace, 0, sites, load, delay_s=delay_s) for trace in TRACES for sites in SITES for load in loads
+    ]
+
+
+def cell(found: Against) -> str:
+    mark = "" if not found.missed else " (=)" if not found.beyond_spread else " (-)"
+    return f"{found.mico:.3g} / {found.best:.3g} {found.rival}{mark}"
+
+
+def whole(runs: Runs) -> list[str]:
+    lines = [
+        "| trace | sites | load | mean s/token | p99 s/token | p99 TTFT s | LR | oracle | Jain | longest |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for job in settings():
+        if not parts(runs, job, MEASURES[0]):
+            continue
+        cells = [cell(against(runs, job, measure)) for measure in MEASURES]
+        jain, longest = min(parts(runs, job, "jain")), middle(parts(runs, job, "max_ttft_over_median"))
+        cells = [job.trace, job.sites, f"{job.load:.2f}", *cells]
+        cells += [f"{least_requests_share(runs, job):.2f}", oracle_share(runs, job)]
+        lines.append(f"| {' | '.join(cells)} | {jain:.3f} | {longest:.0f} |")
+    return lines
+
+
+def least_requests_share(runs: Runs, job: Job) -> float:
+    """p99 s/token over that of `least_requests` with FCFS."""
+    rival = opponents(job)["least_requests (fcfs)"]
+    return middle(parts(runs, job, MEASURES[1])) / middle(parts(runs, rival, MEASURES[1]))
+
+
+def oracle_share(runs: Runs, job: Job) -> str:
+    """Mean and p99 s/token over those with known lengths."""
+    perfect = job._replace(estimator="oracle")
+    if not parts(runs, perfect, MEASURES[0]):
+        return "-"
+    shares = (middle(parts(runs, job, m)) / middle(parts(runs, perfect, m)) for m in MEASURES[:2])
+    return ", ".join(f"{share:.2f}" for share in shares)
+
+
+def counts(runs: Runs, delay_s: float = 0.0) -> list[str]:
+    """At each load in how many settings `mico` is at least as good as every rival."""
+    lines = [
+        "| load | rivals | mean s/token | p99 s/token | p99 TTFT | geometric mean over the best |",
+        "|---|---|---|---|---|---|",
+    ]
+    for load in LOADS:
+        jobs = [job for job in settings(delay_s, [load]) if parts(runs, job, MEASURES[0])]
+        for fcfs, name in ((True, "all"), (False, "with the same order")):
+            if jobs:
+                cells = _counted(runs, jobs, fcfs)
+                lines.append(f"| {load:.2f} | {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _counted(runs: Runs, jobs: Sequence[Job], fcfs: bool) -> list[str]:
+    cells, ratios = [], []
+    for measure in MEASURES:
+        found = [against(runs, job, measure, fcfs) for job in jobs]
+        strictly = sum(not each.missed for each in found)
+        but_for_spread = sum(not each.beyond_spread for each in found)
+        cells.append(f"{strictly} ({but_for_spread}) of {len(found)}")
+        ratios.append(f"{middle([each.mico / each.best for each in found]):.3f}")
+    return [*cells, ", ".join(ratios)]
+
+
+def variations(runs: Runs) -> list[str]:
+    """What forecasts and parts do at 95%: over `mico` as it is, in geometric mean over the settings."""
+    changed: dict[str, dict[str, Any]] = {"oracle": {"estimator": "oracle"}}
+    changed |= {name: {"estimator": name} for name in ESTIMATORS}
+    changed |= {
+        "without offload": {"offload": False},
+        "FCFS at the sites": {"order": "fcfs"},
+        "`least_requests` with order and offload": {"policy": "least_requests"},
+        "reports a second late": {"delay_s": 1.0},
+        "two gateways": {"gateways": 2},
+    }
+    lines = ["| | mean s/token | p99 s/token | p99 TTFT | worst p99 s/token |", "|---|---|---|---|---|"]
+    for name, change in changed.items():
+        ratios = defaultdict(list)
+        for job in settings(loads=[HIGH]):
+            other = job._replace(**change)
+            for measure in MEASURES:
+                if values := parts(runs, other, measure):
+                    ratios[measure].append(middle(values) / middle(parts(runs, job, measure)))
+        if ratios:
+            cells = [f"{middle(ratios[measure]):.2f}" for measure in MEASURES]
+            lines.append(f"| {name} | {' | '.join(cells)} | {max(ratios[MEASURES[1]]):.2f} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path)
+    runs = known(parser.parse_args().results)
+    for title, lines in (
+        ("The whole against the others", whole(runs)),
+        ("At least as good as every rival (not behind by more than the spread)", counts(runs)),
+        ("The same with reports a second late", counts(runs, 1.0)),
+        ("Forecasts and parts, at 95%", variations(runs)),
+    ):
+        print(f"\n{title}\n", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
