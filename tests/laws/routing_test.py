@@ -115,10 +115,13 @@ def test_a_worse_site_changes_nothing(sites: list[Site], worse: Site, turn: int)
     dear = max(s.identity.output_usd_per_mtok for s in sites)
     identity = replace(worse.identity, name="worse", output_usd_per_mtok=dear + 1)
     crowded = 1 + max((s.load.running + s.load.pending + s.credit.requests) / s.identity.slots for s in sites)
+    pending = worse.load.pending + int(crowded * identity.slots)
     load = replace(
         worse.load,
         iteration=IterationCost(base_s=1.0),  # slower than any other
-        pending=worse.load.pending + int(crowded * identity.slots),
+        pending=pending,
+        pending_prompt_tokens=50 * pending,
+        pending_response_tokens=80.0 * pending,  # who says that its queue is no work is not worse
     )
     worse = replace(worse, identity=identity, load=load, rtt_s=slowest + 1 + STALE_AFTER_S)
     joined = decide(DEMAND, Fleet.of([*sites, worse]), mico, now_s=NOW, turn=turn)
