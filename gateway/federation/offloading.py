@@ -7,7 +7,7 @@ under a new attempt id. Synchronous; one round per bidder at a time.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -54,7 +54,7 @@ class Offloading:
             return
         fleet = self._directory.fleet
         donors = promising(bidder, self._crowded_offers(fleet), fleet)
-        won = wins(bidder, self._pending(donors), fleet, now_s)
+        won = wins(bidder, self._pending(donors), fleet, now_s) if donors else []
         for donor, attempts in groupby(sorted(won, key=_site_of), key=_site_of):
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
 
@@ -63,10 +63,10 @@ class Offloading:
         asked = self._asked.pop(release_id, None)
         return asked.bidder if asked else None
 
-    def _crowded_offers(self, fleet: Fleet) -> Iterator[Offer]:
+    def _crowded_offers(self, fleet: Fleet) -> Iterable[Offer]:
         """Worked out once for a site as long as nothing changes there: many may bid meanwhile."""
         full = set(crowded(fleet))
-        for place in sorted(place for place in map(fleet.place, self._links) if place in full):
+        for place in full.intersection(map(fleet.place, self._links)):
             donor = fleet.sites[place]
             attempts = self._links[donor.name].pending()
             if attempts:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gateway.domain import Credit, Site
 from gateway.routing.demand import Demand
@@ -67,15 +68,17 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
             if finish_s > start_s + prompt * (per_token_s + per_kv_s) + response * each_s:
                 found.append(each.donor.name)
                 break
-    return found
+    return sorted(found, key=lambda name: fleet.place(name) or 0)
 
 
 def crowded(fleet: Fleet) -> list[int]:
     """The places of sites where one more query would have to wait: only these have something to give."""
-    at = fleet.figures
-    full = (at.too_many > 0.0) | (at.kv_room_tokens < at.kv_each_tokens)
-    places: list[int] = np.flatnonzero(full).tolist()
+    places: list[int] = np.flatnonzero(is_crowded(fleet.figures, slice(None))).tolist()
     return places
+
+
+def is_crowded(at: Figures, places: int | slice) -> NDArray[np.bool_]:
+    return (at.too_many[places] > 0.0) | (at.kv_room_tokens[places] < at.kv_each_tokens[places])
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:

@@ -13,13 +13,13 @@ from typing import Protocol
 from gateway.domain import Broken, Cause, Credit, LoadReport, Model, Resume, Sampling, SiteIdentity
 from gateway.errors import MicoError
 from gateway.federation.directory import Directory
-from gateway.federation.offloading import Offloading
 from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import Setback, Try, tries
 from gateway.routing.policies import JOINTLY, POLICIES
 from gateway.routing.window import GATHER_S, Gathered, Window, assign
+from mico.simulation.bids import WatchedOffloading
 from mico.simulation.events import Clock
 from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
 from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
@@ -65,8 +65,7 @@ class Gateway:
         self.directory = Directory()
         self.records: dict[int, Record] = {}
         self.links = {spec.name: Link(self, spec, network) for spec in specs}
-        self.donors: dict[str, Link] = {}  # where something waits, as far as is known here
-        self.offloading = Offloading(self.donors, self.directory, clock)  # type: ignore[arg-type]
+        self.offloading = WatchedOffloading(self.links, self.directory, clock)  # type: ignore[arg-type]
         self._specs = {spec.name: spec for spec in specs}
         self._policy = policy
         self._clock = clock
@@ -95,6 +94,7 @@ class Gateway:
             seq=1, received_s=self._clock.now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost
         )
         self.directory.report(name, first, Credit())
+        self.offloading.changed(name)
 
     # ---- a query
 
@@ -204,6 +204,7 @@ class Gateway:
 
     def lost(self, name: str, delivered: Callable[[Attempt], int]) -> None:
         self.directory.leave(name)
+        self.offloading.changed(name)
         for attempt in list(self.links[name].live.values()):
             self.broke(attempt, Broken(name, Cause.LOST, f"{name} was lost"), delivered(attempt))
 
@@ -223,23 +224,23 @@ class Link:
     def assign(self, attempt: Attempt) -> None:
         self.live[attempt.id] = attempt
         self._uncovered[attempt.id] = attempt
-        self._gateway.directory.credit(self._name, self._credit())
+        self._tell_credit()
         self._network.assign(self._gateway, attempt)
 
     def accepted(self, attempt: Attempt) -> None:
         if attempt.id in self.live:
             self._pending[attempt.id] = attempt
-            self._gateway.donors[self._name] = self
+            self._gateway.offloading.changed(self._name)
 
     def started(self, attempt: Attempt) -> None:
-        if self._pending.pop(attempt.id, None) is not None and not self._pending:
-            del self._gateway.donors[self._name]
+        if self._pending.pop(attempt.id, None) is not None:
+            self._gateway.offloading.changed(self._name)
 
     def forget(self, attempt: Attempt) -> None:
         self.live.pop(attempt.id, None)
         self.started(attempt)
         if self._uncovered.pop(attempt.id, None) is not None:
-            self._gateway.directory.credit(self._name, self._credit())
+            self._tell_credit()
 
     def pending(self) -> list[Attempt]:
         """What the site has accepted and, as far as is known here, not started."""
@@ -252,8 +253,13 @@ class Link:
         if self._uncovered:
             self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
         self._gateway.directory.report(self._name, load, self._credit())
+        self._gateway.offloading.changed(self._name)
         if self._gateway.offload and load.running < self._slots and load.pending == 0:
             self._gateway.offloading.bid(self._name)
+
+    def _tell_credit(self) -> None:
+        self._gateway.directory.credit(self._name, self._credit())
+        self._gateway.offloading.changed(self._name)
 
     def _credit(self) -> Credit:
         if not self._uncovered:
