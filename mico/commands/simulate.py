@@ -72,7 +72,7 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     ] = 0.05,
     report_delay_s: Annotated[float, typer.Option(min=0, help="How late reports are beside the way.")] = 0.0,
     outage: Annotated[
-        list[str] | None, typer.Option(help="A site that is lost for a while: NAME@FROM_S-UNTIL_S.")
+        list[str] | None, typer.Option(help="A site or region lost for a while: NAME@FROM_S-UNTIL_S.")
     ] = None,
     batch_share: BatchShare = 0.0,
     bound: Bound = None,

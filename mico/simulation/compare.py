@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def _of_setting(
             report_every_s=wanted.report_every_s,
             report_delay_s=wanted.report_delay_s,
             gateways=wanted.gateways,
-            outages=wanted.outages,
+            outages=_of_sites(wanted.outages, specs),
         )
         federation = Federation(setting, expected[estimator_name])
         records = federation.run(queries)
@@ -115,6 +115,21 @@ def _of_setting(
             "queries": len(queries),
             **figures(records, preemptions, prices).row(),
         }
+
+
+def _of_sites(outages: Sequence[Outage], specs: Sequence[SiteSpec]) -> tuple[Outage, ...]:
+    """An outage of a region is one of each of its sites."""
+    found: list[Outage] = []
+    for outage in outages:
+        lost = [spec.name for spec in specs if outage.site in {spec.name, spec.region or spec.name}]
+        if not lost:
+            raise CommandFailed(
+                f"--outage {outage.site}, and there is no such site or region",
+                tip="sites are s0000, s0001, …; a region is named at the end of a group in --sites",
+                exit_code=ExitCode.WRONG_USAGE,
+            )
+        found += [replace(outage, site=name) for name in lost]
+    return tuple(found)
 
 
 def capacity(queries: Sequence[Query], specs: Sequence[SiteSpec]) -> float:
@@ -146,7 +161,7 @@ def bound(text: str) -> tuple[str, float]:
 
 
 def outage(text: str) -> Outage:
-    """`s0001@60-120`: the site is lost from the 60th second to the 120th."""
+    """`s0001@60-120`, `eu@60-120`: the site or region is lost from the 60th second to the 120th."""
     name, _, span = text.partition("@")
     from_s, _, until_s = span.partition("-")
     try:

@@ -12,8 +12,9 @@ import pytest
 from gateway.domain import Lane
 from mico.cli import main
 from mico.errors import CommandFailed
-from mico.simulation.compare import bound, outage, policy
+from mico.simulation.compare import _of_sites, bound, outage, policy
 from mico.simulation.estimators import KNOWN_AFTER, estimator
+from mico.simulation.federation import Outage
 from mico.simulation.figures import named_order
 from mico.simulation.queries import Query
 from mico.simulation.specification import KV_TOKENS_PER_SLOT, capacity_qps, sites_of
@@ -52,6 +53,15 @@ def test_so_many_queries_are_lines_of_batches_and_bound_to_a_region() -> None:
     assert where[frozenset({"us"})] == pytest.approx(500, rel=0.15)
     assert [query.number for query in found] == list(range(4000))
     assert classed(QUERIES, 0.0, {}) == QUERIES
+
+
+def test_a_region_is_lost_with_each_of_its_sites_and_one_that_is_not_there_with_none() -> None:
+    specs = sites_of("2x8=eu,1x8=us,1x8")
+    lost = _of_sites([outage("eu@5-9"), outage("s0003@1-2")], specs)
+    assert lost == (Outage("s0000", 5, 9), Outage("s0001", 5, 9), Outage("s0003", 1, 2))
+    for nowhere in ("asia@1-2", "@1-2"):
+        with pytest.raises(CommandFailed, match="no such site or region"):
+            _of_sites([outage(nowhere)], specs)
 
 
 def test_capacity_grows_with_slots_and_falls_with_slowness_and_length() -> None:
