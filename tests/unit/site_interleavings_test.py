@@ -37,6 +37,9 @@ class SlowPrompts:
     def waiting(self) -> int:
         return len(self.asked)
 
+    def waiting_of(self, tenant: str) -> int:
+        return len(self.asked)  # of one tenant, all
+
     def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         def answer() -> None:
             try:
