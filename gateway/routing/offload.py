@@ -19,6 +19,8 @@ from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_ro
 LEAST_GAIN_S = 0.05
 LEAST_GAIN_SHARE = 0.2
 """A move must save this much time, and this share of the wait: estimates err, and moving is not free."""
+ROUNDING_S = 1e-6
+"""Two ways to add up the same seconds differ by less."""
 
 
 class Pending(NamedTuple):
@@ -31,23 +33,28 @@ class Pending(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What waits at one site. `at_most`: of each that has to wait there, prompt and response tokens and when
-    it would finish, whichever of the others moved.
+    """What waits at one site. `beaten_by`: of each that has to wait there, prompt and response tokens and
+    when it has to finish elsewhere for a move to be worth it, at the latest, whichever of the others moved.
     """
 
     donor: Site
-    at_most: Sequence[tuple[float, float, float]]
+    beaten_by: Sequence[tuple[float, float, float]]
 
 
 def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
     """Of any choice of them, the k-th by length has at most (k - 1)/k of what waits there before it."""
     by_length = sorted(demands, key=lambda demand: demand.response_tokens)
     here = estimates(of_demands(by_length), *_columns([(donor, k / (k + 1)) for k in range(len(by_length))]))
-    rows = zip(by_length, here.wait_s.tolist(), here.finish_s.tolist(), strict=True)
+    latest_s = (here.finish_s - _least_s(here.wait_s)).tolist()
+    rows = zip(by_length, here.wait_s.tolist(), latest_s, strict=True)
     return Offer(
-        donor,
-        [(each.prompt_tokens, each.response_tokens, end_s) for each, wait_s, end_s in rows if wait_s > 0],
+        donor, [(each.prompt_tokens, each.response_tokens, by_s) for each, wait_s, by_s in rows if wait_s > 0]
     )
+
+
+def _least_s(wait_s: Numbers) -> Numbers:
+    """What a move has to save."""
+    return np.maximum(LEAST_GAIN_S, LEAST_GAIN_SHARE * wait_s)
 
 
 def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
@@ -57,15 +64,14 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
     place, at = fleet.place(bidder), fleet.figures
     if place is None or at.slots[place] <= at.held[place]:
         return []
-    start_s = float(at.prefill_s[place]) + fleet.sites[place].rtt_s
-    start_s += LEAST_GAIN_S / 2  # not all of it: rounding decides nothing
+    start_s = float(at.prefill_s[place]) + fleet.sites[place].rtt_s - ROUNDING_S
     per_token_s, per_kv_s = float(at.per_token_s[place]), float(at.per_kv_token_s[place])
     iteration_s = float(at.iteration_s[place])
     found = []
     for each in offers:
-        for prompt, response, finish_s in each.at_most:
+        for prompt, response, by_s in each.beaten_by:
             each_s = iteration_s + per_kv_s * prompt
-            if finish_s > start_s + prompt * (per_token_s + per_kv_s) + response * each_s:
+            if by_s > start_s + prompt * (per_token_s + per_kv_s) + response * each_s:
                 found.append(each.donor.name)
                 break
     return sorted(found, key=lambda name: fleet.place(name) or 0)
@@ -111,8 +117,7 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
     here = estimates(size, *_columns([(donors[site], share) for site, share in _shares_ahead(movable)]))
     there = estimates(size, *_columns([(bidder, 1.0)]))
     gains_s = here.finish_s - there.finish_s - bidder.rtt_s
-    least_s = np.maximum(LEAST_GAIN_S, LEAST_GAIN_SHARE * here.wait_s)
-    return np.where((here.wait_s > 0.0) & (gains_s > least_s), gains_s, 0.0)
+    return np.where((here.wait_s > 0.0) & (gains_s > _least_s(here.wait_s)), gains_s, 0.0)
 
 
 def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
