@@ -17,13 +17,12 @@ CROWDING = 16.0
 """What a query costs the others of a site that has one request per slot, in its own decode times; three times
 as much at two requests per slot, and next to nothing while most slots are free.
 
-Counted at the speed of the fastest candidate, so that crowding weighs alike on fast and slow sites: were it
-weighed by each site's own speed, fast sites would build up queues while slow ones have slots free. Measured:
+Counted by heads, at the speed of the fastest candidate, so that crowding weighs alike on fast and slow
+sites: were it weighed by each site's own speed, fast sites would build up queues while slow ones have slots
+free, and once all have queues, a slow site is for long answers, which a wait delays least per token. Measured:
 bench/results/simulation.md.
 """
-LONG_QUEUE = 1.5
-"""Requests per slot beyond which the queues of sites are compared by the time they take."""
-FIRST_TOKEN = 4.0
+FIRST_TOKEN = 6.0
 """A second until the first token weighs so much more than one between tokens."""
 REPORTS_EVERY_S = 1.5
 """An older report than this is one that was missed: a site reports every change, and every second anyway."""
@@ -94,21 +93,10 @@ def shortest_wait(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 def _crowding(candidates: Candidates) -> Numbers:
     """Grows with the square while slots are free, so that no site fills up before the others, and evenly
-    beyond: who waits there is delayed by each that comes. In a long queue it counts time, not heads.
+    beyond: who waits there is delayed by each that comes.
     """
     held = requests_per_slot(candidates)
-    near = np.minimum(held, LONG_QUEUE)
-    crowding = np.where(held < 1.0, held**2, 2.0 * near - 1.0)
-    queued = candidates.may & (held > LONG_QUEUE)
-    if np.count_nonzero(queued):
-        each_s = _drain_s(candidates) / held.clip(min=1.0)
-        crowding += 2.0 * (held - near) * each_s / each_s.min(where=queued, initial=np.inf)
-    return crowding
-
-
-def _drain_s(candidates: Candidates) -> Numbers:
-    """Until all that a site holds has been computed."""
-    return candidates.at.evenly * candidates.estimates.iteration_s + candidates.at.prefill_s
+    return np.where(held < 1.0, held**2, 2.0 * held - 1.0)
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:
