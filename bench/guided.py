@@ -3,7 +3,7 @@
 `python -m bench.guided --rows 32`
 The demo model, greedy; every answer is cut before its schema ends. Kinds of batches take turns. `masks` is
 the time to compute the masks of all rows by itself, `apply` the time to apply them, both also for a large
-vocabulary of made-up words. The last line is JSON.
+vocabulary of made-up words. Large schemas are compiled, or refused. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.errors import NotServed
 from site_engine.grammar import Grammar, Grammars
 from site_engine.hf_bridge import LoadedModel, load
 from site_engine.masks import Masks
@@ -117,6 +118,21 @@ def large_tokenizer(words: int) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<end>")
 
 
+def compiling(grammars: Grammars) -> dict[str, str]:
+    """CPU milliseconds for an object of so many optional properties, which cost most, or to refuse it."""
+    took = {}
+    for count in (500, 1_000, 2_000, 4_000, 8_000):
+        properties = {f"p_{number}": {"type": "string"} for number in range(count)}
+        source = guided_source({"type": "object", "properties": properties}, None, None, grammars.written)
+        began, refused = time.thread_time(), ""
+        try:
+            grammars.compile(source, "response_format")
+        except NotServed:
+            refused = " refused"
+        took[str(count)] = f"{(time.thread_time() - began) * 1e3:.0f}{refused}"
+    return took
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = load(str(MODEL))
     began = time.perf_counter()
@@ -140,6 +156,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         },
         "load_tokenizer_ms": round(made_ms, 1),
         "compile_ms": round(compiled_ms, 2),
+        "compile_optional_cpu_ms": {
+            str(model.vocab_size): compiling(grammars),
+            str(len(large)): compiling(large_grammars),
+        },
         "conditions": {
             "model": "demo",
             **{name: getattr(options, name) for name in ("rows", "tokens", "repeat", "threads")},
