@@ -8,11 +8,11 @@ work on the machine disturbs less.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,14 @@ ROUNDS = 200
 
 
 def main() -> None:
-    names = sys.argv[1:] or sorted(path.name for path in SHIPPED.iterdir() if path.is_dir())
+    shipped = sorted(path.name for path in SHIPPED.iterdir() if path.is_dir())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"some of {', '.join(shipped)}")
+    names = parser.parse_args().names or shipped
+    if unknown := sorted({*names} - {*shipped}):
+        parser.error(f"no artifact is called {', '.join(unknown)}; there are {', '.join(shipped)}")
     conditions = {
         "machine": platform.machine(),
         "processors": os.cpu_count(),
