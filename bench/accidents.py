@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from bench.federation import Answered, ask, mismatches, prompts
+from bench.federation import Answered, ask, beyond_ties, mismatches, prompts
 from mico.local.folder import Folder, Running
 
 DEADLINE_S = 30.0
@@ -149,7 +149,7 @@ async def kill_a_site(federation: Federation, options: argparse.Namespace) -> di
         "errors": Counter(type(each).__name__ for each in ended if not isinstance(each, Answered)),
         "finish": Counter(each.finish for each in answers),
         "ready_after_restart_s": round(back_s, 2),
-        "greedy_mismatches": mismatches(options.model, answers, options.max_tokens)
+        "greedy_mismatches": beyond_ties(mismatches(options.model, answers, options.max_tokens))
         if options.model
         else None,
     }

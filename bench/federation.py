@@ -200,9 +200,14 @@ def _report(
     if options.model:
         differ = mismatches(options.model, answers, options.max_tokens)
         report["numeric_ties"] = {name: gap for name, gap in differ.items() if gap <= TIE}
-        report["greedy_mismatches"] = {name: gap for name, gap in differ.items() if gap > TIE}
+        report["greedy_mismatches"] = beyond_ties(differ)
         report["wrongly_refused"] = fitting(options.model, refused)
     return report
+
+
+def beyond_ties(differ: dict[str, float]) -> dict[str, float]:
+    """Of what `mismatches` finds, the texts that are wrong."""
+    return {name: gap for name, gap in differ.items() if gap > TIE}
 
 
 def fitting(folder: Path, refused: list[str]) -> list[str]:

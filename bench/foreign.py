@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import httpx
 from openai import APIStatusError, AsyncOpenAI
 
-from bench.federation import Answered, ask, mismatches, prompts
+from bench.federation import Answered, ask, beyond_ties, mismatches, prompts
 from bench.streams import Watcher, soon
 from mico import demo_model
 from mico.local.database import prepare
@@ -176,7 +176,7 @@ def report(
         "tokens": sum(each.completion_tokens for each in every),
         "never_the_same_twice": [site for site, texts in expected.items() if not texts],
         "different": different,
-        "native_different": mismatches(options.model, native, options.max_tokens),
+        "native_different": beyond_ties(mismatches(options.model, native, options.max_tokens)),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from openai import APIConnectionError, APIError, AsyncOpenAI
 
-from bench.federation import Answered, mismatches, prompts
+from bench.federation import Answered, beyond_ties, mismatches, prompts
 from mico import demo_model
 
 DEADLINE_S = 300.0
@@ -193,11 +193,11 @@ async def verdict(database: Path, load: Load) -> dict[str, Any]:
 
 
 def wrong_texts(folder: Path, ended: list[Ended], most: int) -> list[str]:
-    """Request ids whose text differs from `generate` alone; each distinct prompt is generated once."""
+    """Request ids whose text differs from `generate` alone, numeric ties apart; a prompt is generated once."""
     by_prompt: dict[str, Answered] = {}
     wrong = []
     for each in ended:
         first = by_prompt.setdefault(each.answer.prompt, each.answer)
         if (each.answer.text, each.answer.completion_tokens) != (first.text, first.completion_tokens):
             wrong.append(each.answer.request_id)
-    return wrong + mismatches(folder, list(by_prompt.values()), most)
+    return [*wrong, *beyond_ties(mismatches(folder, list(by_prompt.values()), most))]
