@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,7 +53,8 @@ def step_times(rows: int, steps: int) -> Times:
         running.layer = len(model.layers)
         return logits[: wanted.shape[0]]
 
-    engine._runner._forward = forward
+    runner: Any = engine._runner
+    runner._forward = forward
     times = Times([], [], [])
     for step in range(WARM_UP_STEPS + steps):
         began, began_wall = time.process_time(), time.perf_counter()

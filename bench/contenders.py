@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -194,7 +194,7 @@ async def smg(place: Place) -> AsyncIterator[Contender]:
         yield Contender("smg", port, KEY, started, place.folder / "smg.log")
 
 
-CONTENDERS = {
+CONTENDERS: dict[str, Callable[[Place], AbstractAsyncContextManager[Contender]]] = {
     "mico": mico,
     "mico-lexical": partial(mico, predictor=SHIPPED / LEXICAL_NAME),
     "litellm": litellm,

@@ -105,7 +105,7 @@ async def ask(client: AsyncOpenAI, model: str, prompt: str, number: int, most: i
 
 async def _streamed(client: AsyncOpenAI, request: dict[str, Any], prompt: str, began: float) -> Answered:
     text, finishes, first_token_s, usage = "", [], 0.0, None
-    options = {"include_usage": True, "continuous_usage_stats": True}
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
     async with client.chat.completions.with_streaming_response.create(
         **request, stream=True, stream_options=options
     ) as raw:

@@ -133,10 +133,10 @@ async def aborts(place: Place, contender: Contender) -> dict[str, Any]:
         for number, connection in enumerate(connections):
             raw = request(contender.key, 2_000, number, paced=True, stream=stream)
             connection.send(raw)
-        await until(place, lambda now, before=before: now["begun"] - before["begun"] >= ABORTS)
+        await until(place, "begun", before["begun"] + ABORTS)
         for connection in connections:
             connection.leave()
-        await until(place, lambda now, before=before: now["aborted"] - before["aborted"] >= ABORTS)
+        await until(place, "aborted", before["aborted"] + ABORTS)
         arrived[stream] = (await stats(place.upstream_port))["aborted"] - before["aborted"]
     return {
         "aborts_unary": arrived[False],
@@ -145,11 +145,12 @@ async def aborts(place: Place, contender: Contender) -> dict[str, Any]:
     }
 
 
-async def until(place: Place, holds: Callable[[dict[str, int]], bool]) -> None:
+async def until(place: Place, what: str, count: int) -> None:
+    """Until the upstream has counted so many, or ABORTED_WITHIN_S later."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + ABORTED_WITHIN_S
     while loop.time() < deadline_s:
-        if holds(await stats(place.upstream_port)):
+        if (await stats(place.upstream_port))[what] >= count:
             return
         await asyncio.sleep(0.1)
 
@@ -218,7 +219,7 @@ async def profile(place: Place, options: argparse.Namespace) -> dict[str, Any]:
     sampler = shutil.which("py-spy") or place.tools / "py-spy"
     found: dict[str, Any] = {}
     async with mico(place) as contender:
-        loads = {
+        loads: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "unary": lambda: unary_cost(contender, round(6_000 * options.scale)),
             "streams": lambda: streams_cost(contender, round(4 * STREAMS * options.scale)),
         }

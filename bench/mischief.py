@@ -63,7 +63,7 @@ class Draw:
         return "".join(self.random.choices(letters, k=self.random.randrange(most)))
 
     def value(self, depth: int = 0) -> Any:
-        plain = [None, True, 0, -1, 1, 1.5, 10**30, -(10**30), 1e308, "", "m", self.text(), [], {}]
+        plain: list[Any] = [None, True, 0, -1, 1, 1.5, 10**30, -(10**30), 1e308, "", "m", self.text(), [], {}]
         if depth > 3 or self.random.random() < 0.7:
             return self.random.choice(plain)
         if self.random.random() < 0.5:

@@ -96,7 +96,8 @@ def ideal_seconds(lengths: Sequence[tuple[int, int]], slots: int, model: Sizes, 
     running: list[tuple[int, int]] = []  # tokens held, tokens still to come
     seconds = 0.0
     while waiting or running:
-        budget, new = PREFILL_TOKENS - len(running), []
+        budget = PREFILL_TOKENS - len(running)
+        new: list[tuple[int, int]] = []
         while waiting and len(running) + len(new) < slots and waiting[-1][0] <= budget:
             new.append(waiting.pop())
             budget -= new[-1][0]

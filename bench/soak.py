@@ -234,7 +234,8 @@ class Soak:
         return ended / seconds
 
     def run(self, minutes: float, rate: float) -> list[Sample]:
-        began, samples, number = time.monotonic(), [], 0
+        samples: list[Sample] = []
+        began, number = time.monotonic(), 0
         next_s = self.clock()
         while (minute := (time.monotonic() - began) / 60) < minutes:
             if minute >= len(samples) * minutes / SAMPLES:

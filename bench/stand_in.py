@@ -47,7 +47,8 @@ class StandIn:
             await asyncio.sleep(REDIAL_S)
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
-        call = rpc.FederationStub(channel).Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
+        stub = rpc.FederationStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
         out: asyncio.Queue[pb.SiteMessage] = asyncio.Queue()
         out.put_nowait(pb.SiteMessage(hello=hello()))
         writing = asyncio.create_task(self._write(call, out))

@@ -193,7 +193,7 @@ async def verdict(database: Path, load: Load) -> dict[str, Any]:
 
 
 def wrong_texts(folder: Path, ended: list[Ended], most: int) -> list[str]:
-    """Request ids whose text differs from `generate` alone, numeric ties apart; a prompt is generated once."""
+    """Request ids whose text differs from `generate` alone, ties apart; each prompt is generated once."""
     by_prompt: dict[str, Answered] = {}
     wrong = []
     for each in ended:

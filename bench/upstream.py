@@ -210,7 +210,8 @@ class LinkDoor:
             await asyncio.sleep(REDIAL_S)
 
     async def _serve(self, channel: grpc.aio.Channel) -> None:
-        call = rpc.FederationStub(channel).Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
+        stub = rpc.FederationStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
         self._out = asyncio.Queue()
         self._out.put_nowait(pb.SiteMessage(hello=hello()))
         both = [asyncio.create_task(self._write(call)), asyncio.create_task(report(self._out))]
@@ -257,7 +258,12 @@ class LinkDoor:
             said += len(news)
             finish = pb.Delta.STOP if finished else pb.Delta.NOT_FINISHED
             text = "".join(news)
-            same = {"text": text, "token_ids": ids, "completion_tokens": said, "finish": finish}
+            same: dict[str, Any] = {
+                "text": text,
+                "token_ids": ids,
+                "completion_tokens": said,
+                "finish": finish,
+            }
             choices = range(assign.sampling.n)
             self._news += [pb.Delta(attempt_id=attempt_id, index=index, **same) for index in choices]
             if finished:
