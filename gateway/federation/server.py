@@ -30,7 +30,8 @@ HANDSHAKE_WITHIN_MS = 20_000
 IDLE_MS = 60_000
 STREAMS_A_CONNECTION = 16
 METADATA_BYTES = 16 * 1024
-BYE = "it said bye"
+ENDED = "the connection ended"
+"""By the site or by a cut: of a cut, gRPC at times only tells that no more messages come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Federation(rpc.FederationServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
         log.info("site %s joined with %d attempts of an earlier link", link.name, abandoned)
         reason = await self._serve(link, context, shown)
-        if reason != BYE:
+        if reason != ENDED:
             await context.abort(grpc.StatusCode.ABORTED, reason)
 
     async def Enrol(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
@@ -143,7 +144,7 @@ class Federation(rpc.FederationServicer):
                 ("watch", self._watch(link, shown)),
             )
         }
-        reason = "the connection ended"  # then gRPC cancels this coroutine
+        reason = ENDED  # then gRPC cancels this coroutine
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = next(iter(done)).result()
@@ -169,7 +170,7 @@ class Federation(rpc.FederationServicer):
             return f"sent garbage: {exc}"
         except grpc.RpcError as exc:
             return f"connection lost ({exc})"
-        return BYE
+        return ENDED
 
     async def _write(self, link: Link, context: Any) -> str:
         try:
