@@ -23,7 +23,7 @@ class Mood(Enum):
     FAILING = auto()  # 500
     FULL = auto()  # 429
     GARBAGE = auto()
-    HALF = auto()  # breaks off after the first token
+    HALF = auto()  # breaks off after the first token, once `go` is set
     SILENT = auto()  # takes the request and says nothing
     TOO_LONG = auto()  # 400 for the context
     INVALID = auto()
@@ -163,6 +163,7 @@ class OpenAIServer:
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
             if self.mood is Mood.HALF:
+                await self.go.wait()
                 writer.transport.abort()
                 return
             if not self.go.is_set() and not await self._may_go_on(reader):

@@ -198,6 +198,7 @@ class Link:
             self._forget(attempt)
 
     def _given_up(self, attempt: LiveAttempt, message: pb.Delta) -> None:
+        """Words that come with it are left out: the less a client has, the more sites can go on."""
         attempt.count(message.index, message.completion_tokens)
         if message.finish == pb.Delta.FAILED:
             self._cancel(attempt)  # its other choices would run on for nobody

@@ -18,6 +18,7 @@ from site_engine.remote import process
 from site_engine.remote.process import serve
 from tests.fakes.federation import TOKEN, Scene, scene, until
 from tests.openai_server import Mood, OpenAIServer
+from wire import federation_pb2 as pb
 
 SAID = "Say something."
 
@@ -117,13 +118,34 @@ def test_half_a_chat_that_no_server_can_continue_ends_with_an_error() -> None:
     async def scenario(fleet: Fleet) -> None:
         for server in fleet.servers.values():
             server.mood = Mood.HALF
+            server.go.clear()
+        asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
+        await until(lambda: any(each.opened for each in fleet.here.gateway.stories.values()), "a first word")
+        for server in fleet.servers.values():
+            server.go.set()
         with pytest.raises(UpstreamLost, match="no other site could go on"):
-            await fleet.ask(fleet.here.query(max_tokens=9))
+            await asking
         assert sum(len(server.asked) for server in fleet.servers.values()) == 1
         assert fleet.here.outcomes[0].completion_tokens == 1
         await fleet.at_rest()
 
     run(scenario, "a", "b")
+
+
+def test_words_that_come_together_with_the_failure_of_an_answer_are_not_missed() -> None:
+    """The client has nothing yet, so that a server that can't continue a chat may still begin it anew."""
+
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers["a"].mood = Mood.FULL  # the query goes to our own
+        own = await fleet.here.site("own")
+        asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
+        assign = await own.assigned()
+        fleet.servers["a"].mood = Mood.ANSWERING
+        await own.step(assign, SAID[:3], 3, finish=pb.Delta.FAILED)
+        assert (await asking)[0] == SAID[:9]
+        await fleet.at_rest()
+
+    run(scenario, "a")
 
 
 @pytest.mark.parametrize("prompt", [Chat((Message("user", SAID),)), SAID])
