@@ -18,8 +18,8 @@ STEP_INTERVAL_S = 0.02
 LOAD_INTERVAL_S = 0.05
 PARTS_MAX = 64
 ANSWERS_MAX = 4096
-_KEPT = (Accepted, Rejected, Released)
 """More unread answers than this and the link stops listening until the gateway reads."""
+_KEPT = (Accepted, Rejected, Released)
 
 
 class Outbox:
