@@ -194,9 +194,19 @@ async def smg(place: Place) -> AsyncIterator[Contender]:
         yield Contender("smg", port, KEY, started, place.folder / "smg.log")
 
 
+@asynccontextmanager
+async def bare(place: Place) -> AsyncIterator[Contender]:
+    port = free_port()
+    ports = ("--http-port", port, "--grpc-port", place.link_port)
+    async with process("bare", place, sys.executable, "-m", "bench.bare", *ports) as started:
+        await answering(f"http://127.0.0.1:{port}/ready", started, place.folder)
+        yield Contender("bare", port, "none", started, place.folder / "bare.log")
+
+
 CONTENDERS: dict[str, Callable[[Place], AbstractAsyncContextManager[Contender]]] = {
     "mico": mico,
     "mico-lexical": partial(mico, predictor=SHIPPED / LEXICAL_NAME),
+    "bare": bare,
     "litellm": litellm,
     "smg": smg,
 }

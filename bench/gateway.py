@@ -5,8 +5,9 @@
     python -m bench.gateway --only profile              where Mico's CPU goes (needs py-spy)
 
 The peers live in an environment of their own: `pip install 'litellm[proxy]' smg`; `mico-lexical` is Mico with
-the cheaper of its predictors. Only validated answers count; CPU-seconds are those of the gateway's processes,
-so that other work on the machine spoils them least.
+the cheaper of its predictors, `bare` what Mico is made of with no gateway in it: uvicorn and gRPC. Only
+validated answers count; CPU-seconds are those of the gateway's processes, so that other work on the machine
+spoils them least.
 """
 
 from __future__ import annotations
