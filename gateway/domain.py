@@ -112,9 +112,8 @@ class Query:
     def prompt_tokens_guess(self) -> int:
         """Until a site has tokenized the prompt: four characters a token, plus four tokens a message."""
         if isinstance(self.prompt, Chat):
-            return (
-                sum(4 + len(m.content) // 4 for m in self.prompt.messages) + len(self.prompt.tools_json) // 4
-            )
+            messages = sum(4 + len(m.content) // 4 for m in self.prompt.messages)
+            return messages + len(self.prompt.tools_json) // 4
         if isinstance(self.prompt, str):
             return 1 + len(self.prompt) // 4
         return len(self.prompt)
@@ -257,6 +256,7 @@ class Estimate:
     price_usd: float
     kv_tokens: int
     load_age_s: float
+    cost: float | None = None  # what the policy compared, in its own unit: the least was taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,13 @@ class Candidates:
 
 
 class Choice(NamedTuple):
-    """Which site of the fleet, and why, in words an operator reads."""
+    """Which site of the fleet, and why, in words an operator reads; what each site would have cost, where that
+    was compared.
+    """
 
     place: int
     reason: str
+    cost: Numbers | None = None
 
 
 Policy = Callable[[Demand, Candidates, int], Choice]

@@ -9,14 +9,14 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from gateway.domain import Estimate, Site
-from gateway.routing.candidates import Candidates, Policy
+from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, sizes, told
 from gateway.routing.filters import may, why_not
 from gateway.routing.fleet import Fleet
 
 MOST_TOLD = 16
-"""Estimates kept with a decision: of so many sites at most, those that would finish first."""
+"""Estimates kept with a decision: of so many sites at most, the cheapest, or those that would finish first."""
 MOST_EXCLUDED_TOLD = 64
 NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -59,21 +59,21 @@ def decide(
         return Placement(None, "no site can serve it: " + _list(excluded), (), excluded)
     wanted = fleet.place(toward) if toward is not None else None
     if wanted is not None and candidates.may[wanted]:
-        place, reason = wanted, because
+        choice = Choice(wanted, because)
     else:
-        place, reason = policy(demand, candidates, turn)
-    kept = _told(demand, candidates, place, now_s) if tell else ()
-    return Placement(fleet.sites[place], reason, kept, excluded)
+        choice = policy(demand, candidates, turn)
+    kept = _told(demand, candidates, choice, now_s) if tell else ()
+    return Placement(fleet.sites[choice.place], choice.reason, kept, excluded)
 
 
-def _told(demand: Demand, candidates: Candidates, chosen: int, now_s: float) -> tuple[Estimate, ...]:
-    places = candidates.places
+def _told(demand: Demand, candidates: Candidates, choice: Choice, now_s: float) -> tuple[Estimate, ...]:
+    places, found, cost = candidates.places, candidates.estimates, choice.cost
     if len(places) > MOST_TOLD:
-        finish_s = candidates.estimates.finish_s[places]
-        best = places[np.argpartition(finish_s, MOST_TOLD - 1)[: MOST_TOLD - 1]]
-        places = np.union1d(best, [chosen])
-    found = candidates.estimates
-    return tuple(told(candidates.sites[place], found, place, demand, now_s) for place in places.tolist())
+        by = (found.finish_s if cost is None else cost)[places]
+        best = places[np.argpartition(by, MOST_TOLD - 1)[: MOST_TOLD - 1]]
+        places = np.union1d(best, [choice.place])
+    sites = candidates.sites
+    return tuple(told(sites[place], found, place, demand, now_s, cost) for place in places.tolist())
 
 
 def _excluded(

@@ -74,7 +74,9 @@ def sizes(demand: Demand) -> Sizes:
     return Sizes(demand.prompt_tokens, demand.response_tokens, demand.kv_tokens)
 
 
-def told(site: Site, found: Estimates, place: int, demand: Demand, now_s: float) -> Estimate:
+def told(
+    site: Site, found: Estimates, place: int, demand: Demand, now_s: float, cost: Numbers | None = None
+) -> Estimate:
     """One of the estimates, as it is kept with a decision."""
     return Estimate(
         site=site.name,
@@ -84,6 +86,7 @@ def told(site: Site, found: Estimates, place: int, demand: Demand, now_s: float)
         price_usd=float(found.price_usd[place]),
         kv_tokens=demand.kv_tokens,
         load_age_s=max(0.0, now_s - site.load.received_s),
+        cost=None if cost is None else float(cost[place]),
     )
 
 

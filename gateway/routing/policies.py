@@ -44,11 +44,12 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     cost_s += found.price_usd / USD_PER_SECOND[demand.lane]
     if demand.lane is Lane.INTERACTIVE:
         cost_s += FIRST_TOKEN * found.first_token_s
-    place = candidates.least(cost_s / at.weight, turn)
+    cost_s /= at.weight
+    place = candidates.least(cost_s, turn)
     waits = f"waits {found.wait_s[place]:.2f} s, " if found.wait_s[place] > 0 else ""
     promise = f"first token in {found.first_token_s[place]:.2f} s, done in {found.finish_s[place]:.2f} s"
     crowded = f"{several(at.held[place], 'request')} on {several(at.slots[place], 'slot')}"
-    return Choice(place, f"earliest finish, crowding counted: {waits}{promise}, {crowded}")
+    return Choice(place, f"earliest finish, crowding counted: {waits}{promise}, {crowded}", cost_s)
 
 
 def round_robin(demand: Demand, candidates: Candidates, turn: int) -> Choice:
@@ -58,8 +59,9 @@ def round_robin(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 def least_requests(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     held = requests_per_slot(candidates)
-    place = candidates.least(held / candidates.at.weight, turn)
-    return Choice(place, f"fewest requests per slot: {held[place]:.2f}")
+    cost = held / candidates.at.weight
+    place = candidates.least(cost, turn)
+    return Choice(place, f"fewest requests per slot: {held[place]:.2f}", cost)
 
 
 def power_of_two(demand: Demand, candidates: Candidates, turn: int) -> Choice:
@@ -74,21 +76,24 @@ def power_of_two(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 def least_tokens(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     """The least sum of predicted tokens (M_k of the MICO paper, section 3.3) whatever a site's size."""
-    place = candidates.least(candidates.at.token_load, turn)
-    return Choice(place, f"fewest predicted tokens: {candidates.at.token_load[place]:.0f}")
+    tokens = candidates.at.token_load
+    place = candidates.least(tokens, turn)
+    return Choice(place, f"fewest predicted tokens: {tokens[place]:.0f}", tokens)
 
 
 def token_balanced(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     """A window of one (see window.py): the least predicted tokens in proportion to speed."""
     per_speed = candidates.at.token_load * candidates.estimates.iteration_s / candidates.at.slots
     place = candidates.least(per_speed, turn)
-    return Choice(place, f"fewest predicted tokens for its speed: {per_speed[place]:.2f} s of work")
+    return Choice(
+        place, f"fewest predicted tokens for its speed: {per_speed[place]:.2f} s of work", per_speed
+    )
 
 
 def shortest_wait(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     first_token_s = candidates.estimates.first_token_s
     place = candidates.least(first_token_s, turn)
-    return Choice(place, f"soonest first token: {first_token_s[place]:.2f} s")
+    return Choice(place, f"soonest first token: {first_token_s[place]:.2f} s", first_token_s)
 
 
 def _crowding(candidates: Candidates) -> Numbers:

@@ -157,8 +157,9 @@ def attempt_of(row: DecisionRow) -> Attempt:
 
 def _estimate(values: dict[str, Any]) -> Estimate:
     """JSON knows no infinity and keeps it as null."""
+    cost = values.get("cost")
     finite: dict[str, Any] = {name: inf if value is None else value for name, value in values.items()}
-    return Estimate(**finite)
+    return Estimate(**finite | {"cost": cost})
 
 
 def _finite(value: float | None) -> float | None:

@@ -82,9 +82,15 @@ def tell_attempt(here: Session, number: int, attempt: Attempt) -> None:
         f"ended {attempt.ended}, first token after {first}"
     )
     rows = [
-        [each.site, *map(seconds, (each.wait_s, each.first_token_s, each.finish_s)), f"${each.price_usd:.6f}"]
+        [
+            each.site,
+            *map(seconds, (each.wait_s, each.first_token_s, each.finish_s)),
+            f"${each.price_usd:.6f}",
+            "" if each.cost is None else f"{each.cost:.3g}",
+        ]
         for each in decision.estimates
     ]
-    here.terminal.table(["site", "wait", "first token", "finish", "price"], rows, title="estimates")
+    columns = ["site", "wait", "first token", "finish", "price", "cost"]
+    here.terminal.table(columns, rows, title="estimates; the least cost was taken")
     for site, why in decision.excluded.items():
         here.terminal.data(f"not {site}: {why}")

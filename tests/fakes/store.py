@@ -45,7 +45,7 @@ def attempt(query_id: str, number: int) -> Attempt:
         site=sites[number % 2],
         policy="mico",
         reason="finishes first",
-        estimates=tuple(Estimate(site, 0.0, 0.2, 1.4, 0.001, 112, 0.05) for site in sites),
+        estimates=tuple(Estimate(site, 0.0, 0.2, 1.4, 0.001, 112, 0.05, 2.6) for site in sites),
         excluded={"azure/three": "draining"},
         decided_s=12.5 + number,
     )

@@ -102,6 +102,9 @@ def test_a_decision_names_one_site_and_estimates_every_candidate(
     placed = decide(DEMAND, Fleet.of(sites), POLICIES[name], now_s=NOW, turn=turn)
     assert placed.site in sites
     assert [e.site for e in placed.estimates] == [s.name for s in sites]
+    costs = {e.site: e.cost for e in placed.estimates if e.cost is not None}
+    assert not costs or costs[placed.site.identity.name] == min(costs.values())
+    assert bool(costs) == (name not in {"round_robin", "power_of_two"})
     assert placed.reason
     assert not re.search(r"\b1 (requests|slots)\b", placed.reason)
     assert placed == decide(DEMAND, Fleet.of(sites), POLICIES[name], now_s=NOW, turn=turn)
