@@ -38,9 +38,7 @@ class Candidates:
 
 
 class Choice(NamedTuple):
-    """Which site of the fleet, and why, in words an operator reads; what each site would have cost, where that
-    was compared.
-    """
+    """Which site of the fleet, and why, in words an operator reads. `cost`: what was compared, by site."""
 
     place: int
     reason: str

@@ -16,7 +16,7 @@ from gateway.routing.filters import may, why_not
 from gateway.routing.fleet import Fleet
 
 MOST_TOLD = 16
-"""Estimates kept with a decision: of so many sites at most, the cheapest, or those that would finish first."""
+"""Estimates kept with a decision: of so many sites at most, the cheapest, or the first to finish."""
 MOST_EXCLUDED_TOLD = 64
 NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -73,7 +73,7 @@ def _told(demand: Demand, candidates: Candidates, choice: Choice, now_s: float) 
         best = places[np.argpartition(by, MOST_TOLD - 1)[: MOST_TOLD - 1]]
         places = np.union1d(best, [choice.place])
     sites = candidates.sites
-    return tuple(told(sites[place], found, place, demand, now_s, cost) for place in places.tolist())
+    return tuple(told(sites[place], found, place, demand, now_s, cost=cost) for place in places.tolist())
 
 
 def _excluded(

@@ -75,7 +75,7 @@ def sizes(demand: Demand) -> Sizes:
 
 
 def told(
-    site: Site, found: Estimates, place: int, demand: Demand, now_s: float, cost: Numbers | None = None
+    site: Site, found: Estimates, place: int, demand: Demand, now_s: float, *, cost: Numbers | None = None
 ) -> Estimate:
     """One of the estimates, as it is kept with a decision."""
     return Estimate(
