@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import grpc
 import pytest
 
 from gateway.answer import answer
@@ -27,6 +28,7 @@ from predictor.forecast import Forecast
 from predictor.runtime import Features
 from tests.fakes.federation import DEADLINE_S, FlatForecaster, Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
+from wire import federation_pb2_grpc as rpc
 
 
 def run(scenario: Callable[[Scene], Awaitable[None]], **settings: Any) -> None:
@@ -448,11 +450,13 @@ def test_unknown_models_and_absent_sites_are_different_errors() -> None:
 
 
 def test_a_site_without_the_token_is_turned_away() -> None:
+    """Before its Hello is read."""
+
     async def scenario(here: Scene) -> None:
-        stranger = ScriptedSite("x", here.address, token="wrong")
-        with pytest.raises(Exception, match="token is missing or wrong"):
-            await stranger.join()
-        await stranger.close()
+        async with grpc.aio.insecure_channel(here.address) as channel:
+            call = rpc.FederationStub(channel).Join(metadata=(("authorization", "Bearer wrong"),))
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "token is missing or wrong" in await call.details()
         assert here.gateway.directory.sites == ()
 
     run(scenario)
