@@ -25,13 +25,13 @@ from gateway.domain import Status
 from gateway.federation.server import Federation
 from gateway.store.store import open_store
 from tests.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback
-from tests.fakes.federation import TOKEN, Scene, ScriptedSite, scene, until
+from tests.fakes.federation import DEADLINE_S, TOKEN, Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
 
 def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), scene() as here:
+        async with asyncio.timeout(DEADLINE_S), scene() as here:
             backend = Backend(
                 answer=partial(answer, here.gateway),
                 models=lambda: list(here.gateway.directory.served.values()),
@@ -143,7 +143,11 @@ def test_the_same_process_replaces_its_own_link() -> None:
     asyncio.run(scenario())
 
 
-def test_a_process_that_is_told_to_end_lets_no_stream_end_in_silence(tmp_path: Path) -> None:
+def test_a_process_that_is_told_to_end_lets_no_stream_end_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)  # the site reports but once
+
     async def scenario() -> None:
         url = f"sqlite:///{tmp_path / 'mico.db'}"
         await asyncio.to_thread(migrations.upgrade, url)
@@ -163,7 +167,7 @@ def test_a_process_that_is_told_to_end_lets_no_stream_end_in_silence(tmp_path: P
         site = ScriptedSite("alpha", f"127.0.0.1:{grpc_port}")
         await until(lambda: serving.done() or listens(grpc_port), "the gateway listens")
         await site.join()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}", timeout=20) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}", timeout=DEADLINE_S) as client:
             await until(lambda: listens(http), "HTTP listens")
             asked = {"headers": {"authorization": f"Bearer {key}"}, "json": chat_body(model="m", stream=True)}
             begun = asyncio.create_task(begin(site))
