@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -395,8 +396,13 @@ def test_output_of_an_attempt_that_is_over_is_dropped() -> None:
 def test_the_deadline_ends_a_query_whatever_the_site_does() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
-        task = asyncio.create_task(whole(here, here.query(within_s=0.05)))
+        ahead_s = 0.0
+        loop = asyncio.get_running_loop()
+        here.gateway.clock = lambda: time.monotonic() + ahead_s
+        loop.time = here.gateway.clock  # type: ignore[method-assign]
+        task = asyncio.create_task(whole(here, here.query(within_s=DEADLINE_S)))
         assign = await site.assigned()
+        ahead_s = DEADLINE_S
         with pytest.raises(DeadlinePassed):
             await task
         assert (await site.next()).cancel.attempt_id == assign.attempt_id
