@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.domain import Caller
 from gateway.errors import Overloaded
-from gateway.quotas import leases
 from gateway.quotas.book import Full
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WINDOW_S, Kind, LimitId, Scope, WhenAway
@@ -225,19 +224,17 @@ def test_a_query_waits_for_a_larger_slice_only_while_the_database_answers(
             one, two = Leases(SliceTable(engine, "a"), WhenAway.HOLD), await replica(engine, "b")
             await one.start()
             try:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     while not offer(two, 800):
                         await two.renew()
                         await one.more()
                 await asyncio.to_thread(postgres.kill)
                 try:
-                    async with asyncio.timeout(30):
+                    async with asyncio.timeout(60):
                         while not one._away:
                             await one.more()
-                    began_s = asyncio.get_running_loop().time()
-                    for _ in range(1_000):
-                        await one.more()
-                    assert asyncio.get_running_loop().time() - began_s < leases.MORE_WITHIN_S
+                    with pytest.raises(StopIteration):
+                        one.more().send(None)  # done at once, without a wait
                 finally:
                     await asyncio.to_thread(postgres.start)
             finally:
