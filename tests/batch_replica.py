@@ -37,8 +37,8 @@ LOOK_EVERY_S = 0.05
 
 @dataclass
 class Replica:
-    """`asked`: the prompts that reached a site, in order. While `open` is not set sites answer nothing.
-    A prompt that `fails` breaks at its site.
+    """`asked`: the prompts that reached a site, in order. While `open` is not set sites answer nothing, and
+    each has one `held`. A prompt that `fails` breaks at its site.
     """
 
     scene: Scene
@@ -46,6 +46,7 @@ class Replica:
     http: httpx2.AsyncClient
     asked: list[str] = field(default_factory=list)
     open: asyncio.Event = field(default_factory=asyncio.Event)
+    held: int = 0
     fails: Callable[[str], bool] = lambda prompt: False
 
     def sdk(self, key: str = "one") -> openai.AsyncOpenAI:
@@ -70,7 +71,7 @@ class Replica:
         return batch.id
 
     async def ended(self, batch_id: str) -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 batch = await self.sdk().batches.retrieve(batch_id)
                 if batch.status in {"completed", "failed", "expired", "cancelled"}:
@@ -113,7 +114,9 @@ class Replica:
         prompt = assign.chat.messages[-1].content if assign.HasField("chat") else assign.text
         self.asked.append(prompt)
         await site.send(accepted=pb.Accepted(attempt_id=assign.attempt_id, prompt_tokens=7))
+        self.held += 1
         await self.open.wait()
+        self.held -= 1
         if self.fails(prompt):
             await site.step(assign, "", 0, finish=pb.Delta.FAILED, error="the engine broke")
         else:

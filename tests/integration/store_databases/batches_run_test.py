@@ -222,15 +222,14 @@ def test_a_look_that_goes_wrong_is_not_the_last(url: str, monkeypatch: pytest.Mo
 
 
 async def settled(here: Replica, batch_id: str) -> int:
-    """How many lines have their outcome, once nothing moves any more."""
-    before = -1
-    while True:
-        counts = (await here.sdk().batches.retrieve(batch_id)).request_counts
-        assert counts is not None
-        if counts.completed == before:
-            return before
-        before = counts.completed
-        await asyncio.sleep(0.3)
+    """How many lines have their outcome, once all but those that its two sites hold back have theirs."""
+    async with asyncio.timeout(60):
+        while True:
+            counts = (await here.sdk().batches.retrieve(batch_id)).request_counts
+            assert counts is not None
+            if here.held == 2 and counts.completed == len(here.asked) - 2:
+                return counts.completed
+            await asyncio.sleep(0.01)
 
 
 def test_a_replica_that_ends_hands_its_batch_on_at_once(url: str) -> None:
