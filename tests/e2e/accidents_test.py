@@ -87,10 +87,11 @@ def test_clients_that_vanish_before_the_first_token_free_everything(
     federation: LocalFederation, stream: bool
 ) -> None:
     ids = [f"vanishes-early-{stream}-{number}" for number in range(5)]
+    impatient = httpx.Timeout(60, read=0.01)
     for query_id in ids:
         with federation.http() as http, pytest.raises(httpx.ReadTimeout):
             query, named = body(federation, stream=stream), {"x-request-id": query_id}
-            http.post("/v1/chat/completions", json=query, headers=named, timeout=0.01)
+            http.post("/v1/chat/completions", json=query, headers=named, timeout=impatient)
     federation.wait_until_idle(FREED_WITHIN_S)
     assert all(len(records) <= 1 for records in federation.recorded(ids).values())
 
