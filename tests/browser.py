@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 FLAGS = (
     "--headless",
     "--no-sandbox",

@@ -27,7 +27,7 @@ class H2Server:
         self._at: dict[int, tuple[H2Connection, asyncio.StreamWriter]] = {}
 
     async def until(self, count_of: list[int], count: int) -> None:
-        async with asyncio.timeout(20), self.changed:
+        async with asyncio.timeout(60), self.changed:
             await self.changed.wait_for(lambda: len(count_of) >= count)
 
     def finish(self, stream_id: int) -> None:

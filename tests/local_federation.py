@@ -23,7 +23,7 @@ from mico.local.folder import Folder, Running
 from mico.local.processes import last_lines
 from mico.store_access import with_store
 
-SETTLED_WITHIN_S = 20.0
+SETTLED_WITHIN_S = 120.0
 COMMAND_WITHIN_S = 240.0
 
 

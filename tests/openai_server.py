@@ -73,7 +73,7 @@ class OpenAIServer:
         await self._server.wait_closed()
 
     async def until(self, holds: Any) -> None:
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(holds)
 
     async def _tell(self) -> None:

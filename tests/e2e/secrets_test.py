@@ -217,7 +217,7 @@ async def ask(place: Place, url: str, key: str, server: OpenAIServer) -> None:
         return response
 
     chat = "/v1/chat/completions"
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         end = time.monotonic() + PATIENCE_S
         while (await heard("GET", "/ready")).status_code != 200:
             assert time.monotonic() < end

@@ -17,7 +17,7 @@ from tests.fakes.edge import CALLERS, KEY, Edge, Script, on_loopback
 from tests.fakes.federation import Scene, scene, until
 from wire import federation_pb2 as pb
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 ASK = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 

@@ -14,7 +14,7 @@ from gateway.domain import Delta, Finish, Query, Usage
 from gateway.errors import Overloaded
 from tests.fakes.edge import KEY, OPENING, Script, chat_body, on_loopback
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Held:

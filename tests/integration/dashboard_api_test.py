@@ -122,7 +122,7 @@ def url(template: bytes, tmp_path: Path) -> str:
 
 def play(url: str, scenario: Callable[[Replica], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), scene() as here, office(here, url) as desk:
+        async with asyncio.timeout(60), scene() as here, office(here, url) as desk:
             await scenario(desk)
 
     asyncio.run(main())
@@ -232,7 +232,7 @@ def test_an_order_ends_by_itself_and_the_audit_says_so(url: str) -> None:
 
 def test_an_order_holds_at_every_replica_and_after_a_restart(url: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), scene() as first, scene() as second:
+        async with asyncio.timeout(60), scene() as first, scene() as second:
             for here in (first, second):
                 await here.site("a")
             async with office(first, url) as one, office(second, url) as two:
@@ -251,7 +251,7 @@ def test_an_order_holds_at_every_replica_and_after_a_restart(url: str) -> None:
 
 def test_a_page_shows_the_queries_of_every_replica(url: str) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), scene() as first, scene() as second:
+        async with asyncio.timeout(60), scene() as first, scene() as second:
             site = await first.site("a")
             await second.site("a")
             async with office(first, url) as one, office(second, url, "g2") as two:

@@ -86,7 +86,7 @@ def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
         url = f"sqlite:///{folder / 'mico.db'}"
         await asyncio.to_thread(migrations.upgrade, url)
         authority = Authority.create(folder / "pki", "test", datetime.now(UTC))
-        async with asyncio.timeout(30), open_store(url, folder, pepper=PEPPER) as store:
+        async with asyncio.timeout(60), open_store(url, folder, pepper=PEPPER) as store:
             await store.certificates.start()
             here = Scene(folder, authority, store, None, "", ())  # type: ignore[arg-type]
             certificates = Certificates(authority, store.certificates, lambda: time.time() + here.now_s)

@@ -68,7 +68,7 @@ async def ask(here: Scene, edge: Edge) -> None:
 
 def test_every_line_about_a_request_names_it() -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), scene() as here:
+        async with asyncio.timeout(60), scene() as here:
             backend = Backend(
                 answer=partial(answer, here.gateway),
                 models=lambda: list(here.gateway.directory.served.values()),

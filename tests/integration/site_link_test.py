@@ -365,7 +365,7 @@ def test_one_replica_under_two_addresses_has_one_link() -> None:
 def test_a_refused_token_is_tried_again() -> None:
     async def scenario() -> None:
         async with serving(Gateway(token="another")) as gateway, site_before(gateway):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while gateway.refusals < 2:  # noqa: ASYNC110 - the server counts, nobody tells
                     await asyncio.sleep(0)
             gateway.token = TOKEN

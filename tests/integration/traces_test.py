@@ -91,7 +91,7 @@ async def traced(
 
 def run(scenario: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), scene() as here:
+        async with asyncio.timeout(60), scene() as here:
             await scenario(here)
 
     asyncio.run(main())

@@ -89,7 +89,7 @@ def test_leaving_does_not_wait_for_a_client_that_takes_nothing() -> None:
     async def main() -> None:
         wire = Wire()
         wire.taken.clear()
-        async with asyncio.timeout(20), events(wire, first_byte_s=0.0):
+        async with asyncio.timeout(60), events(wire, first_byte_s=0.0):
             await wire.offered.wait()
         assert wire.sent == []
         assert asyncio.all_tasks() == {asyncio.current_task()}

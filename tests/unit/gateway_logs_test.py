@@ -50,7 +50,7 @@ def test_lines_share_a_write_and_come_soon() -> None:
         for number in range(10):
             logger.info("%d", number)
         assert stream.writes == 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not stream.writes:  # noqa: ASYNC110 - written by a timer
                 await asyncio.sleep(0.001)
         assert stream.messages == [str(number) for number in range(10)]

@@ -62,7 +62,7 @@ def test_replicas_that_share_renew_faster_than_their_rhythm() -> None:
         slices = Shrinking(replicas=2)
         leases = Leases(slices, WhenAway.HOLD)
         await leases.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await slices.several.wait()
         await leases.close()
 

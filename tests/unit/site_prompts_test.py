@@ -104,7 +104,7 @@ def test_answers_come_back_through_post_even_when_the_tokenizer_breaks() -> None
 
     class Broken(FakeTokenizer):
         def encode(self, *_: object, **__: object) -> list[int]:
-            gate.wait(timeout=10)
+            gate.wait(timeout=60)
             raise RuntimeError("out of order")
 
     calls: queue.Queue[Callable[[], None]] = queue.Queue()
@@ -115,7 +115,7 @@ def test_answers_come_back_through_post_even_when_the_tokenizer_breaks() -> None
     assert prompts.waiting == 2
     gate.set()
     for _ in range(2):
-        calls.get(timeout=10)()
+        calls.get(timeout=60)()
     prompts.close()
     assert isinstance(answers[0], NotServed)
     assert answers[0].reason is Reason.INTERNAL
@@ -133,7 +133,7 @@ class SlowGrammars:
         return text
 
     def compile(self, source: str, param: str) -> None:
-        self.gate.wait(timeout=10)
+        self.gate.wait(timeout=60)
         self.compiled.append(source[source.index("schema") :][:8])
 
 
@@ -148,7 +148,7 @@ def test_a_tenants_schemas_keep_others_waiting_for_one_of_them_at_most() -> None
     assert (prompts.waiting, prompts.waiting_of("a"), prompts.waiting_of("b")) == (4, 3, 1)
     grammars.gate.set()
     for _ in range(4):
-        calls.get(timeout=10)()
+        calls.get(timeout=60)()
     prompts.close()
     assert len(answers) == 4 and not any(isinstance(each, NotServed) for each in answers)
     assert grammars.compiled.index("schema 4") < grammars.compiled.index("schema 3")

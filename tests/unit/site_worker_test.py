@@ -13,7 +13,7 @@ from site_engine.request import Admission, Finish, Output, Request, Sampling
 from site_engine.worker import STRIKES_MAX, Listener, LoadSeen, Worker
 from tests.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Desk:

@@ -67,7 +67,7 @@ def test_it_flushes_by_itself(tmp_path: Path) -> None:
         writer = Told()
         async with recording(tmp_path, writer, background=True) as recorder:
             recorder.record(outcome("a"))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 await writer.written.wait()
         assert list(writer.rows) == ["a"]
 

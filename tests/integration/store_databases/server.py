@@ -89,7 +89,7 @@ class PostgresServer:
         if self._process is None:
             return
         self._process.send_signal(how)
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=60)
         self._process = None
 
     def _signal_all(self, how: signal.Signals) -> None:
