@@ -1,9 +1,15 @@
-"""What has to be settled before any test imports torch or Triton."""
+"""What has to be settled before any test is drawn, or imports torch or Triton."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from hypothesis import settings
+
+# The same examples in every run, in whatever time they take: a failure is due to a change, not to a draw or a
+# slow machine. `--hypothesis-profile=default` looks for new ones.
+settings.load_profile("ci")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small only lose by sharing their sums out
 
