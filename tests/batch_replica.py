@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -44,10 +45,14 @@ class Replica:
     scene: Scene
     batches: Batches
     http: httpx2.AsyncClient
+    passed_s: list[float]
     asked: list[str] = field(default_factory=list)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     held: int = 0
     fails: Callable[[str], bool] = lambda prompt: False
+
+    def pass_time(self, seconds: float) -> None:
+        self.passed_s[0] += seconds
 
     def sdk(self, key: str = "one") -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
@@ -71,10 +76,13 @@ class Replica:
         return batch.id
 
     async def ended(self, batch_id: str) -> Any:
+        return await self.reached(batch_id, "completed", "failed", "expired", "cancelled")
+
+    async def reached(self, batch_id: str, *statuses: str) -> Any:
         async with asyncio.timeout(60):
             while True:
                 batch = await self.sdk().batches.retrieve(batch_id)
-                if batch.status in {"completed", "failed", "expired", "cancelled"}:
+                if batch.status in statuses:
                     return batch
                 await asyncio.sleep(0.01)
 
@@ -137,12 +145,14 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     async with AsyncExitStack() as stack:
         here = await stack.enter_async_context(scene())
+        passed_s = [0.0]
         backend = Backend(
             answer=partial(answer, here.gateway),
             models=lambda: list(here.gateway.directory.served.values()),
             authenticate=CALLERS.get,
             ready=lambda: Readiness(True, "yes"),
             version="test",
+            unix_time=lambda: time.time() + passed_s[0],
         )
         batches = await stack.enter_async_context(
             open_batches(
@@ -161,7 +171,7 @@ async def replica(
             create_http(backend, [*batches.routes, *batch_reads(access, batches.ledger)])
         )
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
-        this = Replica(here, batches, http)
+        this = Replica(here, batches, http, passed_s)
         this.open.set()
         serving = [
             asyncio.create_task(this.serve(await here.site(site, features=features, slots=slots)))

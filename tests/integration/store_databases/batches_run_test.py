@@ -407,11 +407,12 @@ def test_lines_for_a_model_that_nobody_serves_are_told_so(url: str) -> None:
 
 
 def test_a_batch_waits_while_no_site_is_there_and_expires(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.api.batches.WINDOW_S", 0.3)
-
     async def main() -> None:
         async with replica(url, sites=()) as here:
-            done = await here.ended(await here.submit(jsonl(chat_line(0), chat_line(1))))
+            batch_id = await here.submit(jsonl(chat_line(0), chat_line(1)))
+            await here.reached(batch_id, "in_progress")
+            here.pass_time(86_400.0)
+            done = await here.ended(batch_id)
             assert (done.status, done.output_file_id) == ("expired", None)
             rest = by_id(await here.lines(done.error_file_id))
             assert {line["error"]["code"] for line in rest.values()} == {"batch_expired"}
