@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -252,9 +253,12 @@ def test_a_deadline_ends_an_answer() -> None:
     async def scenario(here: Scene) -> None:
         here.server.go.clear()
         body = assign("a", max_tokens=9)["assign"]
-        body.deadline_s = 0.2
+        body.deadline_s = 40.0
         await here.session.send(assign=body)
+        await here.session.until(lambda: here.session.text("a"))
+        asyncio.get_running_loop().time = lambda: time.monotonic() + 40.0  # type: ignore[method-assign]
         assert await here.session.finished("a") == pb.Delta.FAILED
+        assert "deadline" in here.session.deltas("a")[-1].error
         await here.server.until(lambda: here.server.left == 1)
 
     run(scenario)
