@@ -75,7 +75,7 @@ export class Plot {
     return HEIGHT - BOTTOM - (value / high) * (HEIGHT - TOP - BOTTOM);
   }
 
-  // Time in equal steps of about three pixels, and the samples of each.
+  // Equal steps of about three pixels, and the samples of each.
   steps() {
     const count = Math.max(20, Math.round((this.width - LEFT - RIGHT) / 3));
     const size = Math.max((this.end - this.start) / count, this.minutes > 15 ? 60 : 1);

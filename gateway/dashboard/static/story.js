@@ -1,8 +1,6 @@
 // One query explained: its forecast, the candidates, why one was chosen, and what happened.
 import { ask, clock, el, number, seconds, several } from "./words.js";
 
-const COLUMNS = { Cost: "what the policy compared, in its own unit: the least was taken" };
-
 export async function explain(id, place) {
   place.replaceChildren(el("p", { className: "empty" }, "Looking…"));
   try {
@@ -27,9 +25,10 @@ function query({ usage, attempts }) {
 }
 
 function attempt({ decision, ...what }, i) {
-  const head = ["Site", "Waits", "First token", "Done", "Price", "Figures were", "Cost"].map((text, n) => el("th", { className: n ? "n" : "", title: COLUMNS[text] ?? "" }, text));
+  const head = ["Site", "Waits", "First token", "Done", "Price", "Figures were", "Cost"].map((text, n) => el("th", { className: n ? "n" : "" }, text));
+  head.at(-1).title = "what the policy compared: the least was taken";
   const rows = decision.estimates.sort((a, b) => a.finish_s - b.finish_s).map((e) => {
-    const cells = [seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`, e.cost == null ? "" : e.cost.toPrecision(3)];
+    const cells = [seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`, e.cost?.toPrecision(3) ?? ""];
     const chosen = e.site === decision.site;
     const name = el("td", {}, chosen ? `✓ ${e.site}` : e.site);
     return el("tr", { className: chosen ? "chosen" : "" }, name, ...cells.map((text) => el("td", { className: "n" }, text)));
