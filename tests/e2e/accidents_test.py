@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -99,11 +100,22 @@ def test_clients_that_vanish_before_the_first_token_free_everything(
 def test_a_site_that_dies_under_load_costs_at_most_the_answers_it_had_begun(
     federation: LocalFederation,
 ) -> None:
+    killed = threading.Event()
+
+    def ask_until_killed() -> list[str]:
+        ends = [ask(sdk, federation)]
+        while not killed.is_set():
+            ends.append(ask(sdk, federation))
+        return ends
+
     with federation.sdk() as sdk, ThreadPoolExecutor(16) as pool:
-        asked = [pool.submit(ask, sdk, federation) for _ in range(16)]
-        victim = eventually(lambda: busiest(federation), "some site has work")
-        federation.kill(victim)
-        ended = [each.result() for each in asked]
+        asked = [pool.submit(ask_until_killed) for _ in range(16)]
+        try:
+            victim = eventually(lambda: busiest(federation), "some site has work")
+            federation.kill(victim)
+        finally:
+            killed.set()
+        ended = [end for each in asked for end in each.result()]
         assert set(ended) <= {"length", "upstream_lost"}
         assert ended.count("length") >= 1
         assert ask(sdk, federation) == "length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -133,10 +134,21 @@ def test_it_lives_shows_load_where_it_is_and_explains_a_query(
 ) -> None:
     before = page.text("#feed")
     page.until(f"document.querySelector('#feed').innerText !== {json.dumps(before)}", "the page advances")
+    shown = threading.Event()
+
+    def ask_until_shown() -> str:
+        request_id = ask(federation)
+        while not shown.is_set():
+            ask(federation)
+        return request_id
+
     with ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(ask, federation) for _ in range(12)]
+        asked = [pool.submit(ask_until_shown) for _ in range(6)]
         busy = "[...document.querySelectorAll('#site-table progress')].some((bar) => bar.value > 0)"
-        page.until(busy, "the load is in a bar")
+        try:
+            page.until(busy, "the load is in a bar")
+        finally:
+            shown.set()
         request_id = asked[0].result()
     page.until("!document.querySelector('#routes').innerText.includes('No query')", "the reasons")
     federation.recorded_once([request_id])
