@@ -16,7 +16,6 @@ from tests.local_federation import LocalFederation, eventually
 pytestmark = pytest.mark.e2e
 
 LONG = "Tell me everything there is to say about rivers, and then about bread. " * 5
-FREED_WITHIN_S = 5.0
 
 
 def body(federation: LocalFederation, **fields: Any) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def test_clients_that_vanish_in_a_stream_free_everything_and_are_recorded(
             stream = clients.enter_context(http.stream("POST", "/v1/chat/completions", json=query))
             assert "data:" in next(stream.iter_text())
             ids.append(stream.headers["x-request-id"])
-    federation.wait_until_idle(FREED_WITHIN_S)
+    federation.wait_until_idle()
     for record in federation.recorded_once(ids).values():
         assert record.usage.status == "cancelled"
         assert record.usage.completion_tokens > 0
@@ -93,7 +92,7 @@ def test_clients_that_vanish_before_the_first_token_free_everything(
         with federation.http() as http, pytest.raises(httpx.ReadTimeout):
             query, named = body(federation, stream=stream), {"x-request-id": query_id}
             http.post("/v1/chat/completions", json=query, headers=named, timeout=impatient)
-    federation.wait_until_idle(FREED_WITHIN_S)
+    federation.wait_until_idle()
     assert all(len(records) <= 1 for records in federation.recorded(ids).values())
 
 
