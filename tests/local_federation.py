@@ -24,7 +24,7 @@ from mico.local.processes import last_lines
 from mico.store_access import with_store
 
 SETTLED_WITHIN_S = 120.0
-COMMAND_WITHIN_S = 240.0
+COMMAND_WITHIN_S = 600.0
 
 
 def eventually(holds: Callable[[], Any], what: str, within_s: float = SETTLED_WITHIN_S) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local_federation import LocalFederation, eventually
+from tests.local_federation import COMMAND_WITHIN_S, LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ def run(federation: LocalFederation) -> Iterator[Run]:
             stdin=subprocess.DEVNULL,
             env=outside | told,
             check=False,
-            timeout=60,
+            timeout=COMMAND_WITHIN_S,
         )
         return ran.returncode, ran.stdout, ran.stderr
 

@@ -24,7 +24,7 @@ from tests.openai_server import OpenAIServer, openai_server
 
 pytestmark = pytest.mark.e2e
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 ASK = {"model": "letters", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
 
 

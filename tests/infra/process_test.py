@@ -27,7 +27,7 @@ test(SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind="127.0.0.1")
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, check=False, timeout=600
     )
 
 

@@ -34,7 +34,7 @@ def outside(tmp_path: Path) -> dict[str, str]:
 
 def shell(command: list[str], script: str, env: dict[str, str]) -> str:
     run = subprocess.run(
-        command, input=script, capture_output=True, text=True, env=env, check=False, timeout=60
+        command, input=script, capture_output=True, text=True, env=env, check=False, timeout=600
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

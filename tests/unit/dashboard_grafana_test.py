@@ -161,6 +161,6 @@ def test_prometheus_fires_the_alerts_as_it_should() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
