@@ -70,7 +70,7 @@ async def scene(*, settings: dict[str, Any] | None = None, **of_server: Any) -> 
             hello = await session.welcome()
             yield Scene(server, gateway, session, hello)
         finally:
-            if not site.done():
+            if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it is ending, and hears none
                 os.kill(os.getpid(), signal.SIGTERM)
                 os.kill(os.getpid(), signal.SIGTERM)
             await site
