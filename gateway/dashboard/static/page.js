@@ -28,6 +28,8 @@ function over(value, warn, bad) {
   return value >= bad ? "bad" : value >= warn ? "warn" : "";
 }
 
+// ---- figures
+
 function trim(columns) {
   const by = columns.at.length - KEPT;
   columns.at.splice(0, by);
@@ -57,6 +59,8 @@ function asColumns({ at, totals, clouds, sites }) {
   const loads = sites.filter((site) => site.load != null).map((site) => [site.name, site.load]);
   return { at: [at], ...each(Object.entries(totals)), clouds: each(Object.entries(clouds)), load: each(loads) };
 }
+
+// ---- drawing
 
 function draw() {
   if (page.paused || document.hidden || !page.snapshot) return;
@@ -157,6 +161,8 @@ async function drawRecords() {
   }
 }
 
+// ---- the feed
+
 function listen() {
   page.feed?.close();
   const feed = (page.feed = new EventSource("/admin/stream"));
@@ -188,6 +194,8 @@ async function loadSlow() {
     // as above
   }
 }
+
+// ---- sessions
 
 async function enter() {
   try {
@@ -221,6 +229,8 @@ $("leave").addEventListener("click", async () => {
   await ask("session", { method: "DELETE" });
   location.reload();
 });
+
+// ---- what a person does
 
 for (const button of $("windows").children) {
   button.addEventListener("click", () => {

@@ -25,13 +25,12 @@ function query({ usage, attempts }) {
 }
 
 function attempt({ decision, ...what }, i) {
-  const head = ["Site", "Waits", "First token", "Done", "Price", "Figures were", "Cost"].map((text, n) => el("th", { className: n ? "n" : "" }, text));
-  head.at(-1).title = "what the policy compared: the least was taken";
+  const row = (tag, texts) => texts.map((text, n) => el(tag, { className: n ? "n" : "" }, text));
+  const head = row("th", ["Site", "Waits", "First token", "Done", "Price", "Figures", "Compared"]);
   const rows = decision.estimates.sort((a, b) => a.finish_s - b.finish_s).map((e) => {
-    const cells = [seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`, e.cost?.toPrecision(3) ?? ""];
     const chosen = e.site === decision.site;
-    const name = el("td", {}, chosen ? `✓ ${e.site}` : e.site);
-    return el("tr", { className: chosen ? "chosen" : "" }, name, ...cells.map((text) => el("td", { className: "n" }, text)));
+    const cells = [chosen ? `✓ ${e.site}` : e.site, seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`, e.cost?.toPrecision(3) ?? ""];
+    return el("tr", { className: chosen ? "chosen" : "" }, ...row("td", cells));
   });
   const ruledOut = Object.entries(decision.excluded).map(([site, why]) => el("p", { className: "dim" }, `not ${site}: ${why}`));
   const ended = `It ended as ${what.ended} with ${several(what.completion_tokens, "token")}, first token after ${seconds(what.first_token_s)}.`;
