@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import logging
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -169,10 +169,13 @@ def sweep(model_types: list[str]) -> Iterator[tuple[str, Verdict]]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__.partition("\n")[0])
+    parser.add_argument("types", metavar="TYPE", nargs="*", help="as transformers names it; without one, all")
+    types = parser.parse_args().types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(logging.CRITICAL)
     count: Counter[str] = Counter()
-    for model_type, verdict in sweep(sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+    for model_type, verdict in sweep(types):
         count[verdict.kind] += 1
         print(f"{model_type:28s} {verdict.kind:8s} {verdict.detail[:150]}", flush=True)
     print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, **count}))

@@ -3,8 +3,8 @@
 python -m bench.mutants [MODULE ...]     all of them by default; takes minutes; needs terraform
 """
 
+import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +67,11 @@ def prepare(folder: Path, environment: dict[str, str], modules: list[str]) -> Wo
 
 def main() -> None:
     """Print every mutant that nothing notices, and a last line of JSON."""
-    modules = sys.argv[1:] or list(MODULES)
+    parser = argparse.ArgumentParser(prog="python -m bench.mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "modules", metavar="MODULE", nargs="*", help="without one, all: " + ", ".join(MODULES)
+    )
+    modules = parser.parse_args().modules or list(MODULES)
     found = cases(modules)
     with tempfile.TemporaryDirectory() as folder, serve(SCHEMAS) as environment:
         workspaces = [prepare(Path(folder, str(n)), environment, modules) for n in range(WORKERS)]

@@ -1,0 +1,25 @@
+"""Every benchmark says what it is and what it takes, and measures nothing meanwhile."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+PROGRAMS = [file.stem for file in sorted(BENCH.glob("*.py")) if "def main(" in file.read_text()]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_benchmark_has_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = import_module(f"bench.{name}")
+    monkeypatch.setattr("sys.argv", [f"bench.{name}", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert said.startswith("usage: ")
+    assert " ".join(str(program.__doc__).split())[:40] in " ".join(said.split())
