@@ -25,12 +25,11 @@ from cryptography.x509.oid import NameOID
 
 from site_engine.errors import ConfigError, LinkLost
 from wire import federation_pb2 as pb
+from wire import federation_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
 KEY, CERTIFICATE = "site-key.pem", "site.pem"
-ENROL = "/mico.federation.v1.Federation/Enrol"
-"""Called with one message for one: where a stream is refused while it is written to, gRPC forgets why."""
 ASK_WITHIN_S = 10.0
 REST_FIRST_S, REST_LONGEST_S = 1.0, 300.0
 
@@ -133,13 +132,9 @@ class Identity:
     async def _ask(self, address: str, credentials: Any, secret: str) -> bytes:
         metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
         channel = self._dial(address, credentials)
-        enrol = channel.unary_unary(
-            ENROL,
-            request_serializer=pb.EnrolRequest.SerializeToString,
-            response_deserializer=pb.EnrolReply.FromString,
-        )
         try:
             async with asyncio.timeout(ASK_WITHIN_S):
+                enrol = rpc.FederationStub(channel).Enrol  # type: ignore[no-untyped-call]
                 answer = await enrol(pb.EnrolRequest(csr=self._request()), metadata=metadata)
         except TimeoutError as exc:
             raise LinkLost(f"no answer within {ASK_WITHIN_S:g} s") from exc

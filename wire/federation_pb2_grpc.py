@@ -39,7 +39,7 @@ class FederationStub:
                 request_serializer=wire_dot_federation__pb2.SiteMessage.SerializeToString,
                 response_deserializer=wire_dot_federation__pb2.GatewayMessage.FromString,
                 _registered_method=True)
-        self.Enrol = channel.stream_stream(
+        self.Enrol = channel.unary_unary(
                 '/mico.federation.v1.Federation/Enrol',
                 request_serializer=wire_dot_federation__pb2.EnrolRequest.SerializeToString,
                 response_deserializer=wire_dot_federation__pb2.EnrolReply.FromString,
@@ -56,9 +56,9 @@ class FederationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Enrol(self, request_iterator, context):
-        """A certificate for a site: one question, one answer. Metadata: "authorization: Bearer <join secret>", or the site's
-        certificate so far. Streams, so that the gateway reads nothing of who may not ask.
+    def Enrol(self, request, context):
+        """A certificate for a site. Metadata: "authorization: Bearer <join secret>", or the site's certificate so far. The
+        gateway reads nothing of who may not ask.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_FederationServicer_to_server(servicer, server):
                     request_deserializer=wire_dot_federation__pb2.SiteMessage.FromString,
                     response_serializer=wire_dot_federation__pb2.GatewayMessage.SerializeToString,
             ),
-            'Enrol': grpc.stream_stream_rpc_method_handler(
+            'Enrol': grpc.unary_unary_rpc_method_handler(
                     servicer.Enrol,
                     request_deserializer=wire_dot_federation__pb2.EnrolRequest.FromString,
                     response_serializer=wire_dot_federation__pb2.EnrolReply.SerializeToString,
@@ -116,7 +116,7 @@ class Federation:
             _registered_method=True)
 
     @staticmethod
-    def Enrol(request_iterator,
+    def Enrol(request,
             target,
             options=(),
             channel_credentials=None,
@@ -126,8 +126,8 @@ class Federation:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
             '/mico.federation.v1.Federation/Enrol',
             wire_dot_federation__pb2.EnrolRequest.SerializeToString,

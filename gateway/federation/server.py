@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -82,7 +82,7 @@ class Federation(rpc.FederationServicer):
         if reason != ENDED:
             await context.abort(grpc.StatusCode.ABORTED, reason)
 
-    async def Enrol(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
+    async def Enrol(self, _: object, context: Any) -> pb.EnrolReply:  # noqa: N802 — the name of the RPC
         async def csr() -> bytes:
             asked: pb.EnrolRequest = await _first(context, "request")
             return asked.csr
@@ -93,7 +93,7 @@ class Federation(rpc.FederationServicer):
             await context.abort(exc.code, str(exc))
         except codec.Garbage as exc:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
-        await context.write(pb.EnrolReply(certificate=pem))
+        return pb.EnrolReply(certificate=pem)
 
     async def _welcome(self, context: Any, shown: SiteCertificate | None) -> tuple[Link, int]:
         """Hello, Welcome. What the site still runs for an older link is not wanted: it was decided anew."""
@@ -199,6 +199,20 @@ class Federation(rpc.FederationServicer):
         return link.closing
 
 
+class ReadWhenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Of a unary call nothing is read before its method asks: gRPC would take up to MAX_MESSAGE_BYTES of
+    whoever calls. It is served as a stream of one message, which looks the same from the other end.
+    """
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        found = await continuation(call)
+        if found is None or found.request_streaming:
+            return found
+        return grpc.stream_unary_rpc_method_handler(
+            found.unary_unary, found.request_deserializer, found.response_serializer
+        )
+
+
 async def _first(context: Any, what: str) -> Any:
     """Raises Garbage."""
     try:
@@ -229,7 +243,9 @@ async def listen(
         ("grpc.max_connection_idle_ms", IDLE_MS),  # a site always has a stream open
         ("grpc.max_metadata_size", METADATA_BYTES),
     ]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_SITES)
+    server = grpc.aio.server(
+        interceptors=(ReadWhenAsked(),), options=options, maximum_concurrent_rpcs=MAX_SITES
+    )
     rpc.add_FederationServicer_to_server(federation, server)  # type: ignore[no-untyped-call]
     if credentials is None:
         port = server.add_insecure_port(address)

@@ -22,7 +22,7 @@ from gateway.federation.directory import Directory
 from gateway.federation.entrance import Certificates
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.pki import invitation
-from gateway.pki.authority import Authority
+from gateway.pki.authority import CSR_BYTES_MAX, Authority
 from gateway.pki.own import OwnPair
 from gateway.store.store import Store, open_store
 from gateway.tls import grpc_credentials
@@ -243,6 +243,36 @@ def test_without_a_certificate_or_with_a_foreign_secret_nobody_is_let_in(tmp_pat
         with pytest.raises(LinkLost, match="UNAUTHENTICATED, the join secret is missing or wrong"):
             await identity.renew()
         assert await here.store.certificates.every() == []
+
+    play(tmp_path, scenario)
+
+
+def test_a_certificate_is_asked_for_as_the_contract_says(tmp_path: Path) -> None:
+    """One message for one, and of who may not ask nothing is read: neither waited for nor looked at."""
+    enrol = pb.DESCRIPTOR.services_by_name["Federation"].methods_by_name["Enrol"]
+    assert not (enrol.client_streaming or enrol.server_streaming)
+    path = f"/{enrol.containing_service.full_name}/{enrol.name}"
+    wrong = (("authorization", "Bearer mico-join-wrong"),)
+
+    async def silent() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def scenario(here: Scene) -> None:
+        trust = grpc.ssl_channel_credentials(here.authority.pem)
+        async with grpc.aio.secure_channel(here.enrol_at, trust) as channel:
+            stub = rpc.FederationStub(channel)
+            for asked in (
+                stub.Enrol(pb.EnrolRequest(csr=b"no request"), metadata=wrong),
+                channel.unary_unary(path)(b"no message", metadata=wrong),
+                channel.stream_unary(path)(silent(), metadata=wrong),
+            ):
+                assert await asked.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert await asked.details() == "the join secret is missing or wrong"
+            invited = (("authorization", f"Bearer {here.invite('alpha')}"),)
+            asked = stub.Enrol(pb.EnrolRequest(csr=b"-" * (CSR_BYTES_MAX + 1)), metadata=invited)
+            assert await asked.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"at most {CSR_BYTES_MAX} are read" in await asked.details()
 
     play(tmp_path, scenario)
 
