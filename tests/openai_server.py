@@ -2,7 +2,8 @@
 
 Answers a prompt with its own letters, again and again, one letter per token, until `max_tokens`. What begins
 with an answer of its own it goes on with: as vLLM does if asked to, and after a text as everybody does.
-`python -m tests.openai_server` is one in a process of its own, to be killed: it prints its URL.
+`python -m tests.openai_server` is one in a process of its own, to be killed: it prints its URL, says half of
+each answer that it begins and then waits; what another has begun it ends.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class OpenAIServer:
     counts: bool = True  # whether it sends usage
     context: int = 64
     pace_s: float = 0.0  # from letter to letter
+    waits_halfway: bool = False  # in answers that it begins, until the client leaves
     tls: ssl.SSLContext | None = None
     port: int = 0
     running: int = 0
@@ -155,6 +157,7 @@ class OpenAIServer:
             return
         _begin(writer)
         letters = text(asked)
+        half = len(letters) // 2 if self.waits_halfway and not _is_begun(asked) else None
         for number, letter in enumerate(letters, start=1):
             finish = "length" if number == len(letters) else None
             for index in range(asked.get("n", 1)):
@@ -162,6 +165,9 @@ class OpenAIServer:
             await writer.drain()
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
+            if number == half:
+                await self._until_left(reader)
+                return
             if self.mood is Mood.HALF:
                 await self.go.wait()
                 writer.transport.abort()
@@ -201,6 +207,11 @@ def _read(messages: list[dict[str, str]]) -> list[str]:
     """The last question, and what there is of an answer to it."""
     asked = next(n for n in range(len(messages) - 1, -1, -1) if messages[n]["role"] == "user")
     return [each["content"] for each in messages[asked:]]
+
+
+def _is_begun(asked: dict[str, Any]) -> bool:
+    """Whether there is something of an answer already."""
+    return "messages" in asked and len(_read(asked["messages"])) > 1
 
 
 @asynccontextmanager
@@ -248,7 +259,7 @@ def _piece(path: str, index: int, letter: str, finish: str | None) -> dict[str, 
 
 
 async def _alone() -> None:
-    async with openai_server(owner="vllm", context=1000, pace_s=0.02) as server:
+    async with openai_server(owner="vllm", context=1000, pace_s=0.02, waits_halfway=True) as server:
         print(server.url, flush=True)  # noqa: T201
         await asyncio.Event().wait()
 

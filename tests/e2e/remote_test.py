@@ -121,7 +121,7 @@ def test_a_cancel_reaches_the_sites_behind(federation: LocalFederation, tmp_path
 
 def test_a_foreign_server_killed_in_mid_answer(federation: LocalFederation, tmp_path: Path) -> None:
     """Each server and each site is a process. While there is another server the answer goes on there to the
-    letter; then it ends with an error that says so.
+    letter; then it ends with an error that says so. No server ends what it began, however late it is killed.
     """
     ids = ["outlives-its-server", "has-no-other-server"]
     with ExitStack() as stack:
