@@ -90,10 +90,10 @@ def toml(settings: Mapping[str, object]) -> str:
 
 
 def choose_ports(http_port: int) -> Ports:
-    """The HTTP port as asked (0: any free one) and a free one for sites, the next if possible."""
+    """The HTTP port as asked and a free one for sites, the next if possible; for 0 any two."""
     if http_port == 0:
-        http_port = free_port()
-    elif not is_free(http_port):
+        return Ports(free_port(), free_port())
+    if not is_free(http_port):
         raise CommandFailed(
             f"port {http_port} is in use",
             cause=f"another program listens on {HOST}:{http_port}",
@@ -111,9 +111,13 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """For a minute only who names it gets it: a connection of it has just ended, on this side first, and a
+    port in TIME_WAIT is given to nobody who asks for any.
+    """
+    with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname()):
+        accepted, _ = server.accept()
+        accepted.close()
+        return int(server.getsockname()[1])
 
 
 def _binds(probe: socket.socket, port: int) -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 from openai import OpenAI
 
 from infra.terraform.tests.workspace import SOURCE, Workspace, copy_tree
+from mico.local.plan import choose_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -62,7 +62,7 @@ class Local:
 @pytest.fixture(scope="module")
 def local(terraform: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     folder = tmp_path_factory.mktemp("local")
-    http, grpc = free_ports(2)
+    http, grpc = choose_ports(0)
     applied = Local(copy_tree(folder, {}), folder / "run", f"http://127.0.0.1:{http}/v1")
     settings = {
         "folder": str(applied.folder),
@@ -78,14 +78,6 @@ def local(terraform: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield applied
     finally:
         applied.workspace.terraform(ROOT, "destroy", "-auto-approve")
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def test_a_query_is_answered(local: Local) -> None:

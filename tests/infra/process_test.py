@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from infra.terraform.tests.workspace import SOURCE
+from mico.local.plan import free_port
 
 PROGRAM = SOURCE / "modules/process/process.py"
 SERVER = """
@@ -33,9 +34,7 @@ def process(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def spec(folder: Path, port: int, *command: str, contains: str = "") -> str:

@@ -117,6 +117,13 @@ def test_a_port_in_use_is_refused_and_zero_finds_a_free_one() -> None:
         choose_ports(70_000)
 
 
+def test_a_port_that_was_chosen_is_given_to_nobody_else_meanwhile() -> None:
+    for port in choose_ports(0):
+        with socket.socket() as another, pytest.raises(OSError, match="in use"):
+            another.bind(("127.0.0.1", port))
+        socket.create_server(("127.0.0.1", port)).close()
+
+
 def child() -> subprocess.Popen[bytes]:
     """A process that ends only when it is told to."""
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
