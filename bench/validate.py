@@ -102,7 +102,7 @@ async def federation(folder: Folder, max_tokens: int) -> AsyncIterator[Real]:
     directory, outcomes, token = Directory(), dict[str, Outcome](), secrets.token_urlsafe()
     clock = asyncio.get_running_loop().time
     link = Federation(FederationSettings("bench", (token,)), directory, clock)
-    server, port = await listen(link, "127.0.0.1:0")
+    server, port, _ = await listen(link, "127.0.0.1:0")
     forecasts = Forecasts(load(), HistogramForecaster())
     write_private(folder.token_file, token)
     plan = Plan(folder, (Ports(0, port),), str(demo_model.FOLDER), tuple(profiles(3)), "")

@@ -173,8 +173,10 @@ async def _core(
     if traces is not None:
         gateway.traced = traces.toward
     address = f"{config.grpc_host}:{config.grpc_port}"
-    server, port = await listen(federation, address, doors.link, doors.mutual)
+    server, port, mutual_port = await listen(federation, address, doors.link, doors.mutual)
     log.info("sites join at %s:%d", config.grpc_host, port)
+    if mutual_port is not None:
+        log.info("sites with a certificate join at %s:%d", config.grpc_host, mutual_port)
     try:
         yield Core(gateway, metrics, watch)
     finally:

@@ -6,6 +6,8 @@ Limits the sending only: what an answer may take is limited where it is made.
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.tls import CertificateFiles
+
+log = logging.getLogger(__name__)
 
 HELD_BYTES = 64 * 1024
 """What one connection may hold back; beyond, a client that does not read is to be noticed at once."""
@@ -157,6 +161,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
 class HttpServer(uvicorn.Server):
     """Signals are the process's, not the server's."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in (each for server in self.servers for each in server.sockets):
+            log.info("clients ask at %s:%d", *listening.getsockname()[:2])
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -199,6 +199,14 @@ class Federation(rpc.FederationServicer):
         return link.closing
 
 
+class Listening(NamedTuple):
+    """The gRPC server and where it is bound. `mutual_port`: for sites with certificates, if they have one."""
+
+    server: Any
+    port: int
+    mutual_port: int | None
+
+
 class ReadWhenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Of a unary call nothing is read before its method asks: gRPC would take up to MAX_MESSAGE_BYTES of
     whoever calls. It is served as a stream of one message, which looks the same from the other end.
@@ -229,8 +237,8 @@ async def listen(
     address: str,
     credentials: Any | None = None,
     mutual: tuple[str, Any] | None = None,
-) -> tuple[Any, int]:
-    """Start the gRPC server: (server, bound port). Raises RuntimeError when an address is taken.
+) -> Listening:
+    """Start the gRPC server. Raises RuntimeError when an address is taken.
 
     `mutual`: the address for sites with certificates, and the credentials that ask for one.
     """
@@ -251,7 +259,6 @@ async def listen(
         port = server.add_insecure_port(address)
     else:
         port = server.add_secure_port(address, credentials)
-    if mutual is not None:
-        server.add_secure_port(*mutual)
+    mutual_port = None if mutual is None else server.add_secure_port(*mutual)
     await server.start()
-    return server, port
+    return Listening(server, port, mutual_port)

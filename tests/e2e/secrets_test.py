@@ -8,7 +8,6 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.announced import CERTIFIED, CLIENTS, SITES, port_of
 from tests.openai_server import OpenAIServer, openai_server
 
 pytestmark = pytest.mark.e2e
@@ -108,19 +108,13 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, Told(), kept | {"MICO_DATABASE_URL": f"sqlite:///{tmp_path}/mico.db"})
 
 
-def free_ports(count: int) -> list[str]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-async def until_said(log: Path, words: str) -> None:
+async def until_said(log: Path, words: str) -> str:
+    """All that was said by then."""
     end = time.monotonic() + PATIENCE_S
     while words not in (said := await asyncio.to_thread(log.read_text)):
         assert time.monotonic() < end, f"{log.name} never said {words!r}:\n{said[-2000:]}"
         await asyncio.sleep(0.05)
+    return said
 
 
 def test_no_secret_is_said_kept_or_shown(place: Place) -> None:
@@ -150,13 +144,12 @@ async def play(place: Place) -> None:
     told, folder = place.told, place.folder
     place.mico("db", "upgrade")
     place.mico("pki", "init")
-    http, grpc, mtls = free_ports(3)
     pepper = told.secret("pepper")
     key = place.mico("keys", "create", "canary", "--admin", MICO_GATEWAY_KEY_PEPPER=pepper).strip()
     wanted = {
-        "MICO_GATEWAY_HTTP_PORT": http,
-        "MICO_GATEWAY_GRPC_PORT": grpc,
-        "MICO_GATEWAY_MTLS_PORT": mtls,
+        "MICO_GATEWAY_HTTP_PORT": "0",
+        "MICO_GATEWAY_GRPC_PORT": "0",
+        "MICO_GATEWAY_MTLS_PORT": "0",
         "MICO_GATEWAY_DATABASE_URL": place.environment["MICO_DATABASE_URL"],
         "MICO_GATEWAY_PKI": "pki",
         "MICO_GATEWAY_SITE_TOKENS": told.secret("site_token"),
@@ -174,7 +167,8 @@ async def play(place: Place) -> None:
         openai_server(key=provider, repeats_keys=True) as server,
         place.process("gateway", "gateway", **wanted) as log,
     ):
-        await until_said(log, "sites join at")
+        said = await until_said(log, CLIENTS)
+        http, grpc, mtls = (port_of(who, said) for who in (CLIENTS, SITES, CERTIFIED))
         alpha = site | {
             "MICO_SITE_SITE": "alpha",
             "MICO_SITE_GATEWAYS": f"127.0.0.1:{grpc}",

@@ -215,7 +215,7 @@ async def scene(**settings: Any) -> AsyncIterator[Scene]:
         linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=0.5)
         federation = Federation(linked, directory, time.monotonic)
         forecasts = Forecasts(FlatForecaster(), FlatForecaster())
-        server, port = await listen(federation, "127.0.0.1:0")
+        server, port, _ = await listen(federation, "127.0.0.1:0")
         gateway = Gateway(directory, federation, forecasts, outcomes.append, **settings)
         here = Scene(gateway, f"127.0.0.1:{port}", outcomes)
         try:

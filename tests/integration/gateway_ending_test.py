@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
-import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from gateway.config import GatewayConfig
 from gateway.domain import Status
 from gateway.federation.server import Federation
 from gateway.store.store import open_store
+from tests.announced import CLIENTS, SITES, port_of
 from tests.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback
 from tests.fakes.federation import DEADLINE_S, TOKEN, Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
@@ -144,19 +145,19 @@ def test_the_same_process_replaces_its_own_link() -> None:
 
 
 def test_a_process_that_is_told_to_end_lets_no_stream_end_in_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)  # the site reports but once
+    caplog.set_level(logging.INFO)
 
     async def scenario() -> None:
         url = f"sqlite:///{tmp_path / 'mico.db'}"
         await asyncio.to_thread(migrations.upgrade, url)
         async with open_store(url, tmp_path, serving=False) as store:
             _, key = await store.keys.create_key("test")
-        http, grpc_port = free_ports(2)
         config = GatewayConfig(
-            http_port=http,
-            grpc_port=grpc_port,
+            http_port=0,
+            grpc_port=0,
             mtls_port=0,
             database_url=url,
             folder=tmp_path,
@@ -164,11 +165,11 @@ def test_a_process_that_is_told_to_end_lets_no_stream_end_in_silence(
             drain_s=0.3,
         )
         serving = asyncio.create_task(serve(config))
+        await until(lambda: serving.done() or port_of(CLIENTS, caplog.text), "the gateway listens")
+        http, grpc_port = (port_of(who, caplog.text) for who in (CLIENTS, SITES))
         site = ScriptedSite("alpha", f"127.0.0.1:{grpc_port}")
-        await until(lambda: serving.done() or listens(grpc_port), "the gateway listens")
         await site.join()
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}", timeout=DEADLINE_S) as client:
-            await until(lambda: listens(http), "HTTP listens")
             asked = {"headers": {"authorization": f"Bearer {key}"}, "json": chat_body(model="m", stream=True)}
             begun = asyncio.create_task(begin(site))
             async with client.stream("POST", "/v1/chat/completions", **asked) as answer:  # type: ignore[arg-type]
@@ -191,16 +192,3 @@ async def begin(site: ScriptedSite) -> None:
     await site.step(assign, "Hel", 1)
     assert (await site.next()).cancel.attempt_id == assign.attempt_id
     await site.step(assign, "", 1, finish=pb.Delta.CANCELLED)
-
-
-def free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -94,27 +93,19 @@ def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
             clock = asyncio.get_running_loop().time
             here.federation = Federation(settings, Directory(), clock, certificates)
             shown = OwnPair(authority, ("127.0.0.1",))
-            mutual = f"127.0.0.1:{free_port()}"
-            server, port = await listen(
+            server, port, mutual_port = await listen(
                 here.federation,
                 "127.0.0.1:0",
                 grpc_credentials(shown),
-                (mutual, grpc_credentials(shown, authority.pem)),
+                ("127.0.0.1:0", grpc_credentials(shown, authority.pem)),
             )
-            here.enrol_at, here.gateways = f"127.0.0.1:{port}", (mutual,)
+            here.enrol_at, here.gateways = f"127.0.0.1:{port}", (f"127.0.0.1:{mutual_port}",)
             try:
                 await scenario(here)
             finally:
                 await server.stop(None)
 
     asyncio.run(main())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_a_site_joins_by_a_certificate_that_it_got_with_its_join_secret(tmp_path: Path) -> None:

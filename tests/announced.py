@@ -1,0 +1,13 @@
+"""Where a gateway listens that chose its ports itself, as its log says."""
+
+from __future__ import annotations
+
+import re
+
+CLIENTS, SITES, CERTIFIED = "clients ask at", "sites join at", "sites with a certificate join at"
+
+
+def port_of(who: str, log: str) -> int | None:
+    """None as long as the log does not say it."""
+    found = re.search(rf"\b{who} [\w.]+:(\d+)", log)
+    return int(found[1]) if found else None
