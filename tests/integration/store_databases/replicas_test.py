@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from gateway.answer import answer
 from gateway.errors import TooMany
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import Kind, Scope, WhenAway
 from gateway.store.audit import Act
 from gateway.store.store import Store, open_store
-from tests.fakes.federation import Scene, ScriptedSite, scene
+from tests.fakes.federation import DEADLINE_S, Scene, ScriptedSite, scene
 
 ACT = Act("test", "test")
 PEPPER = "p" * 32
@@ -56,8 +58,11 @@ async def ask(store: Store, here: Scene, site: ScriptedSite, secret: str) -> boo
 
 
 def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
-    postgres_url: str, tmp_path: Path
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("gateway.quotas.meter.WINDOW_S", float("inf"))  # the test may take its minutes
+    monkeypatch.setattr("gateway.quotas.leases.MORE_WITHIN_S", DEADLINE_S)
+
     async def main() -> None:
         async with (
             gateway(postgres_url, tmp_path, "a") as first,
