@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, cast
 from zlib import crc32
 
@@ -31,9 +32,14 @@ _PLAIN_WORD = re.compile(r"[a-z]+|[0-9]{1,4}|[^\w\s]|\n")  # the same of lower-c
 
 
 KNOWN_WORDS = 50_000
+FEW_WORDS = 48
+"""So many are counted sooner one by one than by numpy, which is dear to begin with."""
 _CAPITALS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
+_LEFT, _RIGHT = 0x9E3779B1, 0x85EBCA77
+_RAW = (0.0, *(1.0 + np.log(np.arange(1, 2 * FEW_WORDS))).tolist())
+"""The weight of a slot, before the norm, by how often it is met."""
 _NUMBER, _SIGN = 1 << 32, 1 << 33
 _known: dict[str, int] = {}
 """Of a word its hash, 32 bits, and above it whether it is a number or a sign."""
@@ -76,6 +82,8 @@ def bag(text: str) -> Bag:
 def bags(texts: Sequence[str]) -> list[Bag]:
     """Features of some texts, together, which costs less than one after another."""
     found = [_told_of(words(text)) for text in texts]
+    if len(found) == 1 and len(found[0]) <= FEW_WORDS:
+        return [_short(texts[0], found[0])]
     told = np.array([word for each in found for word in each], dtype=np.uint64)
     owner = np.arange(len(texts)).repeat([len(each) for each in found])
     numbers, signs = (
@@ -92,11 +100,35 @@ def bags(texts: Sequence[str]) -> list[Bag]:
     return [Bag(slots[start:end], weights[start:end], own) for start, end, own in spans]
 
 
+def _short(text: str, told: list[int]) -> Bag:
+    """What `bags` finds of one short text, to the last bit."""
+    hashes = [word & (_NUMBER - 1) for word in told]
+    slots = [each % WORD_SLOTS for each in hashes]
+    slots += [
+        WORD_SLOTS + (left * _LEFT + right * _RIGHT >> 7) % PAIR_SLOTS for left, right in pairwise(hashes)
+    ]
+    counts: dict[int, int] = {}
+    for slot in slots:
+        counts[slot] = counts.get(slot, 0) + 1
+    which = sorted(counts)
+    raw = [_RAW[counts[slot]] for slot in which]
+    squares = 0.0
+    for each in raw:  # in order, and rounded each time: `sum` rounds less from Python 3.12 on
+        squares += each * each
+    norm = math.sqrt(squares)
+    numbers, signs = sum([word & _NUMBER > 0 for word in told]), sum([word & _SIGN > 0 for word in told])
+    return Bag(
+        np.array(which, dtype=np.int64),
+        np.array([each / norm for each in raw], dtype=np.float32),
+        np.array(_dense(text, len(told), numbers, signs), dtype=np.float32),
+    )
+
+
 def _counted(
     hashes: NDArray[np.uint64], owner: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Of each text the slots of its words and pairs of neighbours, each once: whose, which, how often."""
-    pairs = (hashes[:-1] * np.uint64(0x9E3779B1) + hashes[1:] * np.uint64(0x85EBCA77)) >> np.uint64(7)
+    pairs = (hashes[:-1] * np.uint64(_LEFT) + hashes[1:] * np.uint64(_RIGHT)) >> np.uint64(7)
     within = owner[:-1] == owner[1:]
     of_words = hashes % np.uint64(WORD_SLOTS)
     of_pairs = (pairs % np.uint64(PAIR_SLOTS) + np.uint64(WORD_SLOTS))[within]
@@ -108,6 +140,9 @@ def _counted(
 
 def batch(bags: Sequence[Bag]) -> Batch:
     """Several bags in one rectangle; empty places point at the padding slot with weight 0."""
+    if len(bags) == 1 and len(bags[0].slots):
+        (one,) = bags
+        return Batch(one.slots[None], one.weights[None], one.dense[None])
     widths = np.array([len(each.slots) for each in bags])
     width = max(1, int(widths.max()))
     full = np.arange(width) < widths[:, None]

@@ -36,6 +36,15 @@ def test_a_batch_holds_its_bags_and_adds_nothing(texts: list[str]) -> None:
         assert batch.slots[row][own].tolist() == bag.slots.tolist()
         assert batch.weights[row][own].tolist() == bag.weights.tolist()
         assert not batch.weights[row][~own].any()
+        assert batch.dense[row].tolist() == bag.dense.tolist()
+
+
+@given(st.text("ab 12?.\n", max_size=150))
+def test_a_text_alone_has_the_features_that_it_has_among_others(text: str) -> None:
+    """Alone it may be counted in another way, to the same bits."""
+    alone, (among, _) = features.bag(text), features.bags([text, "another"])
+    assert all(ours.dtype == theirs.dtype for ours, theirs in zip(alone, among, strict=True))
+    assert [each.tolist() for each in alone] == [each.tolist() for each in among]
 
 
 def test_lone_surrogates_controls_and_nothing_at_all() -> None:
