@@ -62,13 +62,20 @@ def open_engine(text: str) -> AsyncEngine:
             max_overflow=0,
             pool_timeout=5,
             pool_pre_ping=not is_sqlite,
-            connect_args={} if is_sqlite else _POSTGRES_CONNECT,
+            connect_args={} if is_sqlite else _postgres(),
         )
     except ModuleNotFoundError as exc:
         raise StoreError("Postgres needs psycopg: pip install 'mico[postgres]'") from exc
     if is_sqlite:
         event.listen(engine.sync_engine, "connect", prepare_sqlite)
     return engine
+
+
+def _postgres() -> dict[str, Any]:
+    """Raises ModuleNotFoundError."""
+    from gateway.store.postgres import Answering
+
+    return {**_POSTGRES_CONNECT, "async_creator_fn": Answering.connect}
 
 
 def prepare_sqlite(connection: Any, _record: object) -> None:
