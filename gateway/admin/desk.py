@@ -25,6 +25,8 @@ from gateway.telemetry.watch import Watch
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
+LOOK_WITHIN_S = 2.0
+"""A database that is silent keeps no order from ending on time."""
 ENTRIES_SHOWN = 50
 
 
@@ -103,9 +105,10 @@ class Desk:
 
     async def _look(self) -> None:
         try:
-            found = await self._book.orders()
-            if self._first_look or found != self.orders:
-                self._tell(await self._book.entries(ENTRIES_SHOWN))
+            async with asyncio.timeout(LOOK_WITHIN_S):
+                found = await self._book.orders()
+                if self._first_look or found != self.orders:
+                    self._tell(await self._book.entries(ENTRIES_SHOWN))
             self.orders, self._first_look = found, False
         except (SQLAlchemyError, OSError) as exc:
             log.warning("orders are as of the last look at the database: %s", reason(exc))
@@ -136,10 +139,12 @@ class Desk:
         }
 
     async def _remove_what_has_passed(self, now: float) -> None:
-        for order in self.orders:
-            if not order.stands(now):
-                with suppress(SQLAlchemyError, OSError):
-                    await self._book.expire(order, now)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_WITHIN_S):
+                for order in self.orders:
+                    if not order.stands(now):
+                        with suppress(SQLAlchemyError, OSError):
+                            await self._book.expire(order, now)
 
     def _tell(self, entries: list[Entry]) -> None:
         """What was done at any replica becomes an event here, once."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.admin import desk
 from gateway.admin.desk import event_of
 from gateway.admin.orders import Action, Entry, Order, Verb, order_of, standings
 from gateway.domain import Credit, LoadReport, SiteIdentity, SiteState, Standing
 from gateway.federation.directory import Directory
+from gateway.store.orders import OrderBook
+from gateway.telemetry.watch import Watch
+from tests.fakes.federation import until
 
 A = SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100)
 
@@ -69,6 +74,48 @@ def test_what_a_verb_makes_of_a_site(action: Action, standing: Standing) -> None
 def test_what_only_lifts_leaves_no_order(verb: Verb) -> None:
     assert order_of(Action(verb, "a", "why", model="m"), "ann", 0.0) is None
     assert order_of(Action(Verb.WEIGHT, "a", "why", weight=100), "ann", 0.0) is None
+
+
+class SilentBook(OrderBook):
+    """It says once what was ordered, and then nothing more."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.looks = 0
+
+    async def orders(self) -> list[Order]:
+        self.looks += 1
+        if self.looks > 1:
+            await asyncio.Event().wait()
+        return [self.order]
+
+    async def entries(self, most: int) -> list[Entry]:
+        return []
+
+    async def expire(self, order: Order, now: float) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_order_ends_on_time_though_the_database_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "EVERY_S", 0.01)
+    monkeypatch.setattr(desk, "LOOK_WITHIN_S", 0.01)
+    now = [0.0]
+
+    async def main() -> None:
+        here = directory()
+        book = SilentBook(Order("a", "weight", "50", "ann", "why", given_at=0.0, until_at=100.0))
+        keeping = desk.Desk(book, here, {}, Watch(here, "g1"), unix_time=lambda: now[0])
+        await keeping.start()
+        try:
+            assert only(here)[1] == 0.5
+            now[0] = 100.0
+            await until(lambda: only(here)[1] == 1.0, "the order has ended")
+            looks = book.looks
+            await until(lambda: book.looks > looks, "it is asked again")
+        finally:
+            await keeping.close()
+
+    asyncio.run(main())
 
 
 orders = st.builds(
