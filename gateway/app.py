@@ -55,6 +55,8 @@ REJOIN_S = 15.0
 """By then every site has dialled again: the longest a site rests between two tries, and a little more."""
 FAREWELL_S = 2.0
 """For clients to take the error that ends their answers, once the time to drain is up."""
+SILENT_S = 2.0
+"""So long a silence of the database is told to who asks whether the gateway is ready."""
 COLLECT = (5_000, 20, 20)
 """In 1,000 queries 3 collections, 4 ms together; by Python's own thresholds 70, 27 ms together."""
 
@@ -65,6 +67,7 @@ class Core(NamedTuple):
     gateway: Gateway
     metrics: Metrics
     watch: Watch
+    leases: Leases
 
 
 def run(config: GatewayConfig) -> int:
@@ -178,7 +181,7 @@ async def _core(
     if mutual_port is not None:
         log.info("sites with a certificate join at %s:%d", config.grpc_host, mutual_port)
     try:
-        yield Core(gateway, metrics, watch)
+        yield Core(gateway, metrics, watch, leases)
     finally:
         await server.stop(grace=1.0)
         await gateway.settled()
@@ -206,7 +209,7 @@ async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
 @asynccontextmanager
 async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
     """What operators look at and act through."""
-    gateway, _, watch = core
+    gateway, watch = core.gateway, core.watch
     desk = Desk(store.orders, gateway.directory, gateway.federation.links, watch)
     others = Others(store.figures, watch.replica, lambda: watch.said, watch.events.add)
     watch.others = lambda: others.summaries
@@ -259,9 +262,11 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
         up = [site.name for site in gateway.directory.sites if site.state is SiteState.READY]
         if not up:
             return Readiness(False, "no site is ready to serve")
-        health = store.recorder.health
-        degraded = f"; degraded: the database is away ({health.last_error})" if health.failing_since else ""
-        return Readiness(True, ", ".join(up) + degraded)
+        health, silent_s = store.recorder.health, core.leases.silent_s
+        away = health.last_error if health.failing_since else ""
+        if silent_s > SILENT_S:
+            away = away or f"no answer for {silent_s:.0f} s"
+        return Readiness(True, ", ".join(up) + (f"; degraded: the database is away ({away})" if away else ""))
 
     return Backend(
         answer=partial(answer, gateway),

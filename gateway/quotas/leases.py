@@ -50,7 +50,7 @@ class Leases:
         self._slices = slices
         self._when_away = when_away
         self._clock = clock
-        self._leased_until = 0.0
+        self._renewed_s = float("-inf")
         self._away = False
         self._wanted = asyncio.Event()
         self._round = asyncio.Event()
@@ -65,6 +65,11 @@ class Leases:
         await self.renew()
         if background:
             self._task = asyncio.create_task(self._renew_for_ever())
+
+    @property
+    def silent_s(self) -> float:
+        """Since the last round that the database answered. There are two a second, whatever is asked."""
+        return self._clock() - self._renewed_s
 
     async def close(self) -> None:
         if self._task is None:
@@ -99,7 +104,7 @@ class Leases:
         began_s = self._clock()
         await self._learn()
         done = await self._slices.round(list(self.quotas.restless()), self.quotas.claim)
-        self._leased_until = began_s + self._slices.lease_s
+        self._renewed_s = began_s
         self.quotas.replicas = done.replicas
         surplus = [self.quotas.granted(*each) for each in done.grants]
         if any(surplus) and done.replicas > 1:  # nobody waits for what the only replica gives back
@@ -135,4 +140,4 @@ class Leases:
             self._away = False
 
     def _lapsed(self) -> bool:
-        return self._when_away is WhenAway.REFUSE and self._clock() >= self._leased_until
+        return self._when_away is WhenAway.REFUSE and self.silent_s >= self._slices.lease_s

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -145,45 +147,90 @@ def test_the_same_process_replaces_its_own_link() -> None:
 
 
 def test_a_process_that_is_told_to_end_lets_no_stream_end_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with whole_gateway(tmp_path, caplog) as (client, site):
+            begun = asyncio.create_task(begin(site))
+            asked = chat_body(model="m", stream=True)
+            async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                lines = answer.aiter_lines()
+                assert "data: " in await anext(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+            await begun
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_says_that_its_database_is_away_though_nobody_asks_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)  # the site reports but once
-    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("gateway.app.SILENT_S", 1.0)
 
     async def scenario() -> None:
-        url = f"sqlite:///{tmp_path / 'mico.db'}"
-        await asyncio.to_thread(migrations.upgrade, url)
-        async with open_store(url, tmp_path, serving=False) as store:
-            _, key = await store.keys.create_key("test")
-        config = GatewayConfig(
-            http_port=0,
-            grpc_port=0,
-            mtls_port=0,
-            database_url=url,
-            folder=tmp_path,
-            site_tokens=(TOKEN,),
-            drain_s=0.3,
-        )
+        async with whole_gateway(tmp_path, caplog) as (client, _):
+
+            async def until_told(degraded: bool) -> None:
+                async with asyncio.timeout(DEADLINE_S):
+                    while ("degraded: the database is away" in await ready(client)) is not degraded:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+
+            await until_told(False)
+            with sqlite3.connect(tmp_path / "mico.db", isolation_level=None) as other:
+                other.execute("BEGIN EXCLUSIVE")
+                await until_told(True)
+                other.execute("ROLLBACK")
+            other.close()
+            await until_told(False)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asyncio.run(scenario())
+
+
+async def ready(client: httpx.AsyncClient) -> str:
+    answer = await client.get("/ready")
+    assert answer.status_code == 200
+    reason: str = answer.json()["reason"]
+    assert reason.startswith("alpha")
+    return reason
+
+
+@asynccontextmanager
+async def whole_gateway(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[tuple[httpx.AsyncClient, ScriptedSite]]:
+    """As a process runs it, with a site, and a client that has a key; it ends when SIGTERM says so."""
+    caplog.set_level(logging.INFO)
+    url = f"sqlite:///{folder / 'mico.db'}"
+    await asyncio.to_thread(migrations.upgrade, url)
+    async with open_store(url, folder, serving=False) as store:
+        _, key = await store.keys.create_key("test")
+    config = GatewayConfig(
+        http_port=0,
+        grpc_port=0,
+        mtls_port=0,
+        database_url=url,
+        folder=folder,
+        site_tokens=(TOKEN,),
+        drain_s=0.3,
+    )
+    with pytest.MonkeyPatch.context() as patient:
+        patient.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)  # the site reports but once
         serving = asyncio.create_task(serve(config))
         await until(lambda: serving.done() or port_of(CLIENTS, caplog.text), "the gateway listens")
         http, grpc_port = (port_of(who, caplog.text) for who in (CLIENTS, SITES))
         site = ScriptedSite("alpha", f"127.0.0.1:{grpc_port}")
         await site.join()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http}", timeout=DEADLINE_S) as client:
-            asked = {"headers": {"authorization": f"Bearer {key}"}, "json": chat_body(model="m", stream=True)}
-            begun = asyncio.create_task(begin(site))
-            async with client.stream("POST", "/v1/chat/completions", **asked) as answer:  # type: ignore[arg-type]
-                lines = answer.aiter_lines()
-                assert "data: " in await anext(lines)
-                os.kill(os.getpid(), signal.SIGTERM)
-                rest = [line async for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{http}", headers=headers, timeout=DEADLINE_S
+        ) as client:
+            yield client, site
         assert await serving == 0
-        await begun
         await site.close()
-
-    asyncio.run(scenario())
 
 
 async def begin(site: ScriptedSite) -> None:

@@ -202,7 +202,7 @@ def test_without_its_database_a_replica_goes_on_with_what_it_leased(
                 with pytest.raises(StoreUnavailable):
                     await here.renew()
                 assert offer(here, 600) == 600
-                here._leased_until = 0.0  # the lease has run out
+                here._renewed_s = float("-inf")  # the lease has run out
                 if when_away is WhenAway.HOLD:
                     assert [offer(here, tokens) for tokens in (500, 400)] == [0, 400]
                 else:
