@@ -59,8 +59,17 @@ class Local:
         return "\n".join(path.read_text()[-2000:] for path in self.folder.glob("processes/*/log"))
 
 
+@pytest.fixture
+def local(applied: Local) -> Local:
+    """As it was first, whatever a test before did to it: in the order of this file there is nothing to do."""
+    applied.configure(SITES)
+    if len(applied.pids()) < 1 + len(SITES):
+        applied.terraform("apply", "-auto-approve")
+    return applied
+
+
 @pytest.fixture(scope="module")
-def local(terraform: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+def applied(terraform: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     folder = tmp_path_factory.mktemp("local")
     http, grpc = choose_ports(0)
     applied = Local(copy_tree(folder, {}), folder / "run", f"http://127.0.0.1:{http}/v1")
@@ -98,7 +107,6 @@ def test_a_second_plan_is_empty(local: Local) -> None:
 def test_one_sites_change_touches_only_it(local: Local) -> None:
     local.configure({**SITES, "aws-eu": {**SITES["aws-eu"], "slots": 6}})
     assert local.replaced() == ["aws-eu-0"]
-    local.configure(SITES)
 
 
 def test_a_killed_engine_is_the_only_one_replaced(local: Local) -> None:
