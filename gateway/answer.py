@@ -174,6 +174,7 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
 
     An answer that has used up the caller's quota ends like one that has reached its length.
     """
+    room_tokens = 0  # what the answer may have before its reservation is looked at
     try:
         while deltas := await attempt.next():
             if not story.opened:
@@ -181,13 +182,14 @@ async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGe
             for delta in deltas:
                 story.take(attempt, delta)
                 yield delta
-            if attempt.ended.is_set() or story.used_tokens <= story.hold.tokens or not story.hold.bound:
+            if attempt.completion_tokens <= room_tokens or attempt.ended.is_set():
                 continue
             if not await covered(gateway, story):
                 for delta in attempt.cut():
                     story.take(attempt, delta)
                     yield delta
                 return
+            room_tokens = story.hold.tokens - story.prompt_tokens
     except TimeoutError as exc:
         raise too_late(gateway, story) from exc
 

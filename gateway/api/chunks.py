@@ -29,7 +29,14 @@ class Chunks:
         self._text = [choice + shape.text_open for choice in self._choice]
         self._text_end = shape.text_close + _UNFINISHED
         self._tokens = [0] * choices
+        self._unfinished = set(range(choices))
+        self._counted = False
         self._offset_chars = [0] * choices
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has its finish, and the usage came."""
+        return self._counted and not self._unfinished
 
     def first(self) -> bytes:
         """The role of each choice, before any text. Text completions have none."""
@@ -55,6 +62,7 @@ class Chunks:
         if delta.tool_calls:
             frames += self._with_calls(delta)
         if delta.finish is not None:
+            self._unfinished.discard(delta.index)
             frames += self._choice[delta.index] + self._shape.last + _FINISHES[delta.finish] + self._tail()
         return frames
 
@@ -71,6 +79,7 @@ class Chunks:
         return choice + _UNFINISHED + self._tail()
 
     def _of_usage(self, usage: Usage) -> bytes:
+        self._counted = True
         if not self._streaming.usage:
             return b""
         return self._start + b'],"usage":' + _encode(usage_fields(usage)) + b"}\n\n"

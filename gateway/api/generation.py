@@ -21,7 +21,7 @@ from gateway.api.chunks import Chunks
 from gateway.api.completion_request import read_completion
 from gateway.api.exchange import Exchange, header, safe_header_value
 from gateway.api.fields import Fields, Problems
-from gateway.api.pieces import Pieces, complete
+from gateway.api.pieces import Pieces, stopped_short, together
 from gateway.api.presence import while_connected
 from gateway.api.problems import Header, is_unexpected, translate
 from gateway.api.refusing import refuse
@@ -90,7 +90,7 @@ class Generation:
             traceparent=header(scope, b"traceparent"),
         )
         relay = self._stream if asked.streaming.on else self._whole
-        pieces = complete(self.backend.answer, asking)
+        pieces = together(self.backend.answer, asking)
         within_s = self.backend.timeout_s + DELIVERY_S
         await while_connected(relay(asked, pieces, exchange, send), receive, within_s=within_s)
 
@@ -147,6 +147,8 @@ class Generation:
             frames = chunks.of(piece)
             if frames:
                 await events.write(frames)
+        if chunks is None or not chunks.complete:
+            raise stopped_short()
 
     def _events(self, send: Send) -> EventStream:
         backend = self.backend

@@ -1,4 +1,4 @@
-"""Between the answers to queries and their encoding: several prompts are merged, and an end must be real."""
+"""Between the answers to queries and their encoding: several prompts are merged into one answer."""
 
 from __future__ import annotations
 
@@ -17,24 +17,14 @@ QUEUE_PIECES = 64
 Pieces = AsyncGenerator[Piece, None]
 
 
-async def complete(answer: Answer, queries: Sequence[Query]) -> Pieces:
-    """The answer to all queries as one. Raises UpstreamLost if it stops short, and closes what it opened.
+def together(answer: Answer, queries: Sequence[Query]) -> Pieces:
+    """The answer to all queries as one. Whoever encodes it sees whether it stops short, and raises that."""
+    return answer(queries[0]) if len(queries) == 1 else merged(answer, queries)
 
-    An end without a finish reason would look like success to OpenAI's SDK, so it never passes here.
-    """
-    unfinished = set(range(len(queries) * queries[0].sampling.n))
-    counted = False
-    pieces = answer(queries[0]) if len(queries) == 1 else merged(answer, queries)
-    async with aclosing(pieces):
-        async for piece in pieces:
-            if isinstance(piece, Delta):
-                if piece.finish is not None:
-                    unfinished.discard(piece.index)
-            elif isinstance(piece, Usage):
-                counted = True
-            yield piece
-    if unfinished or not counted:
-        raise UpstreamLost("The site stopped before the answer was finished. What was sent is incomplete.")
+
+def stopped_short() -> UpstreamLost:
+    """An end without a finish reason would look like success to OpenAI's SDK, so none gets through."""
+    return UpstreamLost("The site stopped before the answer was finished. What was sent is incomplete.")
 
 
 async def merged(answer: Answer, queries: Sequence[Query]) -> Pieces:

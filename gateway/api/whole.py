@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.api.pieces import stopped_short
 from gateway.api.shapes import Head, Shape, usage_fields
 from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, ToolCall, Usage
 
@@ -51,7 +52,7 @@ class Whole:
 
 
 async def gather(pieces: AsyncIterator[Piece], choices: int) -> Whole:
-    """Needs a complete answer: see `complete`."""
+    """Raises UpstreamLost if the answer stops short."""
     opening: Opening | None = None
     usage: Usage | None = None
     grown = [Choice() for _ in range(choices)]
@@ -62,5 +63,6 @@ async def gather(pieces: AsyncIterator[Piece], choices: int) -> Whole:
             opening = piece
         else:
             usage = piece
-    assert opening is not None and usage is not None, "an answer is complete before it is gathered"
+    if opening is None or usage is None or any(choice.finish is None for choice in grown):
+        raise stopped_short()
     return Whole(opening, grown, usage)

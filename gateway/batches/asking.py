@@ -15,7 +15,7 @@ from gateway.api.backend import Backend
 from gateway.api.chat_request import read_chat
 from gateway.api.completion_request import read_completion
 from gateway.api.fields import Fields, Problems
-from gateway.api.pieces import complete
+from gateway.api.pieces import together
 from gateway.api.problems import translate
 from gateway.api.shapes import CHAT, TEXT, Head, Shape
 from gateway.batches.reading import Wanted
@@ -79,7 +79,7 @@ async def ask(
     """The body of the answer. Raises what the endpoint would translate for a client."""
     asked = asked_of(endpoint, wanted.body, backend)
     asking = line_queries(asked, caller, backend, query_id=query_id, toward=toward, within_s=within_s)
-    async with aclosing(complete(backend.answer, asking)) as pieces:
+    async with aclosing(together(backend.answer, asking)) as pieces:
         answer = await whole.gather(pieces, asked.choices)
     created_s = int(backend.unix_time())
     head = Head(endpoint.shape.id_prefix + query_id, created_s, asked.model, answer.opening.fingerprint)
