@@ -206,13 +206,13 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(**settings: Any) -> AsyncIterator[Scene]:
+async def scene(*, heartbeat_s: float = 0.5, **settings: Any) -> AsyncIterator[Scene]:
     """Its sites report when their test says so, however slow the machine is, and are not stale before."""
     with pytest.MonkeyPatch.context() as patient:
         patient.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)
         outcomes: list[Outcome] = []
         directory = Directory()
-        linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=0.5)
+        linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=heartbeat_s)
         federation = Federation(linked, directory, time.monotonic)
         forecasts = Forecasts(FlatForecaster(), FlatForecaster())
         server, port, _ = await listen(federation, "127.0.0.1:0")

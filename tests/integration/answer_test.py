@@ -422,7 +422,7 @@ def test_a_silent_site_is_noticed_by_its_heartbeat() -> None:
         assert text_of(await task) == "done"
         assert here.outcomes[0].attempts[0].ended == "lost"
 
-    run(scenario)
+    run(scenario, heartbeat_s=0.1)
 
 
 def test_garbage_from_a_site_costs_the_site_its_link_not_the_client_its_answer() -> None:
@@ -704,7 +704,7 @@ def test_why_a_site_is_gone_is_told_to_its_clients_and_in_the_log(caplog: pytest
         with pytest.raises(UpstreamLost, match="b was lost: silent for"):
             await task
 
-    run(scenario)
+    run(scenario, heartbeat_s=0.1)
     left = [record.message for record in caplog.records if " left: " in record.message]
     assert left[0] == "site a left: the connection ended"
     assert left[1].startswith("site b left: silent for")

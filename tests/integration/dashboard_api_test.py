@@ -114,6 +114,13 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at the database and snapshots, of which there is one a second."""
+    monkeypatch.setattr("gateway.admin.desk.EVERY_S", 0.05)
+    monkeypatch.setattr("gateway.telemetry.watch.EVERY_S", 0.05)
+
+
 @pytest.fixture
 def url(template: bytes, tmp_path: Path) -> str:
     (tmp_path / "mico.db").write_bytes(template)

@@ -343,7 +343,10 @@ def test_peers_are_dialled_too() -> None:
 
 def test_one_replica_under_two_addresses_has_one_link() -> None:
     async def scenario() -> None:
-        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False) as scene:
+        async with (
+            serving(Gateway()) as gateway,
+            site_before(gateway, stepped=False, patience=HURRIED) as scene,
+        ):
             first = await gateway.linked("east")
             await first.heard("load")
             scene.links.add([f"127.0.0.1:{gateway.alias_port}"])

@@ -62,6 +62,8 @@ def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
 ) -> None:
     monkeypatch.setattr("gateway.quotas.meter.WINDOW_S", float("inf"))  # the test may take its minutes
     monkeypatch.setattr("gateway.quotas.leases.MORE_WITHIN_S", DEADLINE_S)
+    monkeypatch.setattr("gateway.quotas.leases.EVERY_S", 0.1)
+    monkeypatch.setattr("gateway.quotas.leases.REST_S", 0.01)
 
     async def main() -> None:
         async with (
