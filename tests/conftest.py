@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,9 +12,17 @@ from hypothesis import settings
 # slow machine. `--hypothesis-profile=default` looks for new ones.
 settings.load_profile("ci")
 
+gc.disable()  # what is made while tests are collected stays, and to look through it costs 4 s
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small only lose by sharing their sums out
 
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU the kernels run in Triton's interpreter. Triton's own functions are made for the mode that
     # it was imported in, and libraries import it: too late once the first of them is there.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """From now on only what tests make is looked through."""
+    gc.freeze()
+    gc.enable()
