@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.prompt import Chat, Prompt
 from predictor.forecast import Forecast
 
@@ -302,8 +304,7 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(msgspec.Struct, frozen=True):
     """The first thing an answer yields, once the first token is there: from here on the status is 200."""
 
     site: str
@@ -325,8 +326,7 @@ class ToolCall:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """New output of one choice; `completion_tokens` counts so far, `finish` is set in its last delta only."""
 
     index: int
@@ -339,8 +339,7 @@ class Delta:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """The last thing an answer yields. `completion_tokens` sums the choices; the prompt counts once."""
 
     prompt_tokens: int

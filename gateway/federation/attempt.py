@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from gateway.domain import Broken, Decision, Delta, Finish, SiteIdentity
 from gateway.routing.demand import Demand

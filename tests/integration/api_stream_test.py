@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 from openai.types.chat import ChatCompletionChunk
 
 from gateway.domain import Delta, Finish, Piece, Query, Usage
