@@ -5,7 +5,6 @@ Does not keep any text of a prompt or an answer, only lengths in tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
@@ -17,8 +16,7 @@ from predictor.forecast import Forecast
 TEXT_LIMIT = 500
 
 
-@dataclass(frozen=True, slots=True)
-class UsageRow:
+class UsageRow(msgspec.Struct, frozen=True):
     """One query as it ended. `query_id` is ours and unique; clients know `request_id` and may reuse one."""
 
     query_id: str
@@ -42,8 +40,7 @@ class UsageRow:
     forecast_p90: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionRow:
+class DecisionRow(msgspec.Struct, frozen=True):
     """One attempt of that query, with everything that its decision was made of."""
 
     query_id: str
@@ -62,8 +59,7 @@ class DecisionRow:
     first_token_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """What is journaled as one line and stored in one transaction."""
 
     usage: UsageRow

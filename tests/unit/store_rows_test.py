@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,8 +17,8 @@ from tests.fakes.store import FORECAST, attempt, outcome
 
 
 def test_rows_and_tables_have_the_same_columns() -> None:
-    assert [field.name for field in fields(UsageRow)] == list(usage.c.keys())
-    assert [field.name for field in fields(DecisionRow)] == list(decisions.c.keys())
+    assert [field.name for field in msgspec.structs.fields(UsageRow)] == list(usage.c.keys())
+    assert [field.name for field in msgspec.structs.fields(DecisionRow)] == list(decisions.c.keys())
 
 
 def test_nothing_is_kept_that_could_hold_a_prompt() -> None:
