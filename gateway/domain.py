@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -22,8 +22,7 @@ class Lane(IntEnum):
     BATCH = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(msgspec.Struct, frozen=True):
     """How to draw tokens; defaults are OpenAI's. `max_tokens` None means as long as the context allows.
 
     `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
@@ -43,7 +42,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
     echo: bool = False
     guided_json: str = ""
@@ -78,8 +77,7 @@ class Caller:
         return self.models is None or model in self.models
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(msgspec.Struct, frozen=True):
     """One user request. `id` is ours and unique; `request_id` is what the client sees and may have chosen.
 
     `toward` is the site that it was assigned to with others of its window, None if it is decided alone. Times
@@ -247,8 +245,7 @@ class Standing:
 # ---- a decision ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(msgspec.Struct, frozen=True):
     """A forecast on one site. Seconds from now as the client would see them."""
 
     site: str
@@ -261,8 +258,7 @@ class Estimate:
     cost: float | None = None  # what the policy compared, in its own unit: the least was taken
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Which site serves an attempt, and everything needed to explain or replay it.
 
     `began_s` and `decided_s` are seconds since the query was received.
@@ -409,8 +405,7 @@ class Status(StrEnum):
     REFUSED = "refused"  # never reached a site, or every site refused it
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
+class Attempt(msgspec.Struct, frozen=True):
     """One try of one query on one site, as it ended. `ended` is the finish or the reason it broke."""
 
     decision: Decision
@@ -420,8 +415,7 @@ class Attempt:
     first_token_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """One per query, recorded once. Durations in seconds; `received_at` is unix time."""
 
     query_id: str

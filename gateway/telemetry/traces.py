@@ -7,9 +7,9 @@ Imports the extra `otel`; only `app.py` imports this, and only where traces are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from hashlib import blake2b
 
+from msgspec.structs import replace
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource

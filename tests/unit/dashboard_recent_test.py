@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from gateway.domain import Attempt, Decision, Outcome, SiteState, Status
 from gateway.telemetry.events import EventLog

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.domain import (
@@ -97,7 +98,7 @@ def test_an_answer_is_counted_once_everywhere() -> None:
 def test_moves_and_failovers_are_told_apart() -> None:
     metrics = Metrics(directory(), lambda: 0)
     metrics.observe(
-        replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b", "lost"), attempt("a")))
+        structs.replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b", "lost"), attempt("a")))
     )
     value = exported(metrics)
     assert value("mico_decisions_total", reason="offload") == 1
@@ -107,8 +108,8 @@ def test_moves_and_failovers_are_told_apart() -> None:
 
 def test_a_query_that_no_site_took_costs_no_tokens() -> None:
     metrics = Metrics(directory(), lambda: 0)
-    refused = replace(ANSWERED, status=Status.REFUSED, attempts=(), queue_s=None, first_token_s=None)
-    metrics.observe(replace(refused, mistaken=True))
+    refused = structs.replace(ANSWERED, status=Status.REFUSED, attempts=(), queue_s=None, first_token_s=None)
+    metrics.observe(structs.replace(refused, mistaken=True))
     metrics.observe(refused)
     value = exported(metrics)
     assert value("mico_requests_total", site="none", outcome="refused") == 1, "a mistake or a quota"
@@ -128,7 +129,7 @@ def test_a_model_that_no_site_can_serve_is_exported_as_zero() -> None:
 
 def test_every_promised_metric_is_there_with_its_labels() -> None:
     metrics = Metrics(here := directory(), lambda: 0)
-    moved = replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b")))
+    moved = structs.replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b")))
     metrics.observe(moved)
     families = text_string_to_metric_families(metrics.text().decode())
     labels = {
@@ -153,10 +154,14 @@ def test_every_promised_metric_is_there_with_its_labels() -> None:
 
 def test_what_was_counted_of_a_site_that_is_forgotten_goes_with_it() -> None:
     metrics = Metrics(directory(), lambda: 0)
-    metrics.observe(replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b"))))
+    metrics.observe(structs.replace(ANSWERED, attempts=(attempt("a", "released"), attempt("b"))))
     for number in range(50):  # machines that came and went, each under a name of its own
-        metrics.observe(replace(ANSWERED, attempts=(attempt(f"gone-{number}", "released"), attempt("b"))))
-        metrics.observe(replace(ANSWERED, attempts=(attempt("b", "released"), attempt(f"gone-{number}"))))
+        metrics.observe(
+            structs.replace(ANSWERED, attempts=(attempt(f"gone-{number}", "released"), attempt("b")))
+        )
+        metrics.observe(
+            structs.replace(ANSWERED, attempts=(attempt("b", "released"), attempt(f"gone-{number}")))
+        )
     page = metrics.text().decode()
     assert "gone-" not in page
     assert 'mico_requests_total{outcome="answered",site="b"} 51.0' in page

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gateway.domain import Estimate, Status
 from gateway.store.rows import TEXT_LIMIT, DecisionRow, UsageRow, attempt_of, from_line, record_of, to_line
