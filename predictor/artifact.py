@@ -20,8 +20,8 @@ CARD_FILE = "card.json"
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v1"
-SMALL_NAME = "small-v3"
-LARGE_NAME = "large-v2"
+SMALL_NAME = "small-v4"
+LARGE_NAME = "large-v3"
 DEFAULT_NAME = SMALL_NAME
 KINDS = {"lexical": LEXICAL_NAME, "small": SMALL_NAME, "large": LARGE_NAME}
 """What is shipped, by the word that chooses it."""
