@@ -142,7 +142,7 @@ class SimulatedSite:
         if not self.running:
             self._stretch = None
             return
-        chunk = min(max(1, TOKEN_BUDGET - decoding), sum(row.to_prefill for row in self._prefilling))
+        chunk = min(self._prefill_budget, sum(row.to_prefill for row in self._prefilling))
         cost, count = self.spec.cost, 1
         rows = decoding + len(self._prefilling)
         first_s = cost.seconds(rows, decoding + chunk, self.kv_used)
@@ -180,8 +180,9 @@ class SimulatedSite:
         self.busy_s += self._clock.now_s - stretch.start_s
         changed = self._finish_decoded()
         changed |= self._advance_prefills(stretch.chunk)
+        pending = self.pending
         self._next()
-        if changed:
+        if changed or self.pending != pending:
             self._changed(self)
 
     def _finish_decoded(self) -> bool:
@@ -241,20 +242,28 @@ class SimulatedSite:
     def _admit(self) -> None:
         """Whoever is next of a better lane waits for no line of a batch: the last of those gives up its slot
         and its KV, and comes back later. The engine takes one an iteration, here it takes what it needs.
+        Nobody starts whose prompt would get nothing of this iteration's tokens: meanwhile the order decides.
         """
-        if not (self.queue or self._preempted) or (self._is_full and not self._lines_running):
+        budget = self._prefill_budget - sum(row.to_prefill for row in self._prefilling)
+        if not (self.queue or self._preempted) or (self._is_full and not self._lines_running) or budget <= 0:
             return
         free = self.spec.kv_tokens - self.kv_used - self.settle_rows()
-        while (row := self._first()) is not None:
+        while budget > 0 and (row := self._first()) is not None:
             need = len(row.tokens) + row.p90_remaining()
             if not self._is_full and (not self.running or need <= free):
                 self._start(row, need)
                 free -= need
+                budget -= row.to_prefill
             elif (line := self._last_below(row)) is not None:
                 free += line.reserved
                 self._preempt(line)
             else:
                 return
+
+    @property
+    def _prefill_budget(self) -> int:
+        """Tokens of prompts in the next iteration."""
+        return max(1, TOKEN_BUDGET - self._rows_decoding)
 
     @property
     def _is_full(self) -> bool:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf, isnan
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.domain import Lane
+from gateway.domain import IterationCost, Lane
 from gateway.routing.policies import POLICIES
 from mico.simulation.estimators import ESTIMATORS, exactly, expectations, noisy
+from mico.simulation.events import Clock
 from mico.simulation.federation import Federation, Outage, Setting
 from mico.simulation.figures import ORDERS, jain
 from mico.simulation.queries import Query, Record
-from mico.simulation.row import Row
+from mico.simulation.row import ENDLESS, Row
+from mico.simulation.site import TOKEN_BUDGET, SimulatedSite
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 from mico.simulation.workloads import at_rate
-from site_engine.request import RemainingCurve, RemainingPoint
+from site_engine.admission import AdmissionQueue, least_work
+from site_engine.kv import PagePool
+from site_engine.request import RemainingCurve, RemainingPoint, Request
+from site_engine.scheduler import Scheduler
 
 LEARNERS = {name: each for name, each in ESTIMATORS.items() if name != "shipped"} | {"noisy": noisy(0.7)}
 
@@ -147,6 +153,65 @@ def test_a_site_serves_no_more_rows_than_it_has_slots_and_no_more_tokens_than_it
     assert max(running for running, _ in seen) == 5
     assert max(used for _, used in seen) <= 700
     assert only.preemptions > 0
+
+
+class Sent(NamedTuple):
+    arrived_s: float
+    prompt_tokens: int
+    answer_tokens: int
+
+
+def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> dict[str, int]:
+    """In which iteration of a second each the engine's scheduler has the first token of each computed."""
+    queue = AdmissionQueue(starving_after_s=inf)
+    first: dict[str, int] = {}
+    left: dict[str, int] = {}
+    scheduler = Scheduler(PagePool(200_000, 1), queue, slots=slots, token_budget=TOKEN_BUDGET)
+    coming = list(enumerate(requests))
+    for now_s in range(2000):
+        while coming and coming[0][1].arrived_s <= now_s:
+            number, (arrived_s, prompt, answer) = coming.pop(0)
+            request = Request(str(number), [0] * prompt, remaining=RemainingCurve.exactly(answer))
+            request.arrived_s, request.max_tokens, left[request.id] = arrived_s, ENDLESS, answer
+            queue.push(request)
+        plan = scheduler.plan(float(now_s))
+        scheduler.advance(plan)
+        for request in [entry.request for entry in plan.entries if entry.samples]:
+            first.setdefault(request.id, now_s + 1)
+            request.tokens.append(0)
+            left[request.id] -= 1
+            if not left[request.id]:
+                scheduler.release(request)
+    return first
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6000), st.integers(1, 40)), max_size=12),
+    st.integers(1, 6),
+)
+def test_a_site_computes_first_tokens_in_the_iterations_in_which_the_engine_would(
+    others: list[tuple[int, int, int]], slots: int
+) -> None:
+    """The first request runs all the time, so that every iteration begins at a full second."""
+    requests = [Sent(0.0, 1, 1500), *(Sent(at + 0.5, *sizes) for at, *sizes in sorted(others))]
+    first: dict[str, int] = {}
+    clock = Clock()
+    site = SimulatedSite(
+        SiteSpec("a", slots + 1, IterationCost(base_s=1.0), 0.0, 200_000),
+        clock,
+        score=least_work,
+        starving_after_s=inf,
+        started=lambda row: first.update({row.id: site.iterations}),
+        ended=lambda row: None,
+        changed=lambda site: None,
+    )
+    for number, (arrived_s, prompt, answer) in enumerate(requests):
+        curve = RemainingCurve.exactly(answer)
+        row = Row(str(number), prompt, curve, typical=curve.typical(), response_tokens=answer)
+        clock.at(arrived_s, site.submit, row)
+    clock.run()
+    assert first == first_tokens_of_the_engine(requests, slots + 1)
 
 
 @settings(max_examples=30, deadline=None)
