@@ -31,11 +31,12 @@ SHAPES = (
 
 class Answers(NamedTuple):
     """Which answer each row has, -1 where its text is unknown, and of each answer its first pieces
-    `[answers, FIRST_PIECES]` (zeros at the end) and its shape `[answers, SHAPES]`."""
+    `[answers, FIRST_PIECES]` (zeros at the end), its shape `[answers, SHAPES]` and its text."""
 
     of_row: NDArray[np.int64]
     first: NDArray[np.int64]
     shape: NDArray[np.int64]
+    texts: tuple[str, ...] = ()
 
 
 def answers_of(texts: pd.Series[str], pieces: Pieces) -> Answers | None:
@@ -44,7 +45,8 @@ def answers_of(texts: pd.Series[str], pieces: Pieces) -> Answers | None:
     if not known.any():
         return None
     told = list(texts[known])
-    return Answers(np.where(known, np.cumsum(known) - 1, -1), _first(told, pieces), _shapes(told))
+    of_row = np.where(known, np.cumsum(known) - 1, -1)
+    return Answers(of_row, _first(told, pieces), _shapes(told), tuple(told))
 
 
 def _first(texts: Sequence[str], pieces: Pieces) -> NDArray[np.int64]:

@@ -12,11 +12,19 @@ from typing import NamedTuple
 DROPPED_SHARE = 0.12
 
 
+class Asked(NamedTuple):
+    """A prompt that a language model asked, and the source that it is like."""
+
+    text: str
+    source: str
+
+
 class Made(NamedTuple):
-    """A made prompt and the fold both its parents are of."""
+    """A made prompt, the fold both its parents are of, and the source that it is like, if it is like one."""
 
     text: str
     fold: int
+    source: str = ""
 
 
 def make(texts: Sequence[str], folds: Sequence[int], count: int, seed: int) -> list[Made]:

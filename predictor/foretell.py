@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from predictor.answers import OCTAVES, SHAPES, Answers
+from predictor.networks import LengthNet
 from predictor.prepare import TRAIN, Prepared
 
 MASK = "[MASK]"
@@ -82,7 +83,20 @@ def _pairs(
             yield both, torch.tensor(second, device=device).expand(len(both), -1)
 
 
-class AnswerTask(nn.Module):  # type: ignore[misc]  # torch is not typed here
+class Beside(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """What a net learns besides lengths."""
+
+    def read(
+        self, net: LengthNet, pieces: Tensor, owner: Tensor, rows: Tensor, served: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the body reads of each prompt, and the loss in nats of telling more of some rows' answers.
+
+        Row i is of prompt `owner[i]` in `pieces`, and `rows[i]` among all rows; `served[i]` answers it.
+        """
+        raise NotImplementedError
+
+
+class AnswerTask(Beside):
     """How badly an answer's shape and first words are told from what the body reads and who answers."""
 
     def __init__(self, answers: Answers, width: int, models: int, vocabulary: int) -> None:
@@ -91,8 +105,14 @@ class AnswerTask(nn.Module):  # type: ignore[misc]  # torch is not typed here
         self.hidden = nn.Linear(width + MODEL_WIDTH, HIDDEN)
         self.shape = nn.Linear(HIDDEN, len(SHAPES) * OCTAVES)
         self.words = nn.Linear(HIDDEN, vocabulary)
-        for name, value in zip(answers._fields, answers, strict=True):
-            self.register_buffer(f"answers_{name}", torch.tensor(value))
+        for name in ("of_row", "first", "shape"):
+            self.register_buffer(f"answers_{name}", torch.tensor(getattr(answers, name)))
+
+    def read(
+        self, net: LengthNet, pieces: Tensor, owner: Tensor, rows: Tensor, served: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        read = net.read(pieces)
+        return read, self(read, owner, rows, served)
 
     def forward(self, read: Tensor, owner: Tensor, rows: Tensor, served: Tensor) -> Tensor:
         """Mean loss in nats of the rows whose answer is known; row i is of prompt `owner[i]` in `read`."""

@@ -5,7 +5,7 @@ Needs torch; training only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from predictor.foretell import AnswerTask
+from predictor.foretell import Beside
 from predictor.labels import soft_targets
 from predictor.lexical import UNKNOWN_MODEL
 from predictor.networks import LengthNet
@@ -37,6 +37,8 @@ class Recipe:
     body_rate: float
     head_rate: float
     rows_per_prompt: int = 6
+    visits: int = 1
+    """How often an epoch comes to a prompt that was answered; to one that nobody answered it comes once."""
     weight_decay: float = 0.01
     warm_share: float = 0.06
     spread_octaves: float = 0.25
@@ -49,7 +51,7 @@ class Recipe:
     match: float = 0.0
     """What it weighs to be able to tell, from what the body reads, what the teachers' bodies read."""
     beside: float = 0.1
-    """What it weighs to tell an answer's shape and first words, where their texts are known."""
+    """What it weighs to tell more of an answer, where their texts are known."""
     moved_share: float = 0.0
     """Share of the batches whose texts begin a few places later, so that other neighbours are merged."""
     averaged: float = 0.0
@@ -77,22 +79,32 @@ class Drawn(NamedTuple):
 class Draw:
     """Draws batches of prompts and up to so many rows of each."""
 
-    def __init__(self, data: Prepared, rows: NDArray[np.int64], recipe: Recipe) -> None:
-        self._order = rows[np.argsort(data.prompt[rows], kind="stable")]
+    def __init__(
+        self,
+        pieces: NDArray[np.int64],
+        prompt: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        recipe: Recipe,
+        visits: NDArray[np.int64] | int = 1,
+    ) -> None:
+        """`pieces` are of prompts, `prompt` and `visits` (times that an epoch draws its prompt) of rows."""
+        self._order = rows[np.argsort(prompt[rows], kind="stable")]
         self.prompts, self._starts, self._counts = np.unique(
-            data.prompt[self._order], return_index=True, return_counts=True
+            prompt[self._order], return_index=True, return_counts=True
         )
-        self._lengths = (data.pieces[self.prompts] != 0).sum(1)
+        self._lengths = (pieces[self.prompts] != 0).sum(1)
+        often = np.broadcast_to(visits, prompt.shape)[self._order[self._starts]]
+        self._visited = np.repeat(np.arange(len(self.prompts)), often)
         self._recipe = recipe
         self._random = np.random.default_rng(recipe.seed)
 
     @property
     def batches(self) -> int:
-        return -(-len(self.prompts) // self._recipe.batch_prompts)
+        return -(-len(self._visited) // self._recipe.batch_prompts)
 
     def epoch(self) -> Iterator[Drawn]:
         size = self._recipe.batch_prompts
-        shuffled = self._random.permutation(len(self.prompts))
+        shuffled = self._random.permutation(self._visited)
         chunks = np.split(shuffled, range(size * SORTED_BATCHES, len(shuffled), size * SORTED_BATCHES))
         batches = []
         for chunk in chunks:
@@ -113,6 +125,38 @@ class Draw:
         return Drawn(self.prompts[chosen], rows, owner, weight.astype(np.float32), longest)
 
 
+class Descent:
+    """Follows the clipped gradient of a loss, at rates that rise and fall once over a recipe's epochs."""
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[list[torch.Tensor], float]],
+        batches: int,
+        recipe: Recipe,
+        clipped: Iterable[torch.Tensor],
+    ) -> None:
+        """`groups` of weights with their highest rates; `clipped` are those whose gradient is kept short."""
+        self._clipped = list(clipped)
+        rated = [{"params": weights, "lr": rate} for weights, rate in groups]
+        fused = self._clipped[0].is_cuda
+        self._optimizer = torch.optim.AdamW(rated, weight_decay=recipe.weight_decay, fused=fused)
+        self._schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self._optimizer,
+            [rate for _, rate in groups],
+            total_steps=recipe.epochs * batches + 1,
+            pct_start=recipe.warm_share,
+        )
+
+    def step(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss without what led to it."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._clipped, 1.0)
+        self._optimizer.step()
+        self._schedule.step()
+        return loss.detach()
+
+
 def fit(
     net: LengthNet,
     data: Prepared,
@@ -121,36 +165,27 @@ def fit(
     recipe: Recipe,
     *,
     taught: Taught | None = None,
-    beside: AnswerTask | None = None,
+    beside: Beside | None = None,
     device: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> LengthNet:
     """Trains a net on some rows, and to do as its teachers did where there are any."""
     torch.manual_seed(recipe.seed)
     net.to(device).train()
-    draw = Draw(data, rows, recipe)
-    steps = recipe.epochs * draw.batches
+    visits = np.where(data.length > 0, recipe.visits, 1)
+    draw = Draw(data.pieces, data.prompt, rows, recipe, visits)
     matching = None if taught is None or not recipe.match else _Matching(net.body.width, taught.reads, device)
-    body, head = (
-        list(net.body.parameters()),
-        [
-            *net.head.parameters(),
-            *(each for task in (matching, beside) if task for each in task.to(device).parameters()),
-        ],
-    )
-    groups = [{"params": body, "lr": recipe.body_rate}, {"params": head, "lr": recipe.head_rate}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=recipe.weight_decay, fused=device != "cpu")
-    rates = [recipe.body_rate, recipe.head_rate]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rates, total_steps=steps + 1, pct_start=recipe.warm_share
-    )
+    tasks = [task.to(device) for task in (matching, beside) if task is not None]
+    head = [weight for part in (net.head, *tasks) for weight in part.parameters()]
+    groups = [(list(net.body.parameters()), recipe.body_rate), (head, recipe.head_rate)]
+    descent = Descent(groups, draw.batches, recipe, net.parameters())
     pieces = torch.tensor(data.pieces, device=device)
-    unknown_piece = data.vocabulary.index(UNKNOWN)
+    unknown_piece = data.vocabulary.index(UNKNOWN) if recipe.piece_dropout else 0
     side = torch.tensor(data.side, device=device)
     noise = recipe.side_noise / net.head.scale[net.body.width :]
     model = torch.tensor(data.model, device=device)
     target = _targets(data, edges, recipe, None if taught is None else taught.probabilities, device)
-    mean = _RunningMean(net, recipe.averaged, int(AVERAGED_FROM * steps))
+    mean = _RunningMean(net, recipe.averaged, int(AVERAGED_FROM * recipe.epochs * draw.batches))
     for epoch in range(recipe.epochs):
         total = torch.zeros((), device=device)
         for drawn in draw.epoch():
@@ -161,21 +196,18 @@ def fit(
             forget = torch.rand(len(chosen), device=device) < recipe.unknown_share
             served = model[chosen].masked_fill(forget, UNKNOWN_MODEL)
             text = _blotted(pieces[prompts, : drawn.longest], unknown_piece, recipe.piece_dropout)
-            read = net.read(_moved(text, recipe.moved_share))
+            text = _moved(text, recipe.moved_share)
+            if beside is None:
+                read, more = net.read(text), torch.zeros((), device=device)
+            else:
+                read, more = beside.read(net, text, owner, chosen, served)
             logits = net.told(read, shown, owner, served)
             losses = functional.cross_entropy(logits, target[chosen].float(), reduction="none")
-            loss = (losses * weight).sum() / weight.sum()
+            loss = (losses * weight).sum() / weight.sum() + recipe.beside * more
             if matching is not None:
                 loss = loss + recipe.match * matching(read, prompts)
-            if beside is not None:
-                loss = loss + recipe.beside * beside(read, owner, chosen, served)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
+            total += descent.step(loss)
             mean.step()
-            total += loss.detach()
         progress(f"epoch {epoch + 1}/{recipe.epochs}: loss {total.item() / draw.batches:.4f}")
     mean.take()
     net.eval()

@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 
 from predictor import augment, dataset, features, views
 from predictor.answers import COLUMN, Answers, answers_of
+from predictor.augment import Asked
 from predictor.pieces import LONGEST_PIECES, MARKS, Pieces
 
 Progress = Callable[[str], None]
 TRAIN, CALIBRATION, HELD_OUT, MADE = range(4)
 UNKNOWN_NAME = "(unknown)"
+SEEN_BY_NONE = -1
+"""Fold of a prompt that no regression has seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,11 @@ class Prepared:
         """Places of the rows of some parts."""
         return np.flatnonzero(np.isin(self.part, parts))
 
+    def without(self, prompts: NDArray[np.bool_]) -> Prepared:
+        """The same, where some training prompts are held out, too."""
+        left_out = (self.part == TRAIN) & prompts[self.prompt]
+        return replace(self, part=np.where(left_out, HELD_OUT, self.part))
+
     def commonest_pieces(self, most: int) -> NDArray[np.int64]:
         """Ids of the `most` pieces that training prompts have most of, and of what every text needs."""
         seen = np.unique(self.prompt[self.rows(TRAIN)])
@@ -64,11 +72,12 @@ def prepare(
     frame: pd.DataFrame,
     vocabulary: Sequence[str],
     *,
-    made: int,
+    mixed: int,
     seed: int,
+    asked: Sequence[Asked] = (),
     progress: Progress = lambda _: None,
 ) -> Prepared:
-    """Arrays of a corpus and of `made` further prompts."""
+    """Arrays of a corpus, of prompts that were asked like it, and of `mixed` further ones."""
     parts = dataset.split(frame)
     prompts = frame.drop_duplicates("prompt_id")
     place = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
@@ -78,8 +87,9 @@ def prepare(
 
     texts = prompts.prompt.to_numpy()
     parents = np.unique(train_prompt)
-    extra = augment.make(list(texts[parents]), list(learned.folds[parents]), made, seed)
-    progress(f"{len(texts)} prompts, {len(extra)} made of them")
+    extra = [augment.Made(each.text, SEEN_BY_NONE, each.source) for each in asked]
+    extra += augment.make(list(texts[parents]), list(learned.folds[parents]), mixed, seed)
+    progress(f"{len(texts)} prompts, {len(asked)} asked like them, {mixed} made of them")
     extra_bags = [features.bag(each.text) for each in extra]
     folds = np.concatenate([learned.folds, np.array([each.fold for each in extra], dtype=np.int64)])
     bags = [*bags, *extra_bags]
@@ -87,7 +97,7 @@ def prepare(
 
     names = (UNKNOWN_NAME, *sorted(parts.train.model.unique()))
     rows = _rows(parts, place, names)
-    rows = pd.concat([rows, _made_rows(rows, len(texts), len(extra), seed)])
+    rows = pd.concat([rows, _made_rows(rows, len(texts), [each.source for each in extra], seed)])
     every = (*texts, *(each.text for each in extra))
     reader = Pieces(vocabulary)
     return Prepared(
@@ -113,19 +123,31 @@ def _rows(parts: dataset.Split, place: pd.Series[int], names: tuple[str, ...]) -
             "prompt": known.prompt_id.map(place),
             "model": known.model.map(model),
             "length": known.response_tokens,
+            "source": known.source,
             COLUMN: known.get(COLUMN, "") if part == TRAIN else "",
         }
         frames.append(pd.DataFrame(columns).assign(part=part))
     return pd.concat(frames)
 
 
-def _made_rows(rows: pd.DataFrame, first: int, count: int, seed: int) -> pd.DataFrame:
-    """Two rows for each made prompt: a model as often as it answered prompts, and any model."""
+def _made_rows(rows: pd.DataFrame, first: int, sources: Sequence[str], seed: int) -> pd.DataFrame:
+    """Two rows for each made prompt: a model as often as it answered prompts, and any model.
+
+    For one that was asked like a source's, the first is of that source's, and a third is the commonest there.
+    """
     random = np.random.default_rng(seed)
-    answered = rows.model[rows.part == TRAIN].to_numpy()
-    model = np.concatenate([random.choice(answered, count), random.choice(np.unique(answered), count)])
-    prompt = np.tile(np.arange(first, first + count), 2)
-    return pd.DataFrame({"prompt": prompt, "model": model, "length": 0, "part": MADE, COLUMN: ""})
+    answered, like = rows[rows.part == TRAIN], np.array(sources, dtype=str)
+    prompt, model = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for source in np.unique(like):
+        own = np.flatnonzero(like == source)
+        among = answered.model[answered.source == source] if source else answered.model
+        drawn = [random.choice(among, len(own)), random.choice(answered.model.unique(), len(own))]
+        if source:
+            drawn.append(np.full(len(own), among.mode().iloc[0]))
+        prompt += [own + first] * len(drawn)
+        model += drawn
+    columns = {"prompt": np.concatenate(prompt), "model": np.concatenate(model)}
+    return pd.DataFrame(columns).assign(length=0, part=MADE, source="", **{COLUMN: ""})
 
 
 def _needed(piece: str) -> bool:

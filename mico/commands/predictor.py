@@ -107,13 +107,19 @@ def train(
         str, typer.Option(help="lexical, or distilled from an encoder: small, large.")
     ] = "lexical",
     encoder: Annotated[str | None, typer.Option(help="A folder or Hub id; `lexical` needs none.")] = None,
+    language_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder or Hub id of one that asks further prompts and teaches, beside encoders."
+        ),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="What forecasts made by it are called.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed and data give the same artifact.")] = 7,
     as_json: Json = False,
 ) -> None:
     """Train an artifact and write it with its card. Serve it with `predictor = FOLDER` of a gateway.
 
-    Where the file has the answers' texts, in a column `answer`, an encoder learns from those, too.
+    Where the file has the answers' texts, in a column `answer`, teachers learn from those, too.
     """
     from predictor.errors import PredictorError
     from predictor.train import train as trained
@@ -121,7 +127,14 @@ def train(
     here = session(context)
     try:
         card = trained(
-            data, out, kind=kind, encoder=encoder, name=name, seed=seed, progress=here.terminal.say
+            data,
+            out,
+            kind=kind,
+            encoder=encoder,
+            language_model=language_model,
+            name=name,
+            seed=seed,
+            progress=here.terminal.say,
         )
     except PredictorError as error:
         raise CommandFailed("the artifact can't be trained", cause=str(error)) from error

@@ -1,24 +1,25 @@
 """A model trained on a small corpus serves, by its own card, what the corpus says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from transformers import BertConfig, BertModel
 
+from predictor.asking import Asking
 from predictor.errors import DataError
 from predictor.foretell import Masked
 from predictor.learn import Recipe
 from predictor.lexical import HeadConfig
 from predictor.networks import LayerConfig, TrimmedConfig
+from predictor.plan import Plan
 from predictor.runtime import Features, OnnxForecaster
-from predictor.train import Plan, train
+from predictor.train import train
+from tests.fakes import pretrained
 
-KINDS = {"Write a long story about {}.": 300, "What is {}?": 8}
-MODELS = {"brief": 1, "wordy": 2}
 ONE_PASS = Recipe(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)
 TINY = Plan(
-    teachers=(ONE_PASS,),
+    encoders=(ONE_PASS,),
     student=Recipe(
         epochs=6,
         batch_prompts=64,
@@ -35,46 +36,20 @@ TINY = Plan(
         (LayerConfig(2, 16, merged=2),), 2, query_attention=16, query_heads=2, query_hidden=16
     ),
     kept_pieces=4,
-    made_prompts=40,
+    mixed_prompts=40,
 )
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stories are long, questions short, and one model says twice what the other does."""
-    rows = [
-        {
-            "source": "test",
-            "prompt_id": f"{kind[:4]}{index}",
-            "prompt": kind.format(f"thing {index}"),
-            "model": model,
-            "response_tokens": tokens * times + index % 5,
-        }
-        for kind, tokens in KINDS.items()
-        for index in range(300)
-        for model, times in MODELS.items()
-    ]
     path = tmp_path_factory.mktemp("corpus") / "corpus.parquet"
-    pd.DataFrame(rows).to_parquet(path)
+    pretrained.corpus().to_parquet(path)
     return path
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("encoder")
-    words = ["write", "a", "long", "story", "about", "what", "is", "thing", ".", "?"]
-    marks = ["[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    pieces = [*marks, *words, *(f"{mark}{digit}" for mark in ("", "##") for digit in range(10))]
-    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
-    config = BertConfig(
-        vocab_size=len(pieces),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=32,
-    )
-    BertModel(config).save_pretrained(folder)
-    return folder
+    return pretrained.encoder_in(tmp_path_factory.mktemp("encoder"))
 
 
 def check(folder: Path) -> None:
@@ -127,9 +102,45 @@ def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, t
     assert not any("no answers' texts" in line for line in told)
 
 
+def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "language").mkdir()
+    language = pretrained.language_model_in(tmp_path / "language")
+    plan = replace(
+        TINY,
+        encoders=(ONE_PASS, ONE_PASS),
+        language_models=(replace(ONE_PASS, beside=1.0),) * 2,
+        folds=True,
+        matched=1,
+        student=replace(TINY.student, visits=2, epochs=4),
+        asked_prompts=30,
+        asking=Asking(replace(ONE_PASS, epochs=4), at_once=30),
+    )
+    card = train(
+        corpus,
+        tmp_path / "model",
+        kind="small",
+        encoder=str(encoder),
+        language_model=str(language),
+        plan=plan,
+        device="cpu",
+        progress=told.append,
+    )
+    check(tmp_path / "model")
+    assert card.config["language_model"] == "language"
+    assert card.licences["the language model language, a teacher and the asker of made prompts"]
+    assert "2 whole ones and 2 language models" in card.notes[-1]
+    asked = next(int(line.split()[0]) for line in told if line.endswith("new prompts asked"))
+    assert f"600 prompts, {asked} asked like them, 40 made of them" in told and asked > 10
+    (shares,) = (line for line in told if line.startswith("teachers' shares"))
+    assert shares.count(",") >= 4
+
+
 def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs an encoder"):
         train(corpus, tmp_path, kind="small")
+    with pytest.raises(DataError, match="lexical learns from no language model"):
+        train(corpus, tmp_path, kind="lexical", language_model="any")
     with pytest.raises(DataError, match="none of lexical, small, large"):
         train(corpus, tmp_path, kind="huge")
     pd.DataFrame({"prompt": ["x"]}).to_parquet(tmp_path / "bare.parquet")

@@ -1,0 +1,200 @@
+"""A language model asks what a corpus asks and teaches lengths; of several teachers the better count more."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from predictor import asking, labels, language, learn, metrics, mixture, prepare, teachers, train
+from predictor.augment import Asked
+from predictor.errors import DataError
+from predictor.learn import Recipe
+from predictor.prepare import CALIBRATION, HELD_OUT, MADE, TRAIN, Prepared
+from tests.fakes import pretrained
+
+EDGES = labels.log_spaced_edges()
+LESSON = Recipe(epochs=4, batch_prompts=32, body_rate=3e-3, head_rate=1e-2, beside=1.0, seed=1)
+ASKING = asking.Asking(Recipe(epochs=16, batch_prompts=16, body_rate=2e-2, head_rate=2e-2), at_once=64)
+
+
+def silent(_: str) -> None:
+    """Takes progress."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(1)
+    return str(pretrained.language_model_in(tmp_path_factory.mktemp("language")))
+
+
+@pytest.fixture(scope="module")
+def chats(model: str, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """The corpus with answers' texts, as a language model reads it, and four asked prompts."""
+    frame = pretrained.corpus()[::2].assign(turn=1, answer="A story .")
+    vocabulary = train.vocabulary_of(str(pretrained.encoder_in(tmp_path_factory.mktemp("encoder"))))
+    asked = [Asked(f"What is a {word}?", "questions") for word in ("story", "long", "thing", "what")]
+    data = prepare.prepare(frame, vocabulary, mixed=6, seed=1, asked=asked)
+    return teachers.chats_of(data, language.Tokens(model))
+
+
+def test_a_prompt_is_read_as_a_turn_without_a_system_prompt(model: str) -> None:
+    tokens = language.Tokens(model)
+    rows = tokens.chats(["What is thing 7 ?", "What is " + "a " * 300 + "?"])
+    read = [[token for token in row if token] for row in rows.tolist()]
+    assert tokens.ids(["<user> What is thing 7 ?<end><assistant>"]) == read[:1]
+    assert len(read[1]) == language.HEAD_TOKENS + language.TAIL_TOKENS + 3
+    assert tokens.texts(read[:1]) == ["What is thing 7 ?"]
+    whole, cut = tokens.whole(["a thing .", "a " * 99], 5).tolist()
+    assert whole == [*tokens.ids(["a thing ."])[0], tokens.end, *[0] * (len(whole) - 4)]
+    assert cut[:5] == tokens.ids(["a a a a a"])[0]
+
+
+def test_padding_and_what_stands_behind_change_nothing_that_is_read(model: str) -> None:
+    body, tokens = language.Reader(model).eval(), language.Tokens(model)
+    rows = torch.tensor(tokens.chats(["What is thing 7 ?", "Write a long story about thing 8 ."]))
+    with torch.no_grad():
+        both, alone = body(rows), body(rows[:1, : int((rows[0] != 0).sum())])
+    assert both.shape == (2, 64)
+    torch.testing.assert_close(both[:1], alone)
+
+
+def test_it_learns_to_ask_what_the_corpus_asks(model: str) -> None:
+    frame = pretrained.corpus().drop_duplicates("prompt_id")[::3]
+    texts, said = [f"{text[:-1]} {text[-1]}" for text in frame.prompt], []
+    known = frozenset(texts[::2])
+    asked = asking.ask(texts, list(frame.source), model, 60, ASKING, known=known, progress=said.append)
+    begins = {"stories": "Write a long story about", "questions": "What is"}
+    like = [each.text.startswith(begins[each.source]) for each in asked]
+    assert len(asked) > 20 and np.mean(like) > 0.9
+    assert len({each.text for each in asked}) == len(asked)
+    assert {each.text for each in asked} & set(texts) and not {each.text for each in asked} & known
+    assert said[-1] == f"{len(asked)} new prompts asked"
+
+
+def test_asked_prompts_have_rows_of_the_models_of_their_source(chats: Prepared) -> None:
+    made = chats.rows(MADE)
+    assert len(made) == 3 * 4 + 2 * 6
+    assert set(chats.length[made]) == {0} and chats.models[0] not in {
+        chats.models[i] for i in chats.model[made]
+    }
+    assert [text for text in chats.texts if text.startswith("What is a ")] == list(chats.texts[300 * 2 :][:4])
+
+
+def test_it_foretells_that_stories_are_longer_than_questions(chats: Prepared, model: str) -> None:
+    told: list[str] = []
+    net = teachers.language_teacher(chats, model, LESSON, EDGES, "cpu", told.append)
+    rows = chats.rows(HELD_OUT)
+    found = torch.softmax(torch.tensor(learn.logits_of(net, chats, rows)), 1).numpy()
+    mean = metrics.expected(found, EDGES)
+    story = np.array([chats.texts[prompt].startswith("Write") for prompt in chats.prompt[rows]])
+    assert len(rows) > 40 and mean[story].min() > 2 * mean[~story].max()
+
+
+def test_it_learns_how_answers_begin(chats: Prepared, model: str) -> None:
+    assert chats.answers is not None
+    body = language.Reader(model)
+    net = teachers.with_head(body, chats, EDGES)
+    task = language.AnswerBeginnings(chats.answers, body, len(chats.models))
+    rows = torch.tensor(chats.rows(TRAIN)[:8])
+    pieces = torch.tensor(chats.pieces[chats.prompt[rows]])
+    shown = (pieces, torch.arange(8), rows, torch.tensor(chats.model[rows]))
+    optimizer = torch.optim.Adam([*net.parameters(), *task.parameters()], lr=1e-2)
+    read, before = task.read(net, *shown)
+    torch.testing.assert_close(read, net.read(pieces))
+    for _ in range(30):
+        optimizer.zero_grad()
+        task.read(net, *shown)[1].backward()
+        optimizer.step()
+    assert task.read(net, *shown)[1] < 0.1 * before
+    unanswered = torch.tensor(chats.rows(CALIBRATION)[:8])
+    assert task.read(net, *shown[:2], unanswered, shown[3])[1] == 0.0
+
+
+def test_a_fold_left_out_is_not_read(chats: Prepared, model: str) -> None:
+    """Whatever stands in it, the teacher says the same of all the others."""
+    assert chats.answers is not None
+    unread = teachers.fold_of(chats, 1, 4)
+    assert 0.1 < unread[:600].mean() < 0.4
+    own = unread[chats.prompt] & (chats.part == TRAIN)
+    other = replace(
+        chats,
+        pieces=np.where(unread[:, None] & (chats.pieces > 0), 7, chats.pieces),
+        side=np.where(unread[:, None], 9.0, chats.side).astype(np.float32),
+        length=np.where(own, 1000, chats.length),
+        answers=chats.answers._replace(
+            first=np.where(
+                own[chats.answers.of_row >= 0, None] & (chats.answers.first > 0), 9, chats.answers.first
+            )
+        ),
+    )
+    once, said = replace(LESSON, epochs=1), []
+    for data in (chats, other):
+        net = teachers.language_teacher(data.without(unread), model, once, EDGES, "cpu", silent)
+        said.append(learn.logits_of(net, chats, np.arange(len(chats.prompt))))
+    assert own.sum() > 50
+    np.testing.assert_array_equal(said[0], said[1])
+
+
+def test_an_epoch_comes_twice_to_a_prompt_that_was_answered(chats: Prepared) -> None:
+    rows = chats.rows(TRAIN, MADE)
+    visits = np.where(chats.length > 0, 2, 1)
+    draw = learn.Draw(chats.pieces, chats.prompt, rows, replace(LESSON, batch_prompts=7), visits)
+    drawn = list(draw.epoch())
+    times = np.bincount(np.concatenate([each.prompts for each in drawn]), minlength=len(chats.pieces))
+    assert len(drawn) == draw.batches
+    assert set(times[np.unique(chats.prompt[chats.rows(TRAIN)])]) == {2}
+    assert set(times[np.unique(chats.prompt[chats.rows(MADE)])]) == {1}
+    assert times.sum() == 2 * len(set(chats.prompt[chats.rows(TRAIN)])) + len(
+        set(chats.prompt[chats.rows(MADE)])
+    )
+
+
+def test_folds_are_disjoint_and_whole(chats: Prepared) -> None:
+    folds = [teachers.fold_of(chats, number, 4) for number in range(4)]
+    assert (np.sum(folds, axis=0) == 1).all()
+    assert not teachers.fold_of(chats, 0, 1).any()
+
+
+def forecasts(chats: Prepared, noise: float) -> np.ndarray:
+    """Probabilities of each row around its length, the farther off the noisier."""
+    random = np.random.default_rng(int(10 * noise))
+    off = np.maximum(chats.length, 1) * 2.0 ** random.normal(0, noise, len(chats.length))
+    return labels.soft_targets(off.astype(np.int64), EDGES, 0.5).astype(np.float16)
+
+
+def test_the_better_teacher_has_the_bigger_share(chats: Prepared) -> None:
+    said = [forecasts(chats, noise) for noise in (2.0, 0.2)]
+    together = mixture.fit(said, chats, EDGES)
+    ((worse, better),) = together.shares()
+    assert worse < 0.25 and better > 0.75
+    (worse_factor,), (better_factor,) = together.factor.exp().tolist()
+    assert worse_factor < better_factor
+    rows, none = chats.rows(HELD_OUT), [np.zeros(len(chats.pieces), dtype=bool)] * 2
+    found = mixture.targets(together, said, chats, none, 0.7)
+    label = labels.range_of(chats.length[rows], EDGES)
+
+    def loss(told: np.ndarray) -> float:
+        return float(-np.log(told[rows, label].astype(np.float64) + 1e-6).mean())
+
+    assert loss(found) < min(map(loss, said))
+
+
+def test_a_training_prompt_is_mostly_what_those_say_that_never_read_it(chats: Prepared) -> None:
+    said = [forecasts(chats, noise) for noise in (0.3, 0.4)]
+    unread = [teachers.fold_of(chats, number, 4) for number in range(2)]
+    even = mixture.fit(said, replace(chats, part=np.full_like(chats.part, TRAIN)), EDGES)
+    found = mixture.targets(even, said, chats, unread, 0.7).astype(np.float64)
+    both = np.mean([each.astype(np.float64) for each in said], axis=0)
+    by_first = unread[0][chats.prompt] & (chats.part == TRAIN)
+    np.testing.assert_allclose(found[by_first], (0.7 * said[0] + 0.3 * both)[by_first], atol=2e-3)
+    others = ~(unread[0] | unread[1])[chats.prompt] | (chats.part != TRAIN)
+    np.testing.assert_allclose(found[others], both[others], atol=2e-3)
+
+
+def test_what_is_no_language_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        language.Tokens(str(tmp_path))
+    with pytest.raises(DataError, match="cannot be read"):
+        language.Reader(str(tmp_path))
