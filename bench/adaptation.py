@@ -2,8 +2,8 @@
 
 Trains a lexical model without the source, updates it with 200 of its answers and a rehearsal of the rest, and
 scores both on prompts that neither saw: there, and elsewhere. With `--artifact` nothing is trained: that one
-learns 200 answers of a model that it does not know, to prompts that it was not trained on.
-Prints its conditions and one JSON line.
+learns 200 answers of a model that it does not know, to prompts that it was not trained on; with `--halves`
+half of them, scored on the other half, and the other way round. Prints its conditions and one JSON line.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pandas as pd
 
 from predictor import dataset
 from predictor.artifact import folder_of
+from predictor.errors import RefusedUpdate
 from predictor.evaluate import scores
 from predictor.runtime import Features, OnnxForecaster
 from predictor.train import train
@@ -38,45 +39,55 @@ def main() -> None:
     asked.add_argument("--model", default="human", help="whose answers of that source")
     asked.add_argument("--prompts", type=int, default=8_000, help="so many prompts of the others")
     asked.add_argument("--artifact", type=Path, help="lexical, small, large or a folder; instead of training")
+    asked.add_argument("--halves", action="store_true", help="half of what the artifact never read, each way")
     told = asked.parse_args()
+    if told.halves and told.artifact is None:
+        asked.error("--halves needs --artifact")
     frame = dataset.read(told.data)
     unseen = frame[(frame.source == told.unseen) & (frame.model == told.model)]
     others = frame[frame.source != told.unseen]
     kept = others.drop_duplicates("prompt_id").sample(told.prompts, random_state=7).prompt_id
     others = others[others.prompt_id.isin(kept)].reset_index(drop=True)
-    with TemporaryDirectory() as folder:
-        found = measured(Path(folder), unseen, others, told.artifact)
-    conditions = {**vars(told), "data": told.data.name, "items": ITEMS, "load": os.getloadavg()[0]}
-    print(json.dumps({"conditions": conditions, **found}, default=str))
-
-
-def measured(
-    folder: Path, unseen: pd.DataFrame, others: pd.DataFrame, artifact: Path | None
-) -> dict[str, Any]:
-    """Figures there and elsewhere, before and after."""
-    if artifact is not None:
+    if told.artifact is not None:
         fresh = dataset.split(unseen)
         unseen = pd.concat([fresh.calibration, fresh.held_out], ignore_index=True)
         unseen["prompt_id"] = "fresh " + unseen.prompt_id  # else an update would keep them all aside
+    unseen = unseen.assign(model=f"{told.model}-of-the-new-source")
+    items = unseen.sample(frac=0.5 if told.halves else None, n=None if told.halves else ITEMS, random_state=7)
+    rest = unseen[~unseen.prompt_id.isin(items.prompt_id)]
+    found = []
+    for learned, scored in [(items, rest), (rest, items)][: 2 if told.halves else 1]:
+        with TemporaryDirectory() as folder:
+            found.append(measured(Path(folder), learned, scored, others, told.artifact))
+    conditions = {**vars(told), "data": told.data.name, "items": len(items), "load": os.getloadavg()[0]}
+    figures = {"halves": found} if told.halves else found[0]
+    print(json.dumps({"conditions": conditions, **figures}, default=str))
+
+
+def measured(
+    folder: Path, items: pd.DataFrame, rest: pd.DataFrame, others: pd.DataFrame, artifact: Path | None
+) -> dict[str, Any]:
+    """Figures there (`rest`) and elsewhere, before and after learning `items`, or why it was refused."""
     elsewhere, outcomes = folder / "elsewhere.parquet", folder / "outcomes.parquet"
     others.to_parquet(elsewhere)
-    items = unseen.sample(ITEMS, random_state=7).assign(model=f"{unseen.model.iloc[0]}-of-the-new-source")
     items.to_parquet(outcomes)
     if artifact is None:
         train(elsewhere, folder / "before", progress=lambda text: print(text, flush=True))
     else:
         copytree(folder_of(artifact), folder / "before")
-    update(folder / "before", outcomes, out=folder / "after", elsewhere=elsewhere)
-    rest = unseen[~unseen.prompt_id.isin(items.prompt_id)].assign(model=items.model.iloc[0])
+    try:
+        update(folder / "before", outcomes, out=folder / "after", elsewhere=elsewhere)
+    except RefusedUpdate as refusal:
+        return {"refused": str(refusal)}
     places = {"there": rest, "elsewhere": dataset.split(others).held_out}
     served = {when: OnnxForecaster(folder / when) for when in ("before", "after")}
     return {
-        place: {when: figures(forecaster, rows.head(MOST_SCORED)) for when, forecaster in served.items()}
+        place: {when: figures_of(forecaster, rows.head(MOST_SCORED)) for when, forecaster in served.items()}
         for place, rows in places.items()
     }
 
 
-def figures(forecaster: OnnxForecaster, rows: pd.DataFrame) -> dict[str, Any]:
+def figures_of(forecaster: OnnxForecaster, rows: pd.DataFrame) -> dict[str, Any]:
     queries = [Features(row.prompt, row.model) for row in rows.itertuples()]
     found = np.array([each.probabilities for each in forecaster.forecast(queries)])
     scored = {**scores(rows, found, forecaster.card.edges), "rows": len(rows)}

@@ -110,7 +110,8 @@ def shift_of(
     bounds, place = np.array(edges), range_of(length, edges)
     rows = np.arange(len(place))
     own = probabilities[rows, place]
-    share = np.clip((length - bounds[place]) / (bounds[place + 1] - bounds[place]), 0.0, 1.0)
+    # A p90 is a whole number, rounded up: it reaches a length as soon as it is above the one before.
+    share = np.clip((length - 1 - bounds[place]) / (bounds[place + 1] - bounds[place]), 0.0, 1.0)
     below = np.cumsum(probabilities, axis=1)[rows, place] - own * (1.0 - share)
     missing = float(np.quantile(_most_reached(below) - reached, 1.0 - STATED))
     return missing * len(rows) / (len(rows) + SHIFT_PRIOR_ROWS)

@@ -53,6 +53,15 @@ def test_a_shift_makes_the_p90_of_a_model_cover_what_it_says() -> None:
     assert abs(few) < 0.1
 
 
+def test_a_shift_knows_that_a_p90_is_a_whole_number() -> None:
+    edges, random = tuple(range(0, 21, 2)), np.random.default_rng(6)
+    drawn, length = random.dirichlet(np.ones(10) * 3, 4_000), random.integers(1, 21, 4_000)
+    stated = np.full(4_000, calibrate.STATED)
+    shift = calibrate.shift_of(drawn, length, edges, stated)
+    told = metrics.quantile(calibrate.bent(drawn, stated + shift), edges, calibrate.STATED)
+    assert metrics.coverage(length, told) == pytest.approx(0.9, abs=0.003)
+
+
 def test_the_graph_bends_as_training_does() -> None:
     random = np.random.default_rng(4)
     views, models, ranges = 3, 2, len(EDGES) - 1
