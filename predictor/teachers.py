@@ -56,7 +56,8 @@ def teach(  # noqa: PLR0917 - each is of another type
     for number, recipe in enumerate(plan.encoders):
         progress(f"teacher {number + 1}, an encoder")
         unread = fold_of(data, number, len(plan.encoders) if plan.folds else 1)
-        net = encoder_teacher(data.without(unread), encoder, recipe, plan.masked, edges, device, progress)
+        own, masked = data.without(unread), replace(plan.masked, seed=plan.masked.seed + number)
+        net = encoder_teacher(own, encoder, recipe, masked, edges, device, progress)
         said.append(_said(net, data, unread, number < plan.matched, device))
         first = first or net.body.encoder.cpu()
     if language_model is not None:
