@@ -29,7 +29,7 @@ PRIOR_ROWS = 5.0
 """What a kind of prompt is expected to reach, until so many rows speak against it."""
 SHIFT_PRIOR_ROWS = 30.0
 MOST_ROWS_OF_A_KIND = 3_000
-KINDS_PENALTY = 0.003
+KINDS_PENALTY = 0.01
 
 
 class Kinds(NamedTuple):

@@ -27,7 +27,7 @@ NOTES = (
     "Lengths are in the answering model's own tokens. The figures are this graph's, on held-out prompts.",
 )
 LEAST_FIGURE_ROWS = 100
-KIND_PROMPTS = 700
+KIND_PROMPTS = 2_000
 """At most so many prompts of a source teach what its kind looks like."""
 LEAST_COVERAGE_PROMPTS = 100
 FOLDS = 5
