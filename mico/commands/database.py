@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,6 +45,8 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Why a query went where it went, and what happened to it."""
+    import msgspec
+
     from mico.store_access import with_store
 
     here = session(context)
@@ -58,7 +59,7 @@ def explain(
         tip = "records are written within seconds of the end of an answer; the id is its x-request-id"
         raise CommandFailed(f"nothing is known of {request_id}", tip=tip)
     if as_json:
-        here.terminal.json([asdict(each) for each in found])
+        here.terminal.json(msgspec.to_builtins(found))
         return
     for each in found:
         tell(here, each)
