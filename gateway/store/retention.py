@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import Column, delete, select
+from sqlalchemy import Column, Table, delete, select, tuple_
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -52,13 +52,14 @@ class Retention:
 
     async def sweep(self) -> int:
         """Removes all that is too old; returns the number of rows. Several replicas may do it at once."""
-        removed = await self._remove(decisions.c.query_id, decisions.c.received_at, self._keep.decisions_days)
-        removed += await self._remove(usage.c.query_id, usage.c.received_at, self._keep.usage_days)
-        return removed + await self._remove(audit.c.id, audit.c.at, self._keep.audit_days)
+        removed = await self._remove(decisions, decisions.c.received_at, self._keep.decisions_days)
+        removed += await self._remove(usage, usage.c.received_at, self._keep.usage_days)
+        return removed + await self._remove(audit, audit.c.at, self._keep.audit_days)
 
-    async def _remove(self, row_id: Column[str], at: Column[float], days: float) -> int:
+    async def _remove(self, table: Table, at: Column[float], days: float) -> int:
+        key = tuple(table.primary_key.columns)  # whole, so that nobody deletes a row that another has locked
         too_old = (
-            select(row_id)
+            select(*key)
             .where(at < self._clock() - days * DAY_S)
             .order_by(at)
             .limit(QUERIES_AT_ONCE)
@@ -67,7 +68,7 @@ class Retention:
         removed = 0
         while True:
             async with self._engine.begin() as connection:
-                step = await connection.execute(delete(row_id.table).where(row_id.in_(too_old)))
+                step = await connection.execute(delete(table).where(tuple_(*key).in_(too_old)))
             removed += step.rowcount
             if step.rowcount == 0:
                 return removed
