@@ -1,4 +1,4 @@
-"""Where the public corpora come from and under which licences, as their projects state them."""
+"""Where public corpora and models come from and under which licences, as their projects state them."""
 
 LICENCES = {
     "alpaca": "Stanford Alpaca: CC BY-NC 4.0; the vicuna-7b lengths (Sequence-Scheduling): none stated",
@@ -20,4 +20,5 @@ LICENCES = {
     "tulu_eval": "Open Instruct, Apache-2.0",
     "vicuna80": "FastChat, Apache-2.0",
 }
+MODEL_LICENCES = {"all-MiniLM-L6-v2": "Apache-2.0", "SmolLM2-135M-Instruct": "Apache-2.0"}
 UNSTATED = "not stated"

@@ -33,7 +33,7 @@ from predictor import (
 from predictor.errors import DataError
 from predictor.finish import Trained, finish, places
 from predictor.plan import LANGUAGE_PLANS, PLANS, Plan
-from predictor.sources import UNSTATED
+from predictor.sources import MODEL_LICENCES, UNSTATED
 
 Progress = Callable[[str], None]
 KINDS = ("lexical", *PLANS)
@@ -41,7 +41,7 @@ FEW_MODELS = 9
 """Prompts that more models answered teach the head how models differ; of the others it keeps what it says."""
 BEGUN_FROM = "The text encoder is a trimmed part of the configuration's; it learned from {}."
 LANGUAGE_WORK = "the language model {}, a teacher and the asker of made prompts"
-ENCODER_LICENCE = ("the encoder all-MiniLM-L6-v2, where it was begun from", "Apache-2.0")
+ENCODER_WORK = "the encoder {}, where it was begun from"
 
 
 def train(
@@ -137,12 +137,14 @@ def _distilled(  # noqa: PLR0917 - private, and each is of another type
     learn.fit(net, data, rows, edges, plan.student, taught=lessons.taught, device=device, progress=progress)
     _learn_models(net.cpu(), data, edges, plan.models, progress)
     graph = graph_of(net, data.table, plan.kept)
-    told = {**asdict(plan), "encoder": Path(encoder).name, "views": list(data.views)}
-    learned_from, licences = f"{len(plan.encoders)} whole ones", [ENCODER_LICENCE]
+    began_from = Path(encoder).name
+    told = {**asdict(plan), "encoder": began_from, "views": list(data.views)}
+    learned_from = f"{len(plan.encoders)} whole ones"
+    licences = [(ENCODER_WORK.format(began_from), MODEL_LICENCES.get(began_from, UNSTATED))]
     if language_model is not None:
         told["language_model"] = called = Path(language_model).name
         learned_from += f" and {len(plan.language_models)} language models"
-        licences.append((LANGUAGE_WORK.format(called), UNSTATED))
+        licences.append((LANGUAGE_WORK.format(called), MODEL_LICENCES.get(called, UNSTATED)))
     notes = (BEGUN_FROM.format(learned_from),)
     return Trained(graph, name, "small", data.models, edges, told, data.vocabulary, notes, tuple(licences))
 

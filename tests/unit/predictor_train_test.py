@@ -14,6 +14,7 @@ from predictor.lexical import HeadConfig
 from predictor.networks import LayerConfig, TrimmedConfig
 from predictor.plan import Plan
 from predictor.runtime import Features, OnnxForecaster
+from predictor.sources import UNSTATED
 from predictor.train import train
 from tests.fakes import pretrained
 
@@ -128,7 +129,8 @@ def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> N
     )
     check(tmp_path / "model")
     assert card.config["language_model"] == "language"
-    assert card.licences["the language model language, a teacher and the asker of made prompts"]
+    assert card.licences["the language model language, a teacher and the asker of made prompts"] == UNSTATED
+    assert card.licences[f"the encoder {encoder.name}, where it was begun from"] == UNSTATED
     assert "2 whole ones and 2 language models" in card.notes[-1]
     asked = next(int(line.split()[0]) for line in told if line.endswith("new prompts asked"))
     assert f"600 prompts, {asked} asked like them, 40 made of them" in told and asked > 10
