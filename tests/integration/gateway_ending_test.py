@@ -179,11 +179,11 @@ def test_a_gateway_says_that_its_database_is_away_though_nobody_asks_anything(
                         await asyncio.sleep(0.05)
 
             await until_told(False)
-            with sqlite3.connect(tmp_path / "mico.db", isolation_level=None) as other:
-                other.execute("BEGIN EXCLUSIVE")
+            other = sqlite3.connect(tmp_path / "mico.db", isolation_level=None, check_same_thread=False)
+            with closing(other):  # it may wait for a transaction that only this loop can end
+                await asyncio.to_thread(other.execute, "BEGIN EXCLUSIVE")
                 await until_told(True)
                 other.execute("ROLLBACK")
-            other.close()
             await until_told(False)
             os.kill(os.getpid(), signal.SIGTERM)
 
