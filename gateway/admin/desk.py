@@ -50,6 +50,7 @@ class Desk:
         self._unix_time = unix_time
         self._told: set[str] = set()
         self._first_look = True
+        self._looking = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -104,18 +105,20 @@ class Desk:
                 log.exception("looking for orders went wrong in an unforeseen way")
 
     async def _look(self) -> None:
-        try:
-            async with asyncio.timeout(LOOK_WITHIN_S):
-                found = await self._book.orders()
-                if self._first_look or found != self.orders:
-                    self._tell(await self._book.entries(ENTRIES_SHOWN))
-            self.orders, self._first_look = found, False
-        except (SQLAlchemyError, OSError) as exc:
-            log.warning("orders are as of the last look at the database: %s", reason(exc))
-        now = self._unix_time()
-        self._directory.ordered(standings(self.orders, now))
-        self._move_what_is_due(now)
-        await self._remove_what_has_passed(now)
+        """One at a time: what an older look found must not undo what was ordered meanwhile."""
+        async with self._looking:
+            try:
+                async with asyncio.timeout(LOOK_WITHIN_S):
+                    found = await self._book.orders()
+                    if self._first_look or found != self.orders:
+                        self._tell(await self._book.entries(ENTRIES_SHOWN))
+                self.orders, self._first_look = found, False
+            except (SQLAlchemyError, OSError) as exc:
+                log.warning("orders are as of the last look at the database: %s", reason(exc))
+            now = self._unix_time()
+            self._directory.ordered(standings(self.orders, now))
+            self._move_what_is_due(now)
+            await self._remove_what_has_passed(now)
 
     def _move_what_is_due(self, now: float) -> None:
         for order in self.orders:

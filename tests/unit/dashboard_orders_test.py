@@ -118,6 +118,52 @@ def test_an_order_ends_on_time_though_the_database_is_silent(monkeypatch: pytest
     asyncio.run(main())
 
 
+class LateBook(SilentBook):
+    """What its second look found comes only when it is let go."""
+
+    def __init__(self) -> None:
+        self.found: list[Order] = []
+        self.looks = 0
+        self.go = asyncio.Event()
+
+    async def orders(self) -> list[Order]:
+        self.looks += 1
+        found = list(self.found)
+        if self.looks == 2:
+            await self.go.wait()
+        return found
+
+    async def change(self, site: str, subject: str, order: Order | None, **act: object) -> Entry:
+        self.found = [order] if order is not None else []
+        return Entry("1", 0.0, "ann", site, "", "", "", "", None)
+
+
+def test_a_look_that_ends_late_does_not_undo_what_was_ordered_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(desk, "EVERY_S", 0.0)
+
+    async def main() -> None:
+        here, book = directory(), LateBook()
+        keeping = desk.Desk(book, here, {}, watch := Watch(here, "g1"), unix_time=lambda: 0.0)
+        watch.tick()
+        await keeping.start()
+        try:
+            await until(lambda: book.looks == 2, "a look has begun")
+            monkeypatch.setattr(desk, "EVERY_S", 3600.0)  # no later one puts it right
+            acting = asyncio.create_task(keeping.act(Action(Verb.WEIGHT, "a", "why", weight=50), "ann"))
+            await until(lambda: book.found, "it is written down")
+            book.go.set()
+            await acting
+            for _ in range(9):
+                await asyncio.sleep(0)  # the late look may end now
+            assert only(here)[1] == 0.5
+        finally:
+            await keeping.close()
+
+    asyncio.run(main())
+
+
 orders = st.builds(
     Order,
     site=st.sampled_from("ab"),
