@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
+from pathlib import PurePath
 from typing import Any
 
 STATE_COLOURS = {"ready": "green", "ok": "green", "running": "green", "draining": "yellow", "warn": "yellow"}
@@ -22,9 +24,10 @@ class Terminal:
         sys.stdout.flush()
 
     def json(self, value: Any) -> None:
+        """Raises TypeError for what has no plain text of its own: its repr would be no value to anybody."""
         import json
 
-        self.data(json.dumps(value, indent=2, default=str))
+        self.data(json.dumps(value, indent=2, default=_plain))
 
     def say(self, text: str) -> None:
         if not self.quiet:
@@ -60,3 +63,9 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, (PurePath, date)):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
