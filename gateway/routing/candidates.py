@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,7 @@ from gateway.routing.estimate import Estimates
 from gateway.routing.fleet import Figures, Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(NamedTuple):
     """The sites that may serve a demand: vectors over the whole fleet, `may[i]` is whether site `i` may."""
 
     sites: list[Site]
@@ -33,8 +31,10 @@ class Candidates:
     def least(self, cost: Numbers, turn: int) -> int:
         """The cheapest; equals go in turn, so that equal sites share equally."""
         costs = np.where(self.may, cost, np.inf)
-        equals = np.flatnonzero(costs == costs.min())
-        return int(equals[turn % len(equals)])
+        first = int(costs.argmin())
+        equals = costs == costs[first]
+        count = np.count_nonzero(equals)
+        return first if count == 1 else int(np.flatnonzero(equals)[turn % count])
 
 
 class Choice(NamedTuple):

@@ -101,7 +101,8 @@ def _crowding(candidates: Candidates) -> Numbers:
     beyond: who waits there is delayed by each that comes.
     """
     held = requests_per_slot(candidates)
-    return np.where(held < 1.0, held**2, 2.0 * held - 1.0)
+    squared, full = held * held, held >= 1.0
+    return np.where(full, 2.0 * held - 1.0, squared) if np.count_nonzero(full) else squared
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:
