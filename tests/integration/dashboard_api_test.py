@@ -27,10 +27,11 @@ from gateway.errors import NoSite
 from gateway.store.engine import open_engine
 from gateway.store.figures import Figures
 from gateway.store.orders import OrderBook
+from gateway.telemetry.snapshot import Snapshot
 from gateway.telemetry.together import Others
 from gateway.telemetry.watch import Watch
 from migrations import upgrade
-from tests.fakes.federation import Scene, scene, until
+from tests.fakes.federation import DEADLINE_S, Scene, scene, until
 
 ADMIN, USER = "admin-key", "user-key"
 BEARER = {"authorization": f"Bearer {ADMIN}"}
@@ -116,8 +117,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks at the database and snapshots, of which there is one a second."""
+    """Looks at the database and snapshots, of which there is one a second; each look has its time."""
     monkeypatch.setattr("gateway.admin.desk.EVERY_S", 0.05)
+    monkeypatch.setattr("gateway.admin.desk.LOOK_WITHIN_S", DEADLINE_S)
     monkeypatch.setattr("gateway.telemetry.watch.EVERY_S", 0.05)
 
 
@@ -414,9 +416,15 @@ def test_the_stream_opens_with_history_then_snapshots_with_ids_and_ends(url: str
     async def scenario(o: Replica) -> None:
         await o.here.site("a")
         o.watch.tick()
+        after, listened = o.watch.after, list[int]()
+
+        def listen(seq: int) -> Awaitable[Snapshot | None]:
+            listened.append(seq)
+            return after(seq)
+
+        o.watch.after = listen  # type: ignore[method-assign, assignment]
         reading = asyncio.create_task(o.http.get("/admin/stream", headers=BEARER))
-        seen = o.watch.snapshot.seq if o.watch.snapshot else 0
-        await o.watch.after(seen)
+        await until(lambda: len(listened) > 1, "a snapshot was sent, and the next is waited for")
         o.watch.close()
         answered = await reading
         assert answered.headers["content-type"].startswith("text/event-stream")
@@ -442,10 +450,10 @@ def test_the_snapshot_shows_load_where_it_is_and_minutes_outlive_the_process(url
         o.watch.tick()
         keeper = Figures(open_engine(url))
         await asyncio.gather(*o.watch.saving)
-        assert (await keeper.since(0))[0][1]["load"] == {"a": 0.5}
+        assert {"a": 0.5} in [minute["load"] for _, minute in await keeper.since(0)]  # or one just before
         async with office(o.here, url) as reborn:
             answered = await reborn.http.get("/admin/api/history?minutes=1440", headers=BEARER)
-            assert answered.json()["load"]["a"][0] == 0.5
+            assert 0.5 in answered.json()["load"]["a"]
             wrong = await reborn.http.get("/admin/api/history?minutes=7", headers=BEARER)
             assert wrong.json()["error"]["param"] == "minutes"
         await keeper._engine.dispose()

@@ -179,7 +179,9 @@ def test_a_gateway_says_that_its_database_is_away_though_nobody_asks_anything(
                         await asyncio.sleep(0.05)
 
             await until_told(False)
-            other = sqlite3.connect(tmp_path / "mico.db", isolation_level=None, check_same_thread=False)
+            other = sqlite3.connect(
+                tmp_path / "mico.db", DEADLINE_S, isolation_level=None, check_same_thread=False
+            )
             with closing(other):  # it may wait for a transaction that only this loop can end
                 await asyncio.to_thread(other.execute, "BEGIN EXCLUSIVE")
                 await until_told(True)
@@ -228,6 +230,8 @@ async def whole_gateway(
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{http}", headers=headers, timeout=DEADLINE_S
         ) as client:
+            while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110 - its first report is on its way
+                await asyncio.sleep(0.01)
             yield client, site
         assert await serving == 0
         await site.close()
