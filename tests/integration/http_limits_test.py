@@ -14,7 +14,7 @@ from gateway.api.serving import Limits, http_server
 from gateway.failures import MOST, Failures
 from tests.fakes.edge import KEY, Script, chat_body, error_of, get, in_process, say
 
-QUICK = Limits(connections=3, slow_s=0.15, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
+QUICK = Limits(connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 HEAD = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
 JSON = HEAD + "content-type: application/json\r\n"
@@ -99,9 +99,9 @@ def test_who_sends_slowly_but_fast_enough_is_heard() -> None:
         reader, writer = await connect()
         body = b'{"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}' + b" " * 400_000
         writer.write((JSON + f"content-length: {len(body)}\r\n\r\n").encode())
-        for start in range(0, len(body), 40_000):  # 0.2 s in all, longer than the time for a short request
+        for start in range(0, len(body), 40_000):  # 0.6 s in all, longer than the time for a short request
             writer.write(body[start : start + 40_000])
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.06)
         assert (await answered(reader)).startswith(b"HTTP/1.1 200")
 
     assert len(play(scenario, replace(QUICK, bytes_per_s=10_000)).queries) == 1
