@@ -147,7 +147,7 @@ async def _core(
         """Usage before the end of the answer is sent; what only watches comes after, and costs no record."""
         used_nothing = outcome.status is Status.REFUSED
         if store.recorder.has_room or not used_nothing:  # the last room is for those that used something
-            store.recorder.record(outcome)
+            store.recorder.record(outcome, directory.cloud_of(outcome.site))
         loop.call_soon(observe, outcome)
 
     def observe(outcome: Outcome) -> None:

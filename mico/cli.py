@@ -24,6 +24,7 @@ from mico.commands import (
     predictor,
     processes,
     quotas,
+    records,
     simulate,
     sites,
     top,
@@ -78,6 +79,8 @@ app.command()(top.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(quotas.tenants, name="tenants")
 app.add_typer(quotas.quotas, name="quotas")
+app.command()(records.usage)
+app.command()(records.audit)
 app.add_typer(pki.app, name="pki")
 app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)

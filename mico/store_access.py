@@ -21,6 +21,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
     from gateway.store.engine import reason
     from gateway.store.errors import StoreError
+    from gateway.store.quota_book import NoSuch
     from gateway.store.store import open_store
 
     async def visit() -> T:
@@ -30,6 +31,8 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     tip = "mico up or mico db upgrade prepares it; --database names another"
     try:
         return asyncio.run(visit())
+    except NoSuch as error:
+        raise CommandFailed(str(error), tip="mico tenants list and mico keys list name them") from error
     except StoreError as error:
         raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
     except SQLAlchemyError as error:

@@ -161,7 +161,7 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     @get("/admin/api/usage")
     async def usage(request: AnyRequest) -> dict[str, Any]:
-        """`by` tenant, model or site; `days` back."""
+        """`by` tenant, model, site or cloud; `days` back."""
         await access.operator(request)
         by, days = request.query_params.get("by", "tenant"), request.query_params.get("days", "30")
         if by not in tuple(TotalBy):

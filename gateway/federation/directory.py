@@ -33,6 +33,11 @@ class Directory:
             self._snapshot = tuple(self._under_orders(self._sites[name]) for name in sorted(self._sites))
         return self._snapshot
 
+    def cloud_of(self, name: str) -> str:
+        """Empty of a site that is not listed."""
+        site = self._sites.get(name)
+        return site.identity.cloud if site else ""
+
     @property
     def served(self) -> Mapping[str, Model]:
         """Every model that a site which is ready serves, by id."""

@@ -20,11 +20,12 @@ class TotalBy(StrEnum):
     TENANT = "tenant"
     MODEL = "model"
     SITE = "site"
+    CLOUD = "cloud"
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Sums over one tenant, model or site. Site "" is what never reached one."""
+    """Sums over one tenant, model, site or cloud. Site and cloud "" are of what never reached one."""
 
     name: str
     queries: int

@@ -109,11 +109,11 @@ class Recorder:
         await asyncio.to_thread(journal.sync, journal.unsynced())
         journal.close()
 
-    def record(self, outcome: Outcome) -> None:
-        """Never blocks and never fails the query that it is about."""
+    def record(self, outcome: Outcome, cloud: str = "") -> None:
+        """Never blocks and never fails the query that it is about. `cloud` is where its site is."""
         journal = self._started
         try:
-            line = to_line(record_of(outcome))
+            line = to_line(record_of(outcome, cloud))
         except (ValueError, TypeError, msgspec.MsgspecError) as exc:
             self._lose(repr(outcome), exc)
             return

@@ -38,6 +38,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     forecast_expected: float | None = None
     forecast_p50: int | None = None
     forecast_p90: int | None = None
+    cloud: str = ""
 
 
 class DecisionRow(msgspec.Struct, frozen=True):
@@ -79,11 +80,12 @@ def from_line(line: bytes) -> Record:
     return _line_decoder.decode(line)
 
 
-def record_of(outcome: Outcome) -> Record:
-    return Record(_usage_row(outcome), _decision_rows(outcome))
+def record_of(outcome: Outcome, cloud: str = "") -> Record:
+    """`cloud` is where the site is that the outcome names."""
+    return Record(_usage_row(outcome, cloud), _decision_rows(outcome))
 
 
-def _usage_row(outcome: Outcome) -> UsageRow:
+def _usage_row(outcome: Outcome, cloud: str) -> UsageRow:
     return UsageRow(
         query_id=outcome.query_id,
         request_id=_text(outcome.request_id),
@@ -101,6 +103,7 @@ def _usage_row(outcome: Outcome) -> UsageRow:
         first_token_s=_finite(outcome.first_token_s),
         total_s=_finite(outcome.total_s) or 0.0,
         **_forecast_columns(outcome.forecast),
+        cloud=_text(cloud),
     )
 
 

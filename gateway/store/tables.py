@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0006"
+SCHEMA: Final = "0007"
 """The migration that this program was written for."""
 
 metadata = MetaData(
@@ -84,6 +84,7 @@ usage = Table(
     Column("forecast_expected", Double),
     Column("forecast_p50", BigInteger),
     Column("forecast_p90", BigInteger),
+    Column("cloud", String, nullable=False, server_default=""),  # of that site
 )
 
 decisions = Table(

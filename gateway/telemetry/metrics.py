@@ -121,9 +121,7 @@ class Metrics:
     def _count_tokens(self, outcome: Outcome) -> None:
         if outcome.attempts:
             site = outcome.site
-            fleet = self._directory.fleet
-            place = fleet.place(site)
-            cloud = "unknown" if place is None else fleet.sites[place].identity.cloud
+            cloud = self._directory.cloud_of(site) or "unknown"
             self._child(self._tokens, site, cloud, outcome.model, "prompt").inc(outcome.prompt_tokens)
             self._child(self._tokens, site, cloud, outcome.model, "response").inc(outcome.completion_tokens)
 

@@ -46,7 +46,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     },
     ("explain", "REQUEST"): {
         "[]": "attempts usage",
-        "[].usage": "attempts completion_tokens error first_token_s forecast_expected forecast_p50 "
+        "[].usage": "attempts cloud completion_tokens error first_token_s forecast_expected forecast_p50 "
         "forecast_p90 forecast_source key_id model prompt_tokens query_id queue_s received_at request_id "
         "site status tenant total_s",
         "[].attempts[]": "completion_tokens decision ended first_token_s prompt_tokens",
@@ -56,6 +56,8 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("keys", "list"): {"[]": KEY},
     ("tenants", "list"): {"[]": "best_priority created_at name"},
     ("quotas", "list"): {"[]": "amount in_use kind scope subject"},
+    ("usage",): {"[]": "completion_tokens name prompt_tokens queries"},
+    ("audit",): {"[]": "action after at before id reason site until_at who"},
     ("config", "show"): {"port": "origin value", "base_url": "origin value"},
     ("batch", "list"): {"[]": ""},
     ("pki", "list"): {"[]": ""},

@@ -33,6 +33,7 @@ def test_nothing_is_kept_that_could_hold_a_prompt() -> None:
         "error",
         "site",
         "forecast_source",
+        "cloud",
     }
 
 
@@ -41,6 +42,12 @@ def test_the_forecast_is_kept_as_its_figures() -> None:
     assert (row.forecast_p50, row.forecast_p90) == (FORECAST.quantile(0.5), FORECAST.quantile(0.9))
     assert (row.forecast_source, row.forecast_expected) == ("histogram", FORECAST.expected())
     assert record_of(outcome(forecast=None)).usage.forecast_p90 is None
+
+
+def test_a_line_of_a_version_that_knew_no_cloud_is_still_read() -> None:
+    line = to_line(record_of(outcome(), "aws"))
+    assert from_line(line).usage.cloud == "aws"
+    assert from_line(line.replace(b',"cloud":"aws"', b"")).usage.cloud == ""
 
 
 def test_attempts_survive_the_journal_unchanged() -> None:

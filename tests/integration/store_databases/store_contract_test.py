@@ -211,13 +211,12 @@ def test_answers_and_rows_are_as_many_and_say_the_same(url: str, tmp_path: Path)
     asyncio.run(main())
 
 
-def test_totals_add_up_by_tenant_model_and_site(url: str, tmp_path: Path) -> None:
+def test_totals_add_up_by_tenant_model_site_and_cloud(url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_store(url, tmp_path) as store:
             for n in range(10):
-                store.recorder.record(
-                    outcome(f"q{n}", tenant=f"t{n % 2}", received_at=RECEIVED_AT + n, attempts=n % 2)
-                )
+                one = outcome(f"q{n}", tenant=f"t{n % 2}", received_at=RECEIVED_AT + n, attempts=n % 2)
+                store.recorder.record(one, "aws" if one.site else "")
             assert await store.recorder.flush()
             tenants = await store.read.totals(TotalBy.TENANT)
             assert [(t.name, t.queries, t.prompt_tokens, t.completion_tokens) for t in tenants] == [
@@ -227,6 +226,8 @@ def test_totals_add_up_by_tenant_model_and_site(url: str, tmp_path: Path) -> Non
             late = await store.read.totals(TotalBy.SITE, since=RECEIVED_AT + 7)
             assert {t.name: t.queries for t in late} == {"": 1, "aws/one": 2}
             assert [t.name for t in await store.read.totals(TotalBy.MODEL)] == ["demo"]
+            clouds = await store.read.totals(TotalBy.CLOUD)
+            assert {t.name: t.queries for t in clouds} == {"": 5, "aws": 5}
 
     asyncio.run(main())
 

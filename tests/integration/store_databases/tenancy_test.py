@@ -20,6 +20,7 @@ from gateway.api.backend import Backend, Readiness
 from gateway.store.store import Store, open_store
 from mico.cli import app
 from tests.fakes.edge import say
+from tests.fakes.store import outcome
 
 
 def admin_api(store: Store, secret: str) -> httpx2.AsyncClient:
@@ -114,7 +115,8 @@ def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: 
                 await store.keys.refresh()
                 caller = store.keys.authenticate(made["key"])
                 assert caller is not None and caller.best_priority == 2
-                assert (await get(client, "usage?by=model&days=1")) == {"by": "model", "usage": []}
+                for by in ("tenant", "model", "site", "cloud"):
+                    assert (await get(client, f"usage?by={by}&days=1")) == {"by": by, "usage": []}
 
     asyncio.run(main())
 
@@ -195,11 +197,27 @@ def test_the_command_line_has_the_same_verbs(url: str, tmp_path: Path) -> None:
     assert len(mico("quotas", "list")) == 2
     mico("quotas", "set", "--tenant", "shop", status=1)
     mico("quotas", "set", "--tenant", "shop", "--tokens-per-min", "many", status=1)
-    mico("quotas", "set", "--tenant", "nobody", "--tokens-per-min", "5", status=1)
+    refused = mico("quotas", "set", "--tenant", "nobody", "--tokens-per-min", "5", status=1)
+    assert str(refused) == "there is no tenant 'nobody'"
     mico("keys", "revoke", new["id"], "--reason", "done")
 
-    async def actions() -> list[str]:
-        async with open_store(url, tmp_path, serving=False) as store:
-            return [entry.action.split()[0] for entry in await store.orders.entries(100)]
+    audited = mico("audit")
+    assert sorted(entry["action"].split()[0] for entry in audited) == [
+        *("create", "revoke", "rotate"),
+        *["set"] * 4,
+    ]
+    assert (audited[0]["reason"], audited[0]["before"], audited[0]["after"]) == ("done", "valid", "revoked")
+    assert mico("audit", "--limit", "1") == audited[:1]
 
-    assert sorted(asyncio.run(actions())) == ["create", "revoke", "rotate", "set", "set", "set", "set"]
+    async def answer() -> None:
+        async with open_store(url, tmp_path) as store:
+            store.recorder.record(outcome("old", received_at=time.time() - 10 * 86_400), "gcp")
+            store.recorder.record(outcome("new", received_at=time.time()), "aws")
+            assert await store.recorder.flush()
+
+    asyncio.run(answer())
+    of_aws = {"name": "aws", "queries": 1, "prompt_tokens": 12, "completion_tokens": 34}
+    assert mico("usage", "--by", "cloud", "--days", "1") == [of_aws]
+    assert mico("usage", "--by", "cloud") == [of_aws, {**of_aws, "name": "gcp"}]
+    assert [row["name"] for row in mico("usage")] == ["default"]
+    mico("usage", "--by", "colour", status=1)

@@ -1,0 +1,82 @@
+"""`mico usage` and `mico audit`: what was used, and who changed what, straight from the database."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mico.commands.keys import SECONDS_A_DAY, moment, visit
+from mico.errors import CommandFailed, ExitCode
+from mico.session import Database, Json, session
+
+if TYPE_CHECKING:
+    from gateway.admin.orders import Entry
+    from gateway.store.queries import Total
+    from gateway.store.store import Store
+
+BY = ("tenant", "model", "site", "cloud")
+
+
+def usage(
+    context: typer.Context,
+    *,
+    by: Annotated[str, typer.Option(help=f"Added up by {', '.join(BY[:-1])} or {BY[-1]}.")] = BY[0],
+    days: Annotated[float, typer.Option(min=0.01, help="Of queries of the last so many days.")] = 30.0,
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """Queries and tokens, by who asked, what was asked, or where it was answered; most tokens first."""
+    import msgspec
+
+    if by not in BY:
+        tip = f"choose of {', '.join(BY)}"
+        raise CommandFailed(f"--by {by} is not known", tip=tip, exit_code=ExitCode.WRONG_USAGE)
+    here = session(context)
+
+    async def work(store: Store) -> list[Total]:
+        from gateway.store.queries import TotalBy
+
+        return await store.read.totals(TotalBy(by), since=time.time() - days * SECONDS_A_DAY)
+
+    rows = msgspec.to_builtins(visit(here, database, work))
+    if as_json:
+        here.terminal.json(rows)
+    else:
+        columns = (by, "queries", "prompt tokens", "completion tokens")
+        here.terminal.table(columns, [[str(each) or "none" for each in row.values()] for row in rows])
+
+
+def audit(
+    context: typer.Context,
+    *,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")] = 20,
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """Every change by an operator, newest first: who, why, what was before and after."""
+    import msgspec
+
+    here = session(context)
+
+    async def work(store: Store) -> list[Entry]:
+        return await store.orders.entries(limit)
+
+    entries = visit(here, database, work)
+    if as_json:
+        rows = [{**msgspec.to_builtins(each), "at": moment(each.at)} for each in entries]
+        here.terminal.json([{**row, "until_at": moment(row["until_at"])} for row in rows])
+        return
+    rows = [
+        (
+            moment(each.at),
+            each.who,
+            f"{each.site} {each.action}".strip(),
+            each.before,
+            each.after,
+            each.reason,
+        )
+        for each in entries
+    ]
+    here.terminal.table(("at", "who", "what", "before", "after", "reason"), shown)

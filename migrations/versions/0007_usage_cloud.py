@@ -1,0 +1,15 @@
+"""The cloud that answered a query, so that usage adds up by cloud when its sites are long gone."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0007"
+down_revision = "0006"
+
+
+def upgrade() -> None:
+    op.add_column("usage", sa.Column("cloud", sa.String, nullable=False, server_default=""))
+
+
+def downgrade() -> None:
+    op.drop_column("usage", "cloud")
