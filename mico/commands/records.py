@@ -68,7 +68,7 @@ def audit(
         rows = [{**msgspec.to_builtins(each), "at": moment(each.at)} for each in entries]
         here.terminal.json([{**row, "until_at": moment(row["until_at"])} for row in rows])
         return
-    rows = [
+    shown = [
         (
             moment(each.at),
             each.who,

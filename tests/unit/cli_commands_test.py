@@ -92,6 +92,16 @@ def test_a_key_is_made_listed_and_revoked(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(out)[0]["state"] == "revoked"
 
 
+def test_the_audit_and_the_usage_are_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "db", "upgrade")
+    run(capsys, "keys", "create", "ann", "--tenant", "lab", "--reason", "launch")
+    status, out, _ = run(capsys, "audit")
+    assert status == 0
+    assert re.search(r"at the command line +create key key_\w+ +none +tenant lab.* launch", out)
+    status, out, _ = run(capsys, "usage", "--by", "cloud")
+    assert (status, out.split()) == (0, "cloud queries prompt tokens completion tokens".split())
+
+
 def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "db", "upgrade")
     _, out, err = run(capsys, "keys", "create", "ann")
