@@ -111,6 +111,15 @@ def write(folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = ()
     (folder / CARD_FILE).write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
+def export(folder: Path, out: Path) -> Card:
+    """The artifact in `folder`, once its digests are right, written into `out`, which must hold none."""
+    card = read_card(folder)
+    if (out / CARD_FILE).exists():
+        raise ArtifactError(f"{out} holds an artifact already")
+    write(out, (folder / GRAPH_FILE).read_bytes(), card, read_vocabulary(folder, card))
+    return card
+
+
 def _card_of(values: Any, folder: Path) -> Card:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__

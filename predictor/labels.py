@@ -19,6 +19,11 @@ def log_spaced_edges(longest: int = LONGEST_TOKENS, aligned_to: float = 51.2) ->
     return (0, *inner, longest)
 
 
+def even_edges(buckets: int, longest: int) -> tuple[int, ...]:
+    """So many ranges of equal width, as the paper's; whole numbers, so widths differ by one at most."""
+    return tuple(longest * place // buckets for place in range(buckets + 1))
+
+
 def range_of(lengths: NDArray[np.int64], edges: tuple[int, ...]) -> NDArray[np.int64]:
     """Index of the range (edges[i], edges[i+1]] that holds each length; longer ones fall into the last."""
     return np.clip(np.searchsorted(edges, lengths, side="left") - 1, 0, len(edges) - 2).astype(np.int64)

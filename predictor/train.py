@@ -54,6 +54,8 @@ def train(
     name: str | None = None,
     device: str | None = None,
     seed: int = 7,
+    buckets: int | None = None,
+    longest: int = labels.LONGEST_TOKENS,
     plan: Plan | None = None,
     progress: Progress = lambda _: None,
 ) -> artifact.Card:
@@ -62,6 +64,7 @@ def train(
     `encoder` is a Hub id or a folder, with a BERT-like model and its `vocab.txt`; `lexical` needs none.
     `language_model`, likewise, is a causal one with a tokenizer: it asks further prompts, and it teaches.
     Where the corpus has answers' texts, in a column `answer`, teachers learn from those, too.
+    Lengths up to `longest` tokens are told apart, in `buckets` of equal width or in ranges that grow.
     Raises DataError if the data, the kind, the encoder or the language model cannot be used.
     """
     torch.set_num_threads(1)
@@ -71,23 +74,35 @@ def train(
         raise DataError(f"the kind {kind} is none of {', '.join(KINDS)}")
     if kind == "lexical" and language_model is not None:
         raise DataError("the kind lexical learns from no language model")
+    if buckets is not None and not 2 <= buckets <= longest:
+        raise DataError(f"{longest} tokens are not told apart in {buckets} buckets")
+    edges = labels.log_spaced_edges(longest) if buckets is None else labels.even_edges(buckets, longest)
     called = name or artifact.KINDS[kind]
     if kind == "lexical":
-        trained = _lexical(frame, parts, called, seed, progress)
+        trained = _lexical(frame, parts, called, seed, progress, edges=edges)
     elif encoder is not None:
         chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
         followed = plan or (LANGUAGE_PLANS if language_model else PLANS)[kind]
-        distilled = _distilled(frame, encoder, language_model, called, followed, chosen, progress)
+        distilled = _distilled(
+            frame, encoder, language_model, called, followed, chosen, progress, edges=edges
+        )
         trained = replace(distilled, kind=kind)
     else:
-        raise DataError(f"the kind {kind} needs an encoder")
+        raise DataError(f"the kind {kind} needs an encoder: --encoder FOLDER, or its id on the Hub")
     return finish(trained, data, parts, out, progress)
 
 
-def _lexical(frame: pd.DataFrame, parts: dataset.Split, name: str, seed: int, progress: Progress) -> Trained:
+def _lexical(
+    frame: pd.DataFrame,
+    parts: dataset.Split,
+    name: str,
+    seed: int,
+    progress: Progress,
+    *,
+    edges: tuple[int, ...],
+) -> Trained:
     prompts = frame.drop_duplicates("prompt_id")
     names = (prepare.UNKNOWN_NAME, *sorted(parts.train.model.unique()))
-    edges = labels.log_spaced_edges()
     rows_a_step = max(32, min(1024, len(parts.train) // 200))
     config = lexical.HeadConfig(seed=seed, batch_rows=rows_a_step)
     progress(f"reading {len(prompts)} prompts")
@@ -117,8 +132,10 @@ def _distilled(  # noqa: PLR0917 - private, and each is of another type
     plan: Plan,
     device: str,
     progress: Progress,
+    *,
+    edges: tuple[int, ...],
 ) -> Trained:
-    edges, vocabulary = labels.log_spaced_edges(), vocabulary_of(encoder)
+    vocabulary = vocabulary_of(encoder)
     asked: list[augment.Asked] = []
     if language_model is not None and plan.asked_prompts:
         asked = _asked(frame, language_model, plan, device, progress)

@@ -115,6 +115,11 @@ def train(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What forecasts made by it are called.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed and data give the same artifact.")] = 7,
+    buckets: Annotated[
+        int | None,
+        typer.Option(min=2, help="So many ranges of equal width. [default: ranges that grow with length]"),
+    ] = None,
+    l_max: Annotated[int, typer.Option(min=64, help="Longer answers are not told apart.")] = 16_384,
     as_json: Json = False,
 ) -> None:
     """Train an artifact and write it with its card. Serve it with `predictor = FOLDER` of a gateway.
@@ -134,6 +139,8 @@ def train(
             language_model=language_model,
             name=name,
             seed=seed,
+            buckets=buckets,
+            longest=l_max,
             progress=here.terminal.say,
         )
     except PredictorError as error:
@@ -143,11 +150,43 @@ def train(
     show(here, facts, as_json=as_json, whole=card.figures)
 
 
+@app.command("export")
+def export(
+    context: typer.Context,
+    *,
+    out: Annotated[Path, typer.Argument(help="The folder for the copy, which must hold no artifact.")],
+    artifact: Artifact = None,
+    as_json: Json = False,
+) -> None:
+    """Write an artifact, once it is sure to be whole, to a folder of yours: ONNX, vocabulary and card.
+
+    Of what is shipped, to give it to `mico predictor update` and to a gateway (`predictor = FOLDER`).
+    What `train` writes has that form already.
+    """
+    from predictor.artifact import export as exported
+    from predictor.artifact import folder_of
+    from predictor.errors import ArtifactError
+
+    here = session(context)
+    try:
+        card = exported(folder_of(artifact), out)
+    except ArtifactError as error:
+        raise CommandFailed("nothing was exported", cause=str(error)) from error
+    opened(out)
+    facts = {"name": card.name, "kind": card.kind, "sha256": card.digest, "folder": str(out)}
+    show(here, [facts], as_json=as_json, whole=facts)
+
+
 @app.command("update")
 def update(
     context: typer.Context,
     *,
-    artifact: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The artifact's folder.")],
+    artifact: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, file_okay=False, help="The artifact's folder: of train, export or an update before."
+        ),
+    ],
     outcomes: Annotated[
         Path,
         typer.Argument(exists=True, help="Recent outcomes: a gateway's folder of them, or a corpus."),
@@ -164,7 +203,7 @@ def update(
     try:
         found = updated(artifact, outcomes, out=out, elsewhere=elsewhere, progress=here.terminal.say)
     except PredictorError as error:
-        raise CommandFailed("the artifact stays as it is", cause=str(error)) from error
+        raise CommandFailed("no artifact was written", cause=str(error)) from error
     rows = [
         {"judged on": where, "artifact": which, **figures}
         for where, sides in found.items()

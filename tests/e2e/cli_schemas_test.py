@@ -81,7 +81,7 @@ ACTS = {
     *(f"sites {verb}" for verb in ("drain", "pause", "resume", "weight", "pin-off", "unpin")),
     *(f"keys {verb}" for verb in ("create", "rotate", "revoke")),
     *(f"{noun} set" for noun in ("tenants", "quotas")),
-    *(f"predictor {verb}" for verb in ("train", "update")),
+    *(f"predictor {verb}" for verb in ("train", "export", "update")),
 }
 """They change something, and say in JSON what."""
 

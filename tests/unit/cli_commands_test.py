@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_the_audit_and_the_usage_are_tables_for_people(capsys: pytest.CaptureFix
     assert status == 0
     assert re.search(r"at the command line +create key key_\w+ +none +tenant lab.* launch", out)
     status, out, _ = run(capsys, "usage", "--by", "cloud")
-    assert (status, out.split()) == (0, "cloud queries prompt tokens completion tokens".split())
+    assert (status, out.split()) == (0, ["cloud", "queries", "prompt", "tokens", "completion", "tokens"])
 
 
 def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,6 +220,23 @@ def test_a_forecast_is_a_distribution_with_its_source(capsys: pytest.CaptureFixt
     assert sum(told["probabilities"]) == pytest.approx(1.0)
     assert 0 < told["p50_tokens"] <= told["p90_tokens"]
     assert told["source"]
+
+
+def test_what_is_exported_forecasts_the_same_and_is_never_written_over(
+    capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    status, out, _ = run(capsys, "predictor", "export", "mine", "--artifact", "lexical", "--json")
+    told = json.loads(out)
+    assert (status, told["kind"], told["folder"]) == (0, "lexical", "mine")
+    assert sha256((empty_folder / "mine" / "model.onnx").read_bytes()).hexdigest() == told["sha256"]
+    ask = ("predictor", "forecast", "Name three rivers", "--json", "--artifact")
+    assert run(capsys, *ask, "mine") == run(capsys, *ask, "lexical")
+    status, out, err = run(capsys, "predictor", "export", "mine")
+    assert (status, out) == (1, "") and "mine holds an artifact already" in err
+    (empty_folder / "mine" / "model.onnx").write_bytes(b"torn")
+    status, out, err = run(capsys, "predictor", "export", "again", "--artifact", "mine")
+    assert (status, out) == (1, "") and "is damaged" in err
+    assert not (empty_folder / "again").exists()
 
 
 def test_a_predictor_that_is_not_there_is_a_failure_with_its_reason(
