@@ -12,6 +12,7 @@ import typer
 
 from mico.commands import (
     batch,
+    bench,
     chat,
     config,
     database,
@@ -86,6 +87,7 @@ app.add_typer(predictor.app, name="predictor")
 app.command()(database.explain)
 app.command()(doctor.doctor)
 app.add_typer(drill.app, name="drill")
+app.command(context_settings={"allow_interspersed_args": False})(bench.bench)
 app.command()(simulate.simulate)
 app.command()(processes.gateway)
 app.command()(processes.site)

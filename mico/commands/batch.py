@@ -28,7 +28,10 @@ ENDPOINT = "/v1/chat/completions"
 FAULTS_SHOWN = 10
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="As in mico batch list.")]
-InputFile = Annotated[Path, typer.Argument(metavar="FILE", help="One request a line, in OpenAI's form.")]
+InputFile = Annotated[
+    Path | None, typer.Argument(metavar="FILE", help="One request a line, in OpenAI's form.")
+]
+InputOption = Annotated[Path | None, typer.Option("--input", "-i", help="Another way to name FILE.")]
 Endpoint = Annotated[str, typer.Option(help="What every line asks: this path.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Where answers go; those with errors beside them.")
@@ -39,7 +42,8 @@ Output = Annotated[
 def run(
     context: typer.Context,
     *,
-    file: InputFile,
+    file: InputFile = None,
+    source: InputOption = None,
     output: Output = None,
     endpoint: Endpoint = ENDPOINT,
     base_url: BaseUrl = None,
@@ -49,16 +53,18 @@ def run(
     """Submit, wait and fetch. Ctrl-C leaves the batch running and says how to go on."""
     here = session(context)
     client = here.client(base_url, api_key)
-    batch = send(here, client, file, endpoint)
+    requests = named(file, source)
+    batch = send(here, client, requests, endpoint)
     here.terminal.say(f"{batch['id']} is submitted")
-    finish(here, client, batch["id"], output or file.with_suffix(".out.jsonl"), as_json)
+    finish(here, client, batch["id"], output or requests.with_suffix(".out.jsonl"), as_json)
 
 
 @app.command("submit")
 def submit(
     context: typer.Context,
     *,
-    file: InputFile,
+    file: InputFile = None,
+    source: InputOption = None,
     endpoint: Endpoint = ENDPOINT,
     base_url: BaseUrl = None,
     api_key: ApiKey = None,
@@ -66,7 +72,7 @@ def submit(
 ) -> None:
     """Upload and submit; prints the id."""
     here = session(context)
-    batch = send(here, here.client(base_url, api_key), file, endpoint)
+    batch = send(here, here.client(base_url, api_key), named(file, source), endpoint)
     if as_json:
         here.terminal.json(batch)
     else:
@@ -148,6 +154,15 @@ def fetch(
     if not wait and batch["status"] not in ENDED:
         raise CommandFailed(f"{batch_id} is {batch['status']}", tip="--wait waits until it is over")
     finish(here, client, batch_id, target, as_json)
+
+
+def named(file: Path | None, source: Path | None) -> Path:
+    """The one file that was named, in either way."""
+    one = source if file is None else file
+    if one is None or (file is not None and source is not None):
+        tip = "mico batch run FILE -o ANSWERS"
+        raise CommandFailed("name one file of requests", tip=tip, exit_code=ExitCode.WRONG_USAGE)
+    return one
 
 
 def send(here: Session, client: Client, file: Path, endpoint: str) -> Batch:

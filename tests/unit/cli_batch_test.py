@@ -96,6 +96,16 @@ def test_run_submits_waits_and_writes_the_answers(
     assert "in_progress: 1 of 2 answered" in err and "completed: 2 of 2 lines answered" in err
 
 
+def test_the_file_is_named_once_with_or_without_an_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    assert play(monkeypatch, capsys, Gateway(DONE), "run", "-i", "in.jsonl", "-o", "out.jsonl")[0] == 0
+    assert (here / "out.jsonl").read_bytes() == OUTPUT
+    for arguments in (("run",), ("submit", "in.jsonl", "--input", "in.jsonl")):
+        status, out, err = play(monkeypatch, capsys, Gateway(DONE), *arguments)
+        assert (status, out) == (2, "") and "name one file" in err
+
+
 def test_lines_with_errors_are_beside_the_answers_and_in_the_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:

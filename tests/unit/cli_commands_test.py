@@ -28,6 +28,7 @@ DATA_IS_NO_JSON = {
     "mico drill stale",
     "mico drill overload",
     "mico db upgrade",
+    "mico bench",
 }
 """They act or talk; none of them reads."""
 
@@ -93,6 +94,14 @@ def test_a_key_is_made_listed_and_revoked(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(out)[0]["state"] == "revoked"
 
 
+def test_benchmarks_are_listed_and_given_their_own_options(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert re.search(r"^paper +MICO's evaluation again", capfd.readouterr().out, re.M)
+    assert main(["bench", "decide", "--help"]) == 0
+    assert "python -m bench.decide" in capfd.readouterr().out
+    assert main(["bench", "decide", "--nonsense"]) == 2
+
+
 def test_the_audit_and_the_usage_are_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "db", "upgrade")
     run(capsys, "keys", "create", "ann", "--tenant", "lab", "--reason", "launch")
@@ -123,6 +132,7 @@ def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> 
         (("sites", "list", "--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
         (("keys", "create", "ann", "--database", "oracle://x"), 1, "not supported"),
         (("up", "--port", "70000"), 2, "no port"),
+        (("bench", "nonsense"), 2, "mico bench lists them"),
         (("tenants", "list"), 1, "mico db upgrade"),
         (("quotas", "list"), 1, "mico db upgrade"),
         (("usage",), 1, "mico db upgrade"),

@@ -1,0 +1,45 @@
+"""`mico bench …`: runs a program of bench/, which a checkout has and an installed package has not."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mico.errors import CommandFailed, ExitCode
+from mico.session import session
+
+
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Which; without it they are listed.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own options; --help tells them.")] = None,
+) -> None:
+    """Measure what is quoted anywhere: each figure by one command."""
+    programs = found()
+    if name is None:
+        rows = [(each, purpose(file)) for each, file in programs.items()]
+        session(context).terminal.table(("name", "what it measures"), rows)
+        return
+    if name not in programs:
+        tip = "mico bench lists them"
+        raise CommandFailed(f"there is no benchmark {name}", tip=tip, exit_code=ExitCode.WRONG_USAGE)
+    raise typer.Exit(subprocess.call([sys.executable, "-m", f"bench.{name}", *(arguments or ())]))
+
+
+def found() -> dict[str, Path]:
+    """The file of each program by its name. Raises CommandFailed outside a checkout."""
+    package = find_spec("bench")
+    if package is None or package.origin is None:
+        raise CommandFailed("benchmarks are not installed", tip="run it in a checkout: ./dev bench")
+    files = sorted(Path(package.origin).parent.glob("[a-z]*.py"))
+    return {file.stem: file for file in files if "__main__" in file.read_text("utf-8")}
+
+
+def purpose(file: Path) -> str:
+    return (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]
