@@ -26,7 +26,7 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
     """The body of an act. `dry_run` answers with the numbers and changes nothing."""
 
     reason: str = ""
-    weight: float = 100.0
+    weight: float | None = None
     model: str = ""
     for_s: float = 0.0
     within_s: float = 60.0
@@ -68,13 +68,16 @@ def action_of(name: str, verb: str, asked: Asked) -> Action:
     """Raises BadRequest that names the field."""
     if verb not in tuple(Verb):
         raise BadRequest(f"{verb!r} is no act; there are: {', '.join(Verb)}", param="verb")
-    if not 0 <= asked.weight <= 100:
+    if verb == Verb.WEIGHT and asked.weight is None:
+        raise BadRequest("weight: how much of the site's usual part, from 0 to 100?", param="weight")
+    weight = 100.0 if asked.weight is None else asked.weight
+    if not 0 <= weight <= 100:
         raise BadRequest("a weight is a percentage from 0 to 100", param="weight")
     for field in ("for_s", "within_s"):
         if not 0 <= getattr(asked, field) <= LONGEST_S:
             raise BadRequest(f"{field} is from 0 to {LONGEST_S:.0f} seconds", param=field)
     reason = " ".join(asked.reason.split())[:REASON_CHARS]
-    return Action(Verb(verb), name, reason, asked.weight, asked.model, asked.for_s, asked.within_s)
+    return Action(Verb(verb), name, reason, weight, asked.model, asked.for_s, asked.within_s)
 
 
 def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ async def owner_of(secret: str, backend: Backend, address: str) -> Caller:
             caller = await backend.look_again(secret)
         if caller is not None:
             return caller
-    raise failed(backend, address, "This API key is unknown or was revoked.")
+    raise failed(backend, address, "This API key is unknown, has expired or was revoked.")
 
 
 def failed(backend: Backend, address: str, message: str) -> Unauthenticated | TooMany:

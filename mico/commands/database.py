@@ -71,6 +71,11 @@ def tell(here: Session, explained: Explained) -> None:
         f"{usage.query_id}: {usage.model}, {usage.status}{f' ({usage.error})' if usage.error else ''}, "
         f"{usage.prompt_tokens} prompt + {usage.completion_tokens} completion tokens"
     )
+    if usage.forecast_source is not None:
+        here.terminal.data(
+            f"forecast by {usage.forecast_source}: {usage.forecast_expected:.0f} tokens on average, "
+            f"half of such answers within {usage.forecast_p50}, nine in ten within {usage.forecast_p90}"
+        )
     for number, attempt in enumerate(explained.attempts, 1):
         tell_attempt(here, number, attempt)
 
@@ -85,13 +90,13 @@ def tell_attempt(here: Session, number: int, attempt: Attempt) -> None:
     rows = [
         [
             each.site,
-            *map(seconds, (each.wait_s, each.first_token_s, each.finish_s)),
+            *map(seconds, (each.wait_s, each.first_token_s, each.finish_s, each.load_age_s)),
             f"${each.price_usd:.6f}",
             "" if each.cost is None else f"{each.cost:.3g}",
         ]
         for each in decision.estimates
     ]
-    columns = ["site", "wait", "first token", "finish", "price", "cost"]
+    columns = ["site", "wait", "first token", "finish", "report age", "price", "cost"]
     here.terminal.table(columns, rows, title="estimates; the least cost was taken")
     for site, why in decision.excluded.items():
         here.terminal.data(f"not {site}: {why}")

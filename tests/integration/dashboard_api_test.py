@@ -289,6 +289,7 @@ def test_a_page_shows_the_queries_of_every_replica(url: str) -> None:
         ("nowhere", "drain", {}, "site"),
         ("a", "explode", {}, "verb"),
         ("a", "weight", {"weight": 101}, "weight"),
+        ("a", "weight", {}, "weight"),
         ("a", "drain", {"for_s": -1}, "for_s"),
         ("a", "pin-off", {"model": "gpt-9"}, "model"),
         ("a", "drain", {"colour": "red"}, None),

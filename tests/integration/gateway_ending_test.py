@@ -185,6 +185,7 @@ def test_a_gateway_says_that_its_database_is_away_though_nobody_asks_anything(
             with closing(other):  # it may wait for a transaction that only this loop can end
                 await asyncio.to_thread(other.execute, "BEGIN EXCLUSIVE")
                 await until_told(True)
+                assert (await ready(client)).endswith("the database is away")  # and not where it is, nor why
                 other.execute("ROLLBACK")
             await until_told(False)
             os.kill(os.getpid(), signal.SIGTERM)

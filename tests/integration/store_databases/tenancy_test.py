@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -221,3 +222,6 @@ def test_the_command_line_has_the_same_verbs(url: str, tmp_path: Path) -> None:
     assert mico("usage", "--by", "cloud") == [of_aws, {**of_aws, "name": "gcp"}]
     assert [row["name"] for row in mico("usage")] == ["default"]
     mico("usage", "--by", "colour", status=1)
+    told = CliRunner().invoke(app, ["--folder", str(tmp_path), "explain", "new", "--database", url]).stdout
+    assert "forecast by histogram: " in told and "nine in ten within" in told
+    assert re.search(r"report age .*\n.*aws/one .* 50 ms ", told)
