@@ -16,6 +16,7 @@ from gateway.domain import (
     Model,
     Query,
     Resume,
+    Sampling,
     SiteIdentity,
     TokenLogprob,
     ToolCall,
@@ -193,33 +194,29 @@ def each_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
 def assign(
     query: Query, attempt_id: str, forecast: Forecast, resume: Resume | None, deadline_s: float
 ) -> pb.GatewayMessage:
-    message = pb.Assign(
-        attempt_id=attempt_id,
-        query_id=query.id,
-        model=query.model,
-        sampling=_sampling(query),
-        forecast=_forecast(forecast),
-        lane=query.lane,
-        priority=query.priority,
-        deadline_s=deadline_s,
-        tenant=query.caller.tenant,
-        traceparent=query.traceparent,
-        request_id=query.request_id,
-    )
+    """Each part is filled in where it stands: protobuf copies what is made apart and put in."""
+    message = pb.GatewayMessage()
+    part = message.assign
+    part.attempt_id = attempt_id
+    part.query_id = query.id
+    part.model = query.model
+    part.lane = query.lane
+    part.priority = query.priority
+    part.deadline_s = deadline_s
+    part.tenant = query.caller.tenant
+    part.traceparent = query.traceparent
+    part.request_id = query.request_id
+    _sampling(query.sampling, part.sampling)
+    _forecast(forecast, part.forecast)
     if isinstance(query.prompt, Chat):
-        message.chat.CopyFrom(_chat(query.prompt))
+        _chat(query.prompt, part.chat)
     elif isinstance(query.prompt, str):
-        message.text = query.prompt
+        part.text = query.prompt
     else:
-        message.token_ids.ids.extend(query.prompt)
+        part.token_ids.ids.extend(query.prompt)
     if resume is not None:
-        message.resume.token_ids.extend(resume.token_ids)
-        message.resume.text_chars = len(resume.text)
-        message.resume.text = resume.text
-        message.resume.tokens = resume.tokens
-        message.resume.tool_calls = resume.tool_calls
-        message.resume.argument_chars = resume.argument_chars
-    return pb.GatewayMessage(assign=message)
+        _resume(resume, part.resume)
+    return message
 
 
 def bunched(first: pb.GatewayMessage, waiting: Iterator[pb.GatewayMessage]) -> pb.GatewayMessage:
@@ -235,50 +232,56 @@ def bunched(first: pb.GatewayMessage, waiting: Iterator[pb.GatewayMessage]) -> p
     return pb.GatewayMessage(bunch=bunch) if bunch.messages else first
 
 
-def _chat(chat: Chat) -> pb.Chat:
-    turns = (
-        pb.ChatMessage(
+def _chat(chat: Chat, part: pb.Chat) -> None:
+    for m in chat.messages:
+        part.messages.add(
             role=m.role,
             content=m.content,
             name=m.name,
             tool_calls_json=m.tool_calls_json,
             tool_call_id=m.tool_call_id,
         )
-        for m in chat.messages
-    )
-    return pb.Chat(
-        messages=turns,
-        tools_json=chat.tools_json,
-        tool_choice=chat.tool_choice,
-        tool_name=chat.tool_name,
-        single_tool_call=chat.single_tool_call,
-    )
+    part.tools_json = chat.tools_json
+    part.tool_choice = chat.tool_choice
+    part.tool_name = chat.tool_name
+    part.single_tool_call = chat.single_tool_call
 
 
-def _sampling(query: Query) -> pb.Sampling:
-    s = query.sampling
-    return pb.Sampling(
-        max_tokens=s.max_tokens,
-        n=s.n,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        repetition_penalty=s.repetition_penalty,
-        seed=s.seed,
-        stop=s.stop,
-        stop_token_ids=s.stop_token_ids,
-        min_tokens=s.min_tokens,
-        ignore_eos=s.ignore_eos,
-        logit_bias=s.logit_bias,
-        logprobs=s.logprobs,
-        echo=s.echo,
-        guided_json=s.guided_json,
-    )
+def _sampling(s: Sampling, part: pb.Sampling) -> None:
+    if s.max_tokens is not None:
+        part.max_tokens = s.max_tokens
+    part.n = s.n
+    part.temperature = s.temperature
+    part.top_p = s.top_p
+    part.top_k = s.top_k
+    part.min_p = s.min_p
+    part.presence_penalty = s.presence_penalty
+    part.frequency_penalty = s.frequency_penalty
+    part.repetition_penalty = s.repetition_penalty
+    if s.seed is not None:
+        part.seed = s.seed
+    part.stop.extend(s.stop)
+    part.stop_token_ids.extend(s.stop_token_ids)
+    part.min_tokens = s.min_tokens
+    part.ignore_eos = s.ignore_eos
+    part.logit_bias.update(s.logit_bias)
+    if s.logprobs is not None:
+        part.logprobs = s.logprobs
+    part.echo = s.echo
+    part.guided_json = s.guided_json
 
 
-def _forecast(forecast: Forecast) -> pb.Forecast:
+def _forecast(forecast: Forecast, part: pb.Forecast) -> None:
     generated, expected, p90 = forecast.remaining_columns()
-    return pb.Forecast(generated=generated, expected_remaining=expected, p90_remaining=p90)
+    part.generated.extend(generated)
+    part.expected_remaining.extend(expected)
+    part.p90_remaining.extend(p90)
+
+
+def _resume(resume: Resume, part: pb.ResumeFrom) -> None:
+    part.token_ids.extend(resume.token_ids)
+    part.text_chars = len(resume.text)
+    part.text = resume.text
+    part.tokens = resume.tokens
+    part.tool_calls = resume.tool_calls
+    part.argument_chars = resume.argument_chars
