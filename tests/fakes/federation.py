@@ -60,12 +60,13 @@ class ScriptedSite:
         boot_id: str = "boot",
         revision: str = "rev-1",
         engine: str = "native",
+        answers_pings: bool = True,
     ):
         self.boot_id = boot_id
         self.name, self.address, self.slots, self.token = name, address, slots, token
         self.seconds_per_token = seconds_per_token
         self.inbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
-        self.answers_pings = True
+        self.answers_pings = answers_pings
         self.features: tuple[str, ...] = ("chat", "logprobs", "resume")
         self.names_tokens = True
         self.context_tokens = context_tokens
