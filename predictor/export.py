@@ -162,48 +162,76 @@ def _scores(draw: Drawing, table: Array) -> str:
 
 
 def _answer(draw: Drawing, head: State, sharpness: Array) -> None:
-    """`lexical.Head`, sharpened for the served model and bent for the kind of prompt, as `probabilities`."""
-    inputs = len(head["mean"])
-    served = draw.call("Gather", draw.constant("models", head["models.weight"]), "model")
-    own = draw.call("Gather", INPUTS, OWNER)
-    centred = draw.call("Sub", own, draw.constant("mean", head["mean"]))
-    scaled = draw.call("Mul", centred, draw.constant("scale", head["scale"]))
-    low, high = draw.constant("low", np.float32(-5.0)), draw.constant("high", np.float32(5.0))
-    standardised = state = draw.call("Clip", scaled, low, high)
-    for name in ("first", "second", "last"):
+    """`lexical.Head`, sharpened for the served model and bent for the kind of prompt, as `probabilities`.
+
+    What hangs on the prompt alone is worked out once, however many models it is asked of.
+    """
+    prompt, models = _standardised(draw, head), draw.constant("models", head["models.weight"])
+    state, served = _first(draw, head, prompt, models), draw.call("Gather", models, "model")
+    for name in ("second", "last"):
         weight = draw.constant(f"head.{name}.weight", head[f"{name}.weight"])
         bias = draw.constant(f"head.{name}.bias", head[f"{name}.bias"])
-        state = draw.call("Gemm", draw.call("Concat", state, served, axis=1), weight, bias, transB=1)
-        if name != "last":
-            state = draw.call("Relu", state)
+        both = draw.call("Concat", draw.call("Relu", state), served, axis=1)
+        state = draw.call("Gemm", both, weight, bias, transB=1)
     factor = draw.call("Gather", draw.constant("sharpness", sharpness.reshape(-1, 1)), "model")
+    drawn = draw.call("Softmax", draw.call("Mul", state, factor), axis=1)
     none = draw.constant(SHIFT, np.zeros((len(sharpness), 1), dtype=np.float32))
-    shift = draw.call("Gather", none, "model")
-    _bent(draw, draw.call("Softmax", draw.call("Mul", state, factor), axis=1), standardised, shift, inputs)
+    reached = _reached(draw, prompt, draw.call("Gather", none, "model"), len(head["mean"]))
+    _bent(draw, drawn, reached, len(head["last.bias"]))
 
 
-def _bent(draw: Drawing, probabilities: str, standardised: str, shift: str, inputs: int) -> None:
-    """`calibrate.bent` by `calibrate.Kinds`, which bends nothing until `graft` fills it in."""
+def _standardised(draw: Drawing, head: State) -> str:
+    centred = draw.call("Sub", INPUTS, draw.constant("mean", head["mean"]))
+    scaled = draw.call("Mul", centred, draw.constant("scale", head["scale"]))
+    low, high = draw.constant("low", np.float32(-5.0)), draw.constant("high", np.float32(5.0))
+    return draw.call("Clip", scaled, low, high)
+
+
+def _first(draw: Drawing, head: State, prompt: str, models: str) -> str:
+    """The first layer: what a prompt adds to it, and what the served model does, which is one row of a table.
+
+    The weights are cut and the table is made when a graph is loaded, so that `graft` finds them whole.
+    """
+    weight = draw.constant("head.first.weight", head["first.weight"])
+    bias = draw.constant("head.first.bias", head["first.bias"])
+    ends = (0, len(head["mean"]), head["first.weight"].shape[1])
+    begin, cut, end = (draw.constant(f"first.{place}", np.array([place])) for place in ends)
+    axis = draw.constant("first.axis", np.array([1]))
+    of_prompt = draw.call("Gemm", prompt, draw.call("Slice", weight, begin, cut, axis), transB=1)
+    table = draw.call("Gemm", models, draw.call("Slice", weight, cut, end, axis), bias, transB=1)
+    return draw.call("Add", draw.call("Gather", of_prompt, OWNER), draw.call("Gather", table, "model"))
+
+
+def _reached(draw: Drawing, prompt: str, shift: str, inputs: int) -> str:
+    """`calibrate.Kinds.reached_by`; all prompts are of one kind until `graft` fills in others."""
     even = calibrate.one_kind(inputs)
     weight, bias = draw.constant("kinds.weight", even.weight), draw.constant("kinds.bias", even.bias)
-    likeness = draw.call("Softmax", draw.call("Gemm", standardised, weight, bias, transB=1), axis=1)
-    reached = draw.call("MatMul", likeness, draw.constant("kinds.reached", even.reached[:, None]))
+    likeness = draw.call("Softmax", draw.call("Gemm", prompt, weight, bias, transB=1), axis=1)
+    each = draw.constant("kinds.reached", even.reached[:, None])
+    reached = draw.call("Gemm", draw.call("Gather", likeness, OWNER), each, shift)
     least = draw.constant("least_reached", np.float32(calibrate.LEAST_REACHED))
     most = draw.constant("most_reached", np.float32(calibrate.MOST_REACHED))
-    reached = draw.call("Clip", draw.call("Add", reached, shift), least, most)
-    knots = [calibrate.MEDIAN, calibrate.STATED, calibrate.FAR]
-    median, stated, far = (draw.constant(f"knot_{knot}", np.float32(knot)) for knot in knots)
-    width = draw.constant("body_width", np.float32(calibrate.STATED - calibrate.MEDIAN))
-    rest = draw.constant("tail_width", np.float32(calibrate.FAR - calibrate.STATED))
-    one = draw.constant("one", np.float32(1.0))
-    inner = draw.call("Div", draw.call("Sub", reached, median), width)
-    outer = draw.call("Div", draw.call("Sub", far, reached), rest)
-    moved = below = draw.call("CumSum", probabilities, draw.constant("along", np.int64(1)))
-    for knot, before, after in ((median, one, inner), (stated, inner, outer), (far, outer, one)):
-        beyond = draw.call("Relu", draw.call("Sub", below, knot))
-        moved = draw.call("Add", moved, draw.call("Mul", draw.call("Sub", after, before), beyond))
-    pads = draw.constant("before", np.array([0, 1, 0, -1]))
-    draw.call("Relu", draw.call("Sub", moved, draw.call("Pad", moved, pads)), name=ANSWER)
+    return draw.call("Clip", reached, least, most)
+
+
+def _bent(draw: Drawing, probabilities: str, reached: str, ranges: int) -> None:
+    """`calibrate.bent` as three matrix products, where many small operators would cost more: how far the sums
+    are beyond each knot, how much steeper it gets there, and what that adds to each range.
+    """
+    body, tail = calibrate.STATED - calibrate.MEDIAN, calibrate.FAR - calibrate.STATED
+    even = np.array([1.0, 0.0])  # a slope: where nothing is reached, and what it gains with `reached`
+    inner = np.array([-calibrate.MEDIAN, 1.0]) / body
+    outer = np.array([calibrate.FAR, -1.0]) / tail
+    steeper = np.repeat([inner - even, outer - inner, even - outer], ranges, axis=0).astype(np.float32)
+    knots = np.repeat([calibrate.MEDIAN, calibrate.STATED, calibrate.FAR], ranges).astype(np.float32)
+    sums, parts = np.triu(np.ones((ranges, ranges))), np.eye(ranges) - np.eye(ranges, k=1)
+    along = draw.constant("bend.sums", np.tile(sums, 3).astype(np.float32))
+    beyond = draw.call("Relu", draw.call("Gemm", probabilities, along, draw.constant("bend.knots", -knots)))
+    at_none = draw.constant("bend.slope", steeper[:, 0])
+    slopes = draw.call("Gemm", reached, draw.constant("bend.gain", steeper[None, :, 1]), at_none)
+    back = draw.constant("bend.parts", np.tile(parts, (3, 1)).astype(np.float32))
+    moved = draw.call("Gemm", draw.call("Mul", beyond, slopes), back, probabilities)
+    draw.call("Relu", moved, name=ANSWER)
 
 
 def _read(draw: Drawing, body: State, heads: Sequence[int], query_heads: int) -> str:
