@@ -176,7 +176,11 @@ async def _core(
     if traces is not None:
         gateway.traced = traces.toward
     address = f"{config.grpc_host}:{config.grpc_port}"
-    server, port, mutual_port = await listen(federation, address, doors.link, doors.mutual)
+    try:
+        server, port, mutual_port = await listen(federation, address, doors.link, doors.mutual)
+    except RuntimeError as exc:
+        where = address if doors.mutual is None else f"{address} and {doors.mutual[0]}"
+        raise ConfigError(f"sites can't join at {where}: taken, or not of this machine") from exc
     log.info("sites join at %s:%d", config.grpc_host, port)
     if mutual_port is not None:
         log.info("sites with a certificate join at %s:%d", config.grpc_host, mutual_port)

@@ -121,7 +121,7 @@ class Entrance:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(exc)) from exc
         except StoreUnavailable as exc:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the database is away: {exc}") from exc
-        log.info("site %s %s a certificate", site, "renewed its" if renewal else "was issued a first")
+        log.info("site %s %s certificate", site, "renewed its" if renewal else "was issued its first")
         return pem
 
     def _asker(self, context: Any, certificates: Certificates) -> SiteCertificate | Invitation:

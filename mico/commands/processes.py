@@ -24,6 +24,7 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Run one gateway: HTTP for clients, gRPC for sites. Ends in order on SIGTERM."""
     from gateway.app import run
     from gateway.config import ConfigError, load
+    from gateway.store.errors import StoreError
 
     try:
         status = run(load(config, os.environ, pairs(overrides)))
@@ -31,6 +32,12 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
         raise CommandFailed(
             "the gateway can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
+    except StoreError as error:
+        raise CommandFailed("the gateway can't start", cause=str(error)) from error
+    except SystemExit as ended:  # uvicorn's, whose log line says what is wrong with the address
+        raise CommandFailed(
+            "the gateway can't start", cause="clients can't ask there, as said above"
+        ) from ended
     raise typer.Exit(status)
 
 

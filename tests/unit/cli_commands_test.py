@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +19,7 @@ import typer.main
 from mico.cli import app, main
 from mico.commands.doctor import Verdict, clocks
 
+ROOT = Path(__file__).resolve().parents[2]
 DATA_IS_NO_JSON = {
     "mico down",
     "mico chat",
@@ -92,6 +97,27 @@ def test_a_key_is_made_listed_and_revoked(capsys: pytest.CaptureFixture[str]) ->
     assert run(capsys, "keys", "revoke", made["id"])[0] == 0
     _, out, _ = run(capsys, "keys", "list", "--json")
     assert json.loads(out)[0]["state"] == "revoked"
+
+
+def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Path) -> None:
+    def start(**settings: object) -> tuple[int, str]:
+        given = {"http_port": 0, "grpc_port": 0, "folder": "gw", "database_url": "sqlite:///g.db", **settings}
+        options = [f"--set={name}={value}" for name, value in given.items()]
+        command = [sys.executable, "-m", "mico", "gateway", "--set=site_tokens=" + "t" * 32, *options]
+        path = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=60, check=False)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stderr[done.stderr.index("error: ") :].strip()
+
+    refused = "error: the gateway can't start\ncause: "
+    status, err = start()
+    assert status == 1 and err.startswith(f"{refused}the database has no tables yet")
+    assert main(["db", "upgrade", "--database", f"sqlite:///{empty_folder}/g.db"]) == 0
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        joins = f"sites can't join at 127.0.0.1:{port}: taken, or not of this machine"
+        assert start(grpc_port=port) == (2, f"{refused}{joins}")
+        assert start(http_port=port) == (1, f"{refused}clients can't ask there, as said above")
 
 
 def test_benchmarks_are_listed_and_given_their_own_options(capfd: pytest.CaptureFixture[str]) -> None:
