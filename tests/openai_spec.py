@@ -92,11 +92,14 @@ ERROR = {
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """What we serve of a specification; any refusal of ours has OpenAI's shape of errors."""
+    """What we serve of a specification; its paths may begin with /v1, or its server's address end with it.
+
+    Any refusal of ours has OpenAI's shape of errors.
+    """
     whole = yaml.safe_load(path.read_text())
     paths = {}
     for place, methods in SERVED.items():
-        known = whole["paths"].get(place, {})
+        known = whole["paths"].get(place) or whole["paths"].get(f"/v1{place}", {})
         paths[f"/v1{place}"] = {method: _open(known[method]) for method in methods if method in known}
     components = whole["components"]
     return {"openapi": whole["openapi"], "info": whole["info"], "paths": paths, "components": components}

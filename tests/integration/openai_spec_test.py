@@ -91,6 +91,16 @@ def test_what_is_answered_is_what_the_types_of_openai_say(tmp_path: Path) -> Non
     assert wrong["failures"]
 
 
+def test_a_specification_may_have_v1_in_its_paths_or_not(tmp_path: Path) -> None:
+    whole = from_types()
+    bare = whole | {"paths": {path.removeprefix("/v1"): each for path, each in whole["paths"].items()}}
+    written = [
+        write(each, tmp_path / "spec.json") and from_file(tmp_path / "spec.json") for each in (whole, bare)
+    ]
+    assert written[0] == written[1]
+    assert written[0]["paths"].keys() == {f"/v1{place}" for place in SERVED}
+
+
 @pytest.mark.skipif(
     "MICO_OPENAI_SPEC" not in os.environ, reason="MICO_OPENAI_SPEC names no copy of OpenAI's specification"
 )
