@@ -9,11 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from gateway.store import keys
 from gateway.store.tables import metadata
 from migrations import upgrade
 from tests.integration.store_databases.server import PostgresServer, find_binaries
 
 _numbers = count(1)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at the keys has its time, however slow the machine is."""
+    monkeypatch.setattr(keys, "REFRESH_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -76,8 +76,12 @@ def test_a_key_expires_without_a_look_at_the_database(url: str, tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_a_change_by_one_process_reaches_another_by_itself(url: str, tmp_path: Path) -> None:
-    """A command makes and revokes a key beside two replicas."""
+def test_a_change_by_one_process_reaches_another_by_itself(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command makes and revokes a key beside two replicas, which look when they are asked."""
+    monkeypatch.setattr(keys, "REFRESH_S", 3_600.0)
+    monkeypatch.setattr(keys, "LOOK_AGAIN_S", 60.0)
 
     async def main() -> None:
         pepper = "p" * 32

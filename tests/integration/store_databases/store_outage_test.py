@@ -152,8 +152,6 @@ def test_keys_stay_good_while_the_server_is_away(
 def test_a_refresh_gives_up_in_time(
     postgres: PostgresServer, postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keys, "REFRESH_TIMEOUT_S", 60.0)  # while the server answers, however slowly
-
     async def main() -> None:
         async with open_store(postgres_url, tmp_path) as store:
             with monkeypatch.context() as hurry, postgres.frozen(), soon():
@@ -211,7 +209,6 @@ def test_a_revocation_is_seen_though_every_open_connection_went_silent(
     postgres: PostgresServer, postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a failover: what was connected hears nothing more, what connects anew is answered."""
-    monkeypatch.setattr(keys, "REFRESH_TIMEOUT_S", 60.0)  # one look, however slow the machine is
     monkeypatch.setattr(answering, "PING_WITHIN_S", 0.1)
 
     async def main() -> None:
