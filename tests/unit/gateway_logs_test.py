@@ -9,6 +9,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from gateway.telemetry import logs
 from gateway.telemetry.logs import Gathered, JsonFormatter
 
@@ -73,7 +75,11 @@ def test_a_warning_takes_along_what_waits_and_so_does_a_crowd() -> None:
         asyncio.run(scenario(logger, stream))
 
 
-def test_without_a_loop_nothing_waits_and_the_end_of_a_process_writes_the_rest() -> None:
+def test_without_a_loop_nothing_waits_and_the_end_of_a_process_writes_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "GATHER_S", 3600.0)  # however long the loop takes to end
+
     async def scenario(logger: logging.Logger) -> None:
         logger.info("left behind")
 
