@@ -1,4 +1,4 @@
-"""One visit to the database, for commands that work beside the gateway and without it."""
+"""Visits to the database, for commands that work beside the gateway and without it."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
         raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
     except SQLAlchemyError as error:
         raise CommandFailed("the database did not answer", cause=reason(error), tip=tip) from error
+
+
+def upgrade(database_url: str) -> None:
+    """Brings the schema to what this version needs. Raises CommandFailed."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.store.engine import reason
+    from gateway.store.errors import StoreError
+    from migrations import upgrade as run
+
+    try:
+        run(database_url)
+    except StoreError as error:
+        raise CommandFailed("the database URL does not work", cause=str(error)) from error
+    except SQLAlchemyError as error:
+        raise CommandFailed("the database did not answer", cause=reason(error)) from error

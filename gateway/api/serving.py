@@ -18,6 +18,7 @@ import uvicorn
 from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.config import ConfigError
 from gateway.tls import CertificateFiles
 
 log = logging.getLogger(__name__)
@@ -160,10 +161,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Signals are the process's, not the server's."""
+    """Signals are the process's, not the server's. Raises ConfigError where it can't listen."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit as exc:  # so uvicorn ends a process in which it is the only thing that runs
+            where = f"{self.config.host}:{self.config.port}"
+            raise ConfigError(f"clients can't ask at {where}: taken, or not of this machine") from exc
         for listening in (each for server in self.servers for each in server.sockets):
             log.info("clients ask at %s:%d", *listening.getsockname()[:2])
 

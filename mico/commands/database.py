@@ -21,20 +21,11 @@ app = typer.Typer(help="The database.", no_args_is_help=True)
 @app.command("upgrade")
 def upgrade(context: typer.Context, database: Database = None) -> None:
     """Bring the schema to what this version needs. Safe to repeat, and safe while others do the same."""
-    from sqlalchemy.exc import SQLAlchemyError
-
-    from gateway.store.engine import reason
-    from gateway.store.errors import StoreError
-    from migrations import upgrade as run
+    from mico.store_access import upgrade as run
 
     here = session(context)
     where = here.settings.resolve("database_url", database)
-    try:
-        run(where.value)
-    except StoreError as error:
-        raise CommandFailed("the database URL does not work", cause=str(error)) from error
-    except SQLAlchemyError as error:
-        raise CommandFailed("the database did not answer", cause=reason(error)) from error
+    run(where.value)
     here.terminal.say(f"{where.shown} has the newest schema")
 
 

@@ -22,6 +22,16 @@ SECONDS_A_DAY = 86_400.0
 
 app = typer.Typer(help="API keys.", no_args_is_help=True)
 
+NAME_CHARS = 200
+
+
+def named(name: str) -> str:
+    """As the admin API wants names. Raises BadParameter."""
+    if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
+        raise typer.BadParameter(f"a name has 1 to {NAME_CHARS} printable characters")
+    return name
+
+
 Reason = Annotated[str, typer.Option(help="Why; the audit keeps it.")]
 
 
@@ -29,8 +39,8 @@ Reason = Annotated[str, typer.Option(help="Why; the audit keeps it.")]
 def create(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(help="Whose it is or what it is for.")],
-    tenant: Annotated[str, typer.Option(help="Who pays for its use.")] = "default",
+    name: Annotated[str, typer.Argument(callback=named, help="Whose it is or what it is for.")],
+    tenant: Annotated[str, typer.Option(callback=named, help="Who pays for its use.")] = "default",
     model: Annotated[list[str] | None, typer.Option(help="Allow this model only; repeatable.")] = None,
     region: Annotated[list[str] | None, typer.Option(help="Use sites of this region only.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May also use the admin API.")] = False,

@@ -34,10 +34,6 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
         ) from error
     except StoreError as error:
         raise CommandFailed("the gateway can't start", cause=str(error)) from error
-    except SystemExit as ended:  # uvicorn's, whose log line says what is wrong with the address
-        raise CommandFailed(
-            "the gateway can't start", cause="clients can't ask there, as said above"
-        ) from ended
     raise typer.Exit(status)
 
 

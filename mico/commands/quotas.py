@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mico.commands.keys import Reason, act, moment, visit
+from mico.commands.keys import Reason, act, moment, named, visit
 from mico.errors import CommandFailed, ExitCode
 from mico.session import Database, Json, session
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
 
 LIFTED = "none"
+LARGEST = 2**53
+"""As in the store."""
 
 tenants = typer.Typer(help="Tenants: who pays for keys, and shares quotas and turns.", no_args_is_help=True)
 quotas = typer.Typer(help="Quotas of tenants and keys.", no_args_is_help=True)
@@ -43,8 +45,10 @@ def list_tenants(context: typer.Context, database: Database = None, as_json: Jso
 def set_tenant(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(help="Made if it is not there yet.")],
-    best_priority: Annotated[int, typer.Option(help="No query of it goes before others of this one.")] = 0,
+    name: Annotated[str, typer.Argument(callback=named, help="Made if it is not there yet.")],
+    best_priority: Annotated[
+        int, typer.Option(min=-(2**31), max=2**31 - 1, help="No query of it goes before others of this one.")
+    ] = 0,
     reason: Reason = "",
     database: Database = None,
     as_json: Json = False,
@@ -112,10 +116,11 @@ def set_quotas(
 def amount(kind: str, text: str) -> int | None:
     if text == LIFTED:
         return None
-    if not text.isdecimal():
-        option = "--" + kind.replace("_", "-")
-        raise CommandFailed(f"{option} is a number or {LIFTED}, not {text!r}", exit_code=ExitCode.WRONG_USAGE)
-    return int(text)
+    if text.isdecimal() and int(text) <= LARGEST:
+        return int(text)
+    option, most = "--" + kind.replace("_", "-"), f"at most {LARGEST}, "
+    wanted = f"a number, {most if text.isdecimal() else ''}or {LIFTED}"
+    raise CommandFailed(f"{option} is {wanted}, not {text!r}", exit_code=ExitCode.WRONG_USAGE)
 
 
 def tell(context: typer.Context, found: list[Quota], *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mico.local.folder import Folder, write_private
-from mico.store_access import with_store
+from mico.store_access import upgrade, with_store
 
 KEY_NAME = "local"
 
@@ -11,7 +11,6 @@ KEY_NAME = "local"
 def prepare(folder: Folder, database_url: str) -> str:
     """The owner's API key. A key that is kept in the folder and still valid stays as it is."""
     from gateway.store.store import Store
-    from migrations import upgrade
 
     upgrade(database_url)
     kept = folder.key()

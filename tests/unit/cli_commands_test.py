@@ -115,9 +115,9 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
     assert main(["db", "upgrade", "--database", f"sqlite:///{empty_folder}/g.db"]) == 0
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        joins = f"sites can't join at 127.0.0.1:{port}: taken, or not of this machine"
-        assert start(grpc_port=port) == (2, f"{refused}{joins}")
-        assert start(http_port=port) == (1, f"{refused}clients can't ask there, as said above")
+        taken_one = f"at 127.0.0.1:{port}: taken, or not of this machine"
+        assert start(grpc_port=port) == (2, f"{refused}sites can't join {taken_one}")
+        assert start(http_port=port) == (2, f"{refused}clients can't ask {taken_one}")
 
 
 def test_benchmarks_are_listed_and_given_their_own_options(capfd: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +166,13 @@ def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> 
         (("audit",), 1, "mico db upgrade"),
         (("quotas", "set", "--tokens-per-min", "5"), 2, "mico quotas set --tenant"),
         (("quotas", "set", "--tenant", "a"), 2, "mico quotas set --tenant"),
-        (("quotas", "set", "--tenant", "a", "--tokens-per-min", "many"), 2, "is a number or none"),
+        (("quotas", "set", "--tenant", "a", "--tokens-per-min", "many"), 2, "is a number, or none"),
+        (("quotas", "set", "--tenant", "a", "--tokens-per-min", "9" * 20), 2, "at most 9007199254740992"),
+        (("keys", "create", ""), 2, "1 to 200 printable"),
+        (("keys", "create", "ann", "--tenant", "a\nb"), 2, "1 to 200 printable"),
+        (("tenants", "set", "x" * 201), 2, "1 to 200 printable"),
+        (("tenants", "set", "a", "--best-priority", "2147483648"), 2, "2147483647"),
+        (("up", "--database", "postgresql://x@127.0.0.1:9/x"), 1, "the database did not answer"),
         (("pki", "list"), 1, "mico db upgrade"),
         (("pki", "invite", "a"), 1, "mico pki init"),
         (("keys", "rotate", "k", "--overlap", "soon"), 2, "such as 90s"),
