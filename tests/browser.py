@@ -75,7 +75,7 @@ class Browser:
             self.call("Browser.close")
         except (OSError, Failed):
             self._process.kill()
-        self._process.wait(10)
+        self._process.wait(WITHIN_S)
         os.close(self._write)
         os.close(self._read)
 
