@@ -1,6 +1,6 @@
 """Serving forecasts: a shipped model by onnxruntime, or a histogram of what was seen where there is none.
 
-Needs numpy and onnxruntime alone. Synchronous and thread-safe: a caller keeps it off its event loop.
+Needs numpy and onnxruntime alone. Synchronous and thread-safe: a caller keeps long texts off its event loop.
 """
 
 from __future__ import annotations

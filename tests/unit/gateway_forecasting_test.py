@@ -1,9 +1,10 @@
-"""Forecasts off the event loop: whatever the forecaster does, every query gets one."""
+"""Forecasts beside the event loop or on it: whatever the forecaster does, every query gets one."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,47 @@ def test_a_failure_of_the_fallback_reaches_those_who_wait_and_those_who_come_lat
         await forecasts.close()
 
     asyncio.run(scenario())
+
+
+class Watched:
+    """Tells where it forecast each text: on the loop's thread or beside it."""
+
+    name = "watched"
+
+    def __init__(self) -> None:
+        self.on_loop: list[bool] = []
+
+    def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
+        self.on_loop += [threading.current_thread() is threading.main_thread()] * len(queries)
+        return [Forecast((0, 100), (1.0,), self.name) for _ in queries]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_loop(
+    quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.forecasting.HELD_S", float("inf") if quick else -1.0)
+    watched = Watched()
+
+    async def scenario() -> None:
+        forecasts = Forecasts(watched, HistogramForecaster())
+
+        async def alone(name: str, text: str) -> None:
+            await forecasts.ask(Query(name, "m", text, Sampling(), Caller("k", "t"), 0.0, 100.0))
+            forecasts.observe(outcome(name, 5))
+
+        async with asyncio.timeout(60):
+            for number, text in enumerate(["hi", "hi", "hello", "hello"]):
+                await alone(f"q{number}", text)  # the first of its length is not known to be quick
+            await forecasts.ask(query("running"))
+            await alone("beside", "hi")
+            forecasts.observe(outcome("running", 5))
+            await alone("after", "hi")
+        await forecasts.close()
+
+    asyncio.run(scenario())
+    found = [False, True, False, True, True, False, False]
+    assert watched.on_loop == (found if quick else [False] * len(found))
 
 
 def outcome(name: str, tokens: int, model: str = "m", forecast: Forecast | None = None) -> Outcome:
