@@ -222,6 +222,7 @@ async def whole_gateway(
     )
     with pytest.MonkeyPatch.context() as patient:
         patient.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)  # the site reports but once
+        patient.setattr("gateway.app.FAREWELL_S", DEADLINE_S)  # nobody is cut off for being slow
         serving = asyncio.create_task(serve(config))
         await until(lambda: serving.done() or port_of(CLIENTS, caplog.text), "the gateway listens")
         http, grpc_port = (port_of(who, caplog.text) for who in (CLIENTS, SITES))
