@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gateway.domain import Estimate, Site
 from gateway.routing.demand import Demand
-from gateway.routing.fleet import REMAINING_VALUES, Figures, Fleet, Numbers
+from gateway.routing.fleet import PROMPT_TOKEN_WORK, REMAINING_VALUES, Figures, Fleet, Numbers
 
 
 class Sizes(NamedTuple):
@@ -51,7 +51,9 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
 def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numbers:
     """Until a slot and the KV reservation are free: a running request frees both when it ends.
 
-    As many must end as there are too many; those beyond the running ones pass through the slots evenly.
+    As many must end as there are too many; those beyond the running ones pass through the slots evenly. In a
+    queue so long, only a part of what is pending starts before a demand that is smaller than most of it: were
+    it all, small ones would flee from long queues, which they pass by, to each other.
     """
     for_kv = np.minimum((size.kv_tokens - at.kv_room_tokens) / at.kv_each_tokens, at.held)
     must_end = np.maximum(at.too_many, for_kv)
@@ -60,8 +62,17 @@ def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numb
         return np.zeros(len(waits))
     place = np.minimum(np.ceil(must_end / at.per_remaining), REMAINING_VALUES).astype(np.intp) - 1
     of_running = remaining[np.arange(len(remaining)), np.maximum(place, 0)]
-    iterations = np.where(must_end <= at.running, np.minimum(at.evenly, of_running), at.evenly)
+    ahead = np.minimum(1.0, _order(size) * at.per_pending_size)
+    evenly = (at.running_tokens + ahead * at.pending_tokens) / at.slots
+    iterations = np.where(must_end <= at.running, np.minimum(evenly, of_running), evenly)
     return np.where(waits, iterations, 0.0)
+
+
+def _order(size: Sizes) -> Numbers:
+    """As `fleet.size`."""
+    length = np.maximum(1.0, size.response_tokens)
+    ordered: Numbers = np.sqrt(length * (length + PROMPT_TOKEN_WORK * size.prompt_tokens))
+    return ordered
 
 
 def estimate(demand: Demand, site: Site, now_s: float) -> Estimate:

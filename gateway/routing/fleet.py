@@ -5,7 +5,7 @@ then a few dozen vector operations.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
+from math import inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,10 @@ UNKNOWN_SECONDS_PER_TOKEN = 0.05
 """Assumed of a site that has measured nothing yet: until their first answers, sites differ by price alone."""
 REMAINING_VALUES = 64
 """At most so many in a report."""
+PROMPT_TOKEN_WORK = 0.02
+"""What computing a prompt token takes beside a response token, as a site orders what waits."""
+KNOWN = 1e9
+"""Next to what is pending any demand is large: nothing of it starts later."""
 MOST_REMEMBERED = 1_000
 """Of different demands, each of which costs a look at every site."""
 
@@ -32,7 +36,9 @@ class Figures(NamedTuple):
     held: Numbers  # running and pending
     iteration_s: Numbers  # with one row more
     prefill_s: Numbers  # of what is pending, with the way there and back and one iteration
-    evenly: Numbers  # iterations until all that is held has passed through the slots
+    running_tokens: Numbers  # expected of what runs, and of what is pending
+    pending_tokens: Numbers
+    per_pending_size: Numbers  # one over the size of what is pending; none where what starts before is known
     too_many: Numbers  # how many of those must end before one more has a slot
     per_remaining: Numbers  # requests that one value of `remaining` stands for
     kv_room_tokens: Numbers  # not held, promised or expected by what is pending; may be negative
@@ -45,11 +51,18 @@ class Figures(NamedTuple):
     output_usd_per_token: Numbers
 
 
-def figures(site: Site, credit: Credit, share_ahead: float = 1.0) -> tuple[float, ...]:
+def size(prompt_tokens: float, response_tokens: float) -> float:
+    """By which a site orders what waits: the geometric mean of the answer's length and the work it is."""
+    length = max(1.0, response_tokens)
+    return sqrt(length * (length + PROMPT_TOKEN_WORK * prompt_tokens))
+
+
+def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tuple[float, ...]:
     """One site's, in the order of `Figures`. `credit`: what to count as pending beyond the report.
 
-    `share_ahead`: the part of what is pending that starts before the demand; all of it for a new one.
+    `known_ahead`: the part of what is pending that starts before the demand, where it is known.
     """
+    share_ahead = 1.0 if known_ahead is None else known_ahead
     load, identity, cost = site.load, site.identity, site.load.iteration
     pending = (load.pending + credit.requests) * share_ahead
     prompt_tokens = (load.pending_prompt_tokens + credit.prompt_tokens) * share_ahead
@@ -67,7 +80,9 @@ def figures(site: Site, credit: Credit, share_ahead: float = 1.0) -> tuple[float
         held,
         iteration_s,
         site.rtt_s + iteration_s + cost.per_token_s * prompt_tokens,
-        (sum(load.running_remaining) * load.running_weight + response_tokens) / slots,
+        sum(load.running_remaining) * load.running_weight,
+        response_tokens,
+        pending / size(prompt_tokens, response_tokens) if known_ahead is None else KNOWN,
         held + 1 - slots,
         load.running_weight,
         room if identity.kv_capacity_tokens > 0 else inf,

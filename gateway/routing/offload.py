@@ -139,7 +139,7 @@ def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
         return []
     credit, rows = bidder.credit, []
     for each in chosen:
-        rows.append(figures(bidder, credit))
+        rows.append(figures(bidder, credit, 1.0))
         credit = Credit(
             credit.requests + 1,
             credit.prompt_tokens + each.demand.prompt_tokens,

@@ -78,7 +78,8 @@ def together(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str 
         work = [
             demands[index].response_tokens + of_prompt * demands[index].prompt_tokens for index in indices
         ]
-        loads = at.evenly[places] * at.slots[places] + at.prefill_s[places] * speeds
+        tokens = (at.running_tokens + at.pending_tokens)[places]
+        loads = tokens + at.prefill_s[places] * speeds
         chosen = assign(work, speeds.tolist(), loads.tolist())
         for index, place in zip(indices, chosen, strict=True):
             sites[index] = fleet.sites[int(places[place])].name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import exp
 
 import pytest
 from hypothesis import given
@@ -29,9 +30,11 @@ from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimate
 from gateway.routing.failover import MOST_MOVES, Setback, tries
 from gateway.routing.filters import STALE_AFTER_S
-from gateway.routing.fleet import Fleet
+from gateway.routing.fleet import PROMPT_TOKEN_WORK, Fleet, size
 from gateway.routing.policies import POLICIES, mico
 from predictor.forecast import Forecast
+from site_engine import admission
+from site_engine.request import RemainingCurve, RemainingPoint, Request
 
 NOW = 1000.0
 DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)
@@ -157,6 +160,26 @@ def test_an_idle_site_has_no_wait_and_a_full_one_has(s: Site) -> None:
     assert estimate(DEMAND, idle, NOW).wait_s == 0
     full = site(slots=s.identity.slots, running=(10,) * s.identity.slots, kv_used=5000)
     assert estimate(DEMAND, full, NOW).wait_s > 0
+
+
+@given(st.integers(9, 200), st.lists(st.floats(1, 500), min_size=2, max_size=2))
+def test_in_a_long_queue_who_is_smaller_waits_less_and_nobody_longer_than_for_all(
+    pending: int, lengths: list[float]
+) -> None:
+    long = replace(site(running=(100,) * 8, pending=pending), rtt_s=0.0)
+    waits = [
+        estimate(replace(DEMAND, response_tokens=each), long, NOW).wait_s for each in (*sorted(lengths), 80.0)
+    ]
+    assert 0 < waits[0] <= waits[1] <= waits[2]
+    if lengths[0] < 40:
+        assert waits[0] < waits[2]
+
+
+def test_deciding_orders_what_waits_as_a_site_does() -> None:
+    assert PROMPT_TOKEN_WORK == admission.PROMPT_TOKEN_WORK
+    request = Request("r", [1] * 700, remaining=RemainingCurve((RemainingPoint(0, 30.0, 30),)))
+    request.max_tokens = 10_000
+    assert size(700, 30.0) == pytest.approx(exp(admission.least_work(request, 0.0) / 2))
 
 
 def test_a_site_waits_for_kv_even_with_slots_to_spare() -> None:
