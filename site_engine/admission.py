@@ -36,6 +36,8 @@ FAIR_WITHIN_TOKENS = 32_768
 """Tenants whose shares differ by less count as served alike, so that the shortest of all of them goes first.
 With turns at every request p99 latency per token is up to twice as long (bench/results/simulation.md).
 """
+FLOOD_TIMES = 4.0
+"""What a tenant has waiting beyond so many times what the others have on average is a flood."""
 
 
 class Ageing:
@@ -130,7 +132,9 @@ def has_place(of_tenant: int, waiting: int, most: int) -> bool:
 class _Tenants:
     """The waiting requests of one lane and priority, shared out between tenants by start-time fair queuing:
     each tenant has a virtual clock that runs by the tokens it was given. Who is ahead of the one furthest
-    behind by more than `FAIR_WITHIN_TOKENS` waits for it, at once where as much of its own waits: a flood.
+    behind by more than `FAIR_WITHIN_TOKENS` waits for it, at once where so much of its own waits beyond what
+    the others have: a flood. Were it whatever waits, in overload who asks for a little more than the others
+    would be shut out, for more of it waits the longer it is.
     """
 
     def __init__(self) -> None:
@@ -143,10 +147,11 @@ class _Tenants:
 
     def first(self, clocks: dict[str, float], floor: float) -> Request:
         behind = self.behind(clocks, floor)
+        total, times = sum(self.work.values()), FLOOD_TIMES / max(1, len(self.work) - 1)
 
         def place(name: str) -> tuple[int, float, int]:
-            clock = max(clocks.get(name, floor), floor)
-            flood = min(self.work[name], FAIR_WITHIN_TOKENS)
+            clock, own = max(clocks.get(name, floor), floor), self.work[name]
+            flood = min(max(0.0, own - times * (total - own)), FAIR_WITHIN_TOKENS)
             return int((clock - behind + flood) / FAIR_WITHIN_TOKENS), *self.heaps[name][0][:2]
 
         return self.heaps[min(self.heaps, key=place)][0][2]

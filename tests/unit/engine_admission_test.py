@@ -175,14 +175,23 @@ def test_a_flood_does_not_go_before_the_few_queries_of_another_tenant() -> None:
             queue.take(request)
 
 
+def test_who_asks_for_a_little_more_than_the_others_is_not_shut_out() -> None:
+    """In overload more and more of it waits: were that a flood, its shortest would wait the longest."""
+    queue = filled(*[waiting(f"{name} {n}", 1_000, tenant=name) for name in "abc" for n in range(20)])
+    for n in range(40):
+        queue.push(waiting(f"more {n}", 1_000, tenant="more"))
+    queue.push(waiting("short", 10, tenant="more"))
+    assert order(queue)[0] == "short"
+
+
 def test_a_tenant_is_charged_for_what_it_got_not_for_what_was_expected() -> None:
     """One tenant's answers are ten times as long as forecast: in the end both got as many tokens."""
     queue, got = AdmissionQueue(), Counter[str]()
-    for n in range(100):
+    for n in range(200):
         queue.push(waiting(f"long {n}", 1_000, tenant="long"))
-    for n in range(700):
+    for n in range(1_400):
         queue.push(waiting(f"short {n}", 1_000, tenant="short"))
-    while got.total() < 20 * FAIR_WITHIN_TOKENS:
+    while got.total() < 40 * FAIR_WITHIN_TOKENS:
         request = queue.first(0.0)
         assert request is not None
         queue.take(request)
