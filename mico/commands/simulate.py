@@ -30,7 +30,10 @@ COLUMNS = {
     "usd_per_mtok": "$/Mtok",
 }
 """The fields of a row that the table shows, and their headings; `--json` has every field."""
-
+TRACE_COLUMNS = ("arrival_s", "prompt_tokens", "response_tokens")
+CORPUS_TIP = (
+    "a parquet file with the columns source, prompt_id, prompt, model, prompt_tokens, response_tokens"
+)
 
 Sites = Annotated[
     list[str] | None,
@@ -77,7 +80,11 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     batch_share: BatchShare = 0.0,
     bound: Bound = None,
     corpus: Annotated[
-        Path, typer.Option(help="Texts with answer lengths, as data/README describes.", envvar="MICO_CORPUS")
+        Path,
+        typer.Option(
+            help="A parquet file of texts with answer lengths, as `mico predictor evaluate` takes.",
+            envvar="MICO_CORPUS",
+        ),
     ] = Path("data/length_corpus.parquet"),
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the latencies here.")] = None,
     as_json: Json = False,
@@ -86,12 +93,15 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     here = session(context)
     try:
         from mico.simulation import compare
+        from predictor.errors import DataError
     except ModuleNotFoundError as error:
         raise CommandFailed(
             "the simulator reads traces with pandas", cause=str(error), tip="pip install 'mico[train]'"
         ) from error
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise CommandFailed(f"there is no folder for {plot}", exit_code=ExitCode.WRONG_USAGE)
     wanted = compare.Comparison(
-        traces=_list(trace),
+        traces=[_trace(each) for each in _list(trace)],
         loads=[_share(each) for each in _list(load)],
         sites=sites or ["3"],
         policies=_list(policy),
@@ -108,7 +118,10 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
         batch_share=batch_share,
         bound=dict(compare.bound(each) for each in bound or ()),
     )
-    runs = list(_announced(here, compare.rows(wanted)))
+    try:
+        runs = list(_announced(here, compare.rows(wanted)))
+    except DataError as error:
+        raise CommandFailed("the corpus can't be used", cause=str(error), tip=CORPUS_TIP) from error
     if plot is not None:
         _plot(runs, plot)
     if as_json:
@@ -120,7 +133,9 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
 def _announced(here: Session, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         yield row
-        here.terminal.say(f"{number}: {row['policy']} at {row['load']:.0%} on {row['sites']} sites is done")
+        how = "with" if row["offload"] else "without"
+        told = "{trace} at {load:.0%} on {sites} sites, {policy}, {estimator}, {order}".format(**row)
+        here.terminal.say(f"{number}: {told}, {how} offload")
 
 
 def _table(here: Session, runs: list[dict[str, Any]]) -> None:
@@ -130,6 +145,23 @@ def _table(here: Session, runs: list[dict[str, Any]]) -> None:
 
 def _list(text: str) -> list[str]:
     return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _trace(name: str) -> str:
+    """A file's columns are looked at before anything runs; one that is not there is refused later."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import read_schema
+
+    if Path(name).is_file():
+        try:
+            missing = [column for column in TRACE_COLUMNS if column not in read_schema(name).names]
+            cause = f"it lacks {', '.join(missing)}" if missing else ""
+        except ArrowInvalid as error:
+            cause = str(error)
+        if cause:
+            tip = f"a parquet file with the columns {', '.join(TRACE_COLUMNS)}; or poisson, or burst"
+            raise CommandFailed(f"{name} is no trace", cause=cause, tip=tip)
+    return name
 
 
 def _share(text: str) -> float:

@@ -137,3 +137,15 @@ def test_the_command_says_what_is_wrong_with_its_options(
     assert "share of capacity" in capsys.readouterr().err
     assert main(["simulate", "--bound", "eu=0.1", "--sites", "1x8=us"]) == 2
     assert "no site" in capsys.readouterr().err
+    for noise in ("not parquet", pd.DataFrame({"prompt": ["x"]})):
+        wrong = tmp_path / "wrong.parquet"
+        if isinstance(noise, str):
+            wrong.write_text(noise)
+        else:
+            noise.to_parquet(wrong)
+        assert main(["simulate", "--corpus", str(wrong)]) == 1
+        assert "tip: a parquet file with the columns source, " in capsys.readouterr().err
+        assert main(["simulate", "--trace", f"poisson,{wrong}"]) == 1
+        assert "is no trace" in capsys.readouterr().err
+    assert main(["simulate", "--plot", str(tmp_path / "nowhere" / "plot.png")]) == 2
+    assert "there is no folder for" in capsys.readouterr().err
