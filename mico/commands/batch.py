@@ -12,6 +12,7 @@ import typer
 
 from gateway.wording import several
 from mico.errors import Away, CommandFailed, ExitCode
+from mico.outputs import make_folder
 from mico.session import ApiKey, BaseUrl, Json, Session, session
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def run(
     here = session(context)
     client = here.client(base_url, api_key)
     requests = named(file, source)
+    make_folder((output or requests).parent)
     batch = send(here, client, requests, endpoint)
     here.terminal.say(f"{batch['id']} is submitted")
     finish(here, client, batch["id"], output or requests.with_suffix(".out.jsonl"), as_json)
@@ -150,6 +152,7 @@ def fetch(
     here = session(context)
     client = here.client(base_url, api_key)
     target = output or Path(f"{batch_id}.out.jsonl")
+    make_folder(target.parent)
     batch = client.get(f"/v1/batches/{batch_id}")
     if not wait and batch["status"] not in ENDED:
         raise CommandFailed(f"{batch_id} is {batch['status']}", tip="--wait waits until it is over")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mico.errors import CommandFailed
+from mico.outputs import make_folder
 from mico.session import Json, Session, session
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def evaluate(
     from predictor.evaluate import evaluate as scored
 
     here = session(context)
+    for folder in (out and out.parent, report):
+        if folder is not None:
+            make_folder(folder)
     try:
         found = scored(
             data,
@@ -130,6 +134,7 @@ def train(
     from predictor.train import train as trained
 
     here = session(context)
+    make_folder(out)
     try:
         card = trained(
             data,
@@ -168,6 +173,7 @@ def export(
     from predictor.errors import ArtifactError
 
     here = session(context)
+    make_folder(out.parent)
     try:
         card = exported(folder_of(artifact), out)
     except ArtifactError as error:

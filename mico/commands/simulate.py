@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mico.errors import CommandFailed, ExitCode
+from mico.outputs import make_folder
 from mico.session import Json, Session, session
+
+if TYPE_CHECKING:
+    from mico.simulation.compare import Comparison
 
 COLUMNS = {
     "trace": "trace",
@@ -41,6 +45,13 @@ Sites = Annotated[
         help="How many unequal sites, or groups "
         "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…; "
         "repeat it for several federations. Without it: 3.",
+    ),
+]
+Corpus = Annotated[
+    Path,
+    typer.Option(
+        help="A parquet file of texts with answer lengths, as `mico predictor evaluate` takes.",
+        envvar="MICO_CORPUS",
     ),
 ]
 BatchShare = Annotated[
@@ -79,13 +90,7 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     ] = None,
     batch_share: BatchShare = 0.0,
     bound: Bound = None,
-    corpus: Annotated[
-        Path,
-        typer.Option(
-            help="A parquet file of texts with answer lengths, as `mico predictor evaluate` takes.",
-            envvar="MICO_CORPUS",
-        ),
-    ] = Path("data/length_corpus.parquet"),
+    corpus: Corpus = Path("data/length_corpus.parquet"),
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the latencies here.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -93,13 +98,12 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     here = session(context)
     try:
         from mico.simulation import compare
-        from predictor.errors import DataError
     except ModuleNotFoundError as error:
         raise CommandFailed(
             "the simulator reads traces with pandas", cause=str(error), tip="pip install 'mico[train]'"
         ) from error
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise CommandFailed(f"there is no folder for {plot}", exit_code=ExitCode.WRONG_USAGE)
+    if plot is not None:
+        make_folder(plot.parent)
     wanted = compare.Comparison(
         traces=[_trace(each) for each in _list(trace)],
         loads=[_share(each) for each in _list(load)],
@@ -118,16 +122,23 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
         batch_share=batch_share,
         bound=dict(compare.bound(each) for each in bound or ()),
     )
-    try:
-        runs = list(_announced(here, compare.rows(wanted)))
-    except DataError as error:
-        raise CommandFailed("the corpus can't be used", cause=str(error), tip=CORPUS_TIP) from error
+    runs = _ran(here, wanted)
     if plot is not None:
         _plot(runs, plot)
     if as_json:
         here.terminal.json({"runs": runs})
     else:
         _table(here, runs)
+
+
+def _ran(here: Session, wanted: Comparison) -> list[dict[str, Any]]:
+    from mico.simulation import compare
+    from predictor.errors import DataError
+
+    try:
+        return list(_announced(here, compare.rows(wanted)))
+    except DataError as error:
+        raise CommandFailed("the corpus can't be used", cause=str(error), tip=CORPUS_TIP) from error
 
 
 def _announced(here: Session, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

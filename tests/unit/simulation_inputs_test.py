@@ -147,5 +147,3 @@ def test_the_command_says_what_is_wrong_with_its_options(
         assert "tip: a parquet file with the columns source, " in capsys.readouterr().err
         assert main(["simulate", "--trace", f"poisson,{wrong}"]) == 1
         assert "is no trace" in capsys.readouterr().err
-    assert main(["simulate", "--plot", str(tmp_path / "nowhere" / "plot.png")]) == 2
-    assert "there is no folder for" in capsys.readouterr().err
