@@ -51,21 +51,26 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
 def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numbers:
     """Until a slot and the KV reservation are free: a running request frees both when it ends.
 
-    As many must end as there are too many; those beyond the running ones pass through the slots evenly. In a
-    queue so long, only a part of what is pending starts before a demand that is smaller than most of it: were
+    As many must end as there are too many; those beyond the running ones pass through the slots evenly. Of
+    what is pending only a part starts before a demand that is smaller than most, and takes KV and time: were
     it all, small ones would flee from long queues, which they pass by, to each other.
     """
-    for_kv = np.minimum((size.kv_tokens - at.kv_room_tokens) / at.kv_each_tokens, at.held)
-    must_end = np.maximum(at.too_many, for_kv)
-    waits = must_end > 0.0
-    if not np.count_nonzero(waits):  # a quarter of the time that `any` takes
-        return np.zeros(len(waits))
+    if not np.count_nonzero(_must_end(size, at, at.kv_room_tokens) > 0.0):  # a quarter of the time of `any`
+        return np.zeros(len(at.slots))
+    ahead = np.minimum(1.0, _order(size) * at.per_pending_size)
+    must_end = _must_end(size, at, at.kv_room_tokens + (1.0 - ahead) * at.pending_kv_tokens)
     place = np.minimum(np.ceil(must_end / at.per_remaining), REMAINING_VALUES).astype(np.intp) - 1
     of_running = remaining[np.arange(len(remaining)), np.maximum(place, 0)]
-    ahead = np.minimum(1.0, _order(size) * at.per_pending_size)
     evenly = (at.running_tokens + ahead * at.pending_tokens) / at.slots
     iterations = np.where(must_end <= at.running, np.minimum(evenly, of_running), evenly)
-    return np.where(waits, iterations, 0.0)
+    return np.where(must_end > 0.0, iterations, 0.0)
+
+
+def _must_end(size: Sizes, at: Figures, kv_room_tokens: Numbers) -> Numbers:
+    """How many requests, before there is a slot and so much KV."""
+    for_kv = np.minimum((size.kv_tokens - kv_room_tokens) / at.kv_each_tokens, at.held)
+    must_end: Numbers = np.maximum(at.too_many, for_kv)
+    return must_end
 
 
 def _order(size: Sizes) -> Numbers:

@@ -38,6 +38,7 @@ class Figures(NamedTuple):
     prefill_s: Numbers  # of what is pending, with the way there and back and one iteration
     running_tokens: Numbers  # expected of what runs, and of what is pending
     pending_tokens: Numbers
+    pending_kv_tokens: Numbers  # those and their prompts
     per_pending_size: Numbers  # one over the size of what is pending; none where what starts before is known
     too_many: Numbers  # how many of those must end before one more has a slot
     per_remaining: Numbers  # requests that one value of `remaining` stands for
@@ -82,6 +83,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         site.rtt_s + iteration_s + cost.per_token_s * prompt_tokens,
         sum(load.running_remaining) * load.running_weight,
         response_tokens,
+        prompt_tokens + response_tokens,
         pending / size(prompt_tokens, response_tokens) if known_ahead is None else KNOWN,
         held + 1 - slots,
         load.running_weight,
