@@ -49,8 +49,9 @@ def rows(wanted: Comparison) -> Iterator[dict[str, Any]]:
         assert each is not None
     _check_regions(wanted)
     texts = workloads.corpus(wanted.corpus)
-    for trace in wanted.traces:
-        queries = workloads.classed(_queries(trace, wanted, texts), wanted.batch_share, wanted.bound)
+    drawn = [_queries(trace, wanted, texts) for trace in wanted.traces]  # all, before anything runs
+    for trace, found in zip(wanted.traces, drawn, strict=True):
+        queries = workloads.classed(found, wanted.batch_share, wanted.bound)
         expected = {
             name: expectations(queries, estimator(name)(queries)) for name in dict.fromkeys(wanted.estimators)
         }

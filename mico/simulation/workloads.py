@@ -17,6 +17,7 @@ from gateway.domain import Lane
 from mico.errors import CommandFailed
 from mico.simulation.queries import Query
 from predictor import dataset
+from predictor.errors import DataError
 
 TENANTS = 8
 ALPACA = ("alpaca", "text-davinci-003")
@@ -25,10 +26,12 @@ NEAREST = 16
 
 
 def corpus(path: Path) -> pd.DataFrame:
-    """Held-out rows by answer length."""
+    """Held-out rows by answer length. Raises DataError."""
     if not path.exists():
         raise CommandFailed(f"{path} is not there", tip="name the corpus with --corpus FILE")
     held_out = dataset.split(dataset.read(path)).held_out
+    if held_out.empty:
+        raise DataError(f"{path} has no held-out prompts, and only those are used")
     return held_out.sort_values("response_tokens", kind="stable").reset_index(drop=True)
 
 
@@ -61,7 +64,15 @@ def burst(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
 
 
 def _alpaca(texts: pd.DataFrame, arrivals_s: NDArray[np.float64], random: np.random.Generator) -> list[Query]:
+    if "prompt_tokens" not in texts.columns:
+        raise DataError("it lacks the column prompt_tokens, which poisson and burst take")
     rows = texts[(texts.source == ALPACA[0]) & (texts.model == ALPACA[1])]
+    if rows.empty:
+        raise CommandFailed(
+            "poisson and burst can't be drawn from this corpus",
+            cause=f"none of its held-out prompts is of {ALPACA[0]}, answered by {ALPACA[1]}",
+            tip="--trace FILE takes prompts of any source; --corpus FILE names another corpus",
+        )
     drawn = rows.iloc[random.integers(0, len(rows), len(arrivals_s))]
     return _queries(
         arrivals_s, drawn.prompt_tokens.to_numpy(), drawn.response_tokens.to_numpy(), drawn, random
