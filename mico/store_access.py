@@ -25,6 +25,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     from gateway.store.store import open_store
 
     async def visit() -> T:
+        look_for_file(database_url)
         async with open_store(database_url, folder, serving=False) as store:
             return await work(store)
 
@@ -37,6 +38,17 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
         raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
     except SQLAlchemyError as error:
         raise CommandFailed("the database did not answer", cause=reason(error), tip=tip) from error
+
+
+def look_for_file(database_url: str) -> None:
+    """An SQLite database that is not there would be made by opening it, empty. Raises StoreError."""
+    from gateway.store import engine
+    from gateway.store.errors import SchemaMismatch
+
+    url = engine.database_url(database_url)
+    is_file = url.get_backend_name() == "sqlite" and "uri" not in url.query
+    if is_file and not Path(url.database or "").exists():
+        raise SchemaMismatch(f"there is no database {url.database}")
 
 
 def upgrade(database_url: str) -> None:

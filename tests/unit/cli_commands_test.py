@@ -190,6 +190,19 @@ def test_a_failure_says_what_to_do(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("command", ["pki list", "pki revoke alpha", "keys list", "audit", "explain x"])
+def test_a_database_that_is_not_there_is_not_made_by_looking(
+    command: str, capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    status, out, err = run(capsys, *command.split(), "--database", "sqlite:///typo/wrong.db")
+    assert (status, out) == (1, "")
+    assert "cause: there is no database typo/wrong.db\ntip: " in err
+    status, _, err = run(capsys, *command.split(), "--database", f"sqlite:///{empty_folder}/wrong.db")
+    assert status == 1
+    assert f"there is no database {empty_folder}/wrong.db" in err
+    assert list(empty_folder.iterdir()) == []
+
+
 def test_what_is_not_there_is_a_failure_once_there_is_a_database(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "db", "upgrade")[0] == 0
     for arguments in (("keys", "revoke", "nope"), ("keys", "rotate", "nope")):
