@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
 
 T = TypeVar("T")
+UNPREPARED = "mico up or mico db upgrade prepares it; --database names another"
+AWAY = "see that it runs and that its address is right; --database names another"
 
 
 def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitable[T]]) -> T:
@@ -20,7 +22,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.engine import reason
-    from gateway.store.errors import StoreError
+    from gateway.store.errors import StoreError, StoreUnavailable
     from gateway.store.quota_book import NoSuch
     from gateway.store.store import open_store
 
@@ -29,15 +31,16 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
         async with open_store(database_url, folder, serving=False) as store:
             return await work(store)
 
-    tip = "mico up or mico db upgrade prepares it; --database names another"
     try:
         return asyncio.run(visit())
     except NoSuch as error:
         raise CommandFailed(str(error), tip="mico tenants list and mico keys list name them") from error
+    except StoreUnavailable as error:
+        raise CommandFailed("the database did not answer", cause=str(error), tip=AWAY) from error
     except StoreError as error:
-        raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
+        raise CommandFailed("the database is not ready", cause=str(error), tip=UNPREPARED) from error
     except SQLAlchemyError as error:
-        raise CommandFailed("the database did not answer", cause=reason(error), tip=tip) from error
+        raise CommandFailed("the database did not answer", cause=reason(error), tip=AWAY) from error
 
 
 def look_for_file(database_url: str) -> None:

@@ -105,6 +105,7 @@ def torch() -> Finding:
 
 def database(here: Session) -> Finding:
     """Read through the store itself, so that a wrong schema and a wrong address are told apart."""
+    from gateway.store.errors import SchemaMismatch
     from gateway.store.store import Store
     from mico.store_access import with_store
 
@@ -118,7 +119,9 @@ def database(here: Session) -> Finding:
     try:
         rows = with_store(where.value, here.folder.path, count)
     except CommandFailed as failure:
-        return Finding("database", Verdict.FAIL, failure.cause, "mico db upgrade")
+        unprepared = isinstance(failure.__cause__, SchemaMismatch)
+        repair = "mico db upgrade" if unprepared else "start it, or correct its address: mico config show"
+        return Finding("database", Verdict.FAIL, failure.cause, repair)
     return Finding("database", Verdict.OK, f"{where.shown}, newest schema, {several(rows, 'usage row')}")
 
 

@@ -157,6 +157,7 @@ def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> 
         (("site", "--set", "slots=1"), 2, "not set"),
         (("sites", "list", "--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
         (("keys", "create", "ann", "--database", "oracle://x"), 1, "not supported"),
+        (("keys", "list", "--database", "postgresql://x@127.0.0.1:9/x"), 1, "tip: see that it runs"),
         (("up", "--port", "70000"), 2, "no port"),
         (("bench", "nonsense"), 2, "mico bench lists them"),
         (("tenants", "list"), 1, "mico db upgrade"),
@@ -250,6 +251,28 @@ def test_doctor_names_the_repair(capsys: pytest.CaptureFixture[str]) -> None:
         for command in re.findall(r"\bmico(?: [a-z-]+)+", finding["repair"]):
             assert any(command.startswith(name) for name in known), command
     assert "API key" not in findings
+
+
+@pytest.mark.parametrize(
+    ("url", "detail", "repair"),
+    [
+        ("sqlite:///new.db", "there is no database new.db", "mico db upgrade"),
+        ("sqlite:///empty.db", "has no tables yet", "mico db upgrade"),
+        ("sqlite:///noise.db", "not a database", "start it, or correct its address: mico config show"),
+        ("postgresql://x@127.0.0.1:9/x", "127.0.0.1", "start it, or correct its address: mico config show"),
+        ("oracle://x", "not supported", "start it, or correct its address: mico config show"),
+    ],
+)
+def test_doctor_tells_a_database_that_is_away_from_one_that_is_not_prepared(
+    url: str, detail: str, repair: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("empty.db").touch()
+    Path("noise.db").write_text("no database at all " * 200)
+    monkeypatch.setenv("MICO_DATABASE_URL", url)
+    _, out, _ = run(capsys, "doctor", "--json", "--base-url", "http://127.0.0.1:9/v1")
+    (found,) = (each for each in json.loads(out) if each["subject"] == "database")
+    assert (found["verdict"], found["repair"]) == ("fail", repair)
+    assert detail in found["detail"]
 
 
 def test_doctor_names_each_site_whose_clock_is_off() -> None:
