@@ -111,8 +111,20 @@ def list_keys(context: typer.Context, database: Database = None, as_json: Json =
     if as_json:
         here.terminal.json(rows)
         return
-    shown = ("id", "name", "tenant", "hint", "state", "models", "admin", "created_at")
-    here.terminal.table(shown, [[cell(row[column]) for column in shown] for row in rows])
+    shown = (
+        "id",
+        "name",
+        "tenant",
+        "hint",
+        "state",
+        "models",
+        "regions",
+        "admin",
+        "created_at",
+        "expires_at",
+    )
+    people = [{**row, "expires_at": row["expires_at"] or "never"} for row in rows]
+    here.terminal.table(shown, [[cell(row[column]) for column in shown] for row in people])
 
 
 @app.command("revoke")

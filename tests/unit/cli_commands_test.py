@@ -99,6 +99,18 @@ def test_a_key_is_made_listed_and_revoked(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(out)[0]["state"] == "revoked"
 
 
+def test_a_table_of_keys_tells_their_regions_and_their_end(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "db", "upgrade")
+    bound = ("--region", "eu", "--region", "asia", "--days", "3")
+    made = json.loads(run(capsys, "keys", "create", "ann", *bound, "--json")[1])
+    run(capsys, "keys", "create", "bob")
+    heading, *rows = run(capsys, "keys", "list")[1].splitlines()
+    ann, bob = sorted(rows, key=lambda row: "bob" in row)
+    assert re.search(r"models +regions +admin +created_at +expires_at", heading)
+    assert re.search(rf"ready +all +asia, eu +False +\S+ +{re.escape(made['expires_at'])} *$", ann)
+    assert re.search(r"ready +all +all +False +\S+ +never *$", bob)
+
+
 def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Path) -> None:
     def start(**settings: object) -> tuple[int, str]:
         given = {"http_port": 0, "grpc_port": 0, "folder": "gw", "database_url": "sqlite:///g.db", **settings}
