@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from litestar import Response, get, route
+from litestar import Response, route
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.api.backend import Backend
 from gateway.errors import NoSite
 
 
+def look(path: str) -> HTTPRouteHandler:
+    """Answers GET, and HEAD alike: of it the server sends no body. Load balancers ask so."""
+    return route(path, http_method=["GET", "HEAD"], status_code=200)
+
+
 def health_routes(backend: Backend) -> list[HTTPRouteHandler]:
-    @route("/health", http_method=["GET", "HEAD"], status_code=200)
+    @look("/health")
     async def health() -> Response[bytes]:
         return Response(b"", media_type="text/plain")
 
-    @get("/ready")
+    @look("/ready")
     async def ready() -> dict[str, str]:
         state = backend.ready()
         if not state.ready:
             raise NoSite(state.reason)
         return {"status": "ready", "reason": state.reason}
 
-    @get("/version")
+    @look("/version")
     async def version() -> dict[str, str]:
         return {"version": backend.version}
 
-    @get("/")
+    @look("/")
     async def front_door() -> dict[str, str]:
         return {"name": "mico", "version": backend.version, "api": "/v1"}
 

@@ -6,11 +6,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from litestar import Response, get
+from litestar import Response
 from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import AnyRequest
+from gateway.api.health import look
 
 FOLDER: Final = Path(__file__).parent / "static"
 POLICY: Final = (
@@ -46,11 +47,11 @@ def _file(path: Path) -> File:
 def page_routes() -> list[HTTPRouteHandler]:
     files = read_files()
 
-    @get("/admin")
+    @look("/admin")
     async def page(request: AnyRequest) -> Response[bytes]:
         return _answer(request, files["index.html"])
 
-    @get("/admin/static/{name:str}")
+    @look("/admin/static/{name:str}")
     async def static(request: AnyRequest) -> Response[bytes]:
         name = request.path_params["name"]
         if name not in files:

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.api.app import create_http
+from gateway.api.backend import Readiness
 from gateway.api.serving import Limits, http_server
+from gateway.dashboard.pages import page_routes
 from gateway.failures import MOST, Failures
-from tests.fakes.edge import KEY, Script, chat_body, error_of, get, in_process, say
+from tests.fakes.edge import KEY, READY, Script, chat_body, error_of, get, in_process, say
 
 QUICK = Limits(connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -23,7 +25,7 @@ JSON = HEAD + "content-type: application/json\r\n"
 @asynccontextmanager
 async def serving(script: Script, limits: Limits = QUICK) -> AsyncIterator[Open]:
     server = http_server(
-        create_http(script.backend()), host="127.0.0.1", port=0, end_within_s=1, limits=limits
+        create_http(script.backend(), page_routes()), host="127.0.0.1", port=0, end_within_s=1, limits=limits
     )
     listener = socket.create_server(("127.0.0.1", 0))
     running = asyncio.create_task(server.serve(sockets=[listener]))
@@ -46,8 +48,10 @@ async def serving(script: Script, limits: Limits = QUICK) -> AsyncIterator[Open]
         listener.close()
 
 
-def play(scenario: Callable[[Open], Awaitable[None]], limits: Limits = QUICK) -> Script:
-    script = Script(answer=say("Hello"))
+def play(
+    scenario: Callable[[Open], Awaitable[None]], limits: Limits = QUICK, readiness: Readiness = READY
+) -> Script:
+    script = Script(answer=say("Hello"), readiness=readiness)
 
     async def main() -> None:
         async with serving(script, limits) as connect:
@@ -70,6 +74,37 @@ async def answered(reader: asyncio.StreamReader) -> bytes:
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
     return head + await reader.readexactly(int(length.partition(b":")[2]))
+
+
+def told(head: bytes) -> list[bytes]:
+    """The status and the headers, without those that differ from request to request."""
+    own = (b"x-request-id", b"date", b"x-mico-", b"openai-processing-ms")
+    return [line for line in head.lower().split(b"\r\n") if line and not line.startswith(own)]
+
+
+def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body() -> None:
+    """On one connection: a body that came after all would stand before the next answer."""
+
+    async def ask(connect: Open, path: str) -> bytes:
+        reader, writer = await connect()
+        heads: list[bytes] = []
+        for method in ("GET", "HEAD", "GET"):
+            writer.write(f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            answer = await (reader.readuntil(b"\r\n\r\n") if method == "HEAD" else answered(reader))
+            heads.append(answer.partition(b"\r\n\r\n")[0])
+        assert told(heads[0]) == told(heads[1]) == told(heads[2]), path
+        writer.close()
+        return heads[1]
+
+    async def well(connect: Open) -> None:
+        for path in ("/health", "/ready", "/version", "/", "/admin", "/admin/static/page.js"):
+            assert (await ask(connect, path)).startswith(b"HTTP/1.1 200"), path
+
+    async def not_ready(connect: Open) -> None:
+        assert (await ask(connect, "/ready")).startswith(b"HTTP/1.1 503")
+
+    play(well)
+    play(not_ready, readiness=Readiness(False, "No site has joined yet."))
 
 
 def test_who_says_nothing_or_never_ends_a_request_is_cut_off() -> None:
@@ -175,7 +210,7 @@ def test_every_response_forbids_guessing_its_type() -> None:
 def test_who_forges_the_address_it_comes_from_is_counted_where_it_comes_from() -> None:
     async def scenario(connect: Open) -> None:
         reader, writer = await connect()
-        statuses = []
+        statuses: list[bytes] = []
         while b"429" not in statuses:
             number = len(statuses)
             assert number < 1000
