@@ -64,6 +64,7 @@ def train(
     `encoder` is a Hub id or a folder, with a BERT-like model and its `vocab.txt`; `lexical` needs none.
     `language_model`, likewise, is a causal one with a tokenizer: it asks further prompts, and it teaches.
     Where the corpus has answers' texts, in a column `answer`, teachers learn from those, too.
+    It is called `name`, or as its folder is: what it forecast is told from what a shipped one did by that.
     Lengths up to `longest` tokens are told apart, in `buckets` of equal width or in ranges that grow.
     Raises DataError if the data, the kind, the encoder or the language model cannot be used.
     """
@@ -77,7 +78,7 @@ def train(
     if buckets is not None and not 2 <= buckets <= longest:
         raise DataError(f"{longest} tokens are not told apart in {buckets} buckets")
     edges = labels.log_spaced_edges(longest) if buckets is None else labels.even_edges(buckets, longest)
-    called = name or artifact.KINDS[kind]
+    called = name or _own_name(out)
     if kind == "lexical":
         trained = _lexical(frame, parts, called, seed, progress, edges=edges)
     elif encoder is not None:
@@ -90,6 +91,15 @@ def train(
     else:
         raise DataError(f"the kind {kind} needs an encoder: --encoder FOLDER, or its id on the Hub")
     return finish(trained, data, parts, out, progress)
+
+
+def _own_name(out: Path) -> str:
+    called = out.resolve().name
+    if called in artifact.KINDS.values():
+        raise DataError(
+            f"{called} is what a shipped artifact is called: give yours a name, or another folder"
+        )
+    return called
 
 
 def _lexical(

@@ -117,7 +117,9 @@ def train(
             help="A folder or Hub id of one that asks further prompts and teaches, beside encoders."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What forecasts made by it are called.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What forecasts made by it are called. [default: the folder's name]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed and data give the same artifact.")] = 7,
     buckets: Annotated[
         int | None,

@@ -6,6 +6,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from mico.cli import main
+from predictor.artifact import KINDS
 from predictor.asking import Asking
 from predictor.errors import DataError
 from predictor.foretell import Masked
@@ -72,6 +74,19 @@ def test_the_lexical_kind(corpus: Path, tmp_path: Path) -> None:
     card = train(corpus, tmp_path / "model", kind="lexical", name="tiny")
     assert card.name == "tiny"
     check(tmp_path / "model")
+
+
+def test_it_is_called_as_its_folder_and_never_as_a_shipped_one_by_chance(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "support-desk"
+    assert main(["predictor", "train", str(corpus), str(out)]) == 0
+    assert f"support-desk is in {out}" in capsys.readouterr().err
+    (told,) = OnnxForecaster(out).forecast([Features("What is thing 7?", "brief")])
+    assert told.source == "support-desk"
+    for shipped in KINDS.values():
+        with pytest.raises(DataError, match=f"{shipped} is what a shipped artifact is called"):
+            train(corpus, tmp_path / shipped)
 
 
 def test_ranges_are_as_many_and_reach_as_far_as_asked(corpus: Path, tmp_path: Path) -> None:
