@@ -218,6 +218,8 @@ async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
     others = Others(store.figures, watch.replica, lambda: watch.said, watch.events.add)
     watch.others = lambda: others.summaries
     watch.certificate_until = store.certificates.expires_at
+    watch.keep = partial(store.recorder.happened, replica=watch.replica)
+    await watch.remember(store.read.seen_by)
     await desk.start()
     await watch.start()
     asking = asyncio.create_task(others.run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -9,13 +10,15 @@ from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest
-from gateway.api.files import answering
+from gateway.admin.desk import event_of
+from gateway.api.files import answering, page_of
 from gateway.errors import BadRequest
-from gateway.store.queries import Explained, Reads
+from gateway.store.queries import Explained, Reads, SiteStory
 from gateway.telemetry.history import columns
 from gateway.telemetry.watch import Watch
 
 WINDOWS_MIN = (15, 60, 360, 1440)
+EVENTS_DEFAULT, EVENTS_MOST = 100, 1_000
 
 
 def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPRouteHandler]:
@@ -35,6 +38,14 @@ def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPR
         await access.operator(request)
         return _json_bytes(msgspec.json.encode({"events": watch.events.latest()}))
 
+    @get("/admin/api/sites/{name:str}/events")
+    async def site_events(request: AnyRequest) -> Response[bytes]:
+        await access.operator(request)
+        most = page_of(request, EVENTS_DEFAULT, EVENTS_MOST).limit
+        with answering():
+            story = await reads.site(request.path_params["name"], most) if reads else SiteStory([], [])
+        return _json_bytes(msgspec.json.encode({"events": told(story)[:most]}))
+
     @get("/admin/api/decisions/{request_id:str}")
     async def decisions(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
@@ -43,7 +54,7 @@ def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPR
             found: list[Explained] = await reads.explain(request_id) if reads else []
         return _json_bytes(msgspec.json.encode({"queries": found}))
 
-    return [overview, history, events, decisions]
+    return [overview, history, events, site_events, decisions]
 
 
 def history_of(watch: Watch, asked: str) -> dict[str, Any]:
@@ -54,6 +65,13 @@ def history_of(watch: Watch, asked: str) -> dict[str, Any]:
     minutes, kept = known[asked], watch.history
     since = watch.unix_time() - minutes * 60
     return columns(kept.seconds(since) if minutes == WINDOWS_MIN[0] else kept.minutes(since))
+
+
+def told(story: SiteStory) -> list[dict[str, Any]]:
+    """Newest first. `replica` saw it and `who` did it: of each event one is empty."""
+    seen = [{**msgspec.structs.asdict(event), "who": ""} for event in story.events]
+    done = [{**asdict(event_of(entry)), "id": entry.id, "replica": ""} for entry in story.entries]
+    return sorted(seen + done, key=lambda event: event["at"], reverse=True)
 
 
 def _json_bytes(body: bytes) -> Response[bytes]:

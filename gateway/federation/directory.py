@@ -10,6 +10,7 @@ from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteSt
 from gateway.routing.fleet import Fleet
 
 MAX_SITES = 10_000
+WHY_CHARS = 200
 EVERY_STATE = tuple(SiteState)
 
 
@@ -24,6 +25,7 @@ class Directory:
         self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
         self._of_states: dict[tuple[SiteState, ...], Mapping[str, Model]] = {}
+        self.why_left: dict[str, str] = {}  # of those that are down, one line each
         self.fleet = Fleet()  # the same sites as deciding reads them
 
     @property
@@ -64,6 +66,7 @@ class Directory:
     def join(self, identity: SiteIdentity, now_s: float) -> None:
         """A site is here; it takes work from its first report on."""
         self._sites.pop(identity.name, None)
+        self.why_left.pop(identity.name, None)
         empty = LoadReport(seq=0, received_s=now_s, kv_free_tokens=identity.kv_capacity_tokens)
         self._put(Site(identity, SiteState.STALE, empty))
         self._forget_the_oldest()
@@ -99,8 +102,9 @@ class Directory:
         for site in self._sites.values():
             self.fleet.put(self._under_orders(site))
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, why: str = "its link ended") -> None:
         """It is down: what ran there is lost, and its last report is true no more, but for its age."""
+        self.why_left[name] = " ".join(why.split())[:WHY_CHARS]
         site = self._sites[name]
         nothing = LoadReport(seq=site.load.seq, received_s=site.load.received_s)
         self._put(replace(site, state=SiteState.DOWN, load=nothing, credit=Credit()))
@@ -125,6 +129,7 @@ class Directory:
         down = [name for name, site in self._sites.items() if site.state is SiteState.DOWN]
         for name in down[: max(0, len(self._sites) - MAX_SITES)]:
             del self._sites[name]
+            self.why_left.pop(name, None)
             self._of_states.clear()
             self.fleet.remove(name)
 

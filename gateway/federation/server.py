@@ -160,7 +160,7 @@ class Federation(rpc.FederationServicer):
         log.warning("site %s left: %s", link.name, link.closing)
         if self._links.get(link.name) is link:
             del self._links[link.name]
-            self.directory.leave(link.name)
+            self.directory.leave(link.name, link.closing or reason)
 
     async def _read(self, link: Link, context: Any) -> str:
         try:

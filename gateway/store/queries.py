@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Row, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from gateway.admin.orders import Entry
 from gateway.domain import Attempt
-from gateway.store.rows import DecisionRow, UsageRow, attempt_of
-from gateway.store.tables import decisions, usage
+from gateway.store.rows import DecisionRow, EventRow, UsageRow, attempt_of, event_of
+from gateway.store.tables import audit, decisions, site_events, usage
+from gateway.telemetry.events import Event
 
 EXPLAINED_AT_MOST = 20
+NEWEST = (site_events.c.at.desc(), site_events.c.id.desc())
 
 
 class TotalBy(StrEnum):
@@ -31,6 +34,13 @@ class Total:
     queries: int
     prompt_tokens: int
     completion_tokens: int
+
+
+class SiteStory(NamedTuple):
+    """What happened to one site, and what operators did to it; each newest first."""
+
+    events: list[EventRow]
+    entries: list[Entry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,24 @@ class Reads:
         async with self._engine.connect() as connection:
             found = await connection.execute(sums)
             return [Total(who, queries, int(prompt), int(answer)) for who, queries, prompt, answer in found]
+
+    async def site(self, name: str, most: int) -> SiteStory:
+        """As all replicas saw it; at most `most` of each."""
+        events = select(site_events).where(site_events.c.site == name)
+        entries = select(audit).where(audit.c.site == name)
+        async with self._engine.connect() as connection:
+            seen = await connection.execute(events.order_by(*NEWEST).limit(most))
+            done = await connection.execute(entries.order_by(audit.c.at.desc(), audit.c.id).limit(most))
+            return SiteStory(
+                [EventRow(**row._mapping) for row in seen], [Entry(**row._mapping) for row in done]
+            )
+
+    async def seen_by(self, replica: str, since: float, most: int) -> list[Event]:
+        """The newest events that this replica wrote down at `since` (unix time) or later, newest first."""
+        its_own = select(site_events).where(site_events.c.at >= since, site_events.c.replica == replica)
+        async with self._engine.connect() as connection:
+            found = await connection.execute(its_own.order_by(*NEWEST).limit(most))
+            return [event_of(EventRow(**row._mapping)) for row in found]
 
 
 async def _attempts(connection: AsyncConnection, row: UsageRow) -> tuple[Attempt, ...]:

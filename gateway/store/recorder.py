@@ -1,16 +1,18 @@
-"""Usage and decisions, written behind: `record` never waits, and what it took is stored once, come what may.
+"""Usage, decisions and events, written behind: `record` never waits, and what it took is stored once.
 
 The journal is the queue. Whether a segment was written a moment ago, before an outage of the database or
 before a `kill -9`, it takes the one way: read, insert what is not there yet, commit, remove.
 
 When the journal is full (the database was away too long), `has_room` is false: the gateway then turns new
 queries away, and the rest of the journal is for those in flight. What finds no place is logged and counted.
+Events of sites are only logged then: usage goes before them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,8 +26,9 @@ import msgspec
 from gateway.domain import Outcome
 from gateway.store.errors import RecordsRefused, StoreError, StoreUnavailable
 from gateway.store.journal import LIMIT_BYTES, SEGMENT_BYTES, Journal
-from gateway.store.rows import Record, from_line, record_of, to_line
+from gateway.store.rows import EventRow, Record, event_row, from_line, record_of, to_line
 from gateway.store.writer import Writer
+from gateway.telemetry.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class Recorder:
         self._failing_since: float | None = None
         self._last_error = ""
         self._lost = 0
+        self._boot_id = secrets.token_hex(8)
+        self._events = 0
 
     async def start(self, *, background: bool = True) -> None:
         """Takes the folder and what an earlier process left in it. Raises JournalTaken."""
@@ -117,6 +122,19 @@ class Recorder:
         except (ValueError, TypeError, msgspec.MsgspecError) as exc:
             self._lose(repr(outcome), exc)
             return
+        self._append(journal, line)
+
+    def happened(self, event: Event, replica: str) -> None:
+        """Never blocks, and takes no room that usage needs."""
+        journal = self._started
+        if self.has_room:
+            self._events += 1
+            row = event_row(f"{self._boot_id}-{self._events:08x}", event, replica)
+            self._append(journal, to_line(row))
+        else:
+            logger.warning("an event is in this log only, the journal is full: %s %s", event.site, event.text)
+
+    def _append(self, journal: Journal, line: bytes) -> None:
         try:
             journal.append(line)
         except OSError as exc:
@@ -167,13 +185,13 @@ class Recorder:
             for record in records:
                 await self._store_alone(record)
 
-    async def _store_alone(self, record: Record) -> None:
+    async def _store_alone(self, record: Record | EventRow) -> None:
         try:
             await self._writer.write([record])
         except RecordsRefused as exc:
             self._set_aside(to_line(record).rstrip(b"\n"), exc)
 
-    def _readable(self, line: bytes) -> Record | None:
+    def _readable(self, line: bytes) -> Record | EventRow | None:
         try:
             return from_line(line)
         except (msgspec.MsgspecError, ValueError) as exc:

@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.engine import reason
-from gateway.store.tables import audit, decisions, usage
+from gateway.store.tables import audit, decisions, site_events, usage
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Keep:
     usage_days: float = 400.0
     decisions_days: float = 30.0
     audit_days: float = 730.0
+    site_events_days: float = 90.0
 
 
 class Retention:
@@ -54,6 +55,7 @@ class Retention:
         """Removes all that is too old; returns the number of rows. Several replicas may do it at once."""
         removed = await self._remove(decisions, decisions.c.received_at, self._keep.decisions_days)
         removed += await self._remove(usage, usage.c.received_at, self._keep.usage_days)
+        removed += await self._remove(site_events, site_events.c.at, self._keep.site_events_days)
         return removed + await self._remove(audit, audit.c.at, self._keep.audit_days)
 
     async def _remove(self, table: Table, at: Column[float], days: float) -> int:

@@ -1,4 +1,4 @@
-"""Outcomes as rows and back: the one converter between the gateway's values and what is journaled and stored.
+"""Outcomes and events as rows and back: the one converter to what is journaled and stored.
 
 Does not keep any text of a prompt or an answer, only lengths in tokens.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.domain import Attempt, Decision, Estimate, Outcome
+from gateway.telemetry.events import Event
 from predictor.forecast import Forecast
 
 TEXT_LIMIT = 500
@@ -60,24 +61,57 @@ class DecisionRow(msgspec.Struct, frozen=True):
     first_token_s: float | None
 
 
+class EventRow(msgspec.Struct, frozen=True):
+    """What one replica saw happen to a site. Of one time and process they are in the order of their `id`."""
+
+    id: str
+    at: float
+    site: str
+    kind: str
+    text: str
+    bad: bool
+    replica: str
+
+
 class Record(msgspec.Struct, frozen=True):
-    """What is journaled as one line and stored in one transaction."""
+    """A query as it is journaled in one line and stored in one transaction."""
 
     usage: UsageRow
     decisions: tuple[DecisionRow, ...]
 
 
+class _Line(msgspec.Struct):
+    """What a line of the journal may hold: a record's fields, or an event."""
+
+    usage: UsageRow | None = None
+    decisions: tuple[DecisionRow, ...] = ()
+    event: EventRow | None = None
+
+
 _line_encoder = msgspec.json.Encoder()
-_line_decoder = msgspec.json.Decoder(Record)
+_line_decoder = msgspec.json.Decoder(_Line)
 
 
-def to_line(record: Record) -> bytes:
-    return _line_encoder.encode(record) + b"\n"
+def to_line(told: Record | EventRow) -> bytes:
+    return _line_encoder.encode({"event": told} if isinstance(told, EventRow) else told) + b"\n"
 
 
-def from_line(line: bytes) -> Record:
-    """Raises msgspec.MsgspecError when the line is not a whole record."""
-    return _line_decoder.decode(line)
+def from_line(line: bytes) -> Record | EventRow:
+    """Raises msgspec.MsgspecError when the line is neither a whole record nor an event."""
+    found = _line_decoder.decode(line)
+    if found.event is not None:
+        return found.event
+    if found.usage is None:
+        raise msgspec.ValidationError("neither a query nor an event")
+    return Record(found.usage, found.decisions)
+
+
+def event_row(id_: str, event: Event, replica: str) -> EventRow:
+    return EventRow(id_, event.at, event.site, event.kind, _text(event.text), event.bad, _text(replica))
+
+
+def event_of(row: EventRow) -> Event:
+    return Event(row.at, row.kind, row.site, row.text, bad=row.bad)
 
 
 def record_of(outcome: Outcome, cloud: str = "") -> Record:

@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0007"
+SCHEMA: Final = "0008"
 """The migration that this program was written for."""
 
 metadata = MetaData(
@@ -149,6 +149,19 @@ site_orders = Table(
     Column("given_at", Double, nullable=False),
     Column("until_at", Double),  # ends by itself then
     Column("move_at", Double),  # of a pause: what is left moves then
+)
+
+site_events = Table(
+    "site_events",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("at", Double, nullable=False, index=True),
+    Column("site", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("text", String, nullable=False),
+    Column("bad", Boolean, nullable=False),
+    Column("replica", String, nullable=False),  # which saw it: each sees every site for itself
+    Index("ix_site_events_newest", "site", "at"),
 )
 
 audit = Table(

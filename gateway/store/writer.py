@@ -13,8 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.store.engine import insert_new, reason
 from gateway.store.errors import RecordsRefused, StoreUnavailable
-from gateway.store.rows import Record
-from gateway.store.tables import decisions, usage
+from gateway.store.rows import EventRow, Record
+from gateway.store.tables import decisions, site_events, usage
 
 WRITE_TIMEOUT_S: Final = 15.0
 ROWS_AT_ONCE: Final = 100
@@ -22,7 +22,7 @@ ROWS_AT_ONCE: Final = 100
 
 
 class Writer(Protocol):
-    async def write(self, records: Sequence[Record]) -> None:
+    async def write(self, records: Sequence[Record | EventRow]) -> None:
         """All or none, and none twice. Raises StoreUnavailable (later, perhaps) or RecordsRefused (never)."""
 
 
@@ -32,8 +32,9 @@ class DatabaseWriter:
         self._timeout_s = timeout_s
         self._usage = Insertion(engine, usage)
         self._decisions = Insertion(engine, decisions)
+        self._events = Insertion(engine, site_events)
 
-    async def write(self, records: Sequence[Record]) -> None:
+    async def write(self, records: Sequence[Record | EventRow]) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._insert(records)
@@ -44,12 +45,14 @@ class DatabaseWriter:
         except (SQLAlchemyError, OSError) as exc:
             raise StoreUnavailable(reason(exc)) from exc
 
-    async def _insert(self, records: Sequence[Record]) -> None:
+    async def _insert(self, records: Sequence[Record | EventRow]) -> None:
         async with self._engine.begin() as connection:
             for start in range(0, len(records), ROWS_AT_ONCE):
                 part = records[start : start + ROWS_AT_ONCE]
-                await self._usage.into(connection, [record.usage for record in part])
-                await self._decisions.into(connection, [row for record in part for row in record.decisions])
+                queries = [each for each in part if isinstance(each, Record)]
+                await self._usage.into(connection, [query.usage for query in queries])
+                await self._decisions.into(connection, [row for query in queries for row in query.decisions])
+                await self._events.into(connection, [each for each in part if isinstance(each, EventRow)])
 
 
 class Insertion:

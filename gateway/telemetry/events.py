@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gateway.domain import SiteState
@@ -26,7 +26,7 @@ class Event:
 _TEXTS = {
     SiteState.READY: ("is ready", False),
     SiteState.STALE: ("is stale: its reports stopped", True),
-    SiteState.DOWN: ("is down: its link ended", True),
+    SiteState.DOWN: ("is down", True),
     SiteState.DRAINING: ("drains: no new queries, running ones finish", False),
     SiteState.PAUSED: ("is paused: no new queries, what is left moves", False),
     SiteState.EJECTED: ("is ejected", True),
@@ -47,17 +47,26 @@ class EventLog:
         by_time = sorted(self._kept, key=lambda event: event.at)
         return by_time[::-1][:most]
 
-    def states(self, now: float, sites: Iterable[tuple[str, str, SiteState]]) -> None:
-        """(name, boot id, state) of every site that is listed; what changed since the last call is noted."""
+    def states(
+        self, now: float, sites: Iterable[tuple[str, str, SiteState]], why_left: Mapping[str, str]
+    ) -> list[Event]:
+        """(name, boot id, state) of every site that is listed, and why those that are down left.
+
+        What changed since the last call is noted, and comes back.
+        """
         seen: dict[str, tuple[str, SiteState]] = {}
+        news: list[Event] = []
         for name, boot_id, state in sites:
             boot_before, before = self._states.get(name, ("", None))
             seen[name] = (boot_id, state)
             if before is None or (before is SiteState.DOWN and state is not SiteState.DOWN):
-                self.add(Event(now, "state", name, "joined" if before is None else "joined again"))
+                news.append(Event(now, "state", name, "joined" if before is None else "joined again"))
             elif boot_before != boot_id:
-                self.add(Event(now, "state", name, "was restarted and joined again", bad=True))
+                news.append(Event(now, "state", name, "was restarted and joined again", bad=True))
             if before is not state and not (before is None and state is SiteState.READY):
                 text, bad = _TEXTS[state]
-                self.add(Event(now, "state", name, text, bad=bad))
+                why = f": {why_left[name]}" if state is SiteState.DOWN and name in why_left else ""
+                news.append(Event(now, "state", name, text + why, bad=bad))
         self._states = seen
+        self._kept.extend(news)
+        return news

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Protocol
 
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 EVENTS_SHOWN = 60
+REMEMBERED_S = 24 * 3600.0
 MOVES_SHARED = 20
 MOVES_SHARED_S = 60.0
 
@@ -51,7 +52,8 @@ class Watch:
     """`clock` is the gateway's monotonic clock, `unix_time` dates what people see.
 
     `others` is what the other replicas say of their queries, by name; `pools` and `certificate_until` are
-    asked at every look, too.
+    asked at every look, too. `keep` is told what this replica saw happen to sites: of queries that moved
+    only failovers, since offloads are daily business and their decisions are kept.
 
     A listener awaits `after(seq)`: it gets the newest snapshot, so one that is slow skips some, and nothing
     is queued for anybody. After `close` it gets None.
@@ -80,6 +82,7 @@ class Watch:
         self.others: Callable[[], Mapping[str, Summary]] = dict
         self.pools: Callable[[], list[Pool]] = list
         self.certificate_until: Callable[[str], float] = no_certificate
+        self.keep: Callable[[Event], None] = not_kept
         self._news = asyncio.Event()
         self._closed = False
         self._ticking: asyncio.Task[None] | None = None
@@ -98,6 +101,15 @@ class Watch:
                 log.exception("yesterday's figures could not be read")
         self.tick()
         self._ticking = asyncio.create_task(self._tick_for_ever())
+
+    async def remember(self, seen_by: Callable[[str, float, int], Awaitable[list[Event]]]) -> None:
+        """What this replica saw in the last day, before it was started again."""
+        try:
+            newest = await seen_by(self.replica, self.unix_time() - REMEMBERED_S, EVENTS_SHOWN)
+            for event in reversed(newest):
+                self.events.add(event)
+        except Exception:
+            log.exception("yesterday's events could not be read")
 
     def close(self) -> None:
         """Every listener ends."""
@@ -132,10 +144,14 @@ class Watch:
         now_s, now = self._clock(), self.unix_time()
         sites = self._directory.sites
         self.recent.forget(now)
-        self.events.states(now, ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites))
+        states = ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites)
+        for changed in self.events.states(now, states, self._directory.why_left):
+            self.keep(changed)
         for move, number in self.recent.take_moves():
             self._moves.append(moved := _moved(now, move, number))
             self.events.add(moved)
+            if moved.bad:
+                self.keep(moved)
         others, self.said = self.others(), self.summary()
         said = together([self.said, *others.values()])
         rates = self._rates.observe(sites, now_s)
@@ -183,6 +199,10 @@ class Watch:
             await keeper.save(minute, asdict(sample))
         except Exception:
             log.exception("a minute of figures could not be kept")
+
+
+def not_kept(_event: Event) -> None:
+    """Without a database."""
 
 
 def _moved(now: float, move: Move, number: int) -> Event:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.domain import Attempt, Decision, Estimate, Outcome, Status
 from gateway.store.errors import RecordsRefused, StoreUnavailable
-from gateway.store.rows import Record
+from gateway.store.rows import EventRow, Record
 from predictor.forecast import Forecast
 
 RECEIVED_AT = 4_000_000_000.25
@@ -57,6 +57,7 @@ class FakeWriter:
 
     def __init__(self, rows: dict[str, Record] | None = None) -> None:
         self.rows = {} if rows is None else rows
+        self.events: dict[str, EventRow] = {}
         self.down = False
         self.loses_the_answer = False
         self.poison: set[str] = set()
@@ -66,13 +67,15 @@ class FakeWriter:
     def works(self) -> bool:
         return not self.down and not self.loses_the_answer
 
-    async def write(self, records: Sequence[Record]) -> None:
+    async def write(self, records: Sequence[Record | EventRow]) -> None:
         self.offers += 1
         if self.down:
             raise StoreUnavailable("the fake is down")
-        if any(record.usage.query_id in self.poison for record in records):
+        queries = [each for each in records if isinstance(each, Record)]
+        if any(record.usage.query_id in self.poison for record in queries):
             raise RecordsRefused("the fake does not like it")
-        for record in records:
+        for record in queries:
             self.rows.setdefault(record.usage.query_id, record)
+        self.events.update((each.id, each) for each in records if isinstance(each, EventRow))
         if self.loses_the_answer:
             raise StoreUnavailable("the connection broke after the commit")

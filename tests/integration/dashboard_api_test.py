@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import httpx2
@@ -27,6 +28,9 @@ from gateway.errors import NoSite
 from gateway.store.engine import open_engine
 from gateway.store.figures import Figures
 from gateway.store.orders import OrderBook
+from gateway.store.queries import Reads
+from gateway.store.recorder import Recorder
+from gateway.store.writer import DatabaseWriter
 from gateway.telemetry.snapshot import Snapshot
 from gateway.telemetry.together import Others
 from gateway.telemetry.watch import Watch
@@ -48,6 +52,7 @@ class Replica:
     http: httpx2.AsyncClient
     callers: dict[str, Caller]
     others: Others
+    recorder: Recorder
     shift_s: list[float] = field(default_factory=lambda: [0.0])
 
     async def act(self, site: str, verb: str, **body: Any) -> httpx2.Response:
@@ -75,6 +80,11 @@ async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Repli
     watch = Watch(here.gateway.directory, name, unix_time=unix_time, keeper=figures)
     others = Others(figures, name, watch.summary, watch.events.add, unix_time=unix_time)
     watch.others = lambda: others.summaries
+    reads = Reads(engine)
+    recorder = Recorder(Path(mkdtemp(dir=Path(str(engine.url.database)).parent)), DatabaseWriter(engine))
+    await recorder.start()
+    watch.keep = partial(recorder.happened, replica=name)
+    await watch.remember(reads.seen_by)
     book = OrderBook(engine)
     desk = Desk(book, here.gateway.directory, here.gateway.federation.links, watch, unix_time=unix_time)
     by_id = {caller.key_id: secret for secret, caller in callers.items()}
@@ -91,7 +101,7 @@ async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Repli
         directory=here.gateway.directory,
         watch=watch,
         desk=desk,
-        reads=None,
+        reads=reads,
         still_valid=lambda key_id: callers.get(by_id.get(key_id, "")),
         session_key=b"k" * 32,
     )
@@ -100,11 +110,12 @@ async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Repli
     await watch.start()
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
         try:
-            yield Replica(here, watch, desk, book, http, callers, others, shift)
+            yield Replica(here, watch, desk, book, http, callers, others, recorder, shift)
         finally:
             watch.close()
             await desk.close()
             await asyncio.gather(*watch.saving)
+            await recorder.close()
             await engine.dispose()
 
 
@@ -308,6 +319,51 @@ def test_an_act_that_makes_no_sense_is_refused(
     play(url, scenario)
 
 
+async def story(o: Replica, site: str, limit: int = 100) -> list[tuple[str, str]]:
+    """Who saw or did what, oldest first."""
+    path = f"/admin/api/sites/{site}/events?limit={limit}"
+    events = (await o.http.get(path, headers=BEARER)).raise_for_status().json()["events"]
+    return [(event["who"] or event["replica"], event["text"]) for event in reversed(events)]
+
+
+def test_when_and_why_a_site_left_is_told_by_every_replica_and_after_a_restart(url: str) -> None:
+    told = [("g1", text) for text in ("joined", "is down: the connection ended", "joined again")]
+    told.append(("key-a", "drain: a test"))
+    texts = [text for _, text in told]
+
+    async def main() -> None:
+        async with asyncio.timeout(60), scene() as there:
+            async with scene() as here, office(here, url) as o, office(there, url, "g2") as other:
+                site = await here.site("a")
+                o.watch.tick()
+                await site.close()
+                await until(lambda: here.gateway.directory.why_left, "the site has left")
+                o.watch.tick()
+                await site.join()
+                o.watch.tick()
+                await o.act("a", "drain")
+                await until(lambda: o.recorder.pending == 0, "all events stored")
+                for replica in (o, other):
+                    assert [each for each in await story(replica, "a") if each in told] == told
+                    assert await story(replica, "a", 1) == (await story(replica, "a"))[-1:]
+                    assert await story(replica, "b") == []
+            async with office(there, url) as again:
+                assert [each for each in await story(again, "a") if each in told] == told
+                shown = [event.text for event in reversed(again.watch.events.latest())]
+                assert [text for text in shown if text in texts] == texts
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "x", "-1", "\u0661"])
+def test_a_limit_that_makes_no_sense_is_refused(url: str, limit: str) -> None:
+    async def scenario(o: Replica) -> None:
+        refused = await o.http.get("/admin/api/sites/a/events", params={"limit": limit}, headers=BEARER)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "limit")
+
+    play(url, scenario)
+
+
 def test_nobody_sees_or_acts_without_an_admin_key(url: str) -> None:
     async def scenario(o: Replica) -> None:
         await o.here.site("a")
@@ -316,6 +372,7 @@ def test_nobody_sees_or_acts_without_an_admin_key(url: str) -> None:
             "/admin/api/overview",
             "/admin/api/history",
             "/admin/api/events",
+            "/admin/api/sites/a/events",
             "/admin/api/decisions/x",
             "/admin/stream",
         ):

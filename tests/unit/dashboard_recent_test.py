@@ -100,11 +100,21 @@ def test_a_minute_counts_whatever_its_number_and_what_is_older_not() -> None:
 
 def test_events_tell_of_changes_once() -> None:
     log = EventLog()
-    log.states(1.0, [("a", "boot", SiteState.READY)])
-    log.states(2.0, [("a", "boot", SiteState.READY)])
-    log.states(3.0, [("a", "boot", SiteState.STALE)])
-    log.states(4.0, [("a", "boot", SiteState.DOWN)])
-    log.states(5.0, [("a", "again", SiteState.READY)])
-    texts = [event.text.partition(":")[0] for event in reversed(log.latest())]
-    assert texts == ["joined", "is stale", "is down", "joined again", "is ready"]
+    kept = []
+    for at, boot_id, state in (
+        (1.0, "boot", SiteState.READY),
+        (2.0, "boot", SiteState.READY),
+        (3.0, "boot", SiteState.STALE),
+        (4.0, "boot", SiteState.DOWN),
+        (5.0, "again", SiteState.READY),
+    ):
+        kept += log.states(at, [("a", boot_id, state)], {"a": "silent for 5.0 s"})
+    assert [event.text for event in kept] == [
+        "joined",
+        "is stale: its reports stopped",
+        "is down: silent for 5.0 s",
+        "joined again",
+        "is ready",
+    ]
+    assert log.latest() == kept[:2:-1] + kept[2::-1]
     assert [event.at for event in log.latest(2)] == [5.0, 5.0]

@@ -13,7 +13,12 @@ import pytest
 
 from gateway.store.errors import StoreError
 from gateway.store.recorder import MEMORY_LINES, Recorder
+from gateway.store.rows import event_of
+from gateway.telemetry.events import Event
 from tests.fakes.store import FakeWriter, outcome
+
+LEFT = Event(1.5, "state", "aws/one", "is down: silent for 5.0 s", bad=True)
+BACK = Event(1.5, "state", "aws/one", "joined again")
 
 
 @asynccontextmanager
@@ -175,6 +180,44 @@ def test_a_full_journal_says_so_before_anything_is_lost(tmp_path: Path) -> None:
         assert len(writer.rows) == recorded + 1
 
     run(tmp_path, scenario, limit_bytes=40_000)
+
+
+def test_an_event_outlives_an_outage_and_the_process(tmp_path: Path) -> None:
+    async def stopped(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        recorder.happened(LEFT, "g1")
+        recorder.record(outcome("a"))
+        recorder.happened(BACK, "g1")
+        assert not await recorder.flush()
+
+    async def started(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.loses_the_answer = True
+        assert not await recorder.flush()
+        writer.loses_the_answer = False
+        assert await recorder.flush()
+        rows = sorted(writer.events.values(), key=lambda row: row.id)
+        assert [event_of(row) for row in rows] == [LEFT, BACK]
+        assert ({row.replica for row in rows}, list(writer.rows)) == ({"g1"}, ["a"])
+
+    run(tmp_path, stopped)
+    run(tmp_path, started)
+
+
+def test_events_leave_the_last_room_to_usage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        while recorder.has_room:
+            recorder.happened(LEFT, "g1")
+        pending = recorder.pending
+        recorder.happened(LEFT, "g1")
+        assert recorder.pending == pending
+        recorder.record(outcome("in flight"))
+        assert (recorder.pending, recorder.health.lost) == (pending + 1, 0)
+        writer.down = False
+        assert await recorder.flush()
+
+    assert list(run(tmp_path, scenario, limit_bytes=40_000).rows) == ["in flight"]
+    assert "an event is in this log only, the journal is full: aws/one is down" in caplog.text
 
 
 def test_beyond_every_bound_the_loss_is_logged_whole_and_counted(

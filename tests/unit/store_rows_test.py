@@ -11,14 +11,34 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.domain import Estimate, Status
-from gateway.store.rows import TEXT_LIMIT, DecisionRow, UsageRow, attempt_of, from_line, record_of, to_line
-from gateway.store.tables import decisions, usage
+from gateway.store.rows import (
+    TEXT_LIMIT,
+    DecisionRow,
+    EventRow,
+    Record,
+    UsageRow,
+    attempt_of,
+    event_of,
+    event_row,
+    from_line,
+    record_of,
+    to_line,
+)
+from gateway.store.tables import decisions, site_events, usage
+from gateway.telemetry.events import Event
 from tests.fakes.store import FORECAST, attempt, outcome
+
+
+def record_in(line: bytes) -> Record:
+    found = from_line(line)
+    assert isinstance(found, Record)
+    return found
 
 
 def test_rows_and_tables_have_the_same_columns() -> None:
     assert [field.name for field in msgspec.structs.fields(UsageRow)] == list(usage.c.keys())
     assert [field.name for field in msgspec.structs.fields(DecisionRow)] == list(decisions.c.keys())
+    assert [field.name for field in msgspec.structs.fields(EventRow)] == list(site_events.c.keys())
 
 
 def test_nothing_is_kept_that_could_hold_a_prompt() -> None:
@@ -46,13 +66,13 @@ def test_the_forecast_is_kept_as_its_figures() -> None:
 
 def test_a_line_of_a_version_that_knew_no_cloud_is_still_read() -> None:
     line = to_line(record_of(outcome(), "aws"))
-    assert from_line(line).usage.cloud == "aws"
-    assert from_line(line.replace(b',"cloud":"aws"', b"")).usage.cloud == ""
+    assert record_in(line).usage.cloud == "aws"
+    assert record_in(line.replace(b',"cloud":"aws"', b"")).usage.cloud == ""
 
 
 def test_attempts_survive_the_journal_unchanged() -> None:
     done = outcome(attempts=3)
-    decided = from_line(to_line(record_of(done))).decisions
+    decided = record_in(to_line(record_of(done))).decisions
     assert tuple(attempt_of(row) for row in decided) == done.attempts
 
 
@@ -62,7 +82,7 @@ def test_an_estimate_without_end_stays_without_end() -> None:
     done = replace(
         outcome("q"), attempts=(replace(tried, decision=replace(tried.decision, estimates=(endless,))),)
     )
-    (row,) = from_line(to_line(record_of(done))).decisions
+    (row,) = record_in(to_line(record_of(done))).decisions
     assert attempt_of(row).decision.estimates == (endless,)
 
 
@@ -91,3 +111,19 @@ def test_half_a_line_is_never_taken_for_a_record(cut: int) -> None:
     line = to_line(record_of(outcome())).rstrip(b"\n")
     with pytest.raises(msgspec.MsgspecError):
         from_line(line[:-cut])
+
+
+@given(text=st.text(), bad=st.booleans())
+def test_an_event_is_one_line_and_comes_back_as_it_was(text: str, bad: bool) -> None:
+    row = event_row("e1", Event(1.5, "state", "aws/one", text, bad=bad), "g1")
+    line = to_line(row)
+    assert line.count(b"\n") == 1
+    assert from_line(line) == row
+    assert (row.replica, event_of(row).bad, len(row.text) <= TEXT_LIMIT) == ("g1", bad, True)
+    assert "\0" not in event_of(row).text
+
+
+@pytest.mark.parametrize("line", [b"{}", b'{"decisions":[]}', b'{"event":{"id":"x"}}'])
+def test_a_line_that_is_neither_a_query_nor_an_event_is_refused(line: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        from_line(line)

@@ -21,7 +21,7 @@ from gateway.store.orders import OrderBook
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
 from gateway.store.queries import Reads, TotalBy
 from gateway.store.retention import DAY_S, Keep, Retention
-from gateway.store.rows import record_of
+from gateway.store.rows import EventRow, event_of, record_of
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
 from tests.fakes.store import RECEIVED_AT, outcome
@@ -321,6 +321,56 @@ def test_the_audit_is_kept_for_its_own_time(url: str, monkeypatch: pytest.Monkey
         assert await keeping.sweep() == 0
         left = [entry.action for entry in await OrderBook(engine).entries(20)]
         assert left == [f"act {day}" for day in (8, 7, 6, 5, 4)]
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def event(day: float, site: str = "a", replica: str = "g1") -> EventRow:
+    return EventRow(
+        f"{site} {replica} {day:g}", day * DAY_S, site, "state", f"day {day:g}", bool(day % 2), replica
+    )
+
+
+def test_events_of_a_site_are_kept_once_and_read_newest_first(url: str) -> None:
+    async def main() -> None:
+        engine = open_engine(url)
+        rows = [event(day, site, replica) for day in range(5) for site in "ab" for replica in ("g1", "g2")]
+        writer = DatabaseWriter(engine)
+        await writer.write([record_of(outcome("q")), *rows[:7]])
+        await writer.write([*rows, record_of(outcome("q"))])
+        read = Reads(engine)
+        assert await read.count_usage() == 1
+        found = (await read.site("a", 4)).events
+        assert [each.at / DAY_S for each in found] == [4, 4, 3, 3]
+        assert found[:2] == [event(4, "a", "g2"), event(4, "a")]  # of one time: by their ids
+        assert await read.site("nobody", 4) == ([], [])
+        seen = await read.seen_by("g2", 3 * DAY_S, 9)
+        assert sorted(seen, key=lambda each: each.site)[:2] == [
+            event_of(event(4, "a", "g2")),
+            event_of(event(3, "a", "g2")),
+        ]
+        assert len(seen) == 4
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_events_of_sites_go_when_they_are_too_old_whoever_sweeps(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "QUERIES_AT_ONCE", 3)
+    monkeypatch.setattr(retention, "REST_S", 0.0)
+
+    async def main() -> None:
+        engine = open_engine(url)
+        await DatabaseWriter(engine).write([event(day) for day in range(40)])
+        keeping = Retention(engine, Keep(site_events_days=10), clock=lambda: 40 * DAY_S)
+        assert sum(await asyncio.gather(*(keeping.sweep() for _ in range(4)))) == 30
+        assert await keeping.sweep() == 0
+        assert [each.at / DAY_S for each in (await Reads(engine).site("a", 99)).events] == [
+            *range(39, 29, -1)
+        ]
         await engine.dispose()
 
     asyncio.run(main())
