@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
+from mico.commands.keys import moment
 from mico.errors import CommandFailed
 from mico.session import ApiKey, BaseUrl, Json, session
 from mico.terminal import seconds
@@ -47,6 +49,29 @@ def show_site(
         here.terminal.json(site)
     else:
         here.terminal.table(["figure", "value"], [[key, plain(value)] for key, value in site.items()])
+
+
+@app.command("events")
+def site_events(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A site's, also of one that is gone.")],
+    *,
+    limit: Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")] = 20,
+    base_url: BaseUrl = None,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """When a site joined, left and why, what operators did; as every gateway saw it, newest first."""
+    here = session(context)
+    path = f"/admin/api/sites/{quote(name, safe='')}/events?limit={limit}"
+    events = here.client(base_url, api_key).get(path)["events"]
+    if as_json:
+        here.terminal.json([{**event, "at": moment(event["at"])} for event in events])
+    elif events:
+        rows = [[moment(each["at"]), each["who"] or each["replica"], each["text"]] for each in events]
+        here.terminal.table(["at", "by", "what"], rows)
+    else:
+        here.terminal.say(f"nothing is kept of a site {name}")
 
 
 def models(

@@ -35,6 +35,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("models",): {"[]": "created features id max_model_len object owned_by root"},
     ("sites", "list"): {"[]": SITE},
     ("sites", "show", "SITE"): {"": SITE},
+    ("sites", "events", "SITE"): {"[]": "at bad id kind replica site text who"},
     ("top", "-n", "1"): {
         "": "at banner clouds events pools quality replica replicas routes seq sites totals",
         "banner": "level text",
@@ -166,6 +167,15 @@ def test_json_keeps_its_names(
             assert " ".join(sorted(at(told, path))) == names, path
         else:
             assert isinstance(told, list)
+
+
+def test_people_read_what_happened_to_a_site(run: Run, federation: LocalFederation) -> None:
+    name = federation.running.sites[0].name
+    federation.wait_until_ready()
+    assert eventually(lambda: "joined" in run("sites", "events", name)[1], "its coming is stored")
+    status, out, err = run("sites", "events", "nobody")
+    assert (status, out) == (0, "")
+    assert "nothing is kept of a site nobody" in err
 
 
 def test_a_batch_keeps_its_names(run: Run, federation: LocalFederation, tmp_path: Path) -> None:
