@@ -43,7 +43,8 @@ Sites = Annotated[
     list[str] | None,
     typer.Option(
         help="How many unequal sites, or groups "
-        "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…; "
+        "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…, "
+        "with a round trip for each gateway as in ~5+250; "
         "repeat it for several federations. Without it: 3.",
     ),
 ]

@@ -48,6 +48,7 @@ def rows(wanted: Comparison) -> Iterator[dict[str, Any]]:
     for each in (*map(policy, wanted.policies), *map(named_order, wanted.orders)):
         assert each is not None
     _check_regions(wanted)
+    _check_rtts(wanted)
     texts = workloads.corpus(wanted.corpus)
     drawn = [_queries(trace, wanted, texts) for trace in wanted.traces]  # all, before anything runs
     for trace, found in zip(wanted.traces, drawn, strict=True):
@@ -75,6 +76,16 @@ def _check_regions(wanted: Comparison) -> None:
                     tip="name a group's region at its end, for example 2x16@1.0~5=eu",
                     exit_code=ExitCode.WRONG_USAGE,
                 )
+
+
+def _check_rtts(wanted: Comparison) -> None:
+    for sites in wanted.sites:
+        if any(len(spec.rtts_s) not in {0, wanted.gateways} for spec in sites_of(sites)):
+            raise CommandFailed(
+                f"{sites!r} tells a site's round trips, and not one for each gateway",
+                tip="--gateways 2 takes two, for example 2x16~5+250, or one for all",
+                exit_code=ExitCode.WRONG_USAGE,
+            )
 
 
 def _queries(trace: str, wanted: Comparison, texts: Any) -> list[Query]:

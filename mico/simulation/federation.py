@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.domain import LoadReport
 from gateway.routing.candidates import Policy
@@ -61,7 +61,7 @@ class Federation:
         self.sites = {spec.name: self._site(spec) for spec in setting.specs}
         self.gateways = [
             Gateway(
-                setting.specs,
+                [spec.seen_by(number) for spec in setting.specs],
                 setting.policy,
                 self.clock,
                 self,
@@ -70,7 +70,7 @@ class Federation:
                 window_s=setting.window_s,
                 window_length=setting.window_length,
             )
-            for _ in range(setting.gateways)
+            for number in range(setting.gateways)
         ]
         self._attempts: dict[str, tuple[Gateway, Attempt]] = {}
         self._down: set[str] = set()
@@ -119,7 +119,8 @@ class Federation:
         self.clock.at(attempt.at_site_s, self._submit, gateway, attempt)
 
     def _submit(self, gateway: Gateway, attempt: Attempt) -> None:
-        self.clock.after(self._back_s(attempt), gateway.links[attempt.site].accepted, attempt)
+        back_s = gateway.rtt_s(attempt.site) / 2
+        self.clock.after(back_s, gateway.links[attempt.site].accepted, attempt)
         if attempt.site in self._down or attempt.id not in self._attempts:
             return
         query = attempt.query
@@ -137,8 +138,7 @@ class Federation:
         self.sites[attempt.site].submit(row)
 
     def release(self, gateway: Gateway, site: str, release_id: str, attempt_ids: list[str]) -> None:
-        rtt_s = self.sites[site].spec.rtt_s
-        self.clock.after(rtt_s / 2, self._release, gateway, site, release_id, attempt_ids)
+        self.clock.after(gateway.rtt_s(site) / 2, self._release, gateway, site, release_id, attempt_ids)
 
     def _release(self, gateway: Gateway, site: str, release_id: str, attempt_ids: list[str]) -> None:
         if site in self._down:
@@ -147,26 +147,23 @@ class Federation:
         gone = [each for each in attempt_ids if donor.release(each)]
         for each in gone:
             del self._attempts[each]
-        self.clock.after(donor.spec.rtt_s / 2, gateway.released, site, release_id, gone)
+        self.clock.after(gateway.rtt_s(site) / 2, gateway.released, site, release_id, gone)
 
     # ---- from a site to a gateway
 
     def _first_token(self, row: Row) -> None:
         gateway, attempt = self._attempts[row.id]
-        self.clock.after(self._back_s(attempt), gateway.first_token, attempt)
+        self.clock.after(gateway.rtt_s(attempt.site) / 2, gateway.first_token, attempt)
 
     def _last_token(self, row: Row) -> None:
         gateway, attempt = self._attempts.pop(row.id)
-        self.clock.after(self._back_s(attempt), gateway.last_token, attempt)
+        self.clock.after(gateway.rtt_s(attempt.site) / 2, gateway.last_token, attempt)
 
     def over(self) -> None:
         """One more query has ended, whichever way."""
         self._open -= 1
         if not self._open:
             self.clock.stop()
-
-    def _back_s(self, attempt: Attempt) -> float:
-        return self.sites[attempt.site].spec.rtt_s / 2
 
     def _changed(self, site: SimulatedSite) -> None:
         """A report is due; one is under way at most."""
@@ -191,10 +188,11 @@ class Federation:
             return
         self._reported_s[name] = self.clock.now_s
         self._seq += 1
-        after_s = site.spec.rtt_s / 2 + self._setting.report_delay_s
-        load = figures(site, self._seq, self.clock.now_s + after_s)
-        for gateway in self.gateways:
-            self.clock.after(after_s, gateway.report, name, load, self.clock.now_s)
+        after_s = [gateway.rtt_s(name) / 2 + self._setting.report_delay_s for gateway in self.gateways]
+        load = figures(site, self._seq, self.clock.now_s + after_s[0])
+        for gateway, each_s in zip(self.gateways, after_s, strict=True):
+            told = load if each_s == after_s[0] else replace(load, received_s=self.clock.now_s + each_s)
+            self.clock.after(each_s, gateway.report, name, told, self.clock.now_s)
 
     # ---- outages
 

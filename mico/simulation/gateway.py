@@ -86,6 +86,9 @@ class Gateway:
     def now_s(self) -> float:
         return self._clock.now_s
 
+    def rtt_s(self, site: str) -> float:
+        return self._specs[site].rtt_s
+
     def joined(self, name: str) -> None:
         spec = self._specs[name]
         self.directory.join(identity(spec), self._clock.now_s)
@@ -167,7 +170,7 @@ class Gateway:
             self._over(query)
             return
         name = placed.site.name
-        at_site_s = self._clock.now_s + self._specs[name].rtt_s / 2
+        at_site_s = self._clock.now_s + self.rtt_s(name) / 2
         id_ = f"{query.number}.{next(self._ids)}"
         attempt = Attempt(id_, query, demand, this.moves, name, at_site_s, delivered)
         record = self.records[query.number]

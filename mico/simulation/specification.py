@@ -25,6 +25,11 @@ class SiteSpec:
     kv_tokens: int
     usd_per_mtok: float = 0.0  # of response tokens
     region: str = ""  # empty: its own
+    rtts_s: tuple[float, ...] = ()  # one for each gateway; empty: `rtt_s` for all
+
+    def seen_by(self, gateway: int) -> SiteSpec:
+        """The site with this gateway's round trip."""
+        return replace(self, rtt_s=self.rtts_s[gateway]) if self.rtts_s else self
 
     @staticmethod
     def of(name: str, slots: int, slower: float, rtt_s: float, kv_tokens: int = 0) -> SiteSpec:
@@ -52,7 +57,7 @@ UNEQUAL = (
 """(slots, times slower, round trip): what `--sites N` takes in turn."""
 
 GROUP = re.compile(
-    r"(?P<count>\d+)x(?P<slots>\d+)(@(?P<slower>[\d.]+))?(~(?P<rtt_ms>[\d.]+))?(/(?P<kv>\d+))?"
+    r"(?P<count>\d+)x(?P<slots>\d+)(@(?P<slower>[\d.]+))?(~(?P<rtts_ms>[\d.]+(\+[\d.]+)*))?(/(?P<kv>\d+))?"
     r"(:(?P<usd>[\d.]+))?(=(?P<region>[\w-]+))?"
 )
 
@@ -60,7 +65,7 @@ GROUP = re.compile(
 def sites_of(text: str) -> list[SiteSpec]:
     """`9`: nine unequal sites. `2x16@1.0~5,1x32@2.2~250/100000:0.6=eu`: groups of COUNTxSLOTS, how many times
     slower than the reference, round trip in ms, KV tokens, dollars a million response tokens, region; all but
-    the first two may be left out.
+    the first two may be left out. `~5+250` are the round trips of two gateways.
     """
     if text.isdecimal() and int(text) > 0:
         specs = [SiteSpec.of("", *UNEQUAL[i % len(UNEQUAL)]) for i in range(int(text))]
@@ -75,13 +80,15 @@ def _group(text: str) -> list[SiteSpec]:
         raise CommandFailed(
             f"{text!r} is no group of sites",
             cause="expected a number of sites, or "
-            "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…",
+            "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS[+RTT_MS…]][/KV_TOKENS][:USD_PER_MTOK][=REGION],…",
             tip="for example --sites 9, or --sites 2x16@1.0~5,1x32@2.2~250",
             exit_code=ExitCode.WRONG_USAGE,
         )
-    slower, rtt_s = float(found["slower"] or 1), float(found["rtt_ms"] or 20) / 1000
-    spec = SiteSpec.of("", int(found["slots"]), slower, rtt_s, int(found["kv"] or 0))
+    slower = float(found["slower"] or 1)
+    first, *others = rtts_s = tuple(float(rtt_ms) / 1000 for rtt_ms in (found["rtts_ms"] or "20").split("+"))
+    spec = SiteSpec.of("", int(found["slots"]), slower, first, int(found["kv"] or 0))
     spec = replace(spec, usd_per_mtok=float(found["usd"] or 0), region=found["region"] or "")
+    spec = replace(spec, rtts_s=rtts_s if others else ())
     return [spec] * int(found["count"])
 
 

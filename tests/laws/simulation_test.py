@@ -128,6 +128,42 @@ def test_a_query_alone_takes_its_iterations_and_a_round_trip(
     assert record.finish_s == pytest.approx(seconds)
 
 
+def test_a_nearer_gateways_queries_see_the_smaller_round_trip() -> None:
+    """Queries come to the gateways in turn; each is answered before the next comes."""
+    queries = [Query(i, 10.0 * i, 100, 20) for i in range(6)]
+    records, _ = simulate(queries, tuple(sites_of("1x8~5+250")), gateways=2)
+    alone, _ = simulate(queries[:1], tuple(sites_of("1x8~5")))
+    for record in records:
+        further_s = 0.245 * (record.query.number % 2)
+        assert record.first_token_s == pytest.approx(alone[0].first_token_s + further_s)
+        assert record.finish_s == pytest.approx(alone[0].finish_s + further_s)
+
+
+def test_a_report_comes_to_each_gateway_after_half_its_own_round_trip() -> None:
+    queries = [Query(i, 10.0 * i, 100, 20) for i in range(6)]
+    _, federation = simulate(queries, tuple(sites_of("1x8~5+250+5")), gateways=3)
+    near, far, other = (each.directory.fleet.sites[0].load for each in federation.gateways)
+    assert near.seq == far.seq
+    assert far.received_s == pytest.approx(near.received_s + 0.1225)
+    assert other == near
+
+
+@pytest.mark.parametrize("policy", ["mico", "shortest_wait"])
+def test_each_gateway_takes_the_site_that_is_near_to_it(policy: str) -> None:
+    queries = [Query(i, 10.0 * i, 100, 20) for i in range(6)]
+    records, _ = simulate(queries, tuple(sites_of("1x8~5+250,1x8~250+5")), gateways=2, policy=policy)
+    assert [record.site for record in records] == ["s0000", "s0001"] * 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(workloads, federations)
+def test_one_round_trip_for_all_is_the_same_as_that_for_each(
+    queries: list[Query], sites: tuple[SiteSpec, ...]
+) -> None:
+    each = tuple(replace(site, rtts_s=(site.rtt_s, site.rtt_s)) for site in sites)
+    assert simulate(queries, each, gateways=2)[0] == simulate(queries, sites, gateways=2)[0]
+
+
 @settings(max_examples=40, deadline=None)
 @given(workloads, federations, st.floats(0, 20), st.floats(3, 20))
 def test_a_lost_site_loses_no_query_while_another_stands(

@@ -32,7 +32,7 @@ def test_groups_of_sites_are_read_and_what_is_left_out_has_a_default() -> None:
     assert len({site.name for site in sites_of("1000")}) == 1000
 
 
-@pytest.mark.parametrize("text", ["", "0", "x", "2x", "2x0", "1x8@0", "-3"])
+@pytest.mark.parametrize("text", ["", "0", "x", "2x", "2x0", "1x8@0", "-3", "1x8~5+"])
 def test_sites_that_are_none_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(CommandFailed) as failure:
         sites_of(text)
@@ -43,6 +43,13 @@ def test_a_group_may_have_a_price_and_a_region() -> None:
     cheap, own = sites_of("1x8@2~100/9000:0.25=eu-west,1x8")
     assert (cheap.usd_per_mtok, cheap.region, cheap.kv_tokens) == (0.25, "eu-west", 9000)
     assert (own.usd_per_mtok, own.region) == (0.0, "")
+
+
+def test_a_round_trip_may_be_given_for_each_gateway() -> None:
+    near, same = sites_of("1x8@2~5+250/9000:0.25=eu,1x8~40")
+    assert [near.seen_by(gateway).rtt_s for gateway in range(2)] == [0.005, 0.25]
+    assert [same.seen_by(gateway).rtt_s for gateway in range(2)] == [0.04, 0.04]
+    assert (near.kv_tokens, near.usd_per_mtok, near.region) == (9000, 0.25, "eu")
 
 
 def test_so_many_queries_are_lines_of_batches_and_bound_to_a_region() -> None:
@@ -138,6 +145,9 @@ def test_the_command_says_what_is_wrong_with_its_options(
     assert "share of capacity" in capsys.readouterr().err
     assert main(["simulate", "--bound", "eu=0.1", "--sites", "1x8=us"]) == 2
     assert "no site" in capsys.readouterr().err
+    for gateways in ("1", "3"):
+        assert main(["simulate", "--gateways", gateways, "--sites", "1x8~5+250"]) == 2
+        assert "not one for each gateway" in capsys.readouterr().err
     for noise in ("not parquet", pd.DataFrame({"prompt": ["x"]})):
         wrong = tmp_path / "wrong.parquet"
         if isinstance(noise, str):
