@@ -185,7 +185,11 @@ def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> 
         (("keys", "create", "ann", "--tenant", "a\nb"), 2, "1 to 200 printable"),
         (("tenants", "set", "x" * 201), 2, "1 to 200 printable"),
         (("tenants", "set", "a", "--best-priority", "2147483648"), 2, "2147483647"),
-        (("up", "--database", "postgresql://x@127.0.0.1:9/x"), 1, "the database did not answer"),
+        (
+            ("up", "--port", "0", "--database", "postgresql://x@127.0.0.1:9/x"),
+            1,
+            "the database did not answer",
+        ),
         (("pki", "list"), 1, "mico db upgrade"),
         (("pki", "invite", "a"), 1, "mico pki init"),
         (("keys", "rotate", "k", "--overlap", "soon"), 2, "such as 90s"),
