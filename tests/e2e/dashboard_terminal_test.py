@@ -48,7 +48,8 @@ def run(federation: LocalFederation) -> Iterator[Run]:
             for site in federation.running.sites:
                 for verb in ("resume", "weight"):
                     path = f"/admin/api/sites/{site.name}/{verb}"
-                    http.post(path, json={"reason": "the test is over"}).raise_for_status()
+                    whole = {"reason": "the test is over", "weight": 100}
+                    http.post(path, json=whole).raise_for_status()
         federation.wait_until_ready()
 
 
