@@ -158,7 +158,8 @@ async def kill_a_site(federation: Federation, options: argparse.Namespace) -> di
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     folder = Folder(options.folder)
     running = folder.running()
-    assert running is not None, "nothing runs here: mico up --detach"
+    if running is None:
+        raise SystemExit("nothing runs here; start it: mico up --detach")
     headers = {"authorization": f"Bearer {folder.key_file.read_text().strip()}"}
     async with httpx.AsyncClient(base_url=running.root_url, headers=headers) as http:
         model = (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
