@@ -17,7 +17,7 @@ from gateway.errors import BadRequest, NotFound, Overloaded
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.engine import reason
-from gateway.store.key_table import KeyInfo
+from gateway.store.key_table import NAMES, KeyInfo, is_name
 from gateway.store.queries import TotalBy
 from gateway.store.quota_book import LARGEST, NoSuch, Quota
 from gateway.store.store import Store
@@ -25,7 +25,6 @@ from gateway.store.store import Store
 T = TypeVar("T")
 DAY_S = 86_400.0
 REASON_CHARS = 300
-NAME_CHARS = 200
 ENTRIES_MOST = 1_000
 OVERLAP_S = 86_400.0
 
@@ -212,8 +211,8 @@ def act(who: str, why: str) -> Act:
 
 
 def named(name: str, param: str) -> str:
-    if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
-        raise BadRequest(f"{param} has 1 to {NAME_CHARS} printable characters", param=param)
+    if not is_name(name):
+        raise BadRequest(f"{param} has {NAMES}", param=param)
     return name
 
 

@@ -19,6 +19,13 @@ from gateway.store.tables import keys, tenants
 
 DEFAULT_TENANT = "default"
 STAMP_BITS = 40
+NAME_CHARS = 200
+NAMES = f"1 to {NAME_CHARS} printable characters"
+
+
+def is_name(text: str) -> bool:
+    """Of a key or a tenant: it has `NAMES`."""
+    return 0 < len(text) <= NAME_CHARS and text.isprintable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,13 @@ SECONDS_A_DAY = 86_400.0
 
 app = typer.Typer(help="API keys.", no_args_is_help=True)
 
-NAME_CHARS = 200
-
 
 def named(name: str) -> str:
     """As the admin API wants names. Raises BadParameter."""
-    if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
-        raise typer.BadParameter(f"a name has 1 to {NAME_CHARS} printable characters")
+    from gateway.store.key_table import NAMES, is_name
+
+    if not is_name(name):
+        raise typer.BadParameter(f"a name has {NAMES}")
     return name
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
 
 LIFTED = "none"
-LARGEST = 2**53
-"""As in the store."""
 
 tenants = typer.Typer(help="Tenants: who pays for keys, and shares quotas and turns.", no_args_is_help=True)
 quotas = typer.Typer(help="Quotas of tenants and keys.", no_args_is_help=True)
@@ -116,6 +114,8 @@ def set_quotas(
 def amount(kind: str, text: str) -> int | None:
     if text == LIFTED:
         return None
+    from gateway.store.quota_book import LARGEST
+
     if text.isdecimal() and int(text) <= LARGEST:
         return int(text)
     option, most = "--" + kind.replace("_", "-"), f"at most {LARGEST}, "

@@ -88,7 +88,8 @@ def models(
 
 
 def row(site: dict[str, Any]) -> dict[str, str]:
-    used = site["kv_capacity_tokens"] - site["kv_free_tokens"]
+    capacity, free = site["kv_capacity_tokens"], site["kv_free_tokens"]
+    told = capacity > 0 and site["state"] != "down"  # who is down holds nothing
     return {
         "site": site["name"],
         "cloud": site["cloud"],
@@ -98,7 +99,7 @@ def row(site: dict[str, Any]) -> dict[str, str]:
         "pending": str(site["pending"]),
         "token load": f"{site['token_load']:.0f}",
         "tokens/s": f"{site['tokens_per_s']:.0f}",
-        "KV used": f"{used / site['kv_capacity_tokens']:.0%}" if site["kv_capacity_tokens"] else "-",
+        "KV used": f"{1 - free / capacity:.0%}" if told else "-",
         "report age": seconds(site["load_age_s"]),
     }
 
