@@ -142,8 +142,12 @@ class Ledger:
     # ---- lines
 
     async def add_lines(self, batch_id: str, lines: Sequence[Line]) -> None:
-        """All of a batch that we hold, instead of those that an earlier try may have left."""
-        await self.remove_lines(batch_id)
+        """All of a batch that we hold, instead of those that an earlier try may have left. Raises LeaseLost:
+        then what the next holder has written is as it was.
+        """
+        await self._remove_lines(
+            and_(batch_lines.c.batch_id == batch_id, exists().where(self._held(batch_id)))
+        )
         for start in range(0, len(lines), ROWS_AT_ONCE):
             rows = [_row(batch_id, line) for line in lines[start : start + ROWS_AT_ONCE]]
             async with self._engine.begin() as connection:
@@ -201,8 +205,10 @@ class Ledger:
             last = rows[-1].line
 
     async def remove_lines(self, batch_id: str) -> int:
-        of_it = batch_lines.c.batch_id == batch_id
-        return await remove_in_steps(self._engine, batch_lines, batch_lines.c.line, of_it, ROWS_AT_ONCE)
+        return await self._remove_lines(batch_lines.c.batch_id == batch_id)
+
+    async def _remove_lines(self, which: ColumnElement[bool]) -> int:
+        return await remove_in_steps(self._engine, batch_lines, batch_lines.c.line, which, ROWS_AT_ONCE)
 
     async def _check(self, connection: AsyncConnection, batch_id: str) -> None:
         """The first statement of a transaction that writes lines: it also keeps others from taking the batch

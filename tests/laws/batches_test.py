@@ -187,6 +187,28 @@ def test_an_outcome_is_written_once_and_by_the_holder_of_the_lease_alone(url: st
     asyncio.run(main())
 
 
+def test_who_validates_too_long_removes_no_line_of_the_next_holder(url: str) -> None:
+    async def main() -> None:
+        now = 0.0
+        engine = open_engine(url)
+        slow, next_one = (Ledger(engine, name, lambda: now, lease_s=10.0) for name in ("slow", "next"))
+        await slow.create(batch())
+        await slow.lease(5)
+        await slow.add_lines("batch_1", [line(9)])  # as an earlier try may have left them
+        now = 20.0
+        await next_one.lease(5)
+        await next_one.add_lines("batch_1", [line(1), line(2, place=1)])
+        await next_one.write("batch_1", [Outcome(1, False, b"answered")])
+        with pytest.raises(LeaseLost):
+            await slow.add_lines("batch_1", [line(1), line(2, place=1)])
+        pages = [page async for page in next_one.outcomes("batch_1")]
+        assert [[number for number, _, _ in page] for page in pages] == [[1, 2]]
+        assert [each.number for each in await next_one.waiting("batch_1", -1, 9)] == [2]
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
 def test_a_replica_keeps_what_it_has_before_it_takes_more(url: str) -> None:
     async def main() -> None:
         engine = open_engine(url)
