@@ -108,9 +108,15 @@ class Recorder:
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._flush_or_log()
+        journal = self._journal
+        try:
+            self._leave_memory(journal)
+        except OSError as exc:
+            while self._memory:
+                self._lose(self._memory.popleft().decode(), exc)
         if self.pending:
             logger.warning("%d records stay in %s until the next start", self.pending, self._folder)
-        journal, self._journal = self._journal, None
+        self._journal = None
         await asyncio.to_thread(journal.sync, journal.unsynced())
         journal.close()
 
@@ -156,6 +162,8 @@ class Recorder:
         """Stores all that is pending now. False when the database or the disk did not let it."""
         journal = self._started
         async with self._turn:
+            with suppress(OSError):
+                self._leave_memory(journal)
             try:
                 await self._store_memory()
                 journal.seal()
@@ -167,6 +175,12 @@ class Recorder:
                 return False
             self._succeeded()
             return True
+
+    def _leave_memory(self, journal: Journal) -> None:
+        """For the disk, where lines outlive the process. Raises OSError as long as it takes none."""
+        while self._memory:
+            journal.append(self._memory[0])
+            self._memory.popleft()
 
     async def _store_memory(self) -> None:
         lines = list(self._memory)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.store.errors import StoreError
+from gateway.store.journal import Journal
 from gateway.store.recorder import MEMORY_LINES, Recorder
 from gateway.store.rows import event_of
 from gateway.telemetry.events import Event
@@ -235,6 +236,47 @@ def test_beyond_every_bound_the_loss_is_logged_whole_and_counted(
     with caplog.at_level(logging.ERROR):
         run(tmp_path, scenario, limit_bytes=1)
     assert '"query_id":"one too many"' in caplog.text
+
+
+def refuse_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Journal, line: bytes) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Journal, "append", full)
+
+
+def test_once_the_disk_has_room_again_what_it_refused_outlives_the_process(tmp_path: Path) -> None:
+    async def stopped(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        with pytest.MonkeyPatch.context() as disk:
+            refuse_lines(disk)
+            recorder.record(outcome("a"))
+        assert not await recorder.flush()
+        assert (recorder.pending, recorder.health.journal_bytes > 0) == (1, True)
+
+    async def started(recorder: Recorder, writer: FakeWriter) -> None:
+        assert await recorder.flush()
+        assert list(writer.rows) == ["a"]
+
+    run(tmp_path, stopped)
+    run(tmp_path, started)
+
+
+def test_what_neither_disk_nor_database_takes_at_the_end_is_logged_whole_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        writer = FakeWriter()
+        writer.down = True
+        with pytest.MonkeyPatch.context() as disk:
+            refuse_lines(disk)
+            async with recording(tmp_path, writer) as recorder:
+                recorder.record(outcome("a"))
+        assert (recorder.pending, recorder.health.lost) == (0, 1)
+
+    asyncio.run(main())
+    assert '"query_id":"a"' in caplog.text
+    assert "until the next start" not in caplog.text
 
 
 def test_an_outcome_that_is_no_json_fails_nobody_and_is_logged(
