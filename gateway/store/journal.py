@@ -75,10 +75,10 @@ class Journal:
 
     def seal(self) -> None:
         """Ends the current segment: from now on it is one of `sealed`."""
-        if self._current is not None:
+        segment, self._current = self._current, None
+        if segment is not None:
+            self._sealed[segment.path] = segment
             os.close(self._file)
-            self._sealed[self._current.path] = self._current
-            self._current = None
 
     def unsynced(self) -> set[Path]:
         """What was written since the last call: for `sync`."""

@@ -71,6 +71,27 @@ def test_a_disk_that_takes_half_a_line_tears_only_the_end_of_a_segment(
     journal.close()
 
 
+def test_a_disk_that_fails_as_a_segment_ends_costs_no_other_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is closed whatever `close` says: its number may be that of another one by now."""
+    journal = Journal(tmp_path)
+    journal.append(b"one\n")
+    real_close = os.close
+
+    def failing(file: int) -> None:
+        real_close(file)
+        raise OSError("Input/output error")
+
+    with monkeypatch.context() as failing_disk:
+        failing_disk.setattr(os, "close", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.seal()
+    journal.append(b"two\n")
+    assert drained(journal) == [b"one", b"two"]
+    journal.close()
+
+
 def test_the_limit_holds_and_room_comes_back(tmp_path: Path) -> None:
     journal = Journal(tmp_path, limit_bytes=10)
     journal.append(b"12345678\n")
