@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf
 from queue import SimpleQueue
-from threading import Thread
+from threading import BoundedSemaphore, Thread
 from typing import NamedTuple
 
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -47,6 +47,8 @@ LEARNING_REST = 50.0
 and longer and longer as each outcome adds less to what is known.
 """
 FIRST_OUTCOMES = 30.0
+MOST_TO_LEARN = 1_000
+"""Outcomes that wait to be learned; nothing is learned of those that come while there are so many."""
 MOST_LEARNED = 1_000
 """Models of which outcomes are counted; beyond, all are forgotten, and learned faster for a while."""
 
@@ -95,6 +97,7 @@ class Forecasts(Collector):
         self._forecasting: Thread | None = None
         self._looking: asyncio.Task[None] | None = None
         self._learning = ThreadPoolExecutor(1, "learn")
+        self._to_learn = BoundedSemaphore(MOST_TO_LEARN)
         self._asked: OrderedDict[str, Asked] = OrderedDict()
         self._watches: dict[str, DriftWatch] = {}
 
@@ -109,17 +112,22 @@ class Forecasts(Collector):
 
     def ask(self, query: Query) -> asyncio.Future[Forecast]:
         """Who does not wait for it any longer may give it an end of another kind."""
-        answer: asyncio.Future[Forecast] = asyncio.get_running_loop().create_future()
-        asked = features(query)
-        self._asked[query.id] = Asked(asked, query.sampling.max_tokens or inf)
+        wanted = _wanted(query)
+        self._asked[query.id] = Asked(wanted.features, query.sampling.max_tokens or inf)
         if len(self._asked) > MOST_ASKED:
             self._asked.popitem(last=False)
-        wanted, before, self._alone = Wanted(asked, answer), self._alone, len(self._asked) == 1
-        if self._alone and before and len(asked.text) <= self._quick_chars:
+        before, self._alone = self._alone, len(self._asked) == 1
+        if self._alone and before and len(wanted.features.text) <= self._quick_chars:
             _hand_out([wanted], self._forecast([wanted]))
         else:
             self._queue(wanted)
-        return answer
+        return wanted.answer
+
+    def ahead(self, query: Query) -> asyncio.Future[Forecast]:
+        """Of one that is answered later, under another id: no outcome follows, so nothing is kept of it."""
+        wanted = _wanted(query)
+        self._queue(wanted)
+        return wanted.answer
 
     def _queue(self, wanted: Wanted) -> None:
         if self._forecasting is None:
@@ -139,7 +147,8 @@ class Forecasts(Collector):
         if outcome.forecast is not None:
             who = outcome.forecast.source.split(":", 1)[0]
             self._watches.setdefault(who, DriftWatch()).observe(outcome.forecast, outcome.completion_tokens)
-        if asked is not None and (self._kept is not None or time.monotonic() >= self._may_learn_s):
+        wanted = self._kept is not None or time.monotonic() >= self._may_learn_s
+        if asked is not None and wanted and self._to_learn.acquire(blocking=False):
             self._learning.submit(self._learn, asked.features, outcome.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
@@ -225,6 +234,8 @@ class Forecasts(Collector):
                 self._kept.add(asked, tokens)
         except Exception:
             log.exception("nothing was learned from an outcome")
+        finally:
+            self._to_learn.release()
 
     def _rest(self, model: str, began_s: float, ended_s: float) -> None:
         if len(self._learned) >= MOST_LEARNED:
@@ -232,6 +243,10 @@ class Forecasts(Collector):
         self._learned[model] += 1
         longer = 1.0 + self._learned[model] / FIRST_OUTCOMES
         self._may_learn_s = ended_s + LEARNING_REST * longer * (ended_s - began_s)
+
+
+def _wanted(query: Query) -> Wanted:
+    return Wanted(features(query), asyncio.get_running_loop().create_future())
 
 
 def _hand_out(batch: list[Wanted], forecasts: list[Forecast] | Exception) -> None:

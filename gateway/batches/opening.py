@@ -62,7 +62,7 @@ async def open_batches(
         ledger=ledger,
         sites=lambda: directory.sites,
         known_models=lambda: directory.models if gateway.complete else (),
-        forecast=gateway.forecasts.ask,
+        forecast=gateway.forecasts.ahead,
         caller=caller,
         dispatched=dispatched,
         limits=limits,

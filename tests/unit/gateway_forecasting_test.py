@@ -93,6 +93,7 @@ def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_lo
             forecasts.observe(outcome(name, 5))
 
         async with asyncio.timeout(60):
+            await forecasts.ahead(query("a line of a batch"))  # that nobody is answered yet
             for number, text in enumerate(["hi", "hi", "hello", "hello"]):
                 await alone(f"q{number}", text)  # the first of its length is not known to be quick
             await forecasts.ask(query("running"))
@@ -102,7 +103,7 @@ def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_lo
         await forecasts.close()
 
     asyncio.run(scenario())
-    found = [False, True, False, True, True, False, False]
+    found = [False, False, True, False, True, True, False, False]
     assert watched.on_loop == (found if quick else [False] * len(found))
 
 
@@ -195,3 +196,54 @@ def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
     asyncio.run(scenario(log))
     (file,) = files_of(tmp_path / "outcomes")
     assert '"prompt": "hi"' in file.read_text()
+
+
+def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.forecasting.MOST_TO_LEARN", 5)
+    disk_answers, added = threading.Event(), []
+
+    class Slow(OutcomeLog):
+        def add(self, query: Features, tokens: int) -> None:
+            disk_answers.wait(60)
+            added.append(tokens)
+
+    async def scenario() -> None:
+        forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=Slow(tmp_path))
+
+        async def answered(tokens: int) -> None:
+            await forecasts.ask(query(f"q{tokens}"))
+            forecasts.observe(outcome(f"q{tokens}", tokens))
+
+        for tokens in range(1, 20):
+            await answered(tokens)
+        disk_answers.set()
+        while len(added) < 5:  # noqa: ASYNC110 - of a thread
+            await asyncio.sleep(0.001)
+        await forecasts.close()
+
+    asyncio.run(scenario())
+    assert added == [1, 2, 3, 4, 5]
+
+
+def test_what_was_learned_makes_room_to_learn_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.forecasting.MOST_TO_LEARN", 1)
+    added: list[int] = []
+
+    class Full(OutcomeLog):
+        def add(self, query: Features, tokens: int) -> None:
+            added.append(tokens)
+            raise OSError("No space left on device")
+
+    async def scenario() -> None:
+        forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=Full(tmp_path))
+        async with asyncio.timeout(60):
+            for tokens in range(1, 4):
+                while tokens not in added:
+                    await forecasts.ask(query(f"q{tokens}"))
+                    forecasts.observe(outcome(f"q{tokens}", tokens))
+        await forecasts.close()
+
+    asyncio.run(scenario())
+    assert sorted(set(added)) == [1, 2, 3]

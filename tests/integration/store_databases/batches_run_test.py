@@ -424,7 +424,7 @@ def test_a_batch_waits_while_no_site_is_there_and_expires(url: str, monkeypatch:
     asyncio.run(main())
 
 
-def test_lines_run_in_the_batch_lane_and_leave_no_counter_behind(url: str) -> None:
+def test_lines_run_in_the_batch_lane_and_leave_no_counter_and_no_text_behind(url: str) -> None:
     lanes: list[int] = []
 
     async def main() -> None:
@@ -439,6 +439,10 @@ def test_lines_run_in_the_batch_lane_and_leave_no_counter_behind(url: str) -> No
             await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(5)))))
             assert here.scene.nothing_is_left()
             assert here.batches.runner.in_flight == 0
+            forecasts: Any = here.scene.gateway.forecasts
+            for outcome in here.scene.outcomes:
+                forecasts.observe(outcome)
+            assert not forecasts._asked
 
     asyncio.run(main())
     assert lanes == [Lane.BATCH] * 5
