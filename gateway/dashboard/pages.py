@@ -39,9 +39,7 @@ def read_files(folder: Path = FOLDER) -> dict[str, File]:
 
 def _file(path: Path) -> File:
     body = path.read_bytes()
-    return File(
-        body, f"{_TYPES[path.suffix]}; charset=utf-8", f'"{blake2b(body, digest_size=8).hexdigest()}"'
-    )
+    return File(body, _TYPES[path.suffix], f'"{blake2b(body, digest_size=8).hexdigest()}"')
 
 
 def page_routes() -> list[HTTPRouteHandler]:

@@ -525,7 +525,7 @@ def test_the_page_and_its_files_are_served_under_a_strict_policy(url: str) -> No
         assert page.status_code == 200
         assert "default-src 'none'" in page.headers["content-security-policy"]
         script = await o.http.get("/admin/static/page.js")
-        assert script.headers["content-type"].startswith("text/javascript")
+        assert script.headers["content-type"] == "text/javascript; charset=utf-8"
         unchanged = await o.http.get(
             "/admin/static/page.js", headers={"if-none-match": script.headers["etag"]}
         )
