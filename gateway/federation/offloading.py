@@ -41,7 +41,7 @@ class Offloading:
         self._directory = directory
         self._clock = clock
         self._asked: dict[str, _Asked] = {}
-        # by donor: the last that was worked out, and of which attempts
+        # by donor that was crowded at the last look: what was worked out, and of which attempts
         self._offers: dict[str, tuple[list[LiveAttempt], Offer]] = {}
 
     def bid(self, bidder: str) -> None:
@@ -65,15 +65,16 @@ class Offloading:
 
     def _crowded_offers(self, fleet: Fleet) -> Iterable[Offer]:
         """Worked out once for a site as long as nothing changes there: many may bid meanwhile."""
+        before, self._offers = self._offers, {}
         full = set(crowded(fleet))
         for place in full.intersection(map(fleet.place, self._links)):
             donor = fleet.sites[place]
             attempts = self._links[donor.name].pending()
             if attempts:
-                known = self._offers.get(donor.name)
+                known = before.get(donor.name)
                 if known is None or known[0] != attempts or known[1].donor is not donor:
                     known = attempts, offer(donor, [each.demand for each in attempts])
-                    self._offers[donor.name] = known
+                self._offers[donor.name] = known
                 yield known[1]
 
     def _pending(self, donors: list[str]) -> list[Pending]:

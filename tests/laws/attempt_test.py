@@ -7,11 +7,22 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Broken, Caller, Cause, Decision, Delta, Finish, Query, Sampling, SiteIdentity
+from gateway.domain import (
+    Broken,
+    Caller,
+    Cause,
+    Decision,
+    Delta,
+    Finish,
+    Model,
+    Query,
+    Sampling,
+    SiteIdentity,
+)
 from gateway.federation.attempt import AttemptBroken, LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
-from gateway.federation.offloading import Offloading
+from gateway.federation.offloading import ANSWER_WITHIN_S, Offloading
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
@@ -168,5 +179,48 @@ def test_a_link_that_was_closed_changes_nothing_of_the_site_that_joined_again() 
         older.receive(pb.SiteMessage(bye=pb.Bye(reason="over")))
         assert book.directory.sites == before
         assert book.credit == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_waited_at_sites_that_left_is_forgotten() -> None:
+    """Machines of a pool come and go, each under a name of its own."""
+
+    async def scenario() -> None:
+        now_s = 0.0
+        directory, links = Directory(), dict[str, Link]()
+        offloading = Offloading(links, directory, lambda: now_s)
+        asked: list[int] = []
+
+        def joined(name: str, *running: int) -> Link:
+            model = Model("m", "r", 1024, 0, "o", frozenset())
+            identity = SiteIdentity(name, "b", "c", "r", {"m": model}, slots=1, kv_capacity_tokens=10_000)
+            directory.join(identity, now_s)
+            links[name] = Link(identity, directory, offloading, lambda: now_s)
+            report(name, *running)
+            return links[name]
+
+        def report(name: str, *running: int) -> None:
+            cost = pb.IterationCost(base_s=0.02)
+            load = pb.Load(seq=1, kv_free_tokens=9_000, iteration=cost, running=len(running))
+            load.running_remaining.extend(running)
+            links[name].receive(pb.SiteMessage(load=load))
+
+        joined("idle")
+        for number in range(3):
+            query = Query(f"q{number}", "m", "hi", Sampling(), Caller("k", "t"), 0.0, 100.0)
+            busy = joined(f"busy-{number}", 200)
+            attempt = busy.assign(query, decision(query.id), DEMAND, FORECAST)
+            busy.receive(pb.SiteMessage(accepted=pb.Accepted(attempt_id=attempt.id, prompt_tokens=5)))
+            now_s += 2 * ANSWER_WITHIN_S
+            directory.join(links["idle"].identity, now_s)
+            report("idle")
+            asked.append(len(offloading._asked))
+            busy.close("it was no longer needed")
+            directory.leave(links.popitem()[0])
+        assert asked == [1, 1, 1]
+        now_s += 2 * ANSWER_WITHIN_S
+        offloading.bid("idle")
+        assert (len(offloading._asked), len(offloading._offers)) == (0, 0)
 
     asyncio.run(scenario())
