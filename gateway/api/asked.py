@@ -52,6 +52,7 @@ def read_streaming(fields: Fields) -> Streaming:
 
 _ABILITIES = {
     "tools": ("tools", "call functions", "leave 'tools' out, or set 'tool_choice' to \"none\""),
+    "logprobs": ("logprobs", "tell log probabilities", "leave 'logprobs' out"),
     "guided": ("response_format", "hold an answer to a JSON schema", "leave 'response_format' out"),
 }
 

@@ -31,7 +31,7 @@ CALLERS = {
 }
 READY = Readiness(True, "one site")
 MODELS = (
-    Model(MODEL, "rev-1", 1024, 1_700_000_000, "mico", frozenset({"chat", "guided", "tools"})),
+    Model(MODEL, "rev-1", 1024, 1_700_000_000, "mico", frozenset({"chat", "guided", "logprobs", "tools"})),
     Model(NESTED, "rev-2", 2048, 1_700_000_001, "mico"),
 )
 

@@ -298,7 +298,7 @@ def test_row_68_the_models() -> None:
             "owned_by": "mico",
             "root": MODEL,
             "max_model_len": 1024,
-            "features": ["chat", "guided", "tools"],
+            "features": ["chat", "guided", "logprobs", "tools"],
         }
         assert [model.id async for model in edge.sdk.models.list()] == [MODEL, NESTED]
 

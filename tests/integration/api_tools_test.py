@@ -147,6 +147,21 @@ def test_row_40_a_model_that_no_site_can_guide_is_named() -> None:
     assert not script.queries
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat_body(model=NESTED, logprobs=True)),
+        ("/v1/completions", {"model": NESTED, "prompt": "x", "logprobs": 1}),
+    ],
+)
+def test_row_37_a_model_that_tells_no_logprobs_is_named(path: str, body: dict[str, Any]) -> None:
+    response, script = post(path, body)
+    error = error_of(response, 400)
+    assert (error["param"], error["code"]) == ("logprobs", "unsupported_parameter")
+    assert NESTED in error["message"]
+    assert not script.queries
+
+
 def test_row_41_one_call_at_most() -> None:
     assert prompt(tools=[ADD], parallel_tool_calls=False).single_tool_call
     assert not prompt(tools=[ADD], parallel_tool_calls=True).single_tool_call
