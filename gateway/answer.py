@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from gateway.admission import admit
 from gateway.domain import Decision, Piece, Query
-from gateway.errors import DeadlinePassed, Ending, MicoError
+from gateway.errors import DeadlinePassed, Ending, Forbidden, MicoError
 from gateway.federation.attempt import AttemptBroken, LiveAttempt
 from gateway.gateway import Gateway
 from gateway.quotas.book import Full
@@ -73,7 +73,8 @@ def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
     began_s = gateway.clock() - query.received_s
     demand, placed = place(gateway, story, this)
     if placed.site is None:
-        raise gave_up(story.current.broken if story.current else None, this.resume, placed.reason)
+        broken = story.current.broken if story.current else None
+        raise out_of_reach(gateway, query) or gave_up(broken, this.resume, placed.reason)
     decision = Decision(
         query_id=query.id,
         attempt_id=gateway.new_id(),
@@ -111,6 +112,16 @@ def place(gateway: Gateway, story: Story, this: Try) -> tuple[Demand, Placement]
         if placed.site is not None:
             break
     return demand, placed
+
+
+def out_of_reach(gateway: Gateway, query: Query) -> Forbidden | None:
+    """The error for a key that may use none of the regions where the model is, as far as these are known."""
+    sites = [site.identity for site in gateway.directory.sites if query.model in site.identity.models]
+    allowed, regions = query.caller.regions, {site.region for site in sites}
+    if allowed is None or regions & allowed or not gateway.complete:
+        return None
+    where = ", ".join(sorted(regions))
+    return Forbidden(f"this key may not use the regions of {query.model}: {where}", param="model")
 
 
 def demanded(story: Story, this: Try, needs: frozenset[str]) -> Demand:

@@ -10,7 +10,7 @@ import pytest
 from gateway.answer import answer
 from gateway.api.rate_headers import duration
 from gateway.domain import Caller, Delta, Finish, Opening, Query, Status, Usage
-from gateway.errors import AboveQuota, BudgetSpent, NoSite, Overloaded, TooMany
+from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany
 from gateway.quotas.book import Quotas, Shown
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
 from gateway.telemetry.recent import is_failure
@@ -179,6 +179,10 @@ def test_a_key_may_only_use_sites_of_its_regions() -> None:
         async with scene() as here:
             site = await here.site("a")
             outside = Caller("key-2", "tenant-2", regions=frozenset({"elsewhere"}))
+            with pytest.raises(Forbidden, match="this key may not use the regions of m: here"):
+                await gather(here, here.query(caller=outside))
+            assert (here.outcomes[-1].status, here.outcomes[-1].mistaken) == (Status.REFUSED, True)
+            here.gateway.complete_s = float("inf")  # a site elsewhere may be on its way back
             with pytest.raises(NoSite, match="this key may not use region here"):
                 await gather(here, here.query(caller=outside))
             inside = Caller("key-3", "tenant-2", regions=frozenset({"elsewhere", "here"}))
