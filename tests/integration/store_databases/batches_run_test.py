@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion
 from sqlalchemy.exc import OperationalError
 
 from gateway.answer import answer
-from gateway.domain import Lane, Piece, Query
+from gateway.domain import Lane, Piece, Query, Standing
 from gateway.errors import TooMany
 from gateway.gateway import Gateway
 from gateway.store.store import open_store
@@ -351,6 +351,8 @@ def test_a_line_that_no_site_can_serve_holds_up_no_other(url: str, monkeypatch: 
 
     async def main() -> None:
         async with replica(url, features=("chat", "resume")) as here:
+            await here.scene.site("c")  # the only one that tells logprobs
+            here.scene.gateway.directory.ordered({"c": Standing(pinned_off=frozenset({"m"}))})
             content = jsonl(chat_line(0, logprobs=True), *(chat_line(number) for number in range(1, 9)))
             done = await here.ended(await here.submit(content))
             (refused,) = await here.lines(done.error_file_id)
