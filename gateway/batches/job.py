@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -63,7 +64,7 @@ class Job:
         self._flight = flight
         self._sharers = sharers
         self._queue: deque[Line] = deque()
-        self._again: list[tuple[float, Line]] = []
+        self._again: list[tuple[float, int, Line]] = []  # a heap: the first to be due comes first
         self._running: dict[asyncio.Task[Outcome | Put], Line] = {}
         self._paused_until_s = 0.0
         self._last_place = -1
@@ -180,10 +181,8 @@ class Job:
         return window
 
     def _next(self, now_s: float) -> Line | None:
-        due = next((entry for entry in self._again if entry[0] <= now_s), None)
-        if due is not None:
-            self._again.remove(due)
-            return due[1]
+        if self._again and self._again[0][0] <= now_s:
+            return heappop(self._again)[-1]
         return self._queue.popleft() if self._queue else None
 
     def _is_unknown(self) -> bool:
@@ -212,7 +211,7 @@ class Job:
 
     def _put_back(self, put: Put) -> None:
         until_s = self._means.backend.clock() + put.wait_s
-        self._again.append((until_s, put.line))
+        heappush(self._again, (until_s, put.line.number, put.line))
         if put.all_wait:
             self._paused_until_s = max(self._paused_until_s, until_s)
 

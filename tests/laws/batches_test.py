@@ -7,12 +7,15 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.batches.files import Files, Page
+from gateway.batches.job import Job, Put
 from gateway.batches.ledger import LeaseLost, Ledger
 from gateway.batches.order import order
 from gateway.batches.reading import BadLine, lines
@@ -90,6 +93,34 @@ def test_a_full_window_fills_every_site_and_none_beyond_a_line_or_two() -> None:
     counts = Counter(spread([float(length) for length in range(14)], free))
     assert sum(counts.values()) == 14
     assert abs(counts["a"] - 8) <= 2 and abs(counts["b"] - 4) <= 2 and abs(counts["c"] - 2) <= 2
+
+
+class Due(float):
+    """When a line may run again. Counts how often that was looked at."""
+
+    looks = 0
+
+    def __radd__(self, now_s: float) -> Due:
+        return Due(now_s + float(self))
+
+    def __le__(self, now_s: float) -> bool:
+        Due.looks += 1
+        return super().__le__(now_s)
+
+
+def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_are_due() -> None:
+    now_s = 0.0
+    means: Any = SimpleNamespace(backend=SimpleNamespace(clock=lambda: now_s))
+    job = Job(batch(), means, {}, lambda: 1)
+    waits_s = [Due(10.0 + number * 7 % 1_000) for number in range(1_000)]
+    for number, wait_s in enumerate(waits_s):
+        job._put_back(Put(line(number), wait_s, all_wait=False))
+    assert [job._next(now_s) for _ in range(1_000)] == [None] * 1_000
+    assert Due.looks <= 1_000
+    now_s = 2_000.0
+    again = [job._next(now_s) for _ in range(1_000)]
+    assert [waits_s[each.number] for each in again if each] == sorted(waits_s)
+    assert job._next(now_s) is None
 
 
 def test_no_line_goes_where_an_operator_or_silence_says_no() -> None:
