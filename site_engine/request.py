@@ -127,6 +127,10 @@ class RemainingCurve:
         return low, high, (generated - low.generated) / (high.generated - low.generated)
 
 
+LEAST_DRAWN = 1e-6
+"""A temperature or top_p below leaves the best token alone, and would soon be zero in float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen and when to stop. Neutral values switch a rule off."""
@@ -150,7 +154,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature <= 0.0 or self.top_p <= 0.0 or self.top_k == 1
+        return self.temperature < LEAST_DRAWN or self.top_p < LEAST_DRAWN or self.top_k == 1
 
     @property
     def runs_out(self) -> bool:

@@ -31,6 +31,12 @@ def test_greedy_takes_the_best() -> None:
         assert set(draws(sampling)) == {RANKED[0]}
 
 
+@pytest.mark.parametrize("least", [5e-324, 2.2e-308, 1e-46, 1e-40, 1e-30, 1e-8, 1e-6])
+def test_what_is_all_but_greedy_takes_the_best(least: float) -> None:
+    for sampling in (Sampling(temperature=least), Sampling(top_p=least)):
+        assert set(draws(sampling)) == {RANKED[0]}
+
+
 def test_draws_follow_the_model() -> None:
     found = np.bincount(draws(Sampling(), 20_000), minlength=VOCAB) / 20_000
     assert np.abs(found - torch.softmax(LOGITS[0], -1).numpy()).max() < 0.015
