@@ -182,7 +182,7 @@ class SiteEngine:
             request_id for request_id in dict.fromkeys(request_ids) if request_id in self._scheduler.queue
         ]
         for request_id in released:
-            self._scheduler.release(self._answers.pop(request_id).request)
+            self._forget(self._answers[request_id].request)
         return released
 
     @property

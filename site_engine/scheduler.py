@@ -91,7 +91,7 @@ class Scheduler:
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
         budget = self._plan_prefills(plan, budget)
-        if not plan and self.running:  # prefills hold every page among them
+        if not plan and self._stuck():
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
         if len(self.preempted) == preempted_before:  # who was preempted now does not come back now
@@ -151,6 +151,10 @@ class Scheduler:
             if request.state is State.PREFILL:
                 budget -= self._plan_chunk(plan, request, budget)
         return budget
+
+    def _stuck(self) -> bool:
+        """Whether prefills hold every page among them. Who waits for its last token gives its own back."""
+        return bool(self.running) and all(request.state is State.PREFILL for request in self.running)
 
     def _plan_chunk(self, plan: Plan, request: Request, budget: int) -> int:
         """Plan what fits of the tokens not yet computed; fewer when pages are short. The number planned."""

@@ -137,6 +137,24 @@ def test_rules_that_need_the_tokens_switch_the_lead_off_and_on_again() -> None:
     assert got["ruled"].token_ids == of.generate([3, 2, 1], 3)
 
 
+def test_who_is_given_to_another_site_does_not_hold_the_lead_back() -> None:
+    engine = ahead(family("llama"))
+    engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1))
+    assert engine.release(["ruled"]) == ["ruled"]
+    assert not engine._careful
+
+
+def test_who_waits_for_its_last_token_is_not_preempted() -> None:
+    of = family("llama")
+    engine = ahead(of)
+    engine.submit(greedy("one", [5, 6, 7], 4))
+    got = drain(engine)["one"]
+    assert got.token_ids == of.generate([5, 6, 7], 4)
+    assert got.last is not None
+    assert got.last.timings is not None
+    assert got.last.timings.preemptions == 0
+
+
 def test_logits_that_are_not_finite_fail_the_request_and_no_other() -> None:
     of = lean_family("llama")
     engine = ahead(of)
