@@ -161,7 +161,7 @@ class OpenAIServer:
         for number, letter in enumerate(letters, start=1):
             finish = "length" if number == len(letters) else None
             for index in range(asked.get("n", 1)):
-                _event(writer, _piece(path, index, letter, finish))
+                _event(writer, _piece(path, index, letter, finish) | _counted(asked, number))
             await writer.drain()
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
@@ -256,6 +256,12 @@ def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
 def _piece(path: str, index: int, letter: str, finish: str | None) -> dict[str, Any]:
     said = {"delta": {"content": letter}} if path.endswith("chat/completions") else {"text": letter}
     return {"choices": [{"index": index, "finish_reason": finish, **said}]}
+
+
+def _counted(asked: dict[str, Any], tokens: int) -> dict[str, Any]:
+    if not asked.get("stream_options", {}).get("continuous_usage_stats"):
+        return {}
+    return {"usage": {"prompt_tokens": 7, "completion_tokens": tokens * asked.get("n", 1)}}
 
 
 async def _alone() -> None:

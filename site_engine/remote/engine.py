@@ -329,7 +329,13 @@ class RemoteEngine:
 
 def _ends(held: Held, finish: Finish, error: str = "") -> list[Output]:
     return [
-        Output(each.id, finish=finish, error=error, completion_tokens=held.stream.tokens_of(index))
+        Output(
+            each.id,
+            finish=finish,
+            error=error,
+            completion_tokens=held.stream.tokens_of(index),
+            prompt_tokens=held.stream.prompt_tokens,
+        )
         for index, each in enumerate(held.requests)
     ]
 

@@ -181,6 +181,19 @@ def test_a_cancel_closes_the_stream_at_the_server() -> None:
     run(scenario)
 
 
+def test_an_answer_that_is_cut_off_is_counted_as_far_as_the_server_told() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.go.clear()
+        await here.session.send(**assign("a", max_tokens=50))
+        await here.session.until(lambda: here.session.text("a"))
+        await here.session.send(cancel=pb.Cancel(attempt_id="a"))
+        assert await here.session.finished("a") == pb.Delta.CANCELLED
+        counted = [each.prompt_tokens for each in here.session.said("accepted")]
+        assert counted == [1, 7]  # guessed, then counted
+
+    run(scenario, owner="vllm")
+
+
 def test_what_was_not_sent_can_be_released_and_what_was_can_not() -> None:
     async def scenario(here: Scene) -> None:
         here.server.go.clear()
