@@ -312,14 +312,15 @@ class SiteEngine:
             self._going_on = None
             self._measure(plan, now - began)
 
-    def _measure(self, plan: Plan, seconds: float) -> None:
+    def _measure(self, plan: Plan, seconds: float, unread: int = 0) -> None:
+        """`unread`: of the tokens it gave, those of answers that had ended."""
         decodes, prefills = plan.decodes, plan.prefills
         read = sum([start for _, start, _, _ in decodes]) + len(decodes)
         self._meter.iteration(
             rows=len(decodes) + len(prefills),
             tokens=plan.tokens,
             kv_tokens=read + sum([start + length for _, start, length, _ in prefills]),
-            sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]),
+            sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]) - unread,
             seconds=max(seconds, self.settings.iteration_floor_s),
         )
 

@@ -126,11 +126,12 @@ class AheadEngine(SiteEngine):
             return
         token_ids, broken = flight.land()
         now = self._clock()
-        answers, outputs = self._answers, self._outputs
+        answers, outputs, unread = self._answers, self._outputs, 0
         for row, (request, token_id) in enumerate(zip(flight.requests, token_ids, strict=True)):
             answer = answers.get(request.id)
             if answer is None or answer.request is not request:
-                continue  # it ended while its row ran once more
+                unread += 1  # it ended while its row ran once more
+                continue
             if row in broken:
                 self._fail(answer, "the model's output was not finite")
                 continue
@@ -140,7 +141,7 @@ class AheadEngine(SiteEngine):
             outputs.append(output)
             if output.finish is not None:
                 self._forget(request)
-        self._measure(flight.plan, now - max(launched_s, self._published_s))
+        self._measure(flight.plan, now - max(launched_s, self._published_s), unread)
         self._published_s = now
 
     def _alive(self, plan: Plan) -> Plan:

@@ -155,6 +155,22 @@ def test_who_waits_for_its_last_token_is_not_preempted() -> None:
     assert got.last.timings.preemptions == 0
 
 
+def test_what_was_computed_for_nobody_is_not_counted_as_served() -> None:
+    of = family("llama")
+    prompt = [9, 8, 7, 6]
+    answer = of.generate(prompt, 8)
+    engine = ahead(of)
+    for number in range(3):
+        engine.submit(greedy(str(number), prompt, 8, stop_token_ids=(answer[2],)))
+    engine.submit(greedy("gone", [4, 4, 4], 8))
+    collected: dict[str, Collected] = {}
+    for _ in range(3):
+        gather(engine.step(), collected)
+    engine.cancel("gone")
+    drain(engine, collected)
+    assert engine.load().tokens_total == sum(len(each.token_ids) for each in collected.values())
+
+
 def test_logits_that_are_not_finite_fail_the_request_and_no_other() -> None:
     of = lean_family("llama")
     engine = ahead(of)
