@@ -152,7 +152,7 @@ class Stream:
             return
         try:
             chunk = _decoder.decode(data)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise Garbage(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
             raise Garbage(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")

@@ -103,6 +103,7 @@ def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
         [b"data: {nonsense\n\n"],
         [b'data: {"choices": 7}\n\n'],
         [b"data: \xff\xfe\n\n"],
+        [b'data: {"choices": [{"text": "\xff"}]}\n\n'],
         [event(error={"message": "out of memory"})],
         [piece("x", index=1)],
         [b"data: " + b"x" * (EVENT_BYTES_MAX + 1)],
