@@ -86,13 +86,14 @@ def noise(part: int) -> Iterator[Job]:
 
 
 def parts_off(part: int) -> Iterator[Job]:
-    """Each part of `mico` off in turn."""
-    for trace, sites in product(TRACES, SITES):
-        here = Job(trace, part, sites, HIGH)
+    """Offload and the order of `mico` off in turn; at one load its choice of a site too, and two gateways."""
+    for trace, sites, load in product(TRACES, SITES, LOADS):
+        here = Job(trace, part, sites, load)
         yield here._replace(offload=False)
         yield here._replace(order="fcfs")
-        yield here._replace(policy="least_requests")
-        yield here._replace(gateways=2)
+        if load == HIGH:
+            yield here._replace(policy="least_requests")
+            yield here._replace(gateways=2)
 
 
 GROUPS = {"rivals": rivals, "late": late, "oracle": oracle, "noise": noise, "off": parts_off}

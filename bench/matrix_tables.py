@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import exp, log
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from bench.matrix import ESTIMATORS, HIGH, LOADS, RIVALS, SITES, TRACES, WITH_FCFS, Job, known
+from bench.matrix import ESTIMATORS, LOADS, RIVALS, SITES, TRACES, WITH_FCFS, Job, known
 
 MEASURES = ("mean_normalized_latency", "p99_normalized_latency", "p99_ttft_s")
 Runs = Mapping[Job, dict[str, Any]]
@@ -133,8 +133,8 @@ def _counted(runs: Runs, jobs: Sequence[Job], fcfs: bool) -> list[str]:
     return [*cells, ", ".join(ratios)]
 
 
-def variations(runs: Runs) -> list[str]:
-    """What forecasts and parts do at 95%: over `mico` as it is, in geometric mean over the settings."""
+def variations(runs: Runs, load: float) -> list[str]:
+    """What forecasts and parts do at a load: over `mico` as it is, in geometric mean over the settings."""
     changed: dict[str, dict[str, Any]] = {"oracle": {"estimator": "oracle"}}
     changed |= {name: {"estimator": name} for name in ESTIMATORS}
     changed |= {
@@ -147,7 +147,7 @@ def variations(runs: Runs) -> list[str]:
     lines = ["| | mean s/token | p99 s/token | p99 TTFT | worst p99 s/token |", "|---|---|---|---|---|"]
     for name, change in changed.items():
         ratios = defaultdict(list)
-        for job in settings(loads=[HIGH]):
+        for job in settings(loads=[load]):
             other = job._replace(**change)
             for measure in MEASURES:
                 if values := parts(runs, other, measure):
@@ -156,6 +156,39 @@ def variations(runs: Runs) -> list[str]:
             cells = [f"{middle(ratios[measure]):.2f}" for measure in MEASURES]
             lines.append(f"| {name} | {' | '.join(cells)} | {max(ratios[MEASURES[1]]):.2f} |")
     return lines
+
+
+def first_tokens(runs: Runs) -> list[str]:
+    """p99 TTFT over that of `shortest_wait` with FCFS, at each load and of all settings that have the runs.
+
+    In brackets: of the three on three sites without Mooncake.
+    """
+    kinds: dict[str, dict[str, Any]] = {
+        "`mico`": {},
+        "`mico` with FCFS": {"order": "fcfs"},
+        "`shortest_wait` with the order of `mico`": {"policy": "shortest_wait", "offload": False},
+    }
+    lines = [f"| | {' | '.join(f'{load:.2f}' for load in LOADS)} |", f"|---{'|---' * len(LOADS)}|"]
+    for name, change in kinds.items():
+        cells = []
+        for load in LOADS:
+            ratios = dict(_over_least_wait(runs, settings(loads=[load]), change))
+            lost = [
+                ratios[job] for job in ratios if job.sites == "3" and not job.trace.startswith("mooncake")
+            ]
+            cells.append(f"{middle(list(ratios.values())):.2f} ({middle(lost):.2f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _over_least_wait(
+    runs: Runs, jobs: Sequence[Job], change: Mapping[str, Any]
+) -> Iterator[tuple[Job, float]]:
+    for job in jobs:
+        ours = parts(runs, job._replace(**change), MEASURES[2])
+        theirs = parts(runs, opponents(job)["shortest_wait (fcfs)"], MEASURES[2])
+        if ours and theirs:
+            yield job, middle(ours) / middle(theirs)
 
 
 def main() -> None:
@@ -168,7 +201,8 @@ def main() -> None:
         ("The whole against the others", whole(runs)),
         ("At least as good as every rival (not behind by more than the spread)", counts(runs)),
         ("The same with reports a second late", counts(runs, 1.0)),
-        ("Forecasts and parts, at 95%", variations(runs)),
+        *((f"Forecasts and parts, at {load:.0%}", variations(runs, load)) for load in LOADS),
+        ("p99 TTFT over that of `shortest_wait` with FCFS", first_tokens(runs)),
     ):
         print(f"\n{title}\n", *lines, sep="\n")
 
