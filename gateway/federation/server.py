@@ -56,10 +56,12 @@ class Federation(rpc.FederationServicer):
         directory: Directory,
         clock: Callable[[], float],
         certificates: Certificates | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.directory = directory
         self._settings = settings
         self._clock = clock
+        self._sleep = sleep
         self._entrance = Entrance(settings.site_tokens, certificates)
         self._links: dict[str, Link] = {}
         self._offloading = Offloading(self._links, directory, clock)
@@ -193,7 +195,7 @@ class Federation(rpc.FederationServicer):
                 return complaint
             link.ping()
             began_s = self._clock()
-            await asyncio.sleep(heartbeat_s)
+            await self._sleep(heartbeat_s)
             stalled = self._clock() - began_s > 1.5 * heartbeat_s
             missed = 0 if stalled or link.heard_s >= began_s else missed + 1
         return link.closing

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.domain import Caller, Outcome, Query, Sampling
 from gateway.federation.directory import Directory
-from gateway.federation.server import Federation, FederationSettings, listen
+from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
 from gateway.forecasting import Forecasts
 from gateway.gateway import Gateway
 from gateway.prompt import Chat, Message
@@ -159,11 +159,28 @@ class ScriptedSite:
                     self.inbox.put_nowait(message)
 
 
+class Heart:
+    """A heartbeat is over when a test says so, however slow the machine is."""
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def sleep(self, _: float) -> None:
+        self.waiting.append(asyncio.get_running_loop().create_future())
+        await self.waiting[-1]
+
+    def beat(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for each in waiting:
+            if not each.done():  # its link has ended
+                each.set_result(None)
+
+
 class Scene:
     """A gateway's core, its outcomes, and the sites that joined it."""
 
-    def __init__(self, gateway: Gateway, address: str, outcomes: list[Outcome]) -> None:
-        self.gateway, self.address, self.outcomes = gateway, address, outcomes
+    def __init__(self, gateway: Gateway, address: str, outcomes: list[Outcome], heart: Heart) -> None:
+        self.gateway, self.address, self.outcomes, self._heart = gateway, address, outcomes, heart
         self.sites: list[ScriptedSite] = []
         self._number = 0
 
@@ -178,6 +195,16 @@ class Scene:
             lambda: any(s.name == name and s.state == "ready" for s in self.gateway.directory.sites), name
         )
         return site
+
+    async def heartbeats_until_gone(self, name: str) -> None:
+        """Of a site that answers no pings. Whoever answers them has the time to."""
+        links: Any = self.gateway.federation.links
+        answering = [site.name for site in self.sites if site.answers_pings]
+        for _ in range(2 * MISSED_HEARTBEATS):
+            await until(lambda: not any(links[each]._pings for each in answering if each in links), "pongs")
+            self._heart.beat()
+            await until(lambda: len(self._heart.waiting) >= len(links), "the next pings")
+        assert name not in links
 
     def query(
         self,
@@ -207,18 +234,21 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(*, heartbeat_s: float = 0.5, **settings: Any) -> AsyncIterator[Scene]:
-    """Its sites report when their test says so, however slow the machine is, and are not stale before."""
+async def scene(**settings: Any) -> AsyncIterator[Scene]:
+    """Its sites report when their test says so, however slow the machine is, and are not stale before; nor
+    do heartbeats pass.
+    """
     with pytest.MonkeyPatch.context() as patient:
         patient.setattr("gateway.routing.filters.STALE_AFTER_S", DEADLINE_S)
         outcomes: list[Outcome] = []
         directory = Directory()
-        linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=heartbeat_s)
-        federation = Federation(linked, directory, time.monotonic)
+        linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=DEADLINE_S)
+        heart = Heart()
+        federation = Federation(linked, directory, time.monotonic, sleep=heart.sleep)
         forecasts = Forecasts(FlatForecaster(), FlatForecaster())
         server, port, _ = await listen(federation, "127.0.0.1:0")
         gateway = Gateway(directory, federation, forecasts, outcomes.append, **settings)
-        here = Scene(gateway, f"127.0.0.1:{port}", outcomes)
+        here = Scene(gateway, f"127.0.0.1:{port}", outcomes, heart)
         try:
             yield here
         finally:

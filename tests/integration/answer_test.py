@@ -418,11 +418,12 @@ def test_a_silent_site_is_noticed_by_its_heartbeat() -> None:
         task = asyncio.create_task(whole(here, here.query()))
         await site.assigned()
         site.answers_pings = False
+        await here.heartbeats_until_gone("a")
         await other.finish(await other.assigned(), "done", 1)
         assert text_of(await task) == "done"
         assert here.outcomes[0].attempts[0].ended == "lost"
 
-    run(scenario, heartbeat_s=0.1)
+    run(scenario)
 
 
 def test_garbage_from_a_site_costs_the_site_its_link_not_the_client_its_answer() -> None:
@@ -576,7 +577,7 @@ def test_a_burst_on_one_old_report_spreads_over_equal_sites() -> None:
                 await site.finish(await site.assigned(), "x", 1)
         assert all(text_of(pieces) == "x" for pieces in await asyncio.gather(*tasks))
 
-    run(scenario, heartbeat_s=DEADLINE_S)
+    run(scenario)
 
 
 def test_a_release_of_what_has_started_does_not_start_the_answer_again() -> None:
@@ -701,10 +702,11 @@ def test_why_a_site_is_gone_is_told_to_its_clients_and_in_the_log(caplog: pytest
         assign = await silent.assigned()
         await silent.step(assign, "x", 1)
         silent.answers_pings = False
+        await here.heartbeats_until_gone("b")
         with pytest.raises(UpstreamLost, match="b was lost: silent for"):
             await task
 
-    run(scenario, heartbeat_s=0.1)
+    run(scenario)
     left = [record.message for record in caplog.records if " left: " in record.message]
     assert left[0] == "site a left: the connection ended"
     assert left[1].startswith("site b left: silent for")
