@@ -20,7 +20,7 @@ class Answer:
         sampling = request.sampling
         self.request = request
         self._vocabulary = vocabulary
-        decoder = vocabulary.decoder()
+        decoder = vocabulary.decoder(request.prompt if request.follows else ())
         if request.shown:
             decoder = ShowingDecoder(decoder, request.shown)
         self._stream = TextStream(decoder, sampling.stop, request.resumed_chars)

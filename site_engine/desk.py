@@ -224,6 +224,7 @@ class Desk:
             resumed_chars=0 if prepared.calling else assign.resumed_chars,  # the reader sees all of it
             grammar=prepared.grammar,
             shown=prepared.calling.shown if prepared.calling else {},
+            follows=not isinstance(assign.prompt, ChatPrompt) and not assign.by_text,
         )
 
 

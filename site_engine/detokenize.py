@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 UNFINISHED = "\ufffd"
+BEFORE_TOKENS = 4
+"""Of a prompt are looked at for where its text ends: a character has four bytes at most."""
 
 
 class TokenText(NamedTuple):
@@ -28,7 +30,10 @@ class Decoder(Protocol):
 class Vocabulary(Protocol):
     """The text side of a model, shared by all its requests."""
 
-    def decoder(self) -> Decoder: ...
+    def decoder(self, before: Sequence[int] = ()) -> Decoder:
+        """Of text that follows that of `before`, or of a text of its own."""
+        ...
+
     def token(self, token_id: int) -> TokenText: ...
 
 
@@ -41,7 +46,7 @@ class ByteVocabulary:
         self._names = names
         self._texts = [None if raw is None else _whole(raw) for raw in raws]
 
-    def decoder(self) -> Decoder:
+    def decoder(self, before: Sequence[int] = ()) -> Decoder:
         return _ByteDecoder(self._raws, self._texts)
 
     def token(self, token_id: int) -> TokenText:
@@ -87,14 +92,19 @@ class _ByteDecoder:
 
 
 class DecodingVocabulary:
-    """Any other tokenizer: decode a short tail twice, once without the new token; the difference is new."""
+    """Any other tokenizer: decode a short tail twice, once without the new token; the difference is new.
+
+    Some leave out the space before the first word of a text: what follows a prompt begins with it.
+    """
 
     def __init__(self, decode: Callable[[list[int]], str], name: Callable[[int], str]) -> None:
         self._decode = decode
         self._name = name
 
-    def decoder(self) -> Decoder:
-        return _TailDecoder(self._decode)
+    def decoder(self, before: Sequence[int] = ()) -> Decoder:
+        tails = (list(before[-count:]) for count in range(1, min(BEFORE_TOKENS, len(before)) + 1))
+        whole = (tail for tail in tails if UNFINISHED not in self._decode(tail))
+        return _TailDecoder(self._decode, next(whole, []))
 
     def token(self, token_id: int) -> TokenText:
         text = self._decode([token_id]) or self._name(token_id)
@@ -102,10 +112,10 @@ class DecodingVocabulary:
 
 
 class _TailDecoder:
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], before: list[int]) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        self._known = 0  # leading ids of the tail whose text was given out
+        self._ids = before
+        self._known = len(before)  # leading ids of the tail whose text was given out
         self._given = 0  # characters given out beyond theirs
 
     def push(self, token_id: int) -> str:
@@ -135,7 +145,7 @@ class ShowingDecoder:
 class NoText:
     """A model without a tokenizer: token ids only."""
 
-    def decoder(self) -> Decoder:
+    def decoder(self, before: Sequence[int] = ()) -> Decoder:
         return self
 
     def push(self, token_id: int) -> str:

@@ -184,6 +184,7 @@ class Request:
     resumed_chars: int = 0  # text beyond this many characters of the output is emitted
     grammar: Grammar | None = None  # what the answer may be
     shown: Mapping[int, str] = field(default_factory=dict)  # special tokens that are text in this answer
+    follows: bool = False  # its text goes on from the prompt's
     # ---- the engine's own
     state: State = field(default=State.WAITING, init=False)
     tokens: list[int] = field(default_factory=list, init=False)  # prompt and output

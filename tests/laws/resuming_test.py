@@ -22,7 +22,7 @@ from site_engine import messages as m
 from site_engine.desk import Desk
 from site_engine.errors import NotServed
 from site_engine.grammar import Grammars
-from site_engine.prompts import Prompts
+from site_engine.prompts import Prepared, Prompts
 from site_engine.remote.dialects import VLLM
 from site_engine.remote.resuming import continuing
 from site_engine.request import Lane, Refused, RemainingCurve, Sampling
@@ -143,6 +143,22 @@ def at_a_site(assign: m.Assign, grammars: Grammars | None = None) -> tuple[str, 
     steps = [each for each in desk.outbox.take(1e9) if isinstance(each, m.Step)]
     deltas = [delta for step in steps for delta in step.deltas]
     return "".join(delta.text for delta in deltas), deltas[-1]
+
+
+@pytest.mark.parametrize(
+    ("assign", "follows"),
+    [
+        (resumed("", 0), True),
+        (replace(resumed("", 0), prompt=m.TextPrompt("a")), True),
+        (replace(resumed("", 0), prompt=m.ChatPrompt((m.ChatMessage("user", "a"),))), False),
+        (resumed("ab", 2), False),  # of a text whose tokens are unknown the first are made anew
+    ],
+)
+def test_whether_a_text_goes_on_from_its_prompt(assign: m.Assign, follows: bool) -> None:
+    desk = Desk(1)
+    desk.assign(assign, 0.0)
+    (request,) = desk.prepared("a", Prepared((1,), ""))
+    assert request.follows is follows
 
 
 @settings(max_examples=12, deadline=None)

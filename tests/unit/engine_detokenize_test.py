@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from typing import Any
+
 import pytest
-from hypothesis import given
+import transformers
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 from site_engine.detokenize import DecodingVocabulary, TextStream, Vocabulary
 from site_engine.vocabulary import byte_table, vocabulary_of
@@ -25,6 +31,45 @@ def vocabularies() -> list[Vocabulary]:
 
 def test_a_byte_level_tokenizer_is_read_from_its_table() -> None:
     assert type(vocabulary_of(tokenizer())).__name__ == "ByteVocabulary"
+
+
+@cache
+def spaced() -> Any:
+    """As Llama 2 and Mistral have it: a space before each word, left out before the first, and bytes for
+    characters that are no tokens.
+    """
+    words = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = words
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<s>"], show_progress=False)
+    trained.train_from_iterator(["the answer is Paris and 42", "abc the 42 é"], trainer)
+    learned = json.loads(trained.to_str())["model"]
+    names = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learned["vocab"]]
+    made = Tokenizer(
+        models.BPE(
+            vocab={name: at for at, name in enumerate(dict.fromkeys(names))},
+            merges=[tuple(each) for each in learned["merges"]],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    made.normalizer = words
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
+
+
+@given(text=TEXTS)
+@example(text="the answer is Paris")
+def test_what_follows_a_text_begins_with_its_space(text: str) -> None:
+    ids = spaced().encode(text)
+    vocabulary = vocabulary_of(spaced())
+    for cut in range(len(ids) + 1):
+        begun = spaced().decode(ids[:cut])
+        decoder = vocabulary.decoder(ids[:cut])
+        pieces = "".join(decoder.push(token_id) for token_id in ids[cut:])
+        assert begun + pieces == text or "\ufffd" in begun
 
 
 @given(text=TEXTS)
