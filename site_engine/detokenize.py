@@ -6,12 +6,14 @@ Joined, the pieces are what the tokenizer makes of all tokens, less an unfinishe
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 UNFINISHED = "\ufffd"
 BEFORE_TOKENS = 4
 """Of a prompt are looked at for where its text ends: a character has four bytes at most."""
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece names the tokens of single bytes
 
 
 class TokenText(NamedTuple):
@@ -107,8 +109,10 @@ class DecodingVocabulary:
         return _TailDecoder(self._decode, next(whole, []))
 
     def token(self, token_id: int) -> TokenText:
-        text = self._decode([token_id]) or self._name(token_id)
-        return TokenText(text, text.encode())
+        name = self._name(token_id)
+        text = self._decode([token_id, token_id])[len(self._decode([token_id])) :] or name
+        byte = _BYTE.fullmatch(name)
+        return TokenText(text, text.encode() if byte is None else bytes.fromhex(byte[1]))
 
 
 class _TailDecoder:

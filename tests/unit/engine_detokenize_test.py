@@ -73,6 +73,16 @@ def test_what_follows_a_text_begins_with_its_space(text: str) -> None:
 
 
 @given(text=TEXTS)
+@example(text="the answer is Paris")
+def test_single_tokens_joined_are_the_text_as_bytes(text: str) -> None:
+    table = byte_table(tokenizer())
+    assert table is not None
+    assert b"".join(table.token(each).raw for each in tokenizer().encode(text)) == text.encode()
+    words = vocabulary_of(spaced())
+    assert b"".join(words.token(each).raw for each in spaced().encode(text)) == f" {text}".encode() * bool(text)
+
+
+@given(text=TEXTS)
 def test_pieces_joined_are_the_text(text: str) -> None:
     for vocabulary in vocabularies():
         decoder = vocabulary.decoder()
