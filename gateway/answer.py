@@ -170,9 +170,11 @@ def too_short(gateway: Gateway, story: Story) -> dict[str, str]:
 
 
 def of_other_weights(gateway: Gateway, story: Story, this: Try) -> dict[str, str]:
-    """Sites that would go on with an answer as another model, with why."""
+    """Sites that would go on with an answer as another model, with why. It has begun once it was opened: by
+    then the client was told the revision, and a token that shows no text yet is of these weights, too.
+    """
     begun_at, model = story.begun_at, story.query.model
-    if begun_at is None or this.resume is None or not this.resume.has_output:
+    if begun_at is None or this.resume is None:
         return {}
     others = [
         site.name for site in gateway.directory.sites if not same_weights(begun_at, site.identity, model)

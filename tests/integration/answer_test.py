@@ -315,6 +315,25 @@ def test_an_answer_does_not_go_on_with_other_weights(engine: str) -> None:
     run(scenario)
 
 
+def test_half_a_character_goes_on_with_no_other_weights() -> None:
+    """The client has no text of it, but was told the revision, and the token is of these weights."""
+
+    async def scenario(here: Scene) -> None:
+        dying = await here.site("a")
+        task = asyncio.create_task(whole(here, here.query()))
+        assign = await dying.assigned()
+        other = await here.site("b", revision="rev-2")
+        half = pb.Delta(attempt_id=assign.attempt_id, token_ids=[240], completion_tokens=1)
+        await dying.send(step=pb.Step(deltas=[half]))
+        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await dying.close()
+        with pytest.raises(UpstreamLost, match=r"b: has other weights than those that began"):
+            await task
+        assert other.inbox.empty()
+
+    run(scenario)
+
+
 def test_what_has_not_begun_is_answered_by_whichever_weights_there_are() -> None:
     async def scenario(here: Scene) -> None:
         dying = await here.site("a")
