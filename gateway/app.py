@@ -25,7 +25,7 @@ from gateway.api.backend import Backend, Readiness
 from gateway.api.serving import HttpServer, http_server
 from gateway.batches.opening import Batches, open_batches
 from gateway.config import ConfigError, GatewayConfig
-from gateway.domain import Outcome, SiteState, Status
+from gateway.domain import Outcome, SiteState
 from gateway.doors import Doors, open_doors
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
@@ -145,9 +145,7 @@ async def _core(
 
     def record(outcome: Outcome) -> None:
         """Usage before the end of the answer is sent; what only watches comes after, and costs no record."""
-        used_nothing = outcome.status is Status.REFUSED
-        if store.recorder.has_room or not used_nothing:  # the last room is for those that used something
-            store.recorder.record(outcome, directory.cloud_of(outcome.site))
+        store.recorder.record(outcome, directory.cloud_of(outcome.site))
         loop.call_soon(observe, outcome)
 
     def observe(outcome: Outcome) -> None:

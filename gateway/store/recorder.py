@@ -121,8 +121,13 @@ class Recorder:
         journal.close()
 
     def record(self, outcome: Outcome, cloud: str = "") -> None:
-        """Never blocks and never fails the query that it is about. `cloud` is where its site is."""
+        """Never blocks and never fails the query that it is about. `cloud` is where its site is.
+
+        Once there is no room, a query that used nothing leaves the rest to others.
+        """
         journal = self._started
+        if not (self.has_room or outcome.prompt_tokens or outcome.completion_tokens):
+            return
         try:
             line = to_line(record_of(outcome, cloud))
         except (ValueError, TypeError, msgspec.MsgspecError) as exc:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.domain import Status
 from gateway.store.errors import StoreError
 from gateway.store.journal import Journal
 from gateway.store.recorder import MEMORY_LINES, Recorder
@@ -181,6 +182,21 @@ def test_a_full_journal_says_so_before_anything_is_lost(tmp_path: Path) -> None:
         assert len(writer.rows) == recorded + 1
 
     run(tmp_path, scenario, limit_bytes=40_000)
+
+
+def test_the_last_room_is_for_queries_that_used_tokens_however_they_ended(tmp_path: Path) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        while recorder.has_room:
+            recorder.record(outcome("answered"))
+        pending = recorder.pending
+        recorder.record(outcome("nothing", status=Status.REFUSED, prompt_tokens=0, completion_tokens=0))
+        assert (recorder.pending, recorder.health.lost) == (pending, 0)
+        recorder.record(outcome("its prompt", status=Status.REFUSED, completion_tokens=0))
+        assert (recorder.pending, recorder.health.lost) == (pending + 1, 0)
+        writer.down = False
+
+    assert list(run(tmp_path, scenario, limit_bytes=40_000).rows) == ["answered", "its prompt"]
 
 
 def test_an_event_outlives_an_outage_and_the_process(tmp_path: Path) -> None:
