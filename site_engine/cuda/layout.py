@@ -90,6 +90,8 @@ class PageTables:
     def patches(self, plan: Plan) -> tuple[list[int], list[int]]:
         """Places in the flat table and the pages that belong there now. A decode row is new to a page where
         its token is the page's first; whatever else happened to its pages, it was a prefill since.
+
+        Those of a plan that fails are given again: `applied` tells that they are on the device.
         """
         at: list[int] = []
         pages: list[int] = []
@@ -97,21 +99,21 @@ class PageTables:
         for request, start, _, _ in [entry for entry in plan.decodes if entry.start % size == 0]:
             at.append(request.row * self.pages_per_row + start // size)
             pages.append(request.pages[start // size])
-            self._shown[request.row] = len(request.pages)
         for entry in plan.prefills:
             self._show(entry.request, at, pages)
         self.table.reshape(-1)[at] = pages
         return at, pages
 
+    def applied(self, plan: Plan) -> None:
+        for request, _, _, _ in plan.prefills:
+            self._lists[request.row], self._shown[request.row] = request.pages, len(request.pages)
+
     def _show(self, request: Request, at: list[int], pages: list[int]) -> None:
         row = request.row
-        if self._lists[row] is not request.pages:
-            self._lists[row], self._shown[row] = request.pages, 0
-        shown = self._shown[row]
+        shown = self._shown[row] if self._lists[row] is request.pages else 0
         first = row * self.pages_per_row
         at += range(first + shown, first + len(request.pages))
         pages += request.pages[shown:]
-        self._shown[row] = len(request.pages)
 
 
 class Packer:

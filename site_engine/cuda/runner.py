@@ -87,6 +87,7 @@ class DeviceRunner:
         """Compute a plan whose tokens are all known; logits for the sampler."""
         if any(entry.request.sampling.prompt_logprobs for entry in plan.prefills):
             self._patch(*self._tables.patches(plan))
+            self._tables.applied(plan)
             return self._reference.run(plan)
         step, requests = self._start(plan, keep_logits=True)
         assert step.logits is not None
@@ -115,6 +116,7 @@ class DeviceRunner:
         step = self._step(shape, keep_logits=keep_logits, fresh=self._fresh(plan, shape))
         step.load(block)
         step.run()
+        self._tables.applied(plan)
         return step, requests
 
     def _step(self, shape: Shape, *, keep_logits: bool, fresh: Fresh | None = None) -> Step:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from tests import interpreted  # noqa: F401 - skips where there is no Triton
 # isort: split
 from site_engine.cuda.engine import AheadEngine
 from site_engine.cuda.lean import lean_forward
+from site_engine.cuda.runner import DeviceRunner
+from site_engine.cuda.step import Step
 from site_engine.engine import EngineSettings, SiteEngine
 from site_engine.grammar import Grammars
 from site_engine.hf_bridge import from_model
@@ -182,6 +186,28 @@ def test_logits_that_are_not_finite_fail_the_request_and_no_other() -> None:
     last = got["sick"].last
     assert last is not None and last.finish is Finish.FAILED
     assert got["well"].token_ids == of.generate([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_an_iteration_that_the_device_did_not_take_is_computed_again(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first reads prompts, the fourth comes to a new page."""
+    of = family("llama")
+    engine = ahead(of)
+    make, asked = DeviceRunner._step, count()
+
+    def step(*given: Any, **more: Any) -> Step:
+        if next(asked) == failing:
+            raise RuntimeError("there is no room for another graph")
+        return make(*given, **more)
+
+    monkeypatch.setattr(DeviceRunner, "_step", step)
+    engine.submit(greedy("one", [5, 6, 7, 8, 9, 10], 6))
+    engine.submit(greedy("two", [9, 9, 9], 6))
+    got = drain(engine)
+    assert got["one"].token_ids == of.generate([5, 6, 7, 8, 9, 10], 6)
+    assert got["two"].token_ids == of.generate([9, 9, 9], 6)
 
 
 def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_have_none() -> None:
