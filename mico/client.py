@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mico.errors import Away, CommandFailed, ExitCode
-from mico.sse import data_events
+from mico.sse import data_events, lines
 
 if TYPE_CHECKING:
     import httpx
@@ -96,7 +96,7 @@ class Client:
                 if response.is_error:
                     raise refusal(response.status_code, response.read().decode(errors="replace"))
                 headers = dict(response.headers)
-                for data in data_events(response.iter_lines()):
+                for data in data_events(lines(response.iter_bytes())):
                     if data == "[DONE]":
                         return
                     chunk = json.loads(data)

@@ -14,13 +14,17 @@ from hypothesis import strategies as st
 from mico.client import Client
 from mico.commands.chat import relay, response_format
 from mico.errors import CommandFailed, ExitCode
-from mico.sse import data_events
+from mico.sse import data_events, lines
 
 
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1), max_size=8))
-def test_every_event_comes_out_as_it_went_in(payloads: list[str]) -> None:
-    lines = [line for payload in payloads for line in (": keep-alive", "", f"data: {payload}", "")]
-    assert list(data_events(lines)) == payloads
+@given(
+    st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\n"), min_size=1)),
+    st.integers(1, 9),
+)
+def test_every_event_comes_out_as_it_went_in_however_it_was_cut(payloads: list[str], size: int) -> None:
+    sent = "".join(f": keep-alive\n\ndata: {payload}\n\n" for payload in payloads).encode()
+    parts = [sent[start : start + size] for start in range(0, len(sent), size)]
+    assert list(data_events(lines(parts))) == payloads
 
 
 def test_data_lines_of_one_event_are_joined_and_the_last_needs_no_empty_line() -> None:
@@ -49,6 +53,14 @@ def test_an_answer_is_written_as_it_comes_and_returned_with_its_figures() -> Non
     assert (answer.text, answer.site, answer.completion_tokens) == ("Hello", "aws", 2)
     assert answer.first_token_s is not None
     assert "site aws" in answer.stats()
+
+
+def test_a_line_ends_only_where_the_protocol_says_so() -> None:
+    """U+2028 and its like stand in JSON as they are, and Python ends lines at them."""
+    text = "one\u2028two\u2029three\x85four"
+    body = json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}, ensure_ascii=False)
+    gateway = client(streams(f"data: {body}\r\n\r\n", "data: [DONE]\n\n"))
+    assert relay(gateway, "m", [], {}, lambda _: None).text == text
 
 
 @pytest.mark.parametrize(
