@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 ADDRESSES_MAX = 64
 PEER_FAILURES_MAX = 10
-"""A peer that cannot be reached so often in a row is forgotten until a gateway names it again."""
+"""A peer that cannot be reached so often in a row is forgotten, unless a gateway still names it."""
 MESSAGE_BYTES_MAX = 64 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -245,7 +245,7 @@ class Link:
 
 
 class Links:
-    """A link per address: the configured ones for good, the peers that gateways name while they answer."""
+    """A link per address: the configured ones for good, peers while they answer or a gateway names them."""
 
     def __init__(
         self,
@@ -258,6 +258,7 @@ class Links:
         self._patience = patience
         self._links: dict[str, Link] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._named: dict[str, tuple[str, ...]] = {}  # by the address of who named them last
         self._closed = False
         self._beside = asyncio.create_task(beside()) if beside else None
 
@@ -268,7 +269,7 @@ class Links:
             if len(self._links) >= ADDRESSES_MAX:
                 log.warning("gateway address %s is ignored: %d are dialled already", address, ADDRESSES_MAX)
                 continue
-            link = self._links[address] = self._make(address, self._add_peers)
+            link = self._links[address] = self._make(address, partial(self._add_peers, address))
             task = self._tasks[address] = asyncio.create_task(link.run(failures_max=failures_max))
             task.add_done_callback(partial(self._forget, address))
 
@@ -287,11 +288,15 @@ class Links:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _add_peers(self, addresses: Iterable[str]) -> None:
-        self.add(addresses, failures_max=PEER_FAILURES_MAX)
+    def _add_peers(self, named_by: str, addresses: Iterable[str]) -> None:
+        named = self._named[named_by] = tuple(addresses)
+        self.add(named, failures_max=PEER_FAILURES_MAX)
 
     def _forget(self, address: str, done: asyncio.Task[None]) -> None:
         del self._links[address], self._tasks[address]
+        self._named.pop(address, None)
+        if any(address in named for named in self._named.values()):
+            self.add([address], failures_max=PEER_FAILURES_MAX)
         if not done.cancelled() and (exc := done.exception()) is not None:
             log.error("the link to %s ended", address, exc_info=exc)
 

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+import pytest
+
+from site_engine import link
 from site_engine.link import Patience
 from tests.site_fakes import CONTEXT_TOKENS, FakeEngine
 from tests.site_gateway import TOKEN, Gateway, Session, assign, serving, site_before
@@ -337,6 +340,21 @@ def test_peers_are_dialled_too() -> None:
         async with serving(Gateway()) as one, serving(Gateway()) as two, site_before(one):
             await one.linked("east", peers=[two.address, one.address])
             assert (await (await two.joined()).welcome("west")).site == "alpha"
+
+    run(scenario())
+
+
+def test_a_peer_is_dialled_for_as_long_as_a_linked_gateway_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "PEER_FAILURES_MAX", 1)
+
+    async def scenario() -> None:
+        two = Gateway()
+        async with serving(Gateway()) as one, site_before(one):
+            async with serving(two):
+                await one.linked("east", peers=[two.address])
+                await two.linked("west")
+            async with serving(two):  # on its port again
+                assert (await (await two.joined()).welcome("west")).site == "alpha"
 
     run(scenario())
 
