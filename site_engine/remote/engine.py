@@ -170,14 +170,15 @@ class RemoteEngine:
     def pump(self) -> None:
         """Sends what may be sent; looks again when the provider's allowance or patience permits."""
         while self.holding.pending and len(self.holding.sent) < self.window.size and not self._broken:
-            held, now = self.holding.first(), self._clock()
+            now = self._clock()
+            held = self.holding.first(now)
             tokens = held.tokens + round(held.expected_remaining())
             wait_s = max(self._blocked_until_s - now, self._allowance.wait_s(tokens, now))
             if wait_s > 0:
                 self._look_again(wait_s)
                 return
             self._allowance.take(tokens, now)
-            self.holding.begin()
+            self.holding.begin(now)
             held.sent_s = now
             held.task = asyncio.get_running_loop().create_task(self._converse(held))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
+from site_engine.admission import STARVING_AFTER_S, STARVING_EVERY
 from site_engine.errors import NotServed
 from site_engine.remote.asking import Asking
 from site_engine.remote.stream import Stream
@@ -78,6 +79,7 @@ class Holding:
         self.sent: set[Held] = set()
         self._by_request: dict[str, Held] = {}
         self._clocks: dict[str, float] = {}  # the virtual time of each tenant, in tokens
+        self._begun = 0
         self._now = 0.0  # that of the tenant that was served last, when it was
 
     def __len__(self) -> int:
@@ -92,19 +94,27 @@ class Holding:
         self._by_request.update((each.id, held) for each in held.requests)
         return self.pending.index(held)
 
-    def first(self) -> Held:
-        """Who of those pending is sent next: of the tenant furthest behind, the one that came first."""
-        level = self.pending[0].level
+    def first(self, now_s: float) -> Held:
+        """Who of those pending is sent next: of the tenant furthest behind, the one that came first. One of
+        lower priority that starves takes turns with its betters of the same lane.
+        """
+        best = self.pending[0]
         of_tenant: dict[str, Held] = {}
-        for held in takewhile(lambda each: each.level == level, self.pending):
-            of_tenant.setdefault(held.request.tenant, held)
-        return of_tenant[min(of_tenant, key=self._clock)]
+        starving: dict[str, Held] = {}
+        for held in takewhile(lambda each: each.request.lane == best.request.lane, self.pending):
+            if held.level == best.level:
+                of_tenant.setdefault(held.request.tenant, held)
+            elif self._begun % STARVING_EVERY == 0 and now_s - held.arrived_s > STARVING_AFTER_S:
+                starving.setdefault(held.request.tenant, held)
+        turns = of_tenant | starving
+        return turns[min(turns, key=self._clock)]
 
-    def begin(self) -> Held:
+    def begin(self, now_s: float) -> Held:
         """The first of those pending is sent now."""
-        held = self.first()
+        held = self.first(now_s)
         self.pending.remove(held)
         self.sent.add(held)
+        self._begun += 1
         self._now = max(self._now, self._clock(held.request.tenant))
         held.charged = held.tokens + held.expected_remaining()
         self._charge(held.request.tenant, held.charged)

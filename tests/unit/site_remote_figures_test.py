@@ -25,7 +25,7 @@ def holding(pending: int, sent: int) -> Holding:
     for number in range(pending + sent):
         these.add(held(str(number), float(number)))
     for _ in range(sent):
-        these.begin()
+        these.begin(0.0)
     return these
 
 
@@ -59,7 +59,7 @@ def test_chats_go_before_batches_and_a_lower_priority_before_a_higher() -> None:
     these = Holding()
     for name, lane, priority in (("late", Lane.BATCH, 0), ("b", Lane.CHAT, 1), ("a", Lane.CHAT, 0)):
         these.add(held(name, lane=lane, priority=priority))
-    assert [these.begin().request.id for _ in range(3)] == ["a", "b", "late"]
+    assert [these.begin(0.0).request.id for _ in range(3)] == ["a", "b", "late"]
 
 
 def test_speed_is_measured_while_it_works_and_survives_a_restart_of_the_server() -> None:
