@@ -175,8 +175,10 @@ def _key(folder: Path) -> ec.EllipticCurvePrivateKey:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         key = ec.generate_private_key(ec.SECP256R1())
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        draft = folder / f"{KEY}.new"
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(_pem(key))
+        draft.replace(path)
         return key
     found = serialization.load_pem_private_key(path.read_bytes(), None)
     if not isinstance(found, ec.EllipticCurvePrivateKey):
