@@ -116,6 +116,7 @@ class Federation(rpc.FederationServicer):
             reads_bunches=True,
         )
         await context.write(pb.GatewayMessage(welcome=welcome))
+        self._check_name(identity, shown)  # another may have come in meanwhile
         return link, len(first.hello.attempts)
 
     def _check_name(self, identity: SiteIdentity, shown: SiteCertificate | None) -> None:

@@ -117,8 +117,12 @@ class Recorder:
         if self.pending:
             logger.warning("%d records stay in %s until the next start", self.pending, self._folder)
         self._journal = None
-        await asyncio.to_thread(journal.sync, journal.unsynced())
-        journal.close()
+        try:
+            await asyncio.to_thread(journal.sync, journal.unsynced())
+        except OSError:
+            logger.exception("the disk did not say that it has the last records; they are in %s", self._folder)
+        finally:
+            journal.close()
 
     def record(self, outcome: Outcome, cloud: str = "") -> None:
         """Never blocks and never fails the query that it is about. `cloud` is where its site is.

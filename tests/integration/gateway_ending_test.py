@@ -24,6 +24,7 @@ from gateway.api.backend import Backend, Readiness
 from gateway.app import serve
 from gateway.config import GatewayConfig
 from gateway.domain import Status
+from gateway.federation.entrance import Refusal
 from gateway.federation.server import Federation
 from gateway.store.store import open_store
 from tests.announced import CLIENTS, SITES, port_of
@@ -129,6 +130,39 @@ def test_a_second_process_with_the_name_of_a_linked_site_is_turned_away() -> Non
             await until(lambda: "alpha" not in here.gateway.federation.links, "the first is gone")
             second = await here.site("alpha", boot_id="another boot")
             assert here.gateway.federation.links["alpha"].identity.boot_id == "another boot"
+
+    asyncio.run(scenario())
+
+
+class Halfway:
+    """The stream of a process that has said who it is; what it is told waits for the test."""
+
+    def __init__(self) -> None:
+        self.told, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def read(self) -> pb.SiteMessage:
+        model = pb.Model(id="m", context_tokens=64)
+        names = {"site": "alpha", "boot_id": "another boot", "cloud": "c", "region": "r"}
+        hello = pb.Hello(protocol=1, **names, models=[model], slots=1, kv_capacity_tokens=64)
+        return pb.SiteMessage(hello=hello)
+
+    async def write(self, _: pb.GatewayMessage) -> None:
+        self.told.set()
+        await self.go_on.wait()
+
+
+def test_of_two_processes_that_join_at_once_under_one_name_one_is_turned_away() -> None:
+    async def scenario() -> None:
+        async with scene() as here:
+            federation, halfway = here.gateway.federation, Halfway()
+            second = asyncio.create_task(federation._welcome(halfway, None))
+            await asyncio.wait_for(halfway.told.wait(), DEADLINE_S)
+            await here.site("alpha")
+            link = federation.links["alpha"]
+            halfway.go_on.set()
+            with pytest.raises(Refusal, match="another process is linked as site alpha"):
+                await second
+            assert federation.links["alpha"] is link
 
     asyncio.run(scenario())
 

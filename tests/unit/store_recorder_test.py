@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -293,6 +294,26 @@ def test_what_neither_disk_nor_database_takes_at_the_end_is_logged_whole_and_cou
     asyncio.run(main())
     assert '"query_id":"a"' in caplog.text
     assert "until the next start" not in caplog.text
+
+
+def test_a_disk_that_fails_at_the_end_keeps_nothing_else_from_ending(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        writer = FakeWriter()
+        writer.down = True
+        with pytest.MonkeyPatch.context() as disk:
+            async with recording(tmp_path, writer) as recorder:
+                recorder.record(outcome("a"))
+                disk.setattr(Journal, "sync", Mock(side_effect=OSError("Input/output error")))
+
+    async def started(recorder: Recorder, writer: FakeWriter) -> None:
+        assert await recorder.flush()
+        assert list(writer.rows) == ["a"]
+
+    asyncio.run(main())
+    assert "Input/output error" in caplog.text
+    run(tmp_path, started)  # nothing holds the journal any more
 
 
 def test_an_outcome_that_is_no_json_fails_nobody_and_is_logged(
