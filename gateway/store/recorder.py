@@ -120,7 +120,7 @@ class Recorder:
         try:
             await asyncio.to_thread(journal.sync, journal.unsynced())
         except OSError:
-            logger.exception("the disk did not say that it has the last records; they are in %s", self._folder)
+            logger.exception("the disk may not have the last records yet; they are in %s", self._folder)
         finally:
             journal.close()
 

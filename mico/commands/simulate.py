@@ -36,7 +36,8 @@ COLUMNS = {
 """The fields of a row that the table shows, and their headings; `--json` has every field."""
 TRACE_COLUMNS = ("arrival_s", "prompt_tokens", "response_tokens")
 CORPUS_TIP = (
-    "a parquet file with the columns source, prompt_id, prompt, model, prompt_tokens, response_tokens"
+    "a parquet file with the columns source, prompt_id, prompt, model, response_tokens, or outcomes"
+    " that a gateway kept"
 )
 
 Sites = Annotated[
@@ -51,7 +52,8 @@ Sites = Annotated[
 Corpus = Annotated[
     Path,
     typer.Option(
-        help="A parquet file of texts with answer lengths, as `mico predictor evaluate` takes.",
+        help="A parquet file of texts with answer lengths, as `mico predictor evaluate` takes, or the folder"
+        " where a gateway keeps its `outcomes`.",
         envvar="MICO_CORPUS",
     ),
 ]

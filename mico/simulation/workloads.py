@@ -26,12 +26,17 @@ NEAREST = 16
 
 
 def corpus(path: Path) -> pd.DataFrame:
-    """Held-out rows by answer length. Raises DataError."""
+    """Held-out rows by answer length; four characters a token where nobody counted. Raises DataError."""
     if not path.exists():
-        raise CommandFailed(f"{path} is not there", tip="name the corpus with --corpus FILE")
+        raise CommandFailed(
+            f"{path} is not there",
+            tip="name with --corpus a parquet file, or the folder where a gateway keeps its `outcomes`",
+        )
     held_out = dataset.split(dataset.read(path)).held_out
     if held_out.empty:
         raise DataError(f"{path} has no held-out prompts, and only those are used")
+    if "prompt_tokens" not in held_out.columns:
+        held_out["prompt_tokens"] = 1 + held_out.prompt.str.len() // 4
     return held_out.sort_values("response_tokens", kind="stable").reset_index(drop=True)
 
 
@@ -53,26 +58,20 @@ def from_trace(path: Path, texts: pd.DataFrame, most: int, seed: int) -> list[Qu
 
 
 def poisson(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
-    """Alpaca prompts at one query a second on average."""
+    """Prompts at one query a second on average."""
     random = np.random.default_rng(seed)
-    return _alpaca(texts, np.cumsum(random.exponential(1.0, count)), random)
+    return _drawn(texts, np.cumsum(random.exponential(1.0, count)), random)
 
 
 def burst(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
-    """Alpaca prompts all at once."""
-    return _alpaca(texts, np.zeros(count), np.random.default_rng(seed))
+    """Prompts all at once."""
+    return _drawn(texts, np.zeros(count), np.random.default_rng(seed))
 
 
-def _alpaca(texts: pd.DataFrame, arrivals_s: NDArray[np.float64], random: np.random.Generator) -> list[Query]:
-    if "prompt_tokens" not in texts.columns:
-        raise DataError("it lacks the column prompt_tokens, which poisson and burst take")
-    rows = texts[(texts.source == ALPACA[0]) & (texts.model == ALPACA[1])]
-    if rows.empty:
-        raise CommandFailed(
-            "poisson and burst can't be drawn from this corpus",
-            cause=f"none of its held-out prompts is of {ALPACA[0]}, answered by {ALPACA[1]}",
-            tip="--trace FILE takes prompts of any source; --corpus FILE names another corpus",
-        )
+def _drawn(texts: pd.DataFrame, arrivals_s: NDArray[np.float64], random: np.random.Generator) -> list[Query]:
+    """Of Alpaca's where the corpus has them, else of all."""
+    alpaca = texts[(texts.source == ALPACA[0]) & (texts.model == ALPACA[1])]
+    rows = texts if alpaca.empty else alpaca
     drawn = rows.iloc[random.integers(0, len(rows), len(arrivals_s))]
     return _queries(
         arrivals_s, drawn.prompt_tokens.to_numpy(), drawn.response_tokens.to_numpy(), drawn, random

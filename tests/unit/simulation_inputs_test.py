@@ -20,6 +20,8 @@ from mico.simulation.queries import Query
 from mico.simulation.specification import KV_TOKENS_PER_SLOT, capacity_qps, sites_of
 from mico.simulation.workloads import classed
 from predictor.dataset import HELD_OUT_PERCENT, prompt_percent
+from predictor.outcomes import OutcomeLog
+from predictor.runtime import Features
 
 QUERIES = [Query(i, float(i), 100, 1 + i % 50) for i in range(300)]
 
@@ -160,29 +162,35 @@ def test_the_command_says_what_is_wrong_with_its_options(
         assert "is no trace" in capsys.readouterr().err
 
 
-def test_a_corpus_without_what_a_run_draws_from_is_told_of_before_anything_runs(
+def test_any_corpus_can_be_drawn_from_but_one_without_held_out_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus, trace = tmp_path / "own.parquet", tmp_path / "trace.parquet"
     rows = [{"source": "own", "prompt_id": f"p{i}", "prompt": f"What is {i}?", "model": "m",
              "response_tokens": 1 + i % 40, "prompt_tokens": 5} for i in range(200)]  # fmt: skip
-    pd.DataFrame(rows).to_parquet(corpus)
     pd.DataFrame({"arrival_s": [0.0, 1.0], "prompt_tokens": 50, "response_tokens": 20}).to_parquet(trace)
-    command = ["simulate", "--policy", "mico", "--estimator", "oracle", "--corpus", str(corpus)]
-    assert main([*command, "--trace", str(trace)]) == 0
-    capsys.readouterr()
-    for drawn in ("poisson", "burst"):
-        assert main([*command, "--trace", f"{trace},{drawn}"]) == 1
-        told = capsys.readouterr().err
-        assert told.startswith("error: poisson and burst can't be drawn from this corpus\ncause: ")
-        assert "alpaca, answered by text-davinci-003" in told
+    command = ["simulate", "--policy", "mico", "--estimator", "oracle", "--corpus", str(corpus), "--json"]
+    for frame in (pd.DataFrame(rows), pd.DataFrame(rows).drop(columns="prompt_tokens")):
+        frame.to_parquet(corpus)
+        assert main([*command, "--queries", "20", "--trace", f"{trace},poisson,burst"]) == 0
+        runs = json.loads(capsys.readouterr().out)["runs"]
+        assert [(run["trace"], run["completed"]) for run in runs] == [
+            ("trace", 2), ("poisson", 20), ("burst", 20)]  # fmt: skip
     others = [row for row in rows if prompt_percent(str(row["prompt_id"])) >= HELD_OUT_PERCENT]
-    for wrong, name, cause in (
-        (pd.DataFrame(others), str(trace), "no held-out prompts"),
-        (pd.DataFrame(rows).drop(columns="prompt_tokens"), "burst", "lacks the column prompt_tokens"),
-    ):
-        wrong.to_parquet(corpus)
-        assert main([*command, "--trace", name]) == 1
-        told = capsys.readouterr().err
-        assert told.startswith("error: the corpus can't be used\ncause: ")
-        assert cause in told
+    pd.DataFrame(others).to_parquet(corpus)
+    assert main([*command, "--trace", str(trace)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: the corpus can't be used\ncause: ")
+    assert "no held-out prompts" in told
+
+
+def test_what_a_gateway_kept_of_its_own_traffic_is_a_corpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = OutcomeLog(tmp_path / "outcomes")
+    for number in range(200):
+        kept.add(Features(f"Tell me of {number}.", "m"), 1 + number % 40)
+    command = ["simulate", "--policy", "mico", "--queries", "20", "--json"]
+    assert main([*command, "--corpus", str(tmp_path / "outcomes")]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["trace"], run["completed"]) == ("poisson", 20)
