@@ -11,7 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from gateway.api.auth import caller_of
 from gateway.api.backend import Backend
 from gateway.api.body import ClientGone, read_json
-from gateway.api.fields import Fields, Problems, echo
+from gateway.api.fields import Fields, Problems, echo, whole_number
 from gateway.api.files import AnyRequest, answering, json, kept_for, listing, page_of
 from gateway.batches.asking import ENDPOINTS
 from gateway.batches.files import Files
@@ -96,8 +96,9 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
     problems.raise_any()
     kept_s = limits.kept_s
     if kept is not None:
-        anchor, seconds = kept.text("anchor"), kept.raw("seconds")
-        kept_s = kept_for(anchor, str(seconds), limits.kept_s, "output_expires_after")
+        anchor, seconds = kept.text("anchor"), whole_number(kept.raw("seconds"))
+        given = "" if seconds is None else str(seconds)
+        kept_s = kept_for(anchor, given, limits.kept_s, "output_expires_after")
     return Batch(
         id=new_id(),
         tenant=caller.tenant,

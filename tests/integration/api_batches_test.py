@@ -143,6 +143,8 @@ REFUSED_BATCHES: list[tuple[dict[str, Any], str]] = [
         {"output_expires_after": {"anchor": "created_at", "seconds": "9" * 5000}},
         "output_expires_after.seconds",
     ),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": "3600"}}, "output_expires_after.seconds"),
+    ({"output_expires_after": {"anchor": "created_at", "seconds": 3600.5}}, "output_expires_after.seconds"),
 ]
 
 
@@ -153,6 +155,8 @@ def test_a_batch_is_refused_with_the_field(play: Callable[..., None]) -> None:
         for change, param in REFUSED_BATCHES:
             error = error_of(await here.raw("POST", "/v1/batches", json=body | change), 400)
             assert error["param"] == param, change
+        kept = {"output_expires_after": {"anchor": "created_at", "seconds": 3600.0}}
+        assert (await here.raw("POST", "/v1/batches", json=body | kept)).status_code == 200
 
     play(scenario)
 
