@@ -19,6 +19,10 @@ from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_ro
 LEAST_GAIN_S = 0.05
 LEAST_GAIN_SHARE = 0.2
 """A move must save this much time, and this share of the wait: estimates err, and moving is not free."""
+ROUND_TRIPS = 1.5
+"""To the donor: one to ask it and hear its answer, and the half that its estimate has too much, because what
+waits there is there already. The way to the bidder is in the estimate there.
+"""
 ROUNDING_S = 1e-6
 """Two ways to add up the same seconds differ by less."""
 
@@ -45,7 +49,7 @@ def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
     """Of any choice of them, the k-th by length has at most (k - 1)/k of what waits there before it."""
     by_length = sorted(demands, key=lambda demand: demand.response_tokens)
     here = estimates(of_demands(by_length), *_columns([(donor, k / (k + 1)) for k in range(len(by_length))]))
-    latest_s = (here.finish_s - _least_s(here.wait_s)).tolist()
+    latest_s = (here.finish_s - _least_s(here.wait_s) - ROUND_TRIPS * donor.rtt_s).tolist()
     rows = zip(by_length, here.wait_s.tolist(), latest_s, strict=True)
     return Offer(
         donor, [(each.prompt_tokens, each.response_tokens, by_s) for each, wait_s, by_s in rows if wait_s > 0]
@@ -64,7 +68,7 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
     place, at = fleet.place(bidder), fleet.figures
     if place is None or at.slots[place] <= at.held[place]:
         return []
-    start_s = float(at.prefill_s[place]) + fleet.sites[place].rtt_s - ROUNDING_S
+    start_s = float(at.prefill_s[place]) - ROUNDING_S
     per_token_s, per_kv_s = float(at.per_token_s[place]), float(at.per_kv_token_s[place])
     iteration_s = float(at.iteration_s[place])
     found = []
@@ -88,7 +92,10 @@ def is_crowded(at: Figures, places: int | slice) -> NDArray[np.bool_]:
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:
-    """The attempts that would finish sooner at the bidder, as far as it has room, greatest gain first."""
+    """The attempts that would finish sooner at the bidder, as far as it has room, greatest gain per token of
+    the answer first: who gains the most seconds is who waits last, the long ones, and they would keep the
+    few slots of a small site from many short ones.
+    """
     place = fleet.place(bidder)
     if place is None or not pending:
         return []
@@ -98,7 +105,8 @@ def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) ->
     if not movable:
         return []
     gains_s = _gains_s(site, movable, fleet)
-    order = np.argsort(-gains_s, kind="stable")[: min(room, int((gains_s > 0).sum()))]
+    per_token_s = gains_s / [max(1.0, each.demand.response_tokens) for each in movable]
+    order = np.argsort(-per_token_s, kind="stable")[: min(room, int((gains_s > 0).sum()))]
     return _that_start_at_once(site, [movable[index] for index in order.tolist()])
 
 
@@ -116,7 +124,8 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
     }
     here = estimates(size, *_columns([(donors[site], share) for site, share in _shares_ahead(movable)]))
     there = estimates(size, *_columns([(bidder, 1.0)]))
-    gains_s = here.finish_s - there.finish_s - bidder.rtt_s
+    way_s = ROUND_TRIPS * np.array([donors[each.site].rtt_s for each in movable])
+    gains_s = here.finish_s - there.finish_s - way_s
     return np.where((here.wait_s > 0.0) & (gains_s > _least_s(here.wait_s)), gains_s, 0.0)
 
 

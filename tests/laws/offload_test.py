@@ -60,6 +60,19 @@ def test_an_idle_equal_site_takes_work_from_a_queue(waiting: int) -> None:
     assert len(won) == min(waiting, 4)
 
 
+@given(st.lists(st.floats(1, 900), min_size=2, max_size=8), st.integers(1, 4))
+def test_of_those_that_gain_the_same_seconds_the_shortest_answers_move(
+    all_tokens: list[float], room: int
+) -> None:
+    """Sites that differ in nothing but the wait, which is the same for all: until one request ends."""
+    bidder, busy = site("idle", slots=4, running=4 - room), site("busy", running=4)
+    waiting = [pending(number, tokens=tokens) for number, tokens in enumerate(all_tokens)]
+    won = wins("idle", waiting, Fleet.of([bidder, busy]), NOW)
+    shortest = sorted(each.demand.response_tokens for each in waiting)[: len(won)]
+    assert len(won) == min(room, len(waiting))
+    assert sorted(each.demand.response_tokens for each in won) == shortest
+
+
 def test_a_much_slower_site_wins_nothing_that_would_finish_sooner_where_it_is() -> None:
     bidder, busy = site("idle", seconds=1.0), site("busy", running=4, pending=1, seconds=0.01)
     assert wins("idle", [pending(0)], Fleet.of([bidder, busy]), NOW) == []
@@ -68,6 +81,12 @@ def test_a_much_slower_site_wins_nothing_that_would_finish_sooner_where_it_is() 
 def test_a_far_site_wins_nothing_that_gains_less_than_the_way() -> None:
     bidder, busy = replace(site("idle"), rtt_s=30.0), site("busy", running=4, pending=2)
     assert wins("idle", [pending(0)], Fleet.of([bidder, busy]), NOW) == []
+
+
+def test_a_far_site_is_not_asked_for_what_it_starts_before_its_answer_is_here() -> None:
+    bidder, busy = site("idle"), site("busy", running=4, pending=1)
+    assert wins("idle", [pending(0)], Fleet.of([bidder, busy]), NOW) != []
+    assert wins("idle", [pending(0)], Fleet.of([bidder, replace(busy, rtt_s=30.0)]), NOW) == []
 
 
 def test_a_query_that_moved_often_enough_stays() -> None:
@@ -86,11 +105,21 @@ def test_nobody_wins_its_own_queue_or_one_of_a_site_that_left() -> None:
 lengths = st.lists(st.floats(1, 900), min_size=1, max_size=6)
 
 
-@given(lengths, lengths, st.integers(0, 8), st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(0, 3))
+paces_s = st.floats(0.001, 0.1)
+ways_s = st.floats(0, 3)
+
+
+@given(lengths, lengths, st.integers(0, 8), paces_s, paces_s, ways_s, ways_s)
 def test_a_quick_look_leaves_out_nothing_that_would_be_won(  # noqa: PLR0917  # hypothesis passes by place
-    at_one: list[float], at_other: list[float], room: int, seconds: float, bidders: float, way_s: float
+    at_one: list[float],
+    at_other: list[float],
+    room: int,
+    seconds: float,
+    bidders: float,
+    donor_way_s: float,
+    way_s: float,
 ) -> None:
-    one = site("one", running=4, pending=len(at_one), seconds=seconds)
+    one = replace(site("one", running=4, pending=len(at_one), seconds=seconds), rtt_s=donor_way_s)
     other = site("other", running=3, pending=len(at_other))
     bidder = replace(site("idle", slots=8, running=8 - room, seconds=bidders), rtt_s=way_s)
     fleet = Fleet.of([one, other, bidder])
