@@ -123,7 +123,7 @@ def packed_kv(queries: Sequence[Query]) -> int:
 def seeded(texts: Any, seeds: int, name: str) -> list[tuple[list[Query], dict[int, Expected]]]:
     found = []
     for seed in range(seeds):
-        queries = workloads.burst(texts, QUERIES, seed)
+        queries = workloads.classed(workloads.burst(texts, QUERIES, seed), 1.0, {})  # lines of a batch
         found.append((queries, expectations(queries, estimator(name)(queries))))
     return found
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.domain import Credit, Site
+from gateway.domain import Credit, Lane, Site
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, of_demands
 from gateway.routing.failover import MOST_MOVES
@@ -92,9 +92,10 @@ def is_crowded(at: Figures, places: int | slice) -> NDArray[np.bool_]:
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:
-    """The attempts that would finish sooner at the bidder, as far as it has room, greatest gain per token of
-    the answer first: who gains the most seconds is who waits last, the long ones, and they would keep the
-    few slots of a small site from many short ones.
+    """The attempts that would finish sooner at the bidder, as far as it has room. Of chats the greatest gain
+    per token of the answer first: who gains the most seconds is who waits last, the long ones, and they would
+    keep the few slots of a small site from many short ones. Then lines of batches, the greatest gain first:
+    a batch is done when its longest is.
     """
     place = fleet.place(bidder)
     if place is None or not pending:
@@ -105,8 +106,10 @@ def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) ->
     if not movable:
         return []
     gains_s = _gains_s(site, movable, fleet)
-    per_token_s = gains_s / [max(1.0, each.demand.response_tokens) for each in movable]
-    order = np.argsort(-per_token_s, kind="stable")[: min(room, int((gains_s > 0).sum()))]
+    lines = np.array([each.demand.lane is Lane.BATCH for each in movable])
+    tokens = np.array([each.demand.response_tokens for each in movable])
+    worth = gains_s / np.where(lines, 1.0, np.maximum(1.0, tokens))
+    order = np.lexsort((-worth, np.where(gains_s > 0, lines, 2)))[: min(room, int((gains_s > 0).sum()))]
     return _that_start_at_once(site, [movable[index] for index in order.tolist()])
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.domain import Credit, IterationCost, Lane, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.routing.demand import Demand
 from gateway.routing.failover import MOST_MOVES
 from gateway.routing.fleet import Fleet
@@ -33,8 +33,15 @@ def site(name: str, *, running: int = 0, pending: int = 0, slots: int = 4, secon
     return Site(identity, SiteState.READY, load)
 
 
-def pending(number: int, where: str = "busy", *, tokens: float = 100.0, moves: int = 0) -> Pending:
-    return Pending(f"q{number}", where, Demand("m", 20, tokens, 250), moves)
+def pending(
+    number: int,
+    where: str = "busy",
+    *,
+    tokens: float = 100.0,
+    moves: int = 0,
+    lane: Lane = Lane.INTERACTIVE,
+) -> Pending:
+    return Pending(f"q{number}", where, Demand("m", 20, tokens, 250, lane), moves)
 
 
 counts = st.integers(0, 40)
@@ -71,6 +78,27 @@ def test_of_those_that_gain_the_same_seconds_the_shortest_answers_move(
     shortest = sorted(each.demand.response_tokens for each in waiting)[: len(won)]
     assert len(won) == min(room, len(waiting))
     assert sorted(each.demand.response_tokens for each in won) == shortest
+
+
+@given(st.lists(st.tuples(st.floats(1, 900), st.booleans()), min_size=2, max_size=8), st.integers(1, 4))
+def test_chats_move_before_lines_of_batches(answers: list[tuple[float, bool]], room: int) -> None:
+    bidder, busy = site("idle", slots=4, running=4 - room), site("busy", running=4)
+    waiting = [
+        pending(number, tokens=tokens, lane=Lane.BATCH if line else Lane.INTERACTIVE)
+        for number, (tokens, line) in enumerate(answers)
+    ]
+    won = [each.demand for each in wins("idle", waiting, Fleet.of([bidder, busy]), NOW)]
+    chats = sorted(tokens for tokens, line in answers if not line)
+    assert len(won) == min(room, len(waiting))
+    assert [each.response_tokens for each in won if each.lane is Lane.INTERACTIVE] == chats[: len(won)]
+
+
+def test_of_lines_of_batches_the_one_that_would_wait_longest_moves_first() -> None:
+    """Sites start what is short first, so that the longest waits for all others."""
+    sites = Fleet.of([site("idle", slots=1), site("busy", running=4, pending=9)])
+    for lane, first in ((Lane.BATCH, 800), (Lane.INTERACTIVE, 10)):
+        waiting = [pending(tokens, tokens=tokens, lane=lane) for tokens in (10, 700, 800)]
+        assert [each.demand.response_tokens for each in wins("idle", waiting, sites, NOW)] == [first]
 
 
 def test_a_much_slower_site_wins_nothing_that_would_finish_sooner_where_it_is() -> None:
