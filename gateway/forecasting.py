@@ -147,8 +147,8 @@ class Forecasts(Collector):
         if outcome.forecast is not None:
             who = outcome.forecast.source.split(":", 1)[0]
             self._watches.setdefault(who, DriftWatch()).observe(outcome.forecast, outcome.completion_tokens)
-        wanted = self._kept is not None or time.monotonic() >= self._may_learn_s
-        if asked is not None and wanted and self._to_learn.acquire(blocking=False):
+        teaches = self._kept is not None or time.monotonic() >= self._may_learn_s
+        if asked is not None and teaches and self._to_learn.acquire(blocking=False):
             self._learning.submit(self._learn, asked.features, outcome.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:

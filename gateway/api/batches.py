@@ -97,8 +97,7 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
     kept_s = limits.kept_s
     if kept is not None:
         anchor, seconds = kept.text("anchor"), whole_number(kept.raw("seconds"))
-        given = "" if seconds is None else str(seconds)
-        kept_s = kept_for(anchor, given, limits.kept_s, "output_expires_after")
+        kept_s = kept_for(anchor, str(seconds), limits.kept_s, "output_expires_after")
     return Batch(
         id=new_id(),
         tenant=caller.tenant,

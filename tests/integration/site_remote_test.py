@@ -168,13 +168,18 @@ def test_a_server_that_lists_no_models_serves_the_one_that_is_configured() -> No
     )
 
 
+async def cut_off(here: Scene) -> None:
+    """After its first text."""
+    here.server.go.clear()
+    await here.session.send(**assign("a", max_tokens=50))
+    await here.session.until(lambda: here.session.text("a"))
+    await here.session.send(cancel=pb.Cancel(attempt_id="a"))
+    assert await here.session.finished("a") == pb.Delta.CANCELLED
+
+
 def test_a_cancel_closes_the_stream_at_the_server() -> None:
     async def scenario(here: Scene) -> None:
-        here.server.go.clear()
-        await here.session.send(**assign("a", max_tokens=50))
-        await here.session.until(lambda: here.session.text("a"))
-        await here.session.send(cancel=pb.Cancel(attempt_id="a"))
-        assert await here.session.finished("a") == pb.Delta.CANCELLED
+        await cut_off(here)
         assert here.session.deltas("a")[-1].completion_tokens == 1
         await here.server.until(lambda: here.server.left == 1 and here.server.running == 0)
 
@@ -183,11 +188,7 @@ def test_a_cancel_closes_the_stream_at_the_server() -> None:
 
 def test_an_answer_that_is_cut_off_is_counted_as_far_as_the_server_told() -> None:
     async def scenario(here: Scene) -> None:
-        here.server.go.clear()
-        await here.session.send(**assign("a", max_tokens=50))
-        await here.session.until(lambda: here.session.text("a"))
-        await here.session.send(cancel=pb.Cancel(attempt_id="a"))
-        assert await here.session.finished("a") == pb.Delta.CANCELLED
+        await cut_off(here)
         counted = [each.prompt_tokens for each in here.session.said("accepted")]
         assert counted == [1, 7]  # guessed, then counted
 

@@ -123,13 +123,8 @@ def test_what_a_stopped_process_could_not_store_the_next_one_does(tmp_path: Path
         writer.down = True
         recorder.record(outcome("a"))
 
-    async def started(recorder: Recorder, writer: FakeWriter) -> None:
-        assert recorder.pending == 1
-        assert await recorder.flush()
-        assert list(writer.rows) == ["a"]
-
     run(tmp_path, stopped)
-    run(tmp_path, started)
+    run(tmp_path, stores_a)
 
 
 def test_a_record_that_the_database_refuses_stops_no_other(
@@ -255,6 +250,13 @@ def test_beyond_every_bound_the_loss_is_logged_whole_and_counted(
     assert '"query_id":"one too many"' in caplog.text
 
 
+async def stores_a(recorder: Recorder, writer: FakeWriter) -> None:
+    """Of the start after one that left that record in the journal."""
+    assert recorder.pending == 1
+    assert await recorder.flush()
+    assert list(writer.rows) == ["a"]
+
+
 def refuse_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: Journal, line: bytes) -> None:
         raise OSError("No space left on device")
@@ -271,12 +273,8 @@ def test_once_the_disk_has_room_again_what_it_refused_outlives_the_process(tmp_p
         assert not await recorder.flush()
         assert (recorder.pending, recorder.health.journal_bytes > 0) == (1, True)
 
-    async def started(recorder: Recorder, writer: FakeWriter) -> None:
-        assert await recorder.flush()
-        assert list(writer.rows) == ["a"]
-
     run(tmp_path, stopped)
-    run(tmp_path, started)
+    run(tmp_path, stores_a)
 
 
 def test_what_neither_disk_nor_database_takes_at_the_end_is_logged_whole_and_counted(
@@ -307,13 +305,9 @@ def test_a_disk_that_fails_at_the_end_keeps_nothing_else_from_ending(
                 recorder.record(outcome("a"))
                 disk.setattr(Journal, "sync", Mock(side_effect=OSError("Input/output error")))
 
-    async def started(recorder: Recorder, writer: FakeWriter) -> None:
-        assert await recorder.flush()
-        assert list(writer.rows) == ["a"]
-
     asyncio.run(main())
     assert "Input/output error" in caplog.text
-    run(tmp_path, started)  # nothing holds the journal any more
+    run(tmp_path, stores_a)  # nothing holds the journal any more
 
 
 def test_an_outcome_that_is_no_json_fails_nobody_and_is_logged(
