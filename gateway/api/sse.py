@@ -30,8 +30,9 @@ def frame(body: bytes) -> bytes:
 class EventStream:
     """Used as a context: while it is open, silence is filled with comments.
 
-    A lock is held for what opens the stream and for a comment. A frame needs none: one send is written in one
-    go, so a frame and a comment may meet and both stay whole.
+    A timer looks for silence, and only a comment takes a task: one that every stream ended by cancelling it
+    would be a cycle of garbage for each. A lock is held for what opens the stream and for a comment. A frame
+    needs none: one send is written in one go, so a frame and a comment may meet and both stay whole.
     """
 
     def __init__(
@@ -43,26 +44,26 @@ class EventStream:
         self._first_byte_s = first_byte_s
         self._last_s = clock()
         self._lock = asyncio.Lock()
-        self._comments: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
         self.started = False
 
     async def __aenter__(self) -> Self:
-        self._comments = asyncio.create_task(self._fill_silence())
+        self._listen()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cuts off a comment that a client does not take: whoever leaves early must not wait for it."""
-        if self._comments is not None:
-            self._comments.cancel()
-            await asyncio.gather(self._comments, return_exceptions=True)
+        self._cancel()
+        if self._comment is not None:
+            await asyncio.gather(self._comment, return_exceptions=True)
 
     async def hush(self) -> None:
         """No comment from now on, and none half sent: whether the stream has started is settled."""
         async with self._lock:
-            if self._comments is not None:
-                self._comments.cancel()
+            self._cancel()
 
     async def start(self, headers: tuple[Header, ...] = ()) -> None:
         """Sends the status, once; a second call does nothing."""
@@ -72,6 +73,7 @@ class EventStream:
     async def _open(self, headers: tuple[Header, ...] = ()) -> None:
         if not self.started:
             self.started = True
+            self._listen()  # from now on for a shorter silence
             await self._send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
 
     async def write(self, frames: bytes) -> None:
@@ -83,13 +85,30 @@ class EventStream:
         await self.hush()
         await self._send({"type": "http.response.body", "body": frames + DONE, "more_body": False})
 
+    def _listen(self) -> None:
+        """Look again when silence would have lasted too long."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        rest_s = max(0.0, self._rest_s())
+        self._alarm = asyncio.get_running_loop().call_later(rest_s, self._look)
+
+    def _look(self) -> None:
+        if self._rest_s() > 0:
+            self._listen()
+        else:
+            self._comment = asyncio.create_task(self._fill_silence())
+
     async def _fill_silence(self) -> None:
-        while True:
-            await asyncio.sleep(self._rest_s())
-            if self._rest_s() <= 0:
-                async with self._lock:
-                    await self._open()
-                    await self.write(KEEP_ALIVE)
+        async with self._lock:
+            await self._open()
+            await self.write(KEEP_ALIVE)
+        self._listen()
+
+    def _cancel(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
 
     def _rest_s(self) -> float:
         """Until silence has lasted too long."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 from gateway.api.sse import DONE, KEEP_ALIVE, EventStream
@@ -112,3 +114,39 @@ def test_comments_come_whole_between_frames() -> None:
         assert KEEP_ALIVE in blocks
 
     asyncio.run(main())
+
+
+def test_a_stream_that_was_opened_is_silent_for_no_longer_than_it_may_be() -> None:
+    """Though it might have waited longer for its first token."""
+
+    async def main() -> None:
+        wire = Wire()
+        async with asyncio.timeout(60), events(wire, first_byte_s=1e6, keep_alive_s=0.0) as stream:
+            await asyncio.sleep(0)
+            await stream.start()
+            while KEEP_ALIVE not in wire.body:
+                await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+def test_a_stream_leaves_no_garbage_that_only_a_collection_finds() -> None:
+    """A hundred streams a second would else have them often, and each holds the loop."""
+
+    async def main() -> None:
+        wire = Wire()
+        for _ in range(3):
+            async with events(wire) as stream:
+                await stream.start()
+                await stream.write(b"data: 1\n\n")
+                await stream.end()
+        gone = weakref.ref(stream)
+        del stream
+        await asyncio.sleep(0)
+        assert gone() is None
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
