@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.schema import Column
 
 from gateway.store.errors import SchemaMismatch, StoreError, StoreUnavailable
+from gateway.store.sqlite import Brisk
 from gateway.store.tables import SCHEMA
 
 BUSY_TIMEOUT_MS: Final = 5_000
@@ -62,7 +63,7 @@ def open_engine(text: str) -> AsyncEngine:
             max_overflow=0,
             pool_timeout=5,
             pool_pre_ping=not is_sqlite,
-            connect_args={} if is_sqlite else _postgres(),
+            connect_args={"async_creator_fn": Brisk.connect} if is_sqlite else _postgres(),
         )
     except ModuleNotFoundError as exc:
         raise StoreError("Postgres needs psycopg: pip install 'mico[postgres]'") from exc

@@ -1,0 +1,104 @@
+"""One turn of a thread a statement, the same answers, and no transaction that a cancelled one leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from gateway.store.engine import open_engine
+from gateway.store.sqlite import Brisk
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "some.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE things (name TEXT PRIMARY KEY, size INTEGER)")
+    connection.close()
+    return path
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    taken: list[object] = []
+    execute = Brisk._execute
+
+    def counted(self: Brisk, *work: object, **also: object) -> object:
+        taken.append(work)
+        return execute(self, *work, **also)
+
+    monkeypatch.setattr(Brisk, "_execute", counted)
+    return taken
+
+
+async def names(engine: AsyncEngine) -> list[str]:
+    async with engine.connect() as connection:
+        return list(await connection.scalars(text("SELECT name FROM things ORDER BY name")))
+
+
+def test_a_look_takes_one_turn_and_a_transaction_one_a_statement_and_its_commit(
+    file: Path, turns: list[object]
+) -> None:
+    async def main() -> None:
+        engine = open_engine(f"sqlite:///{file}")
+        assert await names(engine) == []  # connects
+        turns.clear()
+        assert await names(engine) == []
+        assert len(turns) == 1
+        turns.clear()
+        async with engine.begin() as connection:
+            await connection.execute(text("INSERT INTO things VALUES ('a', 1), ('b', 2)"))
+            grown = await connection.execute(text("UPDATE things SET size = size + 1"))
+            found = await connection.execute(text("SELECT name, size FROM things ORDER BY name"))
+            assert grown.rowcount == 2
+            assert [row._asdict() for row in found] == [{"name": "a", "size": 2}, {"name": "b", "size": 3}]
+        assert len(turns) == 4
+        assert await names(engine) == ["a", "b"]
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_what_failed_is_undone(file: Path) -> None:
+    async def main() -> None:
+        engine = open_engine(f"sqlite:///{file}")
+        with pytest.raises(IntegrityError):
+            async with engine.begin() as connection:
+                await connection.execute(text("INSERT INTO things VALUES ('a', 1)"))
+                await connection.execute(text("INSERT INTO things VALUES ('a', 1)"))
+        assert await names(engine) == []
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def test_a_statement_that_was_cancelled_while_it_waited_for_the_lock_is_undone(file: Path) -> None:
+    """Its thread goes on with it, and nobody is told that it began a transaction."""
+
+    async def main() -> None:
+        ours, other = await Brisk.connect(str(file), timeout=60), sqlite3.connect(file, timeout=0)
+        other.execute("INSERT INTO things VALUES ('theirs', 1)")
+        inserting = asyncio.create_task(ours.cursor().execute("INSERT INTO things VALUES ('ours', 1)"))
+        await asyncio.sleep(0)
+        inserting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await inserting
+        undone = asyncio.create_task(ours.rollback())
+        await asyncio.sleep(0)
+        other.commit()
+        await undone
+        other.execute("INSERT INTO things VALUES ('theirs too', 1)")
+        other.commit()
+        other.close()
+        names = ours.cursor()
+        await names.execute("SELECT name FROM things ORDER BY name")
+        assert await names.fetchall() == [("theirs",), ("theirs too",)]
+        await ours.close()
+
+    asyncio.run(main())
