@@ -7,11 +7,16 @@ import msgspec
 from gateway.api.asked import Streaming
 from gateway.api.calls import call_news
 from gateway.api.shapes import Head, Shape, usage_fields
+from gateway.api.sse import one_line
 from gateway.domain import Delta, Finish, Opening, Piece, Usage
 
-_encode = msgspec.json.Encoder().encode
+_json = msgspec.json.Encoder().encode
 _FINISHES = {finish: b',"logprobs":null,"finish_reason":"%s"}' % finish.value.encode() for finish in Finish}
 _UNFINISHED = b',"logprobs":null,"finish_reason":null}'
+
+
+def _encode(value: object) -> bytes:
+    return one_line(_json(value))
 
 
 class Chunks:

@@ -24,7 +24,15 @@ HEADERS: tuple[Header, ...] = (
 
 
 def frame(body: bytes) -> bytes:
-    return b"data: " + body + b"\n\n"
+    return b"data: " + one_line(body) + b"\n\n"
+
+
+def one_line(body: bytes) -> bytes:
+    """JSON whose strings no client takes for the end of a line: many end lines at U+0085, U+2028, U+2029."""
+    if body.isascii():
+        return body
+    body = body.replace(b"\xc2\x85", b"\\u0085")
+    return body.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
 
 
 class EventStream:

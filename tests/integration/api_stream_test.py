@@ -47,6 +47,14 @@ def test_row_52_frames_are_events_and_the_last_says_done() -> None:
     assert "".join(texts) == "é\n\ndata: x\r\n\u2028 😀"
 
 
+def test_no_frame_has_what_clients_take_for_the_end_of_a_line() -> None:
+    text = 'one\x85two\u2028three\u2029"four\u2028'
+    response, _ = chat(say(text), stream=True, logprobs=True)
+    events = events_of(response.content)
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+    assert response.content.decode().splitlines() == response.content.decode().split("\n")[:-1]
+
+
 def test_row_53_an_error_before_the_first_token_has_its_status() -> None:
     response, _ = chat(fail(Overloaded("All sites are full.", retry_after_s=3)), stream=True)
     assert error_of(response, 503)["code"] == "overloaded"
