@@ -37,7 +37,7 @@ class Slices(Protocol):
 
     def rename(self) -> None: ...
 
-    async def limits(self) -> dict[LimitId, int] | None: ...
+    async def limits(self) -> dict[LimitId, int]: ...
 
     async def round(self, restless: Iterable[LimitId], ask: Callable[[LimitId], Claim | None]) -> Round: ...
 
@@ -59,7 +59,7 @@ class Leases:
     async def start(self, *, background: bool = True) -> None:
         """Raises StoreUnavailable."""
         left = await self._slices.join()
-        await self._learn()
+        self.quotas.learn(await self._slices.limits())
         for each in left:
             self.quotas.take_over(*each)
         await self.renew()
@@ -102,18 +102,15 @@ class Leases:
 
     async def _renew_once(self) -> None:
         began_s = self._clock()
-        await self._learn()
         done = await self._slices.round(list(self.quotas.restless()), self.quotas.claim)
         self._renewed_s = began_s
         self.quotas.replicas = done.replicas
         surplus = [self.quotas.granted(*each) for each in done.grants]
         if any(surplus) and done.replicas > 1:  # nobody waits for what the only replica gives back
             self._wanted.set()
-
-    async def _learn(self) -> None:
-        limits = await self._slices.limits()
-        if limits is not None:
-            self.quotas.learn(limits)
+        if done.limits is not None:
+            self.quotas.learn(done.limits)
+            await self._renew_once()  # settle what is new
 
     async def _renew_for_ever(self) -> None:
         while True:

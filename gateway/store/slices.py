@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Insert, Row, Table, delete, func, select, text, tuple_, update
+from sqlalchemy import Insert, Row, Table, bindparam, delete, func, select, text, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -30,6 +30,28 @@ ROUND_TIMEOUT_S: Final = 5.0
 LIMITS_AT_ONCE: Final = 200
 GONE: Final = ""
 """In the place of a replica's name: what those that are gone have used of the month."""
+
+_ID = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
+_LIMIT_ID = quotas.c.scope, quotas.c.subject, quotas.c.kind
+
+# What every round asks, twice a second: to put a statement together costs more than to execute it.
+_MARK = select(func.count(), func.coalesce(func.sum(quotas.c.stamp), 0)).select_from(quotas)
+_LIMITS = select(quotas)
+_REPLICAS = select(replicas)
+_HUNGRY = select(*_ID).where(quota_slices.c.want > quota_slices.c.amount).distinct()
+_LOCKED = (
+    select(quotas)
+    .where(tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True)))
+    .order_by(*_LIMIT_ID)
+    .with_for_update()
+)
+_SLICES = select(quota_slices).where(tuple_(*_ID).in_(bindparam("ids", expanding=True)))
+_RENEWED = (
+    update(replicas)
+    .where(replicas.c.name == bindparam("ours"), replicas.c.boot_id == bindparam("boot"))
+    .values(expires_at=bindparam("until"))
+)
+_DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())")
 
 T = TypeVar("T")
 
@@ -52,8 +74,20 @@ class Left(NamedTuple):
 
 
 class Round(NamedTuple):
+    """`limits`: as they are now, or None if that is as they were the last time."""
+
     replicas: int
     grants: list[Granted]
+    limits: dict[LimitId, int] | None = None
+
+
+class _Seen(NamedTuple):
+    """What a round finds before it settles anything."""
+
+    alive: list[str]
+    hungry: list[LimitId]
+    mark: tuple[int, int]
+    limits: dict[LimitId, int] | None
 
 
 class NameTaken(Exception):
@@ -77,6 +111,8 @@ class SliceTable:
         self._lease_s = lease_s
         self._clock = clock
         self._mark: tuple[int, int] | None = None
+        dialect = engine.dialect.name
+        self._put = upsert(dialect, quota_slices, ("period", "amount", "used", "used_at", "want"))
 
     @property
     def lease_s(self) -> float:
@@ -115,25 +151,13 @@ class SliceTable:
         """Another process goes by this name: it keeps it."""
         self._name = f"{self._name}.{self._boot_id[:8]}"
 
-    async def limits(self) -> dict[LimitId, int] | None:
-        """None if they are as they were the last time."""
+    async def limits(self) -> dict[LimitId, int]:
+        """As they are now; the next round says whether they have changed since."""
 
-        async def work(
-            connection: AsyncConnection,
-        ) -> tuple[tuple[int, int], dict[LimitId, int]] | None:
-            stamps = func.coalesce(func.sum(quotas.c.stamp), 0)
-            count, stamped = (
-                await connection.execute(select(func.count(), stamps).select_from(quotas))
-            ).one()
-            mark = (count, int(stamped))
-            if mark == self._mark:
-                return None
-            return mark, {id_of(row): row.amount for row in await connection.execute(select(quotas))}
+        async def work(connection: AsyncConnection) -> tuple[tuple[int, int], dict[LimitId, int]]:
+            return await _mark(connection), await _limits(connection)
 
-        changed = await self._transaction(work)
-        if changed is None:
-            return None
-        self._mark, found = changed  # only now: what did not arrive is asked for again
+        self._mark, found = await self._transaction(work)  # only now: what did not arrive is asked for again
         return found
 
     async def round(self, restless: Iterable[LimitId], ask: Ask) -> Round:
@@ -141,50 +165,56 @@ class SliceTable:
 
         Raises NameTaken.
         """
-        now = self._clock()
-        alive, hungry = await self._transaction(self._look)
-        wanted = sorted({*restless, *hungry})
-        grants: list[Granted] = []
-        for start in range(0, len(wanted), LIMITS_AT_ONCE):
+        now, ours = self._clock(), set(restless)
+
+        async def first(connection: AsyncConnection) -> tuple[_Seen, list[LimitId], list[Granted]]:
+            seen = await self._look(connection)
+            wanted = sorted(ours.union(seen.hungry))
+            part = wanted[:LIMITS_AT_ONCE]
+            return seen, wanted, await self._settle(connection, part, ask, seen.alive, now)
+
+        seen, wanted, grants = await self._transaction(first)
+        for start in range(LIMITS_AT_ONCE, len(wanted), LIMITS_AT_ONCE):
             part = wanted[start : start + LIMITS_AT_ONCE]
 
             async def work(connection: AsyncConnection, part: list[LimitId] = part) -> list[Granted]:
-                return await self._settle(connection, part, ask, alive, now)
+                if connection.dialect.name == "sqlite":
+                    await self._renew(connection)
+                return await self._settle(connection, part, ask, seen.alive, now)
 
             grants += await self._transaction(work)
-        return Round(len(alive), grants)
+        self._mark = seen.mark
+        return Round(len(seen.alive), grants, seen.limits)
 
-    async def _look(self, connection: AsyncConnection) -> tuple[list[str], list[LimitId]]:
-        await self._renew(connection)
-        now = await self._database_time(connection)
-        found = [*await connection.execute(select(replicas))]
+    async def _look(self, connection: AsyncConnection) -> _Seen:
+        now = await self._renew(connection)
+        found = [*await connection.execute(_REPLICAS)]
         if any(row.expires_at + WINDOW_S < now for row in found):
             await self._bury(connection, now)
-        alive = [row.name for row in found if row.expires_at >= now]
-        columns = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
-        short = select(*columns).where(quota_slices.c.want > quota_slices.c.amount).distinct()
-        return sorted({*alive, self._name}), [id_of(row) for row in await connection.execute(short)]
+        alive = sorted({self._name, *(row.name for row in found if row.expires_at >= now)})
+        hungry = [id_of(row) for row in await connection.execute(_HUNGRY)]
+        mark = await _mark(connection)
+        return _Seen(alive, hungry, mark, None if mark == self._mark else await _limits(connection))
 
-    async def _renew(self, connection: AsyncConnection, *, take: bool = False) -> None:
-        """A write comes first: on SQLite it is the lock."""
-        held = replicas.c.name == self._name, replicas.c.boot_id == self._boot_id
-        until = await self._database_time(connection) + self._lease_s
-        renewed = await connection.execute(update(replicas).where(*held).values(expires_at=until))
-        if renewed.rowcount:
-            return
+    async def _renew(self, connection: AsyncConnection, *, take: bool = False) -> float:
+        """The time of the database. A write comes first: on SQLite it is the lock."""
+        now = await self._database_time(connection)
+        until = now + self._lease_s
+        held = {"ours": self._name, "boot": self._boot_id, "until": until}
+        if (await connection.execute(_RENEWED, held)).rowcount:
+            return now
         values = {"name": self._name, "boot_id": self._boot_id, "expires_at": until}
         into = upsert(self._engine.dialect.name, replicas, ("boot_id", "expires_at") if take else ())
         if (await connection.execute(into.returning(replicas.c.name), values)).first() is None:
             raise NameTaken(self._name)
+        return now
 
     async def _settle(
         self, connection: AsyncConnection, ids: Sequence[LimitId], ask: Ask, alive: list[str], now: float
     ) -> list[Granted]:
-        columns = quotas.c.scope, quotas.c.subject, quotas.c.kind
-        locked = select(quotas).where(tuple_(*columns).in_(ids)).order_by(*columns).with_for_update()
-        if self._engine.dialect.name == "sqlite":
-            await self._renew(connection)
-        limits = {id_of(row): row.amount for row in await connection.execute(locked)}
+        if not ids:
+            return []
+        limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, {"ids": ids})}
         rows = await self._rows(connection, ids)
         grants = []
         for limit_id, limit in limits.items():
@@ -192,10 +222,7 @@ class SliceTable:
             if claim is not None:
                 grants.append(self._grant(limit_id, limit, claim, rows[limit_id], alive))
         if grants:
-            into = upsert(
-                self._engine.dialect.name, quota_slices, ("period", "amount", "used", "used_at", "want")
-            )
-            await connection.execute(into, [self._row(each, now) for each in grants])
+            await connection.execute(self._put, [self._row(each, now) for each in grants])
         return grants
 
     def _grant(
@@ -222,9 +249,8 @@ class SliceTable:
     async def _rows(
         self, connection: AsyncConnection, ids: Sequence[LimitId]
     ) -> Mapping[LimitId, list[Row[Any]]]:
-        columns = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
         found: dict[LimitId, list[Row[Any]]] = defaultdict(list)
-        for row in await connection.execute(select(quota_slices).where(tuple_(*columns).in_(ids))):
+        for row in await connection.execute(_SLICES, {"ids": ids}):
             found[id_of(row)].append(row)
         return found
 
@@ -258,7 +284,7 @@ class SliceTable:
         """One clock for all replicas; of SQLite they share the machine's."""
         if self._engine.dialect.name == "sqlite":
             return self._clock()
-        return float(await connection.scalar(text("SELECT extract(epoch FROM clock_timestamp())")) or 0.0)
+        return float(await connection.scalar(_DATABASE_TIME) or 0.0)
 
     async def _transaction(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         try:
@@ -268,6 +294,15 @@ class SliceTable:
             raise StoreUnavailable(f"no answer within {ROUND_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:
             raise StoreUnavailable(reason(exc)) from exc
+
+
+async def _mark(connection: AsyncConnection) -> tuple[int, int]:
+    count, stamped = (await connection.execute(_MARK)).one()
+    return count, int(stamped)
+
+
+async def _limits(connection: AsyncConnection) -> dict[LimitId, int]:
+    return {id_of(row): row.amount for row in await connection.execute(_LIMITS)}
 
 
 def id_of(row: Any) -> LimitId:

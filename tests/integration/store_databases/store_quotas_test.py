@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -169,6 +170,43 @@ def test_a_limit_that_is_lowered_holds_everywhere(url: str) -> None:
                 for each in both:
                     await each.renew()
             assert 90 <= sum(offer(each, 1) for each in both for _ in range(1_000)) <= 100
+
+    asyncio.run(main())
+
+
+def test_a_quota_that_is_set_later_binds_after_one_round(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000}) as engine:
+            here = await replica(engine, "a")
+            async with engine.begin() as connection:
+                await connection.execute(insert(quotas), {**LIVE._asdict(), "amount": 2, "stamp": 7})
+            assert [offer(here, 1) for _ in range(3)] == [1, 1, 1]
+            await here.renew()
+            assert [offer(here, 1) for _ in range(3)] == [1, 1, 0]
+
+    asyncio.run(main())
+
+
+def test_a_round_is_one_short_transaction(url: str) -> None:
+    """There are two a second, on the loop that answers queries."""
+
+    async def main() -> None:
+        async with database(url, {TOKENS: 1_000, MONTH: 5_000, LIVE: 10}) as engine:
+            here, done = await replica(engine, "a"), Counter[str]()
+
+            @event.listens_for(engine.sync_engine, "before_cursor_execute")
+            def executed(*_: object) -> None:
+                done["statements"] += 1
+
+            @event.listens_for(engine.sync_engine, "commit")
+            def committed(_: object) -> None:
+                done["commits"] += 1
+
+            offer(here, 10)
+            await here.renew()
+            assert here.quotas.in_use(TOKENS) == 10
+            assert done["commits"] == 1
+            assert done["statements"] <= 8
 
     asyncio.run(main())
 
