@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import bindparam, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.engine import insert_new
@@ -12,6 +12,10 @@ from gateway.store.tables import history, replica_figures
 
 KEPT_MINUTES: Final = 25 * 60
 GONE_AFTER_S: Final = 3_600.0
+
+_TABLE = replica_figures
+_STALE = delete(_TABLE).where((_TABLE.c.replica == bindparam("mine")) | (_TABLE.c.at < bindparam("before")))
+_OTHERS = select(_TABLE).where(_TABLE.c.replica != bindparam("mine")).order_by(_TABLE.c.replica)
 
 
 class Written(NamedTuple):
@@ -43,10 +47,7 @@ class Figures:
 
     async def tell(self, mine: Written) -> list[Written]:
         """Write down what this replica says now; what the others said last comes back, by name."""
-        table, name = replica_figures, mine.replica
-        stale = (table.c.replica == name) | (table.c.at < mine.at - GONE_AFTER_S)
         async with self._engine.begin() as connection:
-            await connection.execute(delete(table).where(stale))
-            await connection.execute(insert(table), mine._asdict())
-            others = select(table).where(table.c.replica != name).order_by(table.c.replica)
-            return [Written(*row) for row in await connection.execute(others)]
+            await connection.execute(_STALE, {"mine": mine.replica, "before": mine.at - GONE_AFTER_S})
+            await connection.execute(insert(_TABLE), mine._asdict())
+            return [Written(*row) for row in await connection.execute(_OTHERS, {"mine": mine.replica})]

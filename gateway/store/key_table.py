@@ -154,13 +154,16 @@ async def every(engine: AsyncEngine) -> list[KeyInfo]:
         return [_info(row) for row in found]
 
 
+_MARKER = select(
+    func.count(),
+    func.count(keys.c.revoked_at),
+    func.coalesce(func.sum(keys.c.stamp), 0),
+    select(func.coalesce(func.sum(tenants.c.stamp), 0)).scalar_subquery(),
+).select_from(keys)
+
+
 async def marker(connection: AsyncConnection) -> Marker:
-    stamps = func.coalesce(func.sum(keys.c.stamp), 0)
-    of_tenants = select(func.coalesce(func.sum(tenants.c.stamp), 0)).scalar_subquery()
-    found = await connection.execute(
-        select(func.count(), func.count(keys.c.revoked_at), stamps, of_tenants).select_from(keys)
-    )
-    total, revoked, stamped, changed = found.one()
+    total, revoked, stamped, changed = (await connection.execute(_MARKER)).one()
     return Marker(total, revoked, int(stamped), int(changed))
 
 
