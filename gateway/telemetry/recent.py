@@ -5,6 +5,7 @@ Of this replica's queries only: together.py adds the others'. Does not know of s
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from predictor.forecast import Forecast
 WINDOW_S = 300.0
 ERRORS_WINDOW_S = 60.0
 MOST_KEPT = 2_000
-"""Queries of which times and forecasts are kept: a snapshot sorts them every second, on the event loop."""
+"""Queries of which times and forecasts are kept."""
 
 
 class Ended(NamedTuple):
@@ -82,14 +83,64 @@ class Move(NamedTuple):
     why: str
 
 
-class Recent:
+class Ranked:
+    """Values in order: a snapshot a second reads quantiles off, where sorting them would hold the loop."""
+
     def __init__(self) -> None:
-        self._ended: deque[Ended] = deque(maxlen=MOST_KEPT)
+        self._values: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        insort(self._values, value)
+
+    def drop(self, value: float) -> None:
+        del self._values[bisect_left(self._values, value)]
+
+    def quantile(self, share: float) -> float | None:
+        values = self._values
+        return values[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+class RankedBySite:
+    """A site of which no value is left is forgotten."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Ranked] = {}
+
+    def add(self, site: str, value: float | None) -> None:
+        if value is not None:
+            self.of.setdefault(site, Ranked()).add(value)
+
+    def drop(self, site: str, value: float | None) -> None:
+        if value is not None:
+            self.of[site].drop(value)
+            if not self.of[site]:
+                del self.of[site]
+
+    def p95(self, site: str) -> float | None:
+        found = self.of[site].quantile(0.95) if site in self.of else None
+        return None if found is None else round(found, 4)
+
+
+class Recent:
+    """What is asked of all queries that are kept is counted as they come and go."""
+
+    def __init__(self) -> None:
+        self._ended: deque[Ended] = deque()
+        self._ttft = RankedBySite()
+        self._itl = RankedBySite()
+        self._errors_p50 = Ranked()
+        self._under: Counter[str] = Counter()
         self._seconds: deque[Second] = deque()
+        self._routes: Counter[tuple[str, str]] = Counter()
         self._moves: Counter[Move] = Counter()
 
     def observe(self, outcome: Outcome, at: float) -> None:
-        self._ended.append(reduce(outcome, at))
+        if len(self._ended) == MOST_KEPT:
+            self._drop()
+        self._keep(reduce(outcome, at))
         if not self._seconds or self._seconds[-1].at != int(at):
             self._seconds.append(Second(int(at)))
         second = self._seconds[-1]
@@ -97,10 +148,32 @@ class Recent:
         second.failed += is_failure(outcome)
         for kind, attempt in zip(kinds(outcome.attempts), outcome.attempts, strict=True):
             second.routes[kind, attempt.decision.site] += 1
+            self._routes[kind, attempt.decision.site] += 1
             if attempt.ended in ("lost", "failed"):
                 second.broke[attempt.decision.site] += 1
         if len(outcome.attempts) > 1:
             self._moves.update(moves(outcome.attempts))
+
+    def _keep(self, query: Ended) -> None:
+        self._ended.append(query)
+        self._ttft.add(query.site, query.ttft_s)
+        self._itl.add(query.site, query.itl_s)
+        if query.forecast is not None:
+            _, p50, p90, actual = query.forecast
+            self._errors_p50.add(abs(p50 - actual))
+            self._under["p50"] += actual <= p50
+            self._under["p90"] += actual <= p90
+
+    def _drop(self) -> None:
+        """The oldest."""
+        query = self._ended.popleft()
+        self._ttft.drop(query.site, query.ttft_s)
+        self._itl.drop(query.site, query.itl_s)
+        if query.forecast is not None:
+            _, p50, p90, actual = query.forecast
+            self._errors_p50.drop(abs(p50 - actual))
+            self._under["p50"] -= actual <= p50
+            self._under["p90"] -= actual <= p90
 
     def take_moves(self) -> list[tuple[Move, int]]:
         """Moves since the last call, each with its number."""
@@ -109,26 +182,18 @@ class Recent:
 
     def forget(self, now: float) -> None:
         while self._ended and self._ended[0].at < now - WINDOW_S:
-            self._ended.popleft()
+            self._drop()
         while self._seconds and self._seconds[0].at < now - WINDOW_S:
-            self._seconds.popleft()
+            self._routes -= self._seconds.popleft().routes
 
     def waits(self, now: float) -> dict[str, SiteWaits]:
         """By site, of all that had queries or errors."""
-        ttft: dict[str, list[float]] = {}
-        itl: dict[str, list[float]] = {}
-        for _, site, ttft_s, itl_s, _ in self._ended:
-            if ttft_s is not None:
-                ttft.setdefault(site, []).append(ttft_s)
-            if itl_s is not None:
-                itl.setdefault(site, []).append(itl_s)
         broke: Counter[str] = Counter()
         for second in self._last_minute(now):
             broke.update(second.broke)
-        names = ttft.keys() | itl.keys() | broke.keys()
+        names = self._ttft.of.keys() | self._itl.of.keys() | broke.keys()
         return {
-            name: SiteWaits(p95(ttft.get(name, [])), p95(itl.get(name, [])), float(broke[name]))
-            for name in names
+            name: SiteWaits(self._ttft.p95(name), self._itl.p95(name), float(broke[name])) for name in names
         }
 
     def failed_per_min(self, now: float) -> float:
@@ -141,22 +206,19 @@ class Recent:
         return [second for second in self._seconds if second.at > now - ERRORS_WINDOW_S]
 
     def routes(self) -> list[Route]:
-        counted: Counter[tuple[str, str]] = Counter()
-        for second in self._seconds:
-            counted.update(second.routes)
-        return [Route(reason, site, number) for (reason, site), number in counted.most_common(12)]
+        return [Route(reason, site, number) for (reason, site), number in self._routes.most_common(12)]
 
     def quality(self) -> Quality | None:
-        seen = [each.forecast for each in self._ended if each.forecast is not None]
-        if not seen:
+        answers, error_p50 = len(self._errors_p50), self._errors_p50.quantile(0.5)
+        newest = next((each.forecast for each in reversed(self._ended) if each.forecast is not None), None)
+        if newest is None or error_p50 is None:
             return None
-        errors = sorted(abs(p50 - actual) for _, p50, _, actual in seen)
         return Quality(
-            source=seen[-1][0],
-            answers=len(seen),
-            under_p50=round(sum(actual <= p50 for _, p50, _, actual in seen) / len(seen), 3),
-            under_p90=round(sum(actual <= p90 for _, _, p90, actual in seen) / len(seen), 3),
-            error_p50_tokens=errors[len(errors) // 2],
+            source=newest[0],
+            answers=answers,
+            under_p50=round(self._under["p50"] / answers, 3),
+            under_p90=round(self._under["p90"] / answers, 3),
+            error_p50_tokens=error_p50,
         )
 
 
@@ -209,10 +271,3 @@ def moves(attempts: Sequence[Attempt]) -> list[Move]:
         )
         for gone, taken in pairwise(attempts)
     ]
-
-
-def p95(values: list[float]) -> float | None:
-    if not values:
-        return None
-    values.sort()
-    return round(values[min(len(values) - 1, int(0.95 * len(values)))], 4)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.domain import Attempt, Decision, Outcome, SiteState, Status
@@ -96,6 +100,42 @@ def test_a_minute_counts_whatever_its_number_and_what_is_older_not() -> None:
     assert recent.ended_per_min(130.0) == MOST_KEPT + 2
     assert recent.failed_per_min(130.0) == recent.waits(130.0)["a"].errors_per_min == 1.0
     assert recent.ended_per_min(170.0) == recent.failed_per_min(170.0) == 0.0
+
+
+LOOKS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", ""]),
+        st.sampled_from([Status.ANSWERED, Status.FAILED, Status.REFUSED]),
+        st.one_of(st.none(), st.integers(0, 3)),  # seconds to the first token
+        st.integers(0, 120),  # tokens
+        st.sampled_from([0.0, 0.5, 30.0, 200.0]),  # seconds until the next
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(LOOKS)
+def test_what_was_counted_as_it_came_and_went_is_what_counting_all_that_is_kept_finds(
+    looks: list[tuple[str, Status, int | None, int, float]],
+) -> None:
+    recent, now = Recent(), 0.0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gateway.telemetry.recent.MOST_KEPT", 20)
+        for site, status, first_s, tokens, rest_s in looks:
+            attempts = (attempt(site, "lost" if status is Status.FAILED else "finished"),) if site else ()
+            query = replace(ANSWERED, attempts=attempts, status=status, completion_tokens=tokens)
+            recent.observe(replace(query, first_token_s=first_s), now)
+            now += rest_s
+            recent.forget(now)
+            anew = Recent()
+            anew._seconds = recent._seconds
+            for each in recent._ended:
+                anew._keep(each)
+            assert recent.waits(now) == anew.waits(now)
+            assert recent.quality() == anew.quality()
+            counted = sum((second.routes for second in recent._seconds), Counter[tuple[str, str]]())
+            assert {(r.reason, r.site): r.attempts for r in recent.routes()} == counted
 
 
 def test_events_tell_of_changes_once() -> None:
