@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,8 @@ from predictor.errors import DataError
 from predictor.outcomes import files_of
 
 NEEDED = ("source", "prompt_id", "prompt", "model", "response_tokens")
+TEXTS = ("source", "prompt", "model")
+LARGEST = 2**31 - 1
 HELD_OUT_PERCENT = 10
 CALIBRATION_PERCENT = 6
 
@@ -34,8 +37,17 @@ class Split:
 def read(path: Path) -> pd.DataFrame:
     """The rows that can be learned from: those where the model answered something.
 
-    `path` is a parquet file, or the folder in which a gateway keeps recent outcomes.
+    `path` is a parquet file, or the folder in which a gateway keeps recent outcomes. Raises DataError.
     """
+    frame = read_every(path)
+    if frame.prompt_id.isna().any():
+        raise DataError(f"{path} has rows without a prompt_id: {int(frame.prompt_id.isna().sum())}")
+    return frame[answered(frame)].reset_index(drop=True)
+
+
+def read_every(path: Path) -> pd.DataFrame:
+    """All rows in their order, those too that nobody answered. A source, model or prompt that is not told is
+    empty, a turn the first."""
     try:
         frame = _outcomes(path) if path.is_dir() else pd.read_parquet(path)
     except (OSError, ValueError) as error:
@@ -45,7 +57,36 @@ def read(path: Path) -> pd.DataFrame:
         raise DataError(f"{path} lacks the columns {', '.join(missing)}")
     if "turn" not in frame.columns:
         frame["turn"] = 1
-    return frame[frame.response_tokens > 0].reset_index(drop=True)
+    frame = frame.reset_index(drop=True)
+    for column in TEXTS:
+        frame[column] = _texts(frame[column], path)
+    frame["turn"] = _numbers(frame.turn, path).fillna(1)
+    frame["response_tokens"] = _numbers(frame.response_tokens, path).fillna(0)
+    return frame
+
+
+def answered(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows have an answer."""
+    return frame.response_tokens > 0
+
+
+def _texts(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
+    told: pd.Series[Any] = values.astype(object).where(values.notna(), "")
+    strange = {type(each).__name__ for each in told if not isinstance(each, str | int | float)}
+    if strange:
+        raise DataError(f"{path} has no texts in its column {values.name}, but {', '.join(sorted(strange))}")
+    return told.map(str)
+
+
+def _numbers(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
+    """Null where nothing is told."""
+    if values.isna().all():
+        return pd.Series(np.nan, index=values.index)
+    if not pd.api.types.is_numeric_dtype(values):
+        raise DataError(f"{path} has no numbers in its column {values.name}, but {values.dtype}")
+    if values.max() > LARGEST:
+        raise DataError(f"{path} has a {values.name} of {values.max()}; at most {LARGEST} can be")
+    return values
 
 
 def _outcomes(folder: Path) -> pd.DataFrame:

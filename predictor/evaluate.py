@@ -18,6 +18,7 @@ from predictor import dataset, metrics, peers
 from predictor.artifact import LEXICAL_NAME, SHIPPED, folder_of
 from predictor.errors import DataError
 from predictor.labels import range_of
+from predictor.report import demand_plots
 from predictor.report import write as write_report
 from predictor.runtime import Features, OnnxForecaster
 
@@ -45,23 +46,29 @@ def evaluate(
 ) -> dict[str, Any]:
     """One document: `groups`, a row for each source and model, and `ms_per_query`.
 
-    `out` writes a parquet file with a row for each row of the data, `report` a folder with a table and plots;
+    `out` writes a parquet file with a row for each row of the data, also for those that nobody answered and
+    that no score counts; `report` a folder with a table and plots;
     `held_out_only` looks only at the prompts that `predictor.dataset.split` keeps out of training. Raises
     DataError, ArtifactError.
     """
-    frame = dataset.read(data)
+    if report is not None:
+        demand_plots()
+    every = dataset.read_every(data)
     if held_out_only:
-        frame = dataset.split(frame).held_out
+        every = dataset.split(every).held_out
+    known = dataset.answered(every)
+    frame = every[known].reset_index(drop=True)
     if not len(frame):
         raise DataError(f"{data} has no rows to score")
     forecaster = OnnxForecaster(folder_of(artifact))
-    found = forecasts_of(forecaster, frame, progress)
+    whole = forecasts_of(forecaster, every, progress)
+    found = whole._replace(probabilities=whole.probabilities[known.to_numpy()])
     lexical = forecaster
     if forecaster.name != LEXICAL_NAME:
         lexical = OnnxForecaster(SHIPPED / LEXICAL_NAME)
     baseline = found if lexical is forecaster else forecasts_of(lexical, frame, progress)
     if out is not None:
-        table(frame, found.probabilities, forecaster.card.edges).to_parquet(out, index=False)
+        table(every, whole.probabilities, forecaster.card.edges).to_parquet(out, index=False)
     groups: list[dict[str, Any]] = []
     places: dict[str, NDArray[np.int64]] = {}
     for (source, model), rows in frame.groupby(["source", "model"], sort=True):

@@ -20,10 +20,10 @@ SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 512
 def scores(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Rank correlation and mean absolute error of each estimator on one source and model."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
+    prompt = rows.prompt.str.len().to_numpy(dtype=np.float64) / 4.0
     if "prompt_tokens" in rows.columns:
-        prompt = rows.prompt_tokens.to_numpy(dtype=np.float64)
-    else:
-        prompt = rows.prompt.str.len().to_numpy(dtype=np.float64) / 4.0
+        told = rows.prompt_tokens.to_numpy(dtype=np.float64, na_value=np.nan)
+        prompt = np.where(np.isfinite(told), told, prompt)
     estimates = {
         "constant": np.full(len(lengths), float(np.median(lengths))),
         "input_times_1.5": 1.5 * prompt,

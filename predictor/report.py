@@ -6,6 +6,7 @@ Needs matplotlib, of the extra `plots`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,12 @@ LARGEST = 6
 """So many groups have a line of their own in the plot of reliability."""
 
 
+def demand_plots() -> None:
+    """Raises DataError where nothing can draw."""
+    if find_spec("matplotlib") is None:
+        raise DataError("plots need matplotlib: pip install 'mico[plots]'")
+
+
 def write(  # noqa: PLR0917 - each is of another type
     folder: Path,
     document: dict[str, Any],
@@ -33,11 +40,9 @@ def write(  # noqa: PLR0917 - each is of another type
     edges: tuple[int, ...],
     groups: dict[str, NDArray[np.int64]],
 ) -> None:
-    """Writes the page; `groups` names some of the rows. Raises DataError where nothing can draw."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise DataError("plots need matplotlib: pip install 'mico[plots]'") from error
+    """Writes the page; `groups` names some of the rows."""
+    from matplotlib.figure import Figure
+
     folder.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(6.5, 6), layout="constrained")
     reliability(figure.subplots(), lengths, probabilities, edges, groups)

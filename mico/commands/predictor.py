@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mico.errors import CommandFailed
-from mico.outputs import make_folder
+from mico.outputs import make_folder, make_way
 from mico.session import Json, Session, session
 
 if TYPE_CHECKING:
@@ -79,9 +79,10 @@ def evaluate(
     from predictor.evaluate import evaluate as scored
 
     here = session(context)
-    for folder in (out and out.parent, report):
-        if folder is not None:
-            make_folder(folder)
+    if out is not None:
+        make_way(out, read=data)
+    if report is not None:
+        make_folder(report)
     try:
         found = scored(
             data,
@@ -175,7 +176,7 @@ def export(
     from predictor.errors import ArtifactError
 
     here = session(context)
-    make_folder(out.parent)
+    make_folder(out)
     try:
         card = exported(folder_of(artifact), out)
     except ArtifactError as error:
@@ -208,6 +209,7 @@ def update(
     from predictor.update import update as updated
 
     here = session(context)
+    make_folder(out or artifact)
     try:
         found = updated(artifact, outcomes, out=out, elsewhere=elsewhere, progress=here.terminal.say)
     except PredictorError as error:

@@ -92,3 +92,38 @@ def test_a_file_without_rows_is_refused(data: Path, tmp_path: Path) -> None:
     pd.read_parquet(data).head(0).to_parquet(tmp_path / "empty.parquet")
     with pytest.raises(DataError, match="no rows"):
         evaluate(tmp_path / "empty.parquet", artifact=LEXICAL)
+
+
+def test_the_rows_written_are_as_many_as_the_rows_read_and_in_their_order(data: Path, tmp_path: Path) -> None:
+    """A file without answers to some prompts gave fewer rows: those behind were forecasts of others."""
+    rows = pd.read_parquet(data)
+    rows["response_tokens"] = rows.response_tokens.astype("Int64")
+    rows.loc[[0, 7], "response_tokens"] = [0, pd.NA]
+    rows.to_parquet(tmp_path / "some.parquet")
+    found = evaluate(tmp_path / "some.parquet", artifact=LEXICAL, out=tmp_path / "rows.parquet")
+    written = pd.read_parquet(tmp_path / "rows.parquet")
+    assert written.prompt_id.tolist() == rows.prompt_id.tolist()
+    assert written.model.tolist() == rows.model.tolist()
+    assert found["rows"] == sum(group["rows"] for group in found["groups"]) == len(rows) - 2
+
+
+@pytest.mark.parametrize("column", ["source", "prompt_id", "prompt", "model", "turn", "prompt_tokens"])
+def test_what_is_not_told_of_a_row_costs_no_row(data: Path, tmp_path: Path, column: str) -> None:
+    rows = pd.read_parquet(data).assign(turn=1, prompt_tokens=5)
+    rows[column] = rows[column].astype(object)
+    rows.loc[3, column] = None
+    rows.to_parquet(tmp_path / "some.parquet")
+    found = evaluate(tmp_path / "some.parquet", artifact=LEXICAL, out=tmp_path / "rows.parquet")
+    assert "NaN" not in json.dumps(found)
+    assert len(pd.read_parquet(tmp_path / "rows.parquet")) == len(rows)
+    assert sum(group["rows"] for group in found["groups"]) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("prompt", b"x"), ("model", b"x"), ("response_tokens", "12"), ("response_tokens", 2**62), ("turn", "x")],
+)
+def test_a_column_of_another_kind_is_named(data: Path, tmp_path: Path, column: str, value: object) -> None:
+    pd.read_parquet(data).assign(**{column: value}).to_parquet(tmp_path / "strange.parquet")
+    with pytest.raises(DataError, match=column):
+        evaluate(tmp_path / "strange.parquet", artifact=LEXICAL)
