@@ -10,6 +10,7 @@ from gateway.domain import SiteState, Standing
 
 SERVICE, WEIGHT, MODEL = "service", "weight", "model "
 """Subjects of orders: a site has at most one order of each, and `MODEL` takes a model's name behind it."""
+REASON_CHARS = 300
 
 
 class Verb(StrEnum):
@@ -66,6 +67,11 @@ class Entry:
     before: str
     after: str
     until_at: float | None = None
+
+
+def reason_of(text: str) -> str:
+    """As it is kept and shown: one line of so many characters, and nothing that a database can't keep."""
+    return "".join(filter(str.isprintable, " ".join(text.split())))[:REASON_CHARS].strip()
 
 
 def subject_of(action: Action) -> str:

@@ -10,7 +10,8 @@ from litestar.datastructures import Cookie
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import COOKIE, SESSION_S, Access, AnyRequest, Operator, check_origin
-from gateway.errors import BadRequest, ClientMistake
+from gateway.api.body import decode_as
+from gateway.errors import ClientMistake
 
 
 class Login(msgspec.Struct, forbid_unknown_fields=True):
@@ -22,10 +23,7 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
     @post("/admin/api/session", status_code=200)
     async def open_session(request: AnyRequest) -> Response[dict[str, Any]]:
         check_origin(request)
-        try:
-            login = msgspec.json.decode(await request.body(), type=Login)
-        except msgspec.MsgspecError as exc:
-            raise BadRequest("send {'key': …, 'view_only': false} as JSON") from exc
+        login = decode_as(await request.body(), Login, "send {'key': …, 'view_only': false} as JSON")
         value = await access.open_session(request, login.key.strip(), view_only=login.view_only)
         return Response({"may_act": not login.view_only}, cookies=[cookie(request, value, SESSION_S)])
 

@@ -10,15 +10,15 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest
 from gateway.admin.desk import Desk
-from gateway.admin.orders import SERVICE, Action, Order, Verb
+from gateway.admin.orders import SERVICE, Action, Order, Verb, reason_of
 from gateway.api.backend import Backend
+from gateway.api.body import decode_as
 from gateway.domain import Site
 from gateway.errors import BadRequest
 from gateway.federation.directory import Directory
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.snapshot import shown_state
 
-REASON_CHARS = 300
 LONGEST_S = 30 * 86_400.0
 
 
@@ -45,7 +45,7 @@ def site_routes(
     @post("/admin/api/sites/{name:str}/{verb:str}", status_code=200)
     async def act(request: AnyRequest) -> dict[str, Any]:
         operator = await access.acting(request)
-        asked = await asked_of(request)
+        asked = decode_as(await request.body() or b"{}", Asked, "the body of an act is not understood")
         action = action_of(request.path_params["name"], request.path_params["verb"], asked)
         assert desk is not None
         if asked.dry_run:
@@ -55,13 +55,6 @@ def site_routes(
         return {"done": True, "preview": msgspec.to_builtins(await desk.act(action, operator.who))}
 
     return [list_sites, act] if desk else [list_sites]
-
-
-async def asked_of(request: AnyRequest) -> Asked:
-    try:
-        return msgspec.json.decode(await request.body() or b"{}", type=Asked)
-    except msgspec.MsgspecError as exc:
-        raise BadRequest(f"the body of an act is not understood: {exc}") from exc
 
 
 def action_of(name: str, verb: str, asked: Asked) -> Action:
@@ -76,8 +69,7 @@ def action_of(name: str, verb: str, asked: Asked) -> Action:
     for field in ("for_s", "within_s"):
         if not 0 <= getattr(asked, field) <= LONGEST_S:
             raise BadRequest(f"{field} is from 0 to {LONGEST_S:.0f} seconds", param=field)
-    reason = " ".join(asked.reason.split())[:REASON_CHARS]
-    return Action(Verb(verb), name, reason, weight, asked.model, asked.for_s, asked.within_s)
+    return Action(Verb(verb), name, reason_of(asked.reason), weight, asked.model, asked.for_s, asked.within_s)
 
 
 def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:

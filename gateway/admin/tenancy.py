@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 import msgspec
 from litestar import get, post
 from litestar.handlers import HTTPRouteHandler
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gateway.admin.access import Access, AnyRequest
+from gateway.admin.orders import reason_of
+from gateway.api.body import decode_as
+from gateway.api.files import page_of
 from gateway.errors import BadRequest, NotFound, Overloaded
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
@@ -24,8 +27,8 @@ from gateway.store.store import Store
 
 T = TypeVar("T")
 DAY_S = 86_400.0
-REASON_CHARS = 300
-ENTRIES_MOST = 1_000
+ENTRIES, ENTRIES_MOST = 100, 1_000
+DAYS_MOST = 36_500
 OVERLAP_S = 86_400.0
 
 
@@ -79,7 +82,7 @@ def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         who = (await access.acting(request)).who
         new = await body_of(request, NewKey)
         named(new.name, "name"), named(new.tenant, "tenant")
-        expires_at = None if new.days is None else time.time() + new.days * DAY_S
+        expires_at = None if new.days is None else time.time() + days_of(new.days) * DAY_S
         async with answered():
             key, secret = await store.keys.create_key(
                 new.name,
@@ -166,7 +169,7 @@ def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         if by not in tuple(TotalBy):
             raise BadRequest(f"by is one of {', '.join(TotalBy)}", param="by")
         try:
-            since = time.time() - float(days) * DAY_S
+            since = time.time() - days_of(float(days)) * DAY_S
         except ValueError as exc:
             raise BadRequest("days is a number", param="days") from exc
         async with answered():
@@ -175,39 +178,43 @@ def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     @get("/admin/api/audit")
     async def audit(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
-        limit = request.query_params.get("limit", "100")
-        if not limit.isdecimal() or not 1 <= int(limit) <= ENTRIES_MOST:
-            raise BadRequest(f"limit is from 1 to {ENTRIES_MOST}", param="limit")
+        limit = page_of(request, ENTRIES, ENTRIES_MOST).limit
         async with answered():
-            return {"entries": msgspec.to_builtins(await store.orders.entries(int(limit)))}
+            return {"entries": msgspec.to_builtins(await store.orders.entries(limit))}
 
     return [usage, audit]
 
 
 @asynccontextmanager
 async def answered() -> AsyncIterator[None]:
-    """Raises NotFound, or Overloaded when the database is away."""
+    """Raises NotFound, BadRequest, or Overloaded when the database is away."""
     try:
         yield
     except NoSuch as exc:
         raise NotFound(str(exc)) from exc
+    except DataError as exc:  # Postgres keeps no NUL in a text
+        raise BadRequest("a name has characters that no name here has: nothing was changed") from exc
     except (SQLAlchemyError, OSError) as exc:
         raise Overloaded(f"the database is away ({reason(exc)}): nothing was changed") from exc
 
 
 async def body_of(request: AnyRequest, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(await request.body() or b"{}", type=kind)
-    except msgspec.MsgspecError as exc:
-        raise BadRequest(f"the body is not understood: {exc}") from exc
+    return decode_as(await request.body() or b"{}", kind, "the body is not understood")
 
 
 def act(who: str, why: str) -> Act:
     """Raises BadRequest without a reason."""
-    text = " ".join(why.split())[:REASON_CHARS]
+    text = reason_of(why)
     if not text:
         raise BadRequest("Say why: the reason is kept in the audit.", param="reason")
     return Act(who, text)
+
+
+def days_of(days: float) -> float:
+    """Raises BadRequest for what is no time to come, or to look back on."""
+    if not 0 < days <= DAYS_MOST:
+        raise BadRequest(f"days is above 0 and at most {DAYS_MOST}", param="days")
+    return days
 
 
 def named(name: str, param: str) -> str:

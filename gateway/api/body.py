@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Scope
 
 from gateway.api.exchange import header
 from gateway.errors import BadRequest
+
+T = TypeVar("T")
+
+
+_BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
+"""Bytes that are no UTF-8 are a ValueError that msgspec does not wrap."""
 
 
 class ClientGone(Exception):
@@ -44,10 +52,18 @@ async def read_bytes(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     return b"".join(parts)
 
 
+def decode_as(raw: bytes, kind: type[T], otherwise: str) -> T:
+    """Raises BadRequest that begins with `otherwise` and never repeats what was sent."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except _BROKEN as exc:
+        raise BadRequest(f"{otherwise}: {exc}") from exc
+
+
 def decode(raw: bytes) -> dict[str, object]:
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+    except _BROKEN as exc:
         raise BadRequest(f"The body is not valid JSON: {str(exc)[:200]}.", code="invalid_json") from exc
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_type")

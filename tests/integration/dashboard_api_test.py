@@ -35,6 +35,7 @@ from gateway.telemetry.snapshot import Snapshot
 from gateway.telemetry.together import Others
 from gateway.telemetry.watch import Watch
 from migrations import upgrade
+from tests.fakes.edge import error_of
 from tests.fakes.federation import DEADLINE_S, Scene, scene, until
 
 ADMIN, USER = "admin-key", "user-key"
@@ -412,6 +413,19 @@ def test_a_session_is_a_cookie_that_acts_only_from_our_own_page(url: str) -> Non
         assert form.status_code == 403
         own = {"origin": "http://gateway", "sec-fetch-site": "same-origin"}
         assert (await o.http.post(path, json=body, headers=own)).status_code == 200
+
+    play(url, scenario)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"key":"\xff"}', b'{"\xff":1}', b"\xff", b"", b"[]", b'{"key":1}', b'{"key":' + b"[" * 9999]
+)
+def test_a_body_that_is_no_json_of_ours_is_the_clients_mistake(url: str, body: bytes) -> None:
+    async def scenario(desk: Replica) -> None:
+        kind = {"content-type": "application/json"}
+        for path, headers in (("session", {}), ("sites/a/drain", BEARER)):
+            answer = await desk.http.post(f"/admin/api/{path}", content=body, headers={**kind, **headers})
+            assert error_of(answer, 400)["type"] == "invalid_request_error"
 
     play(url, scenario)
 

@@ -20,7 +20,7 @@ from gateway.api.app import create_http
 from gateway.api.backend import Backend, Readiness
 from gateway.store.store import Store, open_store
 from mico.cli import app
-from tests.fakes.edge import say
+from tests.fakes.edge import error_of, say
 from tests.fakes.store import outcome
 
 
@@ -134,6 +134,10 @@ def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: 
         ),
         ("quotas", {"scope": "team", "subject": "a", "limits": {}, "reason": "x"}, None),
         ("tenants", {"name": "x", "best_priority": 2**40, "reason": "x"}, "best_priority"),
+        ("keys", {"name": "x", "days": -1, "reason": "x"}, "days"),
+        ("keys", {"name": "x", "days": 0, "reason": "x"}, "days"),
+        ("keys", {"name": "x", "days": 1e308, "reason": "x"}, "days"),
+        ("keys", {"name": "x", "reason": "\0"}, "reason"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_nothing_changes(
@@ -151,6 +155,48 @@ def test_what_makes_no_sense_is_refused_and_nothing_changes(
             async with admin_api(store, other) as client:
                 await post(client, path, 403, **body)
             assert len(await store.orders.entries(100)) == before
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("usage?days=nan", "days"),
+        ("usage?days=inf", "days"),
+        ("usage?days=-5", "days"),
+        ("usage?by=colour", "by"),
+        ("audit?limit=" + "9" * 5000, "limit"),
+        ("audit?limit=0", "limit"),
+    ],
+)
+def test_a_look_that_makes_no_sense_is_refused(
+    path: str, param: str, tmp_path: Path, sqlite_template: Path
+) -> None:
+    async def main() -> None:
+        shutil.copy(sqlite_template, tmp_path / "mico.db")
+        async with open_store(f"sqlite:///{tmp_path}/mico.db", tmp_path) as store:
+            _, secret = await store.keys.create_key("boss", admin=True)
+            async with admin_api(store, secret) as client:
+                assert error_of(await client.get(f"/admin/api/{path}"), 400)["param"] == param
+
+    asyncio.run(main())
+
+
+def test_what_no_database_keeps_is_the_operators_mistake(url: str, tmp_path: Path) -> None:
+    """Not a database that is away."""
+
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            _, secret = await store.keys.create_key("boss", admin=True)
+            async with admin_api(store, secret) as client:
+                none = {"scope": "tenant", "subject": "a\0b", "limits": {"tokens_per_min": 1}, "reason": "x"}
+                for path, body in (("quotas", none), ("keys/a%00b/revoke", {"reason": "x"})):
+                    response = await client.post(f"/admin/api/{path}", json=body)
+                    assert response.status_code in (400, 404), response.text
+                made = await post(client, "keys", name="app", reason="a\0b\u200b c\n d")
+                (entry, *_) = (await get(client, "audit?limit=1"))["entries"]
+                assert (entry["action"], entry["reason"]) == (f"create key {made['id']}", "ab c d")
 
     asyncio.run(main())
 
