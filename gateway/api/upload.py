@@ -13,7 +13,6 @@ from litestar.types import Receive, Scope
 from multipart import (  # type: ignore[import-untyped]
     MultipartError,
     MultipartSegment,
-    ParserLimitReached,
     PushMultipartParser,
     parse_options_header,
 )
@@ -45,15 +44,11 @@ class Form:
 
 async def read_form(scope: Scope, receive: Receive, form: Form, begin: Begin, limit_bytes: int) -> None:
     """Fills `form`. Raises BadRequest, HTTPException (413), DeadlinePassed or ClientGone."""
-    parser = PushMultipartParser(
-        _boundary(scope), max_segment_count=FIELDS, max_segment_size=limit_bytes, strict=False
-    )
+    parser = PushMultipartParser(_boundary(scope), max_segment_count=FIELDS, strict=False)
     try:
         async with asyncio.timeout(UPLOAD_WITHIN_S):
             with parser:
-                await _Reading(form, begin).read(parser, _body(scope, receive, limit_bytes))
-    except ParserLimitReached as exc:
-        raise _too_large(limit_bytes) from exc
+                await _Reading(form, begin, limit_bytes).read(parser, _body(scope, receive, limit_bytes))
     except MultipartError as exc:
         raise BadRequest(f"The multipart form is broken: {exc}.", code="invalid_multipart") from exc
     except TimeoutError as exc:
@@ -63,9 +58,10 @@ async def read_form(scope: Scope, receive: Receive, form: Form, begin: Begin, li
 class _Reading:
     """`segment` is the part of the form that is being read."""
 
-    def __init__(self, form: Form, begin: Begin) -> None:
+    def __init__(self, form: Form, begin: Begin, limit_bytes: int) -> None:
         self._form = form
         self._begin = begin
+        self._limit_bytes = limit_bytes
         self._segment: MultipartSegment | None = None
         self._text = bytearray()
 
@@ -82,6 +78,8 @@ class _Reading:
             self._end()
         elif self._is_file:
             assert self._form.writer is not None
+            if self._form.writer.bytes + len(found) > self._limit_bytes:
+                raise _too_large(self._limit_bytes)
             await self._form.writer.write(found)
         else:
             self._text += found
