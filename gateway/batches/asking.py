@@ -19,6 +19,7 @@ from gateway.api.fields import Fields, Problems
 from gateway.api.pieces import together
 from gateway.api.problems import translate
 from gateway.api.shapes import CHAT, TEXT, Head, Shape
+from gateway.api.sse import one_line
 from gateway.batches.reading import Wanted
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
@@ -105,4 +106,4 @@ def never_ran(custom_id: str, query_id: str, code: str, message: str) -> bytes:
 
 def _line(custom_id: str, query_id: str, response: object, error: object) -> bytes:
     named = {"id": f"batch_req_{query_id.removeprefix('batch_')}", "custom_id": custom_id}
-    return msgspec.json.encode({**named, "response": response, "error": error}) + b"\n"
+    return one_line(msgspec.json.encode({**named, "response": response, "error": error})) + b"\n"

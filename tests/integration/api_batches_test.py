@@ -58,6 +58,8 @@ REFUSED_UPLOADS: list[tuple[str, dict[str, Any], int, str | None]] = [
         400,
         None,
     ),
+    ("too many fields", upload(purpose="batch", **{f"x{number}": "1" for number in range(20)}), 400, None),
+    ("a name without end", upload(purpose="batch", **{"x" * 9000: "1"}), 400, None),
     (
         "an impossible time to keep it",
         upload(purpose="batch", **{"expires_after[anchor]": "created_at", "expires_after[seconds]": "1"}),
@@ -260,6 +262,22 @@ def test_a_tenant_has_so_much_room_and_so_many_batches(play: Callable[..., None]
         here.open.set()
 
     play(scenario, tenant_bytes=3000, tenant_batches=1)
+
+
+def test_any_client_finds_the_lines_of_an_output_file(play: Callable[..., None]) -> None:
+    """Many end a line at U+0085, U+2028 and U+2029, too."""
+
+    async def scenario(here: Replica) -> None:
+        said = "one\x85two\u2028three\u2029four"
+        lines = [chat_line(0, messages=[{"role": "user", "content": said}]), chat_line(1, temperature=said)]
+        lines[1]["custom_id"] = said
+        done = await here.ended(await here.submit(jsonl(*lines)))
+        (answered,) = await here.lines(done.output_file_id)
+        assert answered["response"]["body"]["choices"][0]["message"]["content"] == f"re: {said}"
+        (refused,) = await here.lines(done.error_file_id)
+        assert refused["custom_id"] == said
+
+    play(scenario)
 
 
 def test_a_large_file_streams_in_and_out(play: Callable[..., None]) -> None:
