@@ -5,7 +5,6 @@ The columns are those of `length_corpus.parquet`. Needs pandas; never imported i
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor.errors import DataError
-from predictor.outcomes import files_of
+from predictor.outcomes import contents, rows_of
 
 NEEDED = ("source", "prompt_id", "prompt", "model", "response_tokens")
 TEXTS = ("source", "prompt", "model")
@@ -90,20 +89,22 @@ def _numbers(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
 
 
 def _outcomes(folder: Path) -> pd.DataFrame:
-    files = files_of(folder)
-    if not files:
+    rows = [row for content in contents(folder) for row in rows_of(content)]
+    if not rows:
         raise DataError(f"{folder} holds no outcomes: start the gateway with `outcomes = {folder}`")
-    rows = (json.loads(line) for file in files for line in file.read_text("ascii").splitlines())
     return pd.DataFrame(rows)
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, or of the outcomes in a folder, to say what was learned from."""
     digest = sha256()
-    for file in files_of(path) if path.is_dir() else [path]:
-        with file.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
+    if path.is_dir():
+        for content in contents(path):
+            digest.update(content)
+        return digest.hexdigest()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

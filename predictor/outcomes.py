@@ -6,8 +6,12 @@ Bounded: of two files the older goes when the newer is full. Needs nothing but t
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from predictor.runtime import Features
 
@@ -16,6 +20,8 @@ MOST_LINES = 20_000
 MOST_CHARS = 8_000
 """Of a longer text the rest is left out: a forecast does not read it."""
 SOURCE = "served"
+COLUMNS = {"source", "prompt_id", "prompt", "model", "response_tokens", "turn"}
+TRIES = 100
 
 
 class OutcomeLog:
@@ -24,7 +30,7 @@ class OutcomeLog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lines = _lines_of(folder / NEWEST)
+        self._lines, self._torn = _lines_of(folder / NEWEST)
 
     def add(self, query: Features, tokens: int) -> None:
         """One whole answer of `tokens`."""
@@ -39,10 +45,11 @@ class OutcomeLog:
         }
         if self._lines >= MOST_LINES:
             (self._folder / NEWEST).replace(self._folder / OLDER)
-            self._lines = 0
+            self._lines, self._torn = 0, False
+        begun, self._torn = "\n" if self._torn else "", True
         with (self._folder / NEWEST).open("a", encoding="ascii") as file:
-            file.write(json.dumps(row) + "\n")
-        self._lines += 1
+            file.write(begun + json.dumps(row) + "\n")
+        self._lines, self._torn = self._lines + 1, False
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -50,8 +57,36 @@ def files_of(folder: Path) -> list[Path]:
     return [file for file in (folder / OLDER, folder / NEWEST) if file.exists()]
 
 
-def _lines_of(file: Path) -> int:
+def contents(folder: Path) -> list[bytes]:
+    """What those files hold at one moment, though a gateway renames and adds to them. Raises OSError."""
+    for _ in range(TRIES):
+        with ExitStack() as stack, suppress(FileNotFoundError):
+            opened = [stack.enter_context(file.open("rb")) for file in files_of(folder)]
+            found = [os.fstat(file.fileno()) for file in opened]
+            if list(map(_identity, found)) == [_identity(file.stat()) for file in files_of(folder)]:
+                return [file.read() for file in opened]
+    raise OSError(f"the files in {folder} are renamed all the time")
+
+
+def rows_of(content: bytes) -> Iterator[dict[str, Any]]:
+    """The outcomes in a file; a line that a full disk or a power cut tore is none."""
+    for line in content.splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and row.keys() >= COLUMNS:
+                yield row
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _lines_of(file: Path) -> tuple[int, bool]:
+    """How many lines there are, and whether the last of them was torn."""
     if not file.exists():
-        return 0
+        return 0, False
+    lines, ended = 0, True
     with file.open("rb") as stream:
-        return sum(1 for _ in stream)
+        for line in stream:
+            lines, ended = lines + 1, line.endswith(b"\n")
+    return lines, not ended
