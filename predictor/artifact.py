@@ -5,18 +5,23 @@ Does not run the model.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from predictor.errors import ArtifactError
 
 FORMAT = 2
 GRAPH_FILE = "model.onnx"
 CARD_FILE = "card.json"
+FRESH = ".new"
+"""Ends the names of files that are about to take the place of others."""
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v1"
@@ -49,6 +54,14 @@ class Card:
     format: int = FORMAT
 
 
+class Artifact(NamedTuple):
+    """A card, the graph that it is of, and the word pieces it reads, if it reads any."""
+
+    card: Card
+    graph: bytes
+    vocabulary: tuple[str, ...] = ()
+
+
 def folder_of(chosen: Path | None) -> Path:
     """The folder of what was chosen: a word of KINDS, or a folder; the default where nothing was."""
     if chosen is None:
@@ -56,39 +69,62 @@ def folder_of(chosen: Path | None) -> Path:
     return SHIPPED / KINDS[str(chosen)] if str(chosen) in KINDS else chosen
 
 
-def read_vocabulary(folder: Path, card: Card) -> tuple[str, ...]:
-    """The word pieces a model reads, one a line; none for a model that reads words alone."""
-    if not card.vocabulary_digest:
-        return ()
-    try:
-        text = (folder / VOCABULARY_FILE).read_bytes()
-    except OSError as error:
-        raise ArtifactError(f"no predictor artifact in {folder}: {VOCABULARY_FILE} is missing") from error
-    if digest_of(text) != card.vocabulary_digest:
-        raise ArtifactError(f"{folder / VOCABULARY_FILE} is damaged: its digest is not the one on its card")
-    return tuple(text.decode("utf-8").removesuffix("\n").split("\n"))
-
-
 def vocabulary_bytes(pieces: Sequence[str]) -> bytes:
     """What `vocab.txt` holds."""
     return ("\n".join(pieces) + "\n").encode()
 
 
-def read_card(folder: Path) -> Card:
-    """The card, once it is sure that its format is ours and the graph beside it is its own."""
+def read(folder: Path) -> Artifact:
+    """All of an artifact, once it is sure that its format is ours and that its parts belong together.
+
+    A writing that was interrupted leaves what was there, or, once all that is new lay beside it, the new.
+    Raises ArtifactError.
+    """
     try:
-        values = json.loads((folder / CARD_FILE).read_text("utf-8"))
-        graph = (folder / GRAPH_FILE).read_bytes()
+        return _read(folder, CARD_FILE)
+    except ArtifactError:
+        for card in (CARD_FILE + FRESH, CARD_FILE):  # again, for who writes now may have ended meanwhile
+            with suppress(ArtifactError):
+                return _read(folder, card)
+        raise
+
+
+def read_card(folder: Path) -> Card:
+    """The card alone of an artifact that is whole."""
+    return read(folder).card
+
+
+def _read(folder: Path, name: str) -> Artifact:
+    try:
+        values = json.loads((folder / name).read_text("utf-8"))
     except FileNotFoundError as error:
-        raise ArtifactError(
-            f"no predictor artifact in {folder}: {Path(error.filename).name} is missing"
-        ) from error
+        raise ArtifactError(f"no predictor artifact in {folder}: {name} is missing") from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"the predictor artifact in {folder} cannot be read: {error}") from error
     card = _card_of(values, folder)
-    if digest_of(graph) != card.digest:
-        raise ArtifactError(f"{folder / GRAPH_FILE} is damaged: its digest is not the one on its card")
-    return card
+    graph = _part(folder, GRAPH_FILE, card.digest)
+    if not card.vocabulary_digest:
+        return Artifact(card, graph)
+    vocabulary = _part(folder, VOCABULARY_FILE, card.vocabulary_digest)
+    return Artifact(card, graph, tuple(vocabulary.decode("utf-8").removesuffix("\n").split("\n")))
+
+
+def _part(folder: Path, name: str, digest: str) -> bytes:
+    """A file with that digest: the one of that name, or the fresh one that was to take its place."""
+    missing = True
+    for each in (name, name + FRESH):
+        try:
+            content = (folder / each).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ArtifactError(f"the predictor artifact in {folder} cannot be read: {error}") from error
+        if digest_of(content) == digest:
+            return content
+        missing = False
+    if missing:
+        raise ArtifactError(f"no predictor artifact in {folder}: {name} is missing")
+    raise ArtifactError(f"{folder / name} is damaged: its digest is not the one on its card")
 
 
 def digest_of(graph: bytes) -> str:
@@ -101,23 +137,59 @@ def with_figures(card: Card, figures: dict[str, Any]) -> Card:
     return replace(card, figures=figures)
 
 
-def write(folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = ()) -> None:
-    """Writes graph and card; the card last, so that a half-written artifact never loads."""
+def write(
+    folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = (), *, over: Card | None = None
+) -> None:
+    """Writes an artifact in the place of what was there, which stays until all of the new is on disk.
+
+    `over` is the card that must be there still. Raises ArtifactError if it is another.
+    """
+    parts = {VOCABULARY_FILE: vocabulary_bytes(vocabulary)} if vocabulary else {}
+    parts[GRAPH_FILE] = graph
+    parts[CARD_FILE] = (json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n").encode()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CARD_FILE).unlink(missing_ok=True)
-    if vocabulary:
-        (folder / VOCABULARY_FILE).write_bytes(vocabulary_bytes(vocabulary))
-    (folder / GRAPH_FILE).write_bytes(graph)
-    (folder / CARD_FILE).write_text(json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n", "utf-8")
+    with _alone(folder):
+        if over is not None and read_card(folder) != over:
+            raise ArtifactError(
+                f"another update wrote the artifact in {folder} meanwhile; start this one again"
+            )
+        try:
+            for name, content in parts.items():
+                _write_through(folder / (name + FRESH), content)
+        except OSError:
+            for name in parts:
+                (folder / (name + FRESH)).unlink(missing_ok=True)
+            raise
+        for name in parts:  # the card last: until then it is the fresh one that fits
+            (folder / (name + FRESH)).replace(folder / name)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One writer at a time, where the file system can hold the others up."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
+def _write_through(file: Path, content: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def export(folder: Path, out: Path) -> Card:
     """The artifact in `folder`, once its digests are right, written into `out`, which must hold none."""
-    card = read_card(folder)
+    whole = read(folder)
     if (out / CARD_FILE).exists():
         raise ArtifactError(f"{out} holds an artifact already")
-    write(out, (folder / GRAPH_FILE).read_bytes(), card, read_vocabulary(folder, card))
-    return card
+    write(out, whole.graph, whole.card, whole.vocabulary)
+    return whole.card
 
 
 def _card_of(values: Any, folder: Path) -> Card:

@@ -37,11 +37,13 @@ class CurrentForecaster:
     def refresh(self) -> bool:
         """Takes up the artifact in the folder if it is another; says whether it did. Raises ArtifactError."""
         written = self._last_write()
-        if written == self._written or read_card(self._folder) == self._serving.serving.card:
+        if written == self._written:
             return False
-        self._serving = BorrowingForecaster(OnnxForecaster(self._folder))
+        another = read_card(self._folder) != self._serving.serving.card
+        if another:
+            self._serving = BorrowingForecaster(OnnxForecaster(self._folder))
         self._written = written
-        return True
+        return another
 
     def _last_write(self) -> int:
         """A card is written last, so its time tells of any change."""

@@ -15,7 +15,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from predictor import features
-from predictor.artifact import GRAPH_FILE, Card, folder_of, read_card, read_vocabulary
+from predictor.artifact import GRAPH_FILE, Card, folder_of, read
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
@@ -62,17 +62,18 @@ class OnnxForecaster:
     forecast's `source` says so."""
 
     def __init__(self, folder: Path) -> None:
-        self.card: Card = read_card(folder)
+        whole = read(folder)
+        self.card: Card = whole.card
         self.name = self.card.name
-        vocabulary = read_vocabulary(folder, self.card)
+        vocabulary = whole.vocabulary
         self._pieces = Pieces(vocabulary) if vocabulary else None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         try:
-            graph = str(folder / GRAPH_FILE)
-            self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+            providers = ["CPUExecutionProvider"]
+            self._session = onnxruntime.InferenceSession(whole.graph, options, providers=providers)
         except Exception as error:
             raise ArtifactError(f"{folder / GRAPH_FILE} cannot be run: {error}") from error
         self._rows = {name.casefold(): row for row, name in enumerate(self.card.models)}

@@ -71,8 +71,9 @@ def update(
     `elsewhere` is a corpus of what else is served: it is rehearsed, and its accuracy may fall by at most
     `margin`. Without it only what the head knows of the outcomes' own models is changed. Returns the figures
     before and after; raises RefusedUpdate if the new artifact is not better, DataError if there is too little
-    to learn from.
+    to learn from, ArtifactError if another update was faster.
     """
+    digest = dataset.file_digest(outcomes)
     fresh = dataset.read(outcomes).tail(MOST_ROWS).reset_index(drop=True)
     served = _served(artifact, fresh)
     learn, calibration, held_out = _parts(fresh, outcomes)
@@ -94,8 +95,8 @@ def update(
         there = [figures(each, judged, served.card.edges) for each in (now, end)]
         report["elsewhere"] = {"before": there[0].told(), "after": there[1].told()}
         _demand_no_loss(there[0], there[1], margin)
-    learned = {"file": outcomes.name, "sha256": dataset.file_digest(outcomes), "figures": report}
-    _write(out or artifact, served, end, learned)
+    learned = {"file": outcomes.name, "sha256": digest, "figures": report}
+    _write(artifact, out or artifact, served, end, learned)
     return report
 
 
@@ -115,10 +116,10 @@ def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures
 
 
 def _served(folder: Path, fresh: pd.DataFrame) -> Served:
-    card = artifacts.read_card(folder)
-    new = sorted(set(fresh.model) - set(card.models) - set(card.aliases))
-    graph = (folder / artifacts.GRAPH_FILE).read_bytes()
-    return Served(card, graph, artifacts.read_vocabulary(folder, card), (*card.models, *new))
+    card, graph, vocabulary = artifacts.read(folder)
+    known = {name.casefold() for name in (*card.models, *card.aliases)}
+    new = {name.casefold(): name for name in sorted(set(fresh.model)) if name.casefold() not in known}
+    return Served(card, graph, vocabulary, (*card.models, *new.values()))
 
 
 def _parts(fresh: pd.DataFrame, path: Path) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
@@ -138,12 +139,12 @@ def _parts(fresh: pd.DataFrame, path: Path) -> tuple[NDArray[np.bool_], NDArray[
 def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
     prompts = frame.drop_duplicates("prompt_id")
     place = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
-    row = {name: index for index, name in enumerate(served.models)}
-    row |= {alias: row[name] for alias, name in served.card.aliases.items()}
+    row = {name.casefold(): index for index, name in enumerate(served.models)}
+    row |= {alias.casefold(): row[name.casefold()] for alias, name in served.card.aliases.items()}
     return Outcomes(
         graft.inputs_of(served.graph, served.vocabulary, list(prompts.prompt), progress),
         frame.prompt_id.map(place).to_numpy(dtype=np.int64),
-        frame.model.map(row).fillna(lexical.UNKNOWN_MODEL).to_numpy(dtype=np.int64),
+        frame.model.str.casefold().map(row).fillna(lexical.UNKNOWN_MODEL).to_numpy(dtype=np.int64),
         frame.response_tokens.to_numpy(dtype=np.int64),
     )
 
@@ -184,6 +185,11 @@ def _elsewhere(
     if path is None:
         return None, None
     parts = dataset.split(dataset.read(path))
+    if not len(parts.train) or not len(parts.held_out):
+        raise DataError(
+            f"{path} has {len(parts.train)} rows to rehearse and {len(parts.held_out)} to judge by; "
+            "at least one of each is needed"
+        )
     wanted = min(MOST_REPLAY_ROWS, max(LEAST_REPLAY_ROWS, REPLAY_ROWS_PER_ROW * learn_rows))
     both = [
         part.sample(min(rows, len(part)), random_state=seed).reset_index(drop=True)
@@ -221,7 +227,7 @@ def _demand_no_loss(before: Figures, after: Figures, margin: float) -> None:
         )
 
 
-def _write(out: Path, served: Served, weights: Weights, learned: dict[str, Any]) -> None:
+def _write(artifact: Path, out: Path, served: Served, weights: Weights, learned: dict[str, Any]) -> None:
     graph = graft.with_head(served.graph, weights.head, weights.sharpness, weights.shift)
     before = served.card.trained_on
     card = replace(
@@ -230,4 +236,5 @@ def _write(out: Path, served: Served, weights: Weights, learned: dict[str, Any])
         digest=artifacts.digest_of(graph),
         trained_on={**before, "updates": [*before.get("updates", []), learned]},
     )
-    artifacts.write(out, graph, card, served.vocabulary)
+    in_place = out.exists() and out.samefile(artifact)
+    artifacts.write(out, graph, card, served.vocabulary, over=served.card if in_place else None)

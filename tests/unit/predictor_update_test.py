@@ -1,16 +1,21 @@
 """An artifact learns from outcomes, knows new models by them, and gives way only to a better one."""
 
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from predictor.artifact import LEXICAL_NAME, SHIPPED
+from predictor.artifact import KINDS, LEXICAL_NAME, SHIPPED, digest_of, export, write
+from predictor.artifact import read as read_artifact
 from predictor.current import CurrentForecaster
-from predictor.dataset import prompt_percent, read
-from predictor.errors import DataError, RefusedUpdate
-from predictor.outcomes import OutcomeLog
+from predictor.dataset import file_digest, prompt_percent, read
+from predictor.errors import ArtifactError, DataError, RefusedUpdate
+from predictor.outcomes import NEWEST, OutcomeLog
 from predictor.runtime import Features, OnnxForecaster
 from predictor.update import HELD_OUT_PERCENT, update
 
@@ -144,3 +149,137 @@ def test_a_folder_of_outcomes_keeps_the_newest_and_goes_on_after_a_restart(
 def test_a_folder_without_outcomes_says_how_to_get_some(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="start the gateway with"):
         update(LEXICAL, tmp_path)
+
+
+def test_an_outcome_that_was_torn_costs_no_other(tmp_path: Path) -> None:
+    """As a full disk or a power cut leaves it: what came behind joined that line, and none was read."""
+    folder = tmp_path / "outcomes"
+    kept = OutcomeLog(folder)
+    kept.add(Features("first", "m"), 1)
+    with (folder / NEWEST).open("a") as file:
+        file.write('{"source": "serv')
+    OutcomeLog(folder).add(Features("second", "m"), 2)
+    with (folder / NEWEST).open("a") as file:
+        file.write('{"source": "served", "prompt_id"')
+    assert read(folder).response_tokens.tolist() == [1, 2]
+
+
+def test_a_line_that_could_not_be_written_costs_no_other(tmp_path: Path) -> None:
+    kept = OutcomeLog(tmp_path)
+    (tmp_path / NEWEST).mkdir()
+    with pytest.raises(IsADirectoryError):
+        kept.add(Features("lost", "m"), 1)
+    (tmp_path / NEWEST).rmdir()
+    kept.add(Features("second", "m"), 2)
+    assert read(tmp_path).response_tokens.tolist() == [2]
+
+
+def test_outcomes_are_read_whole_while_a_gateway_adds_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None twice and none left out, whatever was renamed between a look and the next."""
+    monkeypatch.setattr("predictor.outcomes.MOST_LINES", 40)
+    kept, added = OutcomeLog(tmp_path), 80
+    for number in range(added):
+        kept.add(Features("q", "m"), number + 1)
+
+    def add_more() -> None:
+        for number in range(added, 1_000):
+            kept.add(Features("q", "m"), number + 1)
+
+    writing = threading.Thread(target=add_more)
+    writing.start()
+    while writing.is_alive():
+        lengths = read(tmp_path).response_tokens.tolist()
+        assert lengths == list(range(lengths[0], lengths[0] + len(lengths)))
+        assert 40 <= len(lengths) <= 80
+        assert len(file_digest(tmp_path)) == 64
+    writing.join()
+
+
+def test_an_update_says_what_it_learned_from_though_more_came_meanwhile(tmp_path: Path) -> None:
+    data = outcomes(tmp_path / "outcomes.parquet", 300)
+    before = file_digest(data)
+
+    def more_comes(_: str) -> None:
+        data.write_bytes(b"other")
+
+    update(LEXICAL, data, out=tmp_path / "new", steps=5, progress=more_comes)
+    assert OnnxForecaster(tmp_path / "new").card.trained_on["updates"][0]["sha256"] == before
+
+
+def test_another_way_to_write_a_name_is_no_new_model(tmp_path: Path) -> None:
+    """A gateway serves `GPT4` as `gpt4`, so that is what an update has to be better than."""
+    reports = [
+        update(LEXICAL, outcomes(tmp_path / f"{name}.parquet", 300, name), out=tmp_path / name, steps=5)
+        for name in ("gpt4", "GPT4")
+    ]
+    assert reports[0] == reports[1]
+    assert OnnxForecaster(tmp_path / "GPT4").card.models == OnnxForecaster(LEXICAL).card.models
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_corpus_too_small_to_rehearse_is_said_to_be(tmp_path: Path, rows: int) -> None:
+    elsewhere = outcomes(tmp_path / "elsewhere.parquet", 3)
+    pd.read_parquet(elsewhere).head(rows).to_parquet(elsewhere)
+    with pytest.raises(DataError, match="rows to rehearse"):
+        update(LEXICAL, outcomes(tmp_path / "o.parquet", 300), out=tmp_path / "new", elsewhere=elsewhere)
+
+
+def test_an_artifact_is_whole_at_any_instant_of_its_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that is killed, or finds the disk full, leaves the old artifact or the new one."""
+    folder, seen = tmp_path / "served", []
+    export(SHIPPED / KINDS["small"], folder)
+    old = read_artifact(folder)
+    new = replace(old.card, name="newer", digest=digest_of(b"g"), vocabulary_digest=digest_of(b"v\n"))
+
+    def look(*_: object) -> None:
+        seen.append(read_artifact(folder).card.name)
+
+    def looking(act: Callable[..., object]) -> Callable[..., object]:
+        def done(*arguments: object) -> object:
+            look()
+            found = act(*arguments)
+            look()
+            return found
+
+        return done
+
+    monkeypatch.setattr(os, "fsync", looking(os.fsync))
+    monkeypatch.setattr(Path, "replace", looking(Path.replace))
+    write(folder, b"g", new, ["v"])
+    assert seen[0] == old.card.name
+    assert seen[-1] == read_artifact(folder).card.name == "newer"
+    assert {file.name for file in folder.iterdir()} == {"card.json", "model.onnx", "vocab.txt"}
+
+
+def test_a_full_disk_leaves_the_artifact_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "served"
+    export(LEXICAL, folder)
+    before = read_artifact(folder)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(folder, b"g", replace(before.card, digest=digest_of(b"g")))
+    assert read_artifact(folder) == before
+    assert {file.name for file in folder.iterdir()} == {"card.json", "model.onnx"}
+
+
+def test_of_two_updates_of_one_artifact_the_slower_does_not_undo_the_faster(tmp_path: Path) -> None:
+    folder, data = tmp_path / "served", outcomes(tmp_path / "outcomes.parquet", 300)
+    export(LEXICAL, folder)
+    begun: list[str] = []
+
+    def another(told: str) -> None:
+        if not begun:
+            begun.append(told)
+            update(folder, data, steps=5)
+
+    with pytest.raises(ArtifactError, match="another update"):
+        update(folder, data, steps=5, progress=another)
+    assert len(OnnxForecaster(folder).card.trained_on["updates"]) == 1
