@@ -14,9 +14,8 @@ from gateway.api.body import ClientGone, read_json
 from gateway.api.fields import Fields, Problems, echo, whole_number
 from gateway.api.files import AnyRequest, answering, json, kept_for, listing, page_of
 from gateway.batches.asking import ENDPOINTS
-from gateway.batches.files import Files
-from gateway.batches.ledger import Ledger, new_id
-from gateway.batches.values import WINDOW, WINDOW_S, Batch, BatchLimits, BatchStatus, Purpose
+from gateway.batches.ledger import Ledger, NoInput, TooManyBatches, new_id
+from gateway.batches.values import WINDOW, WINDOW_S, Batch, BatchLimits, BatchStatus
 from gateway.domain import Caller
 from gateway.errors import BadRequest, NotFound, TooMany
 
@@ -38,7 +37,7 @@ _OPTIONAL: Final = ("model", "output_file_id", "error_file_id")
 
 
 def batch_routes(
-    backend: Backend, files: Files, ledger: Ledger, limits: BatchLimits, changed: Callable[[], None]
+    backend: Backend, ledger: Ledger, limits: BatchLimits, changed: Callable[[], None]
 ) -> list[HTTPRouteHandler]:
     """`changed` is called when there is something new to do for whoever runs batches here."""
 
@@ -51,8 +50,7 @@ def batch_routes(
             return json({})
         batch = read_batch(body, caller, backend.unix_time(), limits)
         with answering():
-            await check(batch, files, ledger, limits)
-            await ledger.create(batch)
+            await create(batch, ledger, limits)
         changed()
         return json(shape(batch))
 
@@ -111,19 +109,20 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
     )
 
 
-async def check(batch: Batch, files: Files, ledger: Ledger, limits: BatchLimits) -> None:
+async def create(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
     """Raises BadRequest or TooMany."""
-    file = await files.get(batch.tenant, batch.input_file_id)
-    if file is None or file.purpose != Purpose.BATCH:
+    try:
+        await ledger.create(batch, limits.tenant_batches)
+    except NoInput as exc:
         raise BadRequest(
             f"There is no file {echo(batch.input_file_id)} that was uploaded with the purpose 'batch'.",
             param="input_file_id",
             code="invalid_value",
-        )
-    if await ledger.unended(batch.tenant) >= limits.tenant_batches:
+        ) from exc
+    except TooManyBatches as exc:
         raise TooMany(
             f"{limits.tenant_batches} batches are not over yet, the most at one time.", retry_after_s=60.0
-        )
+        ) from exc
 
 
 async def existing(ledger: Ledger, tenant: str, batch_id: str) -> Batch:

@@ -12,7 +12,7 @@ from gateway.batches.asking import never_ran
 from gateway.batches.files import FileWriter
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.means import Means
-from gateway.batches.values import Batch, BatchStatus, Fault, Purpose
+from gateway.batches.values import Batch, BatchStatus, Fault, File, Purpose
 
 _NEVER_RAN: Final = {
     BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this line was answered."),
@@ -40,7 +40,7 @@ async def close(batch: Batch, means: Means, *, cancelled: bool) -> None:
     output, errors = _Side(batch, means), _Side(batch, means)
     try:
         missing = await _sort(batch, means, unanswered, output, errors)
-        files = await output.finish("output"), await errors.finish("error")
+        files = await output.end("output"), await errors.end("error")
     except BaseException:
         await _discard(output, errors)
         raise
@@ -49,8 +49,10 @@ async def close(batch: Batch, means: Means, *, cancelled: bool) -> None:
     ended = await means.ledger.end(  # if this breaks off, it may have taken effect: the files stay
         batch.id,
         status,
-        output_file_id=files[0],
-        error_file_id=files[1],
+        shown=[file for file in files if file is not None],
+        output_file_id=files[0] and files[0].id,
+        error_file_id=files[1] and files[1].id,
+        total=output.lines + errors.lines,  # one that was cancelled while it was read has none yet
         completed=output.lines,
         failed=errors.lines,
         at=means.backend.unix_time(),
@@ -95,12 +97,11 @@ class _Side:
         await self._writer.write(line)
         self.lines += 1
 
-    async def finish(self, name: str) -> str | None:
+    async def end(self, name: str) -> File | None:
         if self._writer is None:
             return None
         filename = f"{self._batch.id}_{name}.jsonl"
-        file = await self._writer.finish(filename, Purpose.BATCH_OUTPUT, self._batch.output_kept_s)
-        return file.id
+        return await self._writer.end(filename, Purpose.BATCH_OUTPUT, self._batch.output_kept_s)
 
     async def discard(self) -> None:
         if self._writer is not None:

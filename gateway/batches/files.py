@@ -61,11 +61,8 @@ class Files:
     async def reserve(self, tenant: str, size: int, most: int) -> FileWriter:
         """As `begin`, if the tenant's files hold at most `most` bytes together with these. Raises NoRoom."""
         theirs = and_(files.c.tenant == tenant, or_(files.c.complete, files.c.expires_at > self._clock()))
-        turn = update(tenants).where(tenants.c.name == tenant).values(stamp=tenants.c.stamp)
         async with self._engine.begin() as connection:
-            await connection.execute(
-                turn
-            )  # changes nothing: it is the lock, until the end of the transaction
+            await take_turn(connection, tenant)
             stored = int(await connection.scalar(select(func.sum(files.c.bytes)).where(theirs)) or 0)
             if stored + size > most:
                 raise NoRoom(stored)
@@ -107,10 +104,10 @@ class Files:
         reading = select(batches.c.id).where(
             batches.c.tenant == tenant, batches.c.input_file_id == file_id, batches.c.status.in_(UNENDED)
         )
-        async with self._engine.connect() as connection:
+        async with self._engine.begin() as connection:
+            await take_turn(connection, tenant)
             if batch_id := await connection.scalar(reading.limit(1)):
                 raise InUse(batch_id)
-        async with self._engine.begin() as connection:
             hidden = (
                 update(files)
                 .where(_theirs(tenant), files.c.id == file_id)
@@ -169,13 +166,16 @@ class FileWriter:
 
     async def finish(self, filename: str, purpose: str, kept_s: float) -> File:
         """From now on it is there."""
+        file = await self.end(filename, purpose, kept_s)
+        async with self._engine.begin() as connection:
+            await show(connection, file)
+        return file
+
+    async def end(self, filename: str, purpose: str, kept_s: float) -> File:
+        """Nothing of it is missing; nobody sees it until it is shown."""
         await self._store(PARTS_AT_ONCE)
         now = self._clock()
-        file = File(self.id, self.tenant, filename, purpose, self.bytes, now, now + kept_s)
-        async with self._engine.begin() as connection:
-            complete = update(files).where(files.c.id == self.id).values(**_columns(file), complete=True)
-            await connection.execute(complete)
-        return file
+        return File(self.id, self.tenant, filename, purpose, self.bytes, now, now + kept_s)
 
     async def discard(self) -> None:
         await Files(self._engine, self._clock).remove(self.id)
@@ -191,6 +191,17 @@ class FileWriter:
                 await connection.execute(insert(file_parts), rows)
             self._part += len(rows)
             del self._waiting[: most * PART_BYTES]
+
+
+async def take_turn(connection: AsyncConnection, tenant: str) -> None:
+    """The lock of a tenant, until this transaction ends. Changes nothing."""
+    turn = update(tenants).where(tenants.c.name == tenant).values(stamp=tenants.c.stamp)
+    await connection.execute(turn)
+
+
+async def show(connection: AsyncConnection, file: File) -> None:
+    complete = update(files).where(files.c.id == file.id).values(**_columns(file), complete=True)
+    await connection.execute(complete)
 
 
 async def remove_in_steps(

@@ -12,6 +12,7 @@ from typing import Any, Final
 from sqlalchemy import (
     ColumnElement,
     Row,
+    Select,
     and_,
     bindparam,
     case,
@@ -25,9 +26,9 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.batches.files import Page, paged, remove_in_steps
-from gateway.batches.values import UNENDED, Batch, BatchStatus, Line, Outcome
-from gateway.store.tables import batch_lines, batches
+from gateway.batches.files import Page, paged, remove_in_steps, show, take_turn
+from gateway.batches.values import UNENDED, Batch, BatchStatus, File, Line, Outcome, Purpose
+from gateway.store.tables import batch_lines, batches, files
 
 ROWS_AT_ONCE: Final = 500
 LEASE_S: Final = 15.0
@@ -36,6 +37,14 @@ LEASE_S: Final = 15.0
 
 class LeaseLost(Exception):
     """Another replica works on this batch now."""
+
+
+class NoInput(Exception):
+    """The tenant has no such file of queries."""
+
+
+class TooManyBatches(Exception):
+    """So many batches of the tenant are not over yet."""
 
 
 class Ledger:
@@ -55,10 +64,17 @@ class Ledger:
 
     # ---- for whoever submits
 
-    async def create(self, batch: Batch) -> None:
-        values = {name: getattr(batch, name) for name in Batch.__slots__}
+    async def create(self, batch: Batch, most: int) -> None:
+        """If the tenant has `most` at one time with it, and its file. Raises NoInput or TooManyBatches."""
         async with self._engine.begin() as connection:
-            await connection.execute(insert(batches), values)
+            await take_turn(connection, batch.tenant)
+            if await connection.scalar(_input_of(batch)) is None:
+                raise NoInput
+            if int(await connection.scalar(_unended(batch.tenant)) or 0) >= most:
+                raise TooManyBatches
+            await connection.execute(
+                insert(batches), {name: getattr(batch, name) for name in Batch.__slots__}
+            )
 
     async def get(self, tenant: str, batch_id: str) -> Batch | None:
         async with self._engine.connect() as connection:
@@ -72,15 +88,6 @@ class Ledger:
         async with self._engine.connect() as connection:
             found = (await connection.execute(await paged(connection, batches, wanted, page))).all()
             return [await _counted(connection, _batch(row)) for row in found]
-
-    async def unended(self, tenant: str) -> int:
-        going = (
-            select(func.count())
-            .select_from(batches)
-            .where(batches.c.tenant == tenant, batches.c.status.in_(UNENDED))
-        )
-        async with self._engine.connect() as connection:
-            return int(await connection.scalar(going) or 0)
 
     async def cancel(self, tenant: str, batch_id: str) -> bool:
         """False when there is none of this tenant that could still be cancelled."""
@@ -127,14 +134,29 @@ class Ledger:
 
     async def change(self, batch_id: str, while_: Sequence[BatchStatus] = UNENDED, **values: Any) -> bool:
         """Of a batch that we hold and whose status is one of `while_`; says whether it was."""
-        ours = and_(self._held(batch_id), batches.c.status.in_(while_))
         async with self._engine.begin() as connection:
-            return bool((await connection.execute(update(batches).where(ours).values(**values))).rowcount)
+            return await self._change(connection, batch_id, while_, values)
 
-    async def end(self, batch_id: str, status: BatchStatus, *, at: float, **values: Any) -> bool:
-        """Of a batch that we hold; whether it was."""
-        values = {**values, f"{status.value}_at": at}
-        return await self.change(batch_id, UNENDED, status=status, **values)
+    async def end(
+        self, batch_id: str, status: BatchStatus, *, at: float, shown: Sequence[File] = (), **values: Any
+    ) -> bool:
+        """Of a batch that we hold; whether it was. Its files are seen from then on."""
+        values = {**values, "status": status, f"{status.value}_at": at}
+        async with self._engine.begin() as connection:
+            ended = await self._change(connection, batch_id, UNENDED, values)
+            for file in shown if ended else ():
+                await show(connection, file)
+        return ended
+
+    async def _change(
+        self,
+        connection: AsyncConnection,
+        batch_id: str,
+        while_: Sequence[BatchStatus],
+        values: dict[str, Any],
+    ) -> bool:
+        ours = and_(self._held(batch_id), batches.c.status.in_(while_))
+        return bool((await connection.execute(update(batches).where(ours).values(**values))).rowcount)
 
     def _held(self, batch_id: str) -> ColumnElement[bool]:
         return and_(batches.c.id == batch_id, batches.c.leased_by == self.owner)
@@ -243,6 +265,20 @@ class Ledger:
 
 def new_id() -> str:
     return f"batch_{secrets.token_hex(12)}"
+
+
+def _input_of(batch: Batch) -> Select[Any]:
+    return select(files.c.id).where(
+        files.c.tenant == batch.tenant,
+        files.c.id == batch.input_file_id,
+        files.c.complete,
+        files.c.purpose == Purpose.BATCH,
+    )
+
+
+def _unended(tenant: str) -> Select[Any]:
+    theirs = and_(batches.c.tenant == tenant, batches.c.status.in_(UNENDED))
+    return select(func.count()).select_from(batches).where(theirs)
 
 
 async def _counted(connection: AsyncConnection, batch: Batch) -> Batch:

@@ -72,7 +72,7 @@ async def open_batches(
     sweeping = asyncio.create_task(sweep_for_ever(files, ledger, limits.kept_s))
     routes = [
         *file_routes(backend, files, limits),
-        *batch_routes(backend, files, ledger, limits, runner.look_now),
+        *batch_routes(backend, ledger, limits, runner.look_now),
     ]
     try:
         yield Batches(routes, runner, ledger)

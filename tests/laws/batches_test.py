@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.batches.files import Files, Page
 from gateway.batches.job import Job, Put
@@ -189,12 +191,18 @@ def batch(batch_id: str = "batch_1", created_at: float = 0.0) -> Batch:
     return Batch(batch_id, "t", "key", "/v1/completions", "file-1", created_at, created_at + 86_400.0, 60.0)
 
 
+async def submit(engine: AsyncEngine, ledger: Ledger, new: Batch) -> None:
+    writer = await Files(engine, lambda: 0.0).begin(new.tenant)
+    file = await writer.finish("in.jsonl", "batch", 1000.0)
+    await ledger.create(replace(new, input_file_id=file.id), 9)
+
+
 def test_an_outcome_is_written_once_and_by_the_holder_of_the_lease_alone(url: str) -> None:
     async def main() -> None:
         now = 0.0
         engine = open_engine(url)
         one, two = (Ledger(engine, name, lambda: now, lease_s=10.0) for name in ("one", "two"))
-        await one.create(batch())
+        await submit(engine, one, batch())
         assert [each.id for each in await one.lease(5)] == ["batch_1"]
         assert await two.lease(5) == []
         await one.add_lines("batch_1", [line(1), line(2, place=1)])
@@ -223,7 +231,7 @@ def test_who_validates_too_long_removes_no_line_of_the_next_holder(url: str) -> 
         now = 0.0
         engine = open_engine(url)
         slow, next_one = (Ledger(engine, name, lambda: now, lease_s=10.0) for name in ("slow", "next"))
-        await slow.create(batch())
+        await submit(engine, slow, batch())
         await slow.lease(5)
         await slow.add_lines("batch_1", [line(9)])  # as an earlier try may have left them
         now = 20.0
@@ -245,7 +253,7 @@ def test_a_replica_keeps_what_it_has_before_it_takes_more(url: str) -> None:
         engine = open_engine(url)
         one, two = (Ledger(engine, name, lambda: 0.0) for name in ("one", "two"))
         for number in range(5):
-            await one.create(batch(f"batch_{number}", created_at=float(number)))
+            await submit(engine, one, batch(f"batch_{number}", created_at=float(number)))
         assert [each.id for each in await one.lease(2)] == ["batch_0", "batch_1"]
         assert [each.id for each in await two.lease(2)] == ["batch_2", "batch_3"]
         assert [each.id for each in await two.lease(2)] == ["batch_2", "batch_3"]
@@ -265,10 +273,8 @@ def test_what_is_too_old_goes_and_what_a_batch_reads_stays(url: str) -> None:
         for writer in writers:
             await writer.write(b"x" * 200_000)
         kept, read = [await writer.finish("f", "batch", 1000.0) for writer in writers[:2]]
-        from dataclasses import replace
-
-        await ledger.create(replace(batch("going"), input_file_id=read.id))
-        await ledger.create(batch("over"))
+        await ledger.create(replace(batch("going"), input_file_id=read.id), 2)
+        await ledger.create(replace(batch("over"), input_file_id=kept.id), 2)
         for each in await ledger.lease(5):
             await ledger.add_lines(each.id, [line(1)])
         assert await ledger.end("over", BatchStatus.COMPLETED, at=now)

@@ -18,6 +18,8 @@ from tests.fakes.edge import error_of
 ONE = jsonl(chat_line(0))
 BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 
+CHAT = "/v1/chat/completions"
+
 
 def run(url: str, scenario: Callable[[Replica], Awaitable[None]], **limits: Any) -> None:
     async def main() -> None:
@@ -155,5 +157,48 @@ def test_uploads_side_by_side_keep_to_the_room_that_their_tenant_has(url: str, t
             assert {error["code"] for error in refused} == {"storage_full"}
             await one.raw("DELETE", f"/v1/files/{stored[0]['id']}")
             await two.upload(b"x" * 1_000)
+
+    asyncio.run(main())
+
+
+def test_batches_side_by_side_keep_to_how_many_their_tenant_may_have(url: str, tmp_path: Path) -> None:
+    """Two replicas, each asked for five at once."""
+
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            await store.quotas.set_tenant("tenant-1", best_priority=0, act=Act())
+        limits = {"sites": (), "tenant_batches": 3}
+        async with replica(url, name="r1", **limits) as one, replica(url, name="r2", **limits) as two:
+            file_id = await one.upload(jsonl(chat_line(0)))
+            body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+            sent = [here.raw("POST", "/v1/batches", json=body) for here in (one, two) for _ in range(5)]
+            answers = await asyncio.gather(*sent)
+            refused = [error_of(answer, 429) for answer in answers if answer.status_code != 200]
+            assert len(refused) == 7, [answer.status_code for answer in answers]
+            made = (await one.raw("GET", "/v1/batches")).json()["data"]
+            assert len(made) == 3
+            await one.raw("POST", f"/v1/batches/{made[0]['id']}/cancel")
+            await one.ended(made[0]["id"])
+            assert (await two.raw("POST", "/v1/batches", json=body)).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_file_is_deleted_or_read_by_a_batch_and_never_both(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with open_store(url, tmp_path) as store:
+            await store.quotas.set_tenant("tenant-1", best_priority=0, act=Act())
+        async with replica(url, name="r1", sites=()) as one, replica(url, name="r2", sites=()) as two:
+            for _ in range(10):
+                file_id = await one.upload(jsonl(chat_line(0)))
+                body = {
+                    "input_file_id": file_id,
+                    "endpoint": "/v1/chat/completions",
+                    "completion_window": "24h",
+                }
+                made, deleted = await asyncio.gather(
+                    one.raw("POST", "/v1/batches", json=body), two.raw("DELETE", f"/v1/files/{file_id}")
+                )
+                assert {made.status_code, deleted.status_code} == {200, 400}, (made.text, deleted.text)
 
     asyncio.run(main())

@@ -268,6 +268,55 @@ def test_cancelling_keeps_what_is_finished(url: str) -> None:
     asyncio.run(main())
 
 
+def test_a_batch_that_is_cancelled_while_it_is_read_counts_its_lines(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            runner: Any = here.batches.runner
+            ledger = runner._means.ledger
+            add_lines = ledger.add_lines
+
+            async def meanwhile(batch_id: str, lines: Any) -> None:
+                await here.raw("POST", f"/v1/batches/{batch_id}/cancel")
+                await add_lines(batch_id, lines)
+
+            monkeypatch.setattr(ledger, "add_lines", meanwhile)
+            done = await here.ended(await here.submit(jsonl(chat_line(0), chat_line(1))))
+            counts = done.request_counts
+            assert (done.status, counts.total, counts.completed, counts.failed) == ("cancelled", 2, 0, 2)
+            assert len(await here.lines(done.error_file_id)) == 2
+
+    asyncio.run(main())
+
+
+def test_nobody_sees_the_files_of_an_end_that_was_not_written_down(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes over from a replica that died in between writes new ones."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            ledger: Any = first.batches.runner._means.ledger
+            reached = asyncio.Event()
+
+            async def dies(*_: object, **__: object) -> None:
+                reached.set()
+                raise OperationalError("", {}, OSError("this process is dead"))
+
+            monkeypatch.setattr(ledger, "end", dies)
+            batch_id = await first.submit(jsonl(chat_line(0), chat_line(1, temperature=9)))
+            await reached.wait()
+            await first.die()
+            async with replica(url, name="r2") as second:
+                done = await second.ended(batch_id)
+                assert done.status == "completed"
+                listed = (await second.raw("GET", "/v1/files?purpose=batch_output")).json()["data"]
+                assert {file["id"] for file in listed} == {done.output_file_id, done.error_file_id}
+
+    asyncio.run(main())
+
+
 def test_a_line_whose_site_breaks_runs_again_then_is_in_the_error_file(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
