@@ -18,6 +18,11 @@ def make_folder(folder: Path) -> None:
         raise _refused(folder, "permission denied")
 
 
+def make_room(folder: Path) -> None:
+    """For a folder that is not made before there is something to put into it. Raises CommandFailed."""
+    make_folder(folder if folder.exists() else folder.parent)
+
+
 def make_way(file: Path, *, read: Path | None = None) -> None:
     """For a file that is yet to be written. Raises CommandFailed where it can't be, or would be written over
     what it comes from."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import PurePath
@@ -30,9 +30,11 @@ class Terminal:
         self.data(json.dumps(value, indent=2, default=_plain))
 
     def say(self, text: str) -> None:
+        """Nobody may be there to read it any more: that ends no work."""
         if not self.quiet:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+            with suppress(OSError):
+                sys.stderr.write(text + "\n")
+                sys.stderr.flush()
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
         """Rich drops colours and fancy width by itself when stdout is no terminal or NO_COLOR is set."""

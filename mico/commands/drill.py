@@ -74,9 +74,10 @@ def overload(
 def ask_until(base_url: str, key: str | None, until_s: float) -> tuple[int, int]:
     """One client's loop: how many of its queries were answered, and how many refused."""
     from mico.client import Client
+    from mico.commands.chat import first_model
 
     client, done, refused = Client(base_url, key), 0, 0
-    model = client.get("/v1/models")["data"][0]["id"]
+    model = first_model(client)
     question = [{"role": "user", "content": "Tell me all you know about rivers. " * 4}]
     body = {"model": model, "messages": question, "max_tokens": 80}
     while time.monotonic() < until_s:

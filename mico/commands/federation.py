@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,8 +36,10 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start gateways and sites on this machine. Ctrl-C drains and leaves nothing running."""
+    from mico.local.interrupts import interrupt_at_any_end
+
     here = session(context)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_at_any_end()
     here.folder.make()
     with here.folder.locked():
         already = here.folder.running()
@@ -182,21 +183,23 @@ def end(here: Session, running: Running) -> None:
 
 def show_ready(here: Session, running: Running, *, as_json: bool) -> None:
     client = here.client(running.base_url, here.folder.key())
-    model = client.get("/v1/models")["data"][0]["id"]
+    models = client.get("/v1/models")["data"]
+    model = models[0]["id"] if models else None
     sites = client.get("/admin/api/sites")["sites"]
     key = here.folder.key() or ""
     if as_json:
         base_urls = [f"{root_url}/v1" for root_url in running.root_urls]
-        facts = {"base_url": running.base_url, "base_urls": base_urls}
+        facts: dict[str, Any] = {"base_url": running.base_url, "base_urls": base_urls}
         facts |= {"api_key": key, "model": model, "sites": sites}
         here.terminal.json({**facts, "processes": [process_facts(each) for each in running.processes]})
         return
     page = running.base_url.removesuffix("/v1") + "/admin"
     facts_rows = [["gateway", f"{root_url}/v1", "ready"] for root_url in running.root_urls]
     facts_rows += [["dashboard", page, ""]]
-    facts_rows += [["API key", key, ""], ["model", model, ""]]
+    facts_rows += [["API key", key, ""], ["model", model or "none is served now", ""]]
     here.terminal.table(["", "Mico", "state"], facts_rows + [site_row(site) for site in sites])
-    here.terminal.data("\n" + curl(running, key, model))
+    if model:
+        here.terminal.data("\n" + curl(running, key, model))
 
 
 def process_facts(process: Any) -> dict[str, object]:

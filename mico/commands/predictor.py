@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mico.errors import CommandFailed
-from mico.outputs import make_folder, make_way
+from mico.outputs import make_folder, make_room, make_way
 from mico.session import Json, Session, session
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def export(
     from predictor.errors import ArtifactError
 
     here = session(context)
-    make_folder(out)
+    make_room(out)
     try:
         card = exported(folder_of(artifact), out)
     except ArtifactError as error:
@@ -209,7 +209,7 @@ def update(
     from predictor.update import update as updated
 
     here = session(context)
-    make_folder(out or artifact)
+    make_room(out or artifact)
     try:
         found = updated(artifact, outcomes, out=out, elsewhere=elsewhere, progress=here.terminal.say)
     except PredictorError as error:

@@ -10,11 +10,14 @@ from datetime import UTC, datetime
 from mico.client import Client
 from mico.errors import CommandFailed
 from mico.local.folder import Folder, Running
+from mico.local.interrupts import uninterrupted
 from mico.local.plan import Plan
 from mico.local.processes import Process, end, last_lines, start
 
 READY_WITHIN_S = 240.0
 POLL_S = 0.2
+TOLD_WITHIN_S = 5.0
+"""A gateway that says nothing for so long is as one that does not answer."""
 GATEWAY_DRAIN_S = 30.0
 SITE_END_S = 10.0
 
@@ -37,9 +40,10 @@ def start_all(plan: Plan) -> Running:
     )
     roles = [(name, "gateway") for name in plan.gateway_names] + [(site.name, "site") for site in plan.sites]
     for name, role in roles:
-        process = start_process(plan.folder, name, role)
-        running = replace(running, processes=(*running.processes, process))
-        plan.folder.remember(running)
+        with uninterrupted():
+            process = start_process(plan.folder, name, role)
+            running = replace(running, processes=(*running.processes, process))
+            plan.folder.remember(running)
     return running
 
 
@@ -51,11 +55,13 @@ def start_process(folder: Folder, name: str, role: str) -> Process:
 
 def restart_dead(folder: Folder, running: Running) -> Running:
     """The same federation with every dead process started again from its settings."""
-    processes = tuple(
-        each if each.alive else start_process(folder, each.name, each.role) for each in running.processes
-    )
-    running = replace(running, processes=processes)
-    folder.remember(running)
+    for place, each in enumerate(running.processes):
+        if not each.alive:
+            with uninterrupted():
+                fresh = start_process(folder, each.name, each.role)
+                processes = (*running.processes[:place], fresh, *running.processes[place + 1 :])
+                running = replace(running, processes=processes)
+                folder.remember(running)
     return running
 
 
@@ -80,7 +86,7 @@ def told_by(gateway: Process, base_url: str, key: str | None, running: Running) 
     unseen = {site.name: "starting" for site in running.sites}
     client = Client(base_url, key)
     try:
-        sites = client.get("/admin/api/sites")["sites"]
+        sites = client.get("/admin/api/sites", within_s=TOLD_WITHIN_S)["sites"]
     except CommandFailed:
         return {gateway.name: "starting", **unseen}
     finally:
@@ -120,7 +126,8 @@ def stop_all(folder: Folder, running: Running) -> list[Process]:
 
 
 def kill_all(folder: Folder, running: Running) -> list[Process]:
-    """At once, without draining."""
-    killed = end(running.processes, 0.0)
-    folder.forget()
+    """At once, without draining; nothing keeps it from killing all of them."""
+    with uninterrupted():
+        killed = end(running.processes, 0.0)
+        folder.forget()
     return killed

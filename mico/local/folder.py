@@ -14,6 +14,7 @@ from typing import Any
 
 from mico.errors import CommandFailed
 from mico.local.processes import Process
+from mico.outputs import make_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +76,29 @@ class Folder:
 
     def make(self) -> None:
         for folder in (self.path, self.path / "config", self.path / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             folder.chmod(0o700)
         if not self.token_file.exists():
             write_private(self.token_file, secrets.token_urlsafe(32))
 
     def key(self) -> str | None:
-        return self.key_file.read_text().strip() if self.key_file.exists() else None
+        return self.key_file.read_text("utf-8", "replace").strip() if self.key_file.exists() else None
 
     def running(self) -> Running | None:
-        """The note of the last `mico up`, whether or not its processes still live."""
+        """The note of the last `mico up`, whether or not its processes still live. Raises CommandFailed."""
         state = self.path / "state.json"
         if not state.exists():
             return None
-        note = json.loads(state.read_text())
-        processes = tuple(Process(**each) for each in note["processes"])
-        return Running(**{**note, "http_ports": tuple(note["http_ports"]), "processes": processes})
+        try:
+            note = json.loads(state.read_text("utf-8"))
+            processes = tuple(Process(**each) for each in note["processes"])
+            return Running(**{**note, "http_ports": tuple(note["http_ports"]), "processes": processes})
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandFailed(
+                f"{state} is damaged, or another version wrote it",
+                cause=f"{type(error).__name__}: {error}",
+                tip="end what it started (ps shows it as python -m mico), then remove the file",
+            ) from error
 
     def remember(self, running: Running) -> None:
         write_private(self.path / "state.json", json.dumps(asdict(running), indent=2))

@@ -14,6 +14,7 @@ from mico.local.profiles import Profile
 
 HOST = "127.0.0.1"
 KV_TOKENS_PER_SLOT = 512
+LAST_PORT = 65_535
 
 
 class Ports(NamedTuple):
@@ -99,11 +100,13 @@ def choose_ports(http_port: int) -> Ports:
             cause=f"another program listens on {HOST}:{http_port}",
             tip="--port chooses another, --port 0 takes a free one",
         )
-    return Ports(http_port, http_port + 1 if is_free(http_port + 1) else free_port())
+    return Ports(
+        http_port, http_port + 1 if http_port < LAST_PORT and is_free(http_port + 1) else free_port()
+    )
 
 
 def is_free(port: int) -> bool:
-    if not 0 < port < 65536:
+    if not 0 < port <= LAST_PORT:
         raise CommandFailed(f"{port} is no port", tip="1 to 65535", exit_code=ExitCode.WRONG_USAGE)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,9 +21,11 @@ from hypothesis import strategies as st
 from gateway.config import load as load_gateway
 from mico.errors import CommandFailed
 from mico.local.folder import Folder, Running, write_private
-from mico.local.plan import Plan, Ports, choose_ports, toml
+from mico.local.interrupts import ENDING, interrupt_at_any_end, uninterrupted
+from mico.local.plan import Plan, Ports, choose_ports, is_free, toml
 from mico.local.processes import Process, end, last_lines, start_stamp
 from mico.local.profiles import profiles
+from mico.terminal import Terminal
 from site_engine.config import load as load_site
 
 
@@ -115,6 +118,48 @@ def test_a_port_in_use_is_refused_and_zero_finds_a_free_one() -> None:
     assert http_port != grpc_port
     with pytest.raises(CommandFailed, match="no port"):
         choose_ports(70_000)
+
+
+def test_the_last_port_there_is_can_be_chosen() -> None:
+    if is_free(65_535):
+        assert choose_ports(65_535).http == 65_535
+
+
+def test_an_interrupt_waits_for_what_must_not_be_cut() -> None:
+    """A process that was started and not noted yet was left running by Ctrl-C."""
+    before = signal.getsignal(signal.SIGINT)
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_end_of_the_terminal_is_an_interrupt_unless_nohup_says_otherwise() -> None:
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        interrupt_at_any_end()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        interrupt_at_any_end()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+def test_nobody_to_read_what_is_said_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mico up 2>&1 | head` failed while it stopped, and left its processes running."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:  # noqa: PTH123 - a descriptor has no path
+        monkeypatch.setattr("sys.stderr", closed)
+        Terminal().say("stopping")
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            closed.close()
 
 
 def test_a_port_that_was_chosen_is_given_to_nobody_else_meanwhile() -> None:
