@@ -36,8 +36,9 @@ class Answer:
     total_s: float
 
     def stats(self) -> str:
-        decoding_s = self.total_s - (self.first_token_s or 0.0)
-        rate = f"{(self.completion_tokens - 1) / decoding_s:.0f} tok/s" if decoding_s > 0 else "-"
+        decoding_s = self.total_s - (self.first_token_s or self.total_s)
+        further = self.completion_tokens - 1
+        rate = f"{further / decoding_s:.0f} tok/s" if further > 0 and decoding_s > 0 else "- tok/s"
         return (
             f"first token {seconds(self.first_token_s)}, {rate}, {several(self.completion_tokens, 'token')}, "
             f"total {seconds(self.total_s)}, site {self.site}"
@@ -84,7 +85,7 @@ def chat(
     if question is None:
         converse(here, chosen, ask)
     elif question:
-        ask([{"role": "user", "content": question}])
+        ask([{"role": "user", "content": question.encode("utf-8", "replace").decode()}])
     else:
         raise CommandFailed(
             "there is no question", tip="-q TEXT, or pipe one in", exit_code=ExitCode.WRONG_USAGE
@@ -118,6 +119,7 @@ def converse(here: Session, model: str, ask: Callable[[list[Message]], Answer]) 
         if question == "/new":
             messages.clear()
         elif question:
+            question = question.encode("utf-8", "replace").decode()
             asked = {"role": "user", "content": question}
             try:
                 answer = ask([*messages, asked])

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mico.watching import Watching
 
 OVERVIEW = "/admin/api/overview"
+LOOK_S = 5.0
+"""While it waits no key is heard."""
 
 
 def top(
@@ -85,7 +87,7 @@ def look(client: Client, watching: Watching) -> int:
     if watching.paused or watching.over:
         return 0
     try:
-        watching.snapshot = client.get(OVERVIEW)
+        watching.snapshot = client.get(OVERVIEW, within_s=LOOK_S)
         watching.trouble = ""
     except CommandFailed as failure:
         watching.trouble = failure.error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mico.client import Client
-from mico.commands.chat import relay, response_format
-from mico.errors import CommandFailed, ExitCode
+from mico.commands.chat import Answer, relay, response_format
+from mico.errors import Away, CommandFailed, ExitCode
 from mico.sse import data_events, lines
 
 
@@ -129,3 +131,78 @@ def test_a_schema_file_becomes_a_format_and_a_broken_one_a_reason(tmp_path: Path
     assert response_format(good) == {"type": "json_schema", "json_schema": asked}
     with pytest.raises(CommandFailed, match="holds no JSON"):
         response_format(broken)
+
+
+def test_an_address_with_or_without_its_end_is_the_same() -> None:
+    """`mico models` worked without /v1, `mico chat` did not."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        return streams("data: [DONE]\n\n")(request)
+
+    for address in ("http://gateway", "http://gateway/", "http://gateway/v1", "http://gateway/v1/"):
+        list(Client(address, None, transport=httpx.MockTransport(answer)).chat("m", []))
+    assert set(asked) == {"http://gateway/v1/chat/completions"}
+
+
+@pytest.mark.parametrize("text", ["<html>", "", "[]", "null"])
+def test_what_is_no_gateway_is_told(text: str) -> None:
+    with pytest.raises(CommandFailed, match="no gateway of Mico"):
+        client(lambda _: httpx.Response(200, text=text)).get("/v1/models")
+
+
+def test_a_gateway_that_says_nothing_is_away() -> None:
+    """It took its connection and hung: `mico top` heard no key for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        url = f"http://127.0.0.1:{hanging.getsockname()[1]}/v1"
+        with pytest.raises(Away, match="does not answer"):
+            Client(url, None).get("/v1/models", within_s=0.05)
+
+
+def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where HTTP_PROXY is set and NO_PROXY is not, `mico up` never saw its own gateway."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        with pytest.raises(Away):
+            Client(url, None).get("/v1/models", within_s=0.05)
+        server.settimeout(5.0)
+        server.accept()[0].close()
+
+
+def test_text_that_is_none_is_refused_and_not_sent() -> None:
+    with pytest.raises(CommandFailed, match="can't be sent"):
+        client(streams()).post("/v1/x", {"model": "\udcff"})
+    with pytest.raises(CommandFailed, match="can't be sent"):
+        list(client(streams()).chat("\udcff", []))
+
+
+@pytest.mark.parametrize(
+    ("answer", "rate"),
+    [
+        (Answer("", "a", 0, None, 2.0), "- tok/s"),
+        (Answer("x", "a", 1, 1.0, 1.5), "- tok/s"),
+        (Answer("xy", "a", 2, 2.0, 2.0), "- tok/s"),
+        (Answer("x" * 11, "a", 11, 1.0, 2.0), "10 tok/s"),
+    ],
+)
+def test_a_speed_is_told_only_where_there_is_one(answer: Answer, rate: str) -> None:
+    """An answer without a token had a speed below zero."""
+    assert f", {rate}, " in answer.stats()
+
+
+def test_a_special_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """`-o /dev/null`, asked by root, made a plain file of it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        client(lambda _: httpx.Response(200, content=b"answers")).download("/v1/files/f/content", pipe)
+        assert os.read(reading, 100) == b"answers"
+        assert pipe.is_fifo()
+        assert list(tmp_path.iterdir()) == [pipe]
+    finally:
+        os.close(reading)
