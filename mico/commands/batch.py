@@ -12,7 +12,7 @@ import typer
 
 from gateway.wording import several
 from mico.errors import Away, CommandFailed, ExitCode
-from mico.outputs import make_folder
+from mico.outputs import make_way
 from mico.session import ApiKey, BaseUrl, Json, Session, session
 
 if TYPE_CHECKING:
@@ -55,10 +55,12 @@ def run(
     here = session(context)
     client = here.client(base_url, api_key)
     requests = named(file, source)
-    make_folder((output or requests).parent)
+    answers = output or requests.with_suffix(".out.jsonl")
+    for place in (answers, beside(answers)):
+        make_way(place, read=requests)
     batch = send(here, client, requests, endpoint)
     here.terminal.say(f"{batch['id']} is submitted")
-    finish(here, client, batch["id"], output or requests.with_suffix(".out.jsonl"), as_json)
+    finish(here, client, batch["id"], answers, as_json)
 
 
 @app.command("submit")
@@ -152,7 +154,7 @@ def fetch(
     here = session(context)
     client = here.client(base_url, api_key)
     target = output or Path(f"{batch_id}.out.jsonl")
-    make_folder(target.parent)
+    make_way(target)
     batch = client.get(f"/v1/batches/{batch_id}")
     if not wait and batch["status"] not in ENDED:
         raise CommandFailed(f"{batch_id} is {batch['status']}", tip="--wait waits until it is over")
@@ -160,17 +162,22 @@ def fetch(
 
 
 def named(file: Path | None, source: Path | None) -> Path:
-    """The one file that was named, in either way."""
+    """The one file that was named, in either way; it is there."""
     one = source if file is None else file
     if one is None or (file is not None and source is not None):
         tip = "mico batch run FILE -o ANSWERS"
         raise CommandFailed("name one file of requests", tip=tip, exit_code=ExitCode.WRONG_USAGE)
+    if not one.is_file():
+        raise CommandFailed(f"there is no file {one}", exit_code=ExitCode.WRONG_USAGE)
     return one
 
 
+def beside(output: Path) -> Path:
+    """Where errors go."""
+    return output.with_name(f"{output.stem}.errors{output.suffix}")
+
+
 def send(here: Session, client: Client, file: Path, endpoint: str) -> Batch:
-    if not file.is_file():
-        raise CommandFailed(f"there is no file {file}", exit_code=ExitCode.WRONG_USAGE)
     with here.terminal.spinner(f"uploading {file.name}, {file.stat().st_size:,} bytes"):
         uploaded = client.upload(file, "batch")
     asked = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": "24h"}
@@ -187,10 +194,9 @@ def finish(here: Session, client: Client, batch_id: str, output: Path, as_json: 
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if batch["status"] == "failed":
         raise not_a_batch(batch)
-    errors = output.with_name(f"{output.stem}.errors{output.suffix}")
     written = {
         name: save(client, batch.get(f"{kind}_file_id"), path)
-        for name, kind, path in (("output", "output", output), ("errors", "error", errors))
+        for name, kind, path in (("output", "output", output), ("errors", "error", beside(output)))
     }
     report(here, batch, written, as_json)
     if batch["status"] != "completed" or batch["request_counts"]["failed"]:
@@ -242,7 +248,7 @@ def report(here: Session, batch: Batch, written: Mapping[str, str | None], as_js
 
 
 def not_a_batch(batch: Batch) -> CommandFailed:
-    faults = batch.get("errors", {}).get("data", [])
+    faults = (batch.get("errors") or {}).get("data") or []
     told = [f"line {fault['line']}: " if fault.get("line") else "" for fault in faults]
     sentences = [lead + str(fault.get("message")) for lead, fault in zip(told, faults, strict=True)]
     more = len(sentences) - FAULTS_SHOWN

@@ -162,3 +162,32 @@ def test_the_small_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert run("run", "nowhere.jsonl")[0] == 2
     gateway.states = [DONE]
     assert run("fetch", "batch_1")[:2] == (0, "batch_1.out.jsonl\n")
+
+
+@pytest.mark.parametrize("output", ["in.jsonl", "folder", "in2.jsonl"])
+def test_answers_are_not_written_over_what_was_asked(
+    output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    """Nor into a folder, which was found out when the batch was over."""
+    (here / "folder").mkdir()
+    (here / "in2.jsonl").symlink_to("in.jsonl")
+    before, gateway = (here / "in.jsonl").read_bytes(), Gateway(DONE)
+    status, out, err = play(monkeypatch, capsys, gateway, "run", "in.jsonl", "-o", output)
+    assert (status, out) == (2, "")
+    assert "nothing can be written to" in err
+    assert not gateway.uploaded
+    assert (here / "in.jsonl").read_bytes() == before
+
+
+def test_a_batch_that_failed_without_a_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = play(monkeypatch, capsys, Gateway(a_batch("failed", errors=None)), "run", "in.jsonl")
+    assert status == 1 and "the file is no batch" in err
+
+
+def test_a_name_that_is_not_there_makes_no_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    assert play(monkeypatch, capsys, Gateway(DONE), "run", "typo/in.jsonl")[0] == 2
+    assert not (here / "typo").exists()
