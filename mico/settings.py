@@ -26,6 +26,9 @@ class Setting:
     variables: tuple[str, ...]
     default: str | int | None
     secret: bool = False
+    least: int = 0
+    most: int = 0
+    """Of a whole number."""
 
 
 SETTINGS = {
@@ -35,8 +38,8 @@ SETTINGS = {
         Setting("api_key", "client", ("MICO_API_KEY", "OPENAI_API_KEY"), None, secret=True),
         Setting("model", "client", ("MICO_MODEL",), None),
         Setting("database_url", "client", ("MICO_DATABASE_URL",), "sqlite:///.mico/mico.db", secret=True),
-        Setting("port", "up", ("MICO_PORT",), 8080),
-        Setting("sites", "up", ("MICO_SITES",), 3),
+        Setting("port", "up", ("MICO_PORT",), 8080, most=65_535),
+        Setting("sites", "up", ("MICO_SITES",), 3, least=1, most=32),
         Setting("up_model", "up", ("MICO_UP_MODEL",), None),
     )
 }
@@ -71,7 +74,7 @@ class Settings:
             return Resolved(setting, flag, "flag")
         for variable in setting.variables:
             if self.environment.get(variable) and self.trusts(variable):
-                return Resolved(setting, typed(setting, self.environment[variable]), variable)
+                return Resolved(setting, typed(setting, self.environment[variable], variable), variable)
         if name in self.file:
             return Resolved(setting, self.file[name], FILE)
         if name in self.found:
@@ -93,10 +96,14 @@ def read_file(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        tables = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except ValueError as error:  # of TOML, or of UTF-8
         raise CommandFailed(
             f"{path} is not TOML", cause=str(error), exit_code=ExitCode.WRONG_USAGE
+        ) from error
+    except OSError as error:
+        raise CommandFailed(
+            f"{path} cannot be read", cause=error.strerror or str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
     return {setting.name: value for setting, value in entries(path, tables)}
 
@@ -113,7 +120,7 @@ def entries(path: Path, tables: Mapping[str, Any]) -> list[tuple[Setting, Any]]:
                 raise CommandFailed(
                     f"{path} has an unknown setting {dotted}", tip=tip, exit_code=ExitCode.WRONG_USAGE
                 )
-            found.append((known[dotted], typed(known[dotted], value)))
+            found.append((known[dotted], typed(known[dotted], value, f"{dotted} in {path}")))
     return found
 
 
@@ -121,15 +128,25 @@ def file_key(setting: Setting) -> str:
     return setting.name.removeprefix(f"{setting.table}_")
 
 
-def typed(setting: Setting, value: Any) -> Any:
+def typed(setting: Setting, value: Any, where: str) -> Any:
+    """`where` it stands is told if it can't be."""
     if not isinstance(setting.default, int):
-        return str(value)
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+        raise wrong(where, "a text", value)
     try:
-        return int(value)
-    except ValueError as error:
-        raise CommandFailed(
-            f"{setting.name} must be a whole number, not {value!r}", exit_code=ExitCode.WRONG_USAGE
-        ) from error
+        number = None if isinstance(value, bool | float) else int(value)
+    except (ValueError, TypeError):
+        number = None
+    if number is None:
+        raise wrong(where, "a whole number", value)
+    if not setting.least <= number <= setting.most:
+        raise wrong(where, f"{setting.least} to {setting.most}", value)
+    return number
+
+
+def wrong(where: str, wanted: str, value: Any) -> CommandFailed:
+    return CommandFailed(f"{where} must be {wanted}, not {value!r}", exit_code=ExitCode.WRONG_USAGE)
 
 
 def redacted(secret: str) -> str:

@@ -55,13 +55,20 @@ def test_a_file_sets_what_it_names(tmp_path: Path) -> None:
     [
         ("[client]\nbase_ulr = 'x'", "did you mean client.base_url?"),
         ("[up]\nport = 'many'", "whole number"),
+        ("[up]\nport = 1.5", "port in"),
+        ("[up]\nport = true", "whole number"),
+        ("[up]\nport = [1]", "whole number"),
+        ("[up]\nport = 65536", "0 to 65535"),
+        ("[up]\nsites = 0", "1 to 32"),
+        ("[client]\nmodel = ['a']", "a text"),
+        (b"# \xff", "not TOML"),
         ("port = ", "not TOML"),
         ("port = 1", "unknown setting port"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str | bytes, reason: str) -> None:
     file = tmp_path / "mico.toml"
-    file.write_text(text)
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(CommandFailed) as failure:
         read_file(file)
     assert reason in "\n".join(failure.value.lines())
