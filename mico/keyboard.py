@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -24,10 +25,12 @@ class Terminal:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._typed = ""
+        self._decoder = getincrementaldecoder("utf-8")("ignore")
 
     def key(self, within_s: float) -> str | None:
         if not self._typed and select.select([self._fd], [], [], within_s)[0]:
-            self._typed = os.read(self._fd, 1024).decode(errors="ignore") or "\x03"  # the end of input quits
+            read = os.read(self._fd, 1024)
+            self._typed = self._decoder.decode(read) if read else "\x03"  # the end of input quits
         return self._take()
 
     def _take(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SECONDS_A_DAY = 86_400.0
+LONGEST_DAYS = 36_500.0
+LAST_MOMENT_S = 253_402_300_799.0
+"""The end of the year 9999: no later moment can be told."""
 
 app = typer.Typer(help="API keys.", no_args_is_help=True)
 
@@ -44,7 +48,9 @@ def create(
     model: Annotated[list[str] | None, typer.Option(help="Allow this model only; repeatable.")] = None,
     region: Annotated[list[str] | None, typer.Option(help="Use sites of this region only.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May also use the admin API.")] = False,
-    days: Annotated[float | None, typer.Option(min=0.01, help="Ends by itself after so many days.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0.01, max=LONGEST_DAYS, help="Ends by itself after so many days.")
+    ] = None,
     reason: Reason = "",
     database: Database = None,
     as_json: Json = False,
@@ -158,11 +164,19 @@ def visit(here: Session, database: str | None, work: Callable[[Store], Awaitable
 
 def act(reason: str) -> Act:
     """By whoever has this shell, and can reach the database."""
-    from getpass import getuser
-
     from gateway.store.audit import AT_THE_COMMAND_LINE, Act
 
-    return Act(f"{getuser()} at the {AT_THE_COMMAND_LINE}", reason)
+    return Act(f"{user()} at the {AT_THE_COMMAND_LINE}", reason)
+
+
+def user() -> str:
+    """The name of who runs this, or the number where a container has no name for it."""
+    from getpass import getuser
+
+    try:
+        return getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
 
 
 def facts(key: KeyInfo) -> dict[str, Any]:
@@ -188,7 +202,9 @@ def state(key: KeyInfo) -> str:
 
 
 def moment(unix_s: float | None) -> str | None:
-    return None if unix_s is None else datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")
+    if unix_s is None:
+        return None
+    return datetime.fromtimestamp(min(unix_s, LAST_MOMENT_S), UTC).isoformat(timespec="seconds")
 
 
 def cell(value: Any) -> str:

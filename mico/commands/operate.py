@@ -14,6 +14,7 @@ from mico.session import ApiKey, BaseUrl, Json, Session, session
 from mico.terminal import seconds
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+LONGEST_S = 36_500 * 86_400
 
 Name = Annotated[str, typer.Argument(help="As in mico sites list.")]
 Reason = Annotated[str, typer.Option(help="Why. Everyone sees it, and the audit keeps it.")]
@@ -35,7 +36,7 @@ def drain(
     as_json: Json = False,
 ) -> None:
     """No new queries there; what runs finishes."""
-    body = {"reason": reason, "for_s": duration(lasts)}
+    body = {"reason": reason, "for_s": ends_after(lasts)}
     act(session(context), (base_url, api_key), name, "drain", body, yes=yes, dry_run=dry_run, as_json=as_json)
 
 
@@ -53,7 +54,7 @@ def pause(
     as_json: Json = False,
 ) -> None:
     """Drain with a deadline: what still runs then moves to other sites."""
-    body = {"reason": reason, "for_s": duration(lasts), "within_s": duration(within)}
+    body = {"reason": reason, "for_s": ends_after(lasts), "within_s": duration(within)}
     act(session(context), (base_url, api_key), name, "pause", body, yes=yes, dry_run=dry_run, as_json=as_json)
 
 
@@ -86,7 +87,7 @@ def weight(
     as_json: Json = False,
 ) -> None:
     """Give a site a smaller part of the queries."""
-    body = {"reason": reason, "for_s": duration(lasts), "weight": percent}
+    body = {"reason": reason, "for_s": ends_after(lasts), "weight": percent}
     act(
         session(context), (base_url, api_key), name, "weight", body, yes=yes, dry_run=dry_run, as_json=as_json
     )
@@ -106,7 +107,7 @@ def pin_off(
     as_json: Json = False,
 ) -> None:
     """Take one model off a site."""
-    body = {"reason": reason, "for_s": duration(lasts), "model": model}
+    body = {"reason": reason, "for_s": ends_after(lasts), "model": model}
     where = (base_url, api_key)
     act(session(context), where, name, "pin-off", body, yes=yes, dry_run=dry_run, as_json=as_json)
 
@@ -178,13 +179,28 @@ def tell(here: Session, answer: dict[str, Any]) -> None:
         here.terminal.say(f"{left} left there, empty in {seconds(preview['empty_in_s'])}")
 
 
-def duration(text: str | None) -> float:
-    """90s, 30m, 2h or 1d in seconds; none is 0, which means until somebody says otherwise."""
+def ends_after(text: str | None) -> float:
+    """0 where nothing is said: until somebody says otherwise."""
     if text is None:
         return 0.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    seconds = duration(text)
+    if seconds <= 0.0:
+        raise CommandFailed(
+            f"--for {text} is no time at all",
+            tip="such as 90s, 30m, 2h; without --for it holds until it is undone",
+            exit_code=ExitCode.WRONG_USAGE,
+        )
+    return seconds
+
+
+def duration(text: str) -> float:
+    """90s, 30m, 2h or 1d in seconds."""
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([smhd]?)", text.strip(), re.ASCII)
     if not found:
         raise CommandFailed(
             f"{text!r} is no length of time", tip="such as 90s, 30m, 2h", exit_code=ExitCode.WRONG_USAGE
         )
-    return float(found[1]) * SECONDS[found[2] or "s"]
+    seconds = float(found[1]) * SECONDS[found[2] or "s"]
+    if seconds > LONGEST_S:
+        raise CommandFailed(f"{text} is too long", tip="at most 36500d", exit_code=ExitCode.WRONG_USAGE)
+    return seconds

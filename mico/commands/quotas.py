@@ -116,10 +116,11 @@ def amount(kind: str, text: str) -> int | None:
         return None
     from gateway.store.quota_book import LARGEST
 
-    if text.isdecimal() and int(text) <= LARGEST:
+    whole = text.isascii() and text.isdecimal()
+    if whole and len(text.lstrip("0")) <= len(str(LARGEST)) and int(text) <= LARGEST:
         return int(text)
     option, most = "--" + kind.replace("_", "-"), f"at most {LARGEST}, "
-    wanted = f"a number, {most if text.isdecimal() else ''}or {LIFTED}"
+    wanted = f"a number, {most if whole else ''}or {LIFTED}"
     raise CommandFailed(f"{option} is {wanted}, not {text!r}", exit_code=ExitCode.WRONG_USAGE)
 
 

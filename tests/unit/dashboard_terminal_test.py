@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mico.commands.operate import duration
+from mico.commands.operate import duration, ends_after
 from mico.errors import CommandFailed
 from mico.keyboard import Terminal
 from mico.screen import bar, screen
@@ -140,16 +140,27 @@ def test_keys_are_told_apart_as_they_come() -> None:
         keys = [terminal.key(1.0) for _ in range(7)]
         assert keys == ["s", "up", "down", "q", "enter", "back", "escape"]
         assert terminal.key(0.0) is None
+        for part in ("é".encode()[:1], "é".encode()[1:]):  # half a sign is not the end of the input
+            os.write(write, part)
+            keys.append(terminal.key(1.0))
+        assert keys[-2:] == [None, "é"]
     finally:
         os.close(read)
         os.close(write)
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [(None, 0), ("90s", 90), ("30m", 1800), ("2h", 7200), ("1.5d", 129_600), ("45", 45)]
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1.5d", 129_600), ("45", 45)]
 )
-def test_lengths_of_time(text: str | None, seconds: float) -> None:
-    assert duration(text) == seconds
+def test_lengths_of_time(text: str, seconds: float) -> None:
+    assert duration(text) == ends_after(text) == seconds
+
+
+def test_an_order_ends_never_where_nothing_is_said_and_not_where_it_would_at_once() -> None:
+    """`--for 0s` held until somebody undid it."""
+    assert ends_after(None) == 0.0
+    with pytest.raises(CommandFailed, match="no time at all"):
+        ends_after("0s")
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5m", "5 weeks", "m"])
