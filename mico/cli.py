@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -97,13 +98,28 @@ app.add_typer(database.app, name="db")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status. A failure is three lines on stderr; a traceback only with --debug."""
+    take_any_text()
     try:
         app(arguments, prog_name="mico")
     except CommandFailed as failure:
-        if "MICO_DEBUG" in os.environ:
-            raise
-        sys.stderr.write("\n".join(failure.lines()) + "\n")
-        return failure.exit_code
+        return told(failure)
+    except OSError as error:
+        cause = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        return told(CommandFailed("the machine refused", cause=cause))
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 1
     return 0
+
+
+def take_any_text() -> None:
+    """A sign that a terminal can't show, or bytes that are no text, become a question mark, not a failure."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def told(failure: CommandFailed) -> int:
+    if "MICO_DEBUG" in os.environ:
+        raise failure
+    sys.stderr.write("\n".join(failure.lines()) + "\n")
+    return failure.exit_code

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.util import find_spec
+from pathlib import Path
 
 import typer
 
@@ -42,7 +43,7 @@ def doctor(
 ) -> None:
     """Look at this machine and at the federation: each line ok, warn or fail, with the repair."""
     here = session(context)
-    findings = [*machine(), *local(here), *federation(here, base_url, api_key)]
+    findings = [*machine(here), *local(here), *federation(here, base_url, api_key)]
     if as_json:
         here.terminal.json([asdict(finding) for finding in findings])
     else:
@@ -53,9 +54,9 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def machine() -> Iterator[Finding]:
+def machine(here: Session) -> Iterator[Finding]:
     yield python()
-    yield disk()
+    yield disk(here.folder.path)
     yield torch()
 
 
@@ -84,8 +85,10 @@ def python() -> Finding:
     return Finding("python", Verdict.OK, f"{sys.version.split()[0]} in {sys.prefix}")
 
 
-def disk() -> Finding:
-    free = shutil.disk_usage(".").free
+def disk(folder: Path) -> Finding:
+    """Where a local federation keeps its files, or would."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(there).free
     detail = f"{free / 2**30:.0f} GiB free"
     if free < LOW_DISK_BYTES:
         return Finding("disk", Verdict.WARN, detail, "free some space: logs, journal and weights need it")
@@ -97,9 +100,13 @@ def torch() -> Finding:
         return Finding(
             "torch", Verdict.WARN, "not installed: no site can run here", "pip install 'mico[engine]'"
         )
-    import torch as installed
+    try:
+        import torch as installed
 
-    device = installed.cuda.get_device_name(0) if installed.cuda.is_available() else "CPU only"
+        device = installed.cuda.get_device_name(0) if installed.cuda.is_available() else "CPU only"
+    except (ImportError, OSError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+        return Finding("torch", Verdict.FAIL, f"installed, but it does not work: {why}", "install it anew")
     return Finding("torch", Verdict.OK, f"{installed.__version__}, {device}")
 
 

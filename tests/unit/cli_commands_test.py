@@ -18,6 +18,7 @@ import typer.main
 
 from mico.cli import app, main
 from mico.commands.doctor import Verdict, clocks
+from mico.commands.keys import act, moment
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA_IS_NO_JSON = {
@@ -193,6 +194,17 @@ def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> 
         (("pki", "list"), 1, "mico db upgrade"),
         (("pki", "invite", "a"), 1, "mico pki init"),
         (("keys", "rotate", "k", "--overlap", "soon"), 2, "such as 90s"),
+        (("keys", "rotate", "k", "--overlap", "99999999d"), 2, "at most 36500d"),
+        (("keys", "rotate", "k", "--overlap", "9" * 400), 2, "such as 90s"),
+        (("keys", "create", "ann", "--days", "1e9"), 2, "36500"),
+        (("quotas", "set", "--tenant", "a", "--tokens-per-min", "9" * 5000), 2, "at most 9007199254740992"),
+        (("sites", "drain", "a", "--reason", "x", "--for", "0s"), 2, "until it is undone"),
+        (("models", "--base-url", "http://[::1"), 2, "is no address of a gateway"),
+        (("models", "--base-url", "127.0.0.1:8080"), 2, "is no address of a gateway"),
+        (("models", "--api-key", "ключ"), 2, "plain letters"),
+        (("chat", "-q", "\udcff", "--base-url", "http://127.0.0.1:9/v1", "-m", "m"), 1, "does not answer"),
+        (("--folder", "/dev/null", "up"), 2, "nothing can be written to /dev/null"),
+        (("batch", "run", "nowhere/none.jsonl"), 2, "there is no file nowhere/none.jsonl"),
         (("batch", "run", "none.jsonl"), 2, "there is no file none.jsonl"),
         (("batch", "list", "--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
         (("top", "-n", "1", "--base-url", "http://127.0.0.1:9/v1"), 1, "mico up starts one"),
@@ -298,6 +310,94 @@ def test_doctor_names_each_site_whose_clock_is_off() -> None:
     (off,) = clocks({"a": 0.0, "b": 61.0, "c": -1.5})
     assert (off.verdict, off.detail) == (Verdict.WARN, "b is 61.0 s ahead, c is 1.5 s behind")
     assert off.repair
+
+
+def test_a_key_whose_end_no_calendar_has_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """The admin API and older versions could set such an end: every list of keys failed from then on."""
+    assert moment(1e18) == moment(float("inf")) == "9999-12-31T23:59:59+00:00"
+
+
+def test_who_has_no_name_on_this_machine_is_told_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number of its own: no key could be made there."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nobody(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert act("").who == f"user {os.getuid()} at the command line"
+
+
+@pytest.mark.parametrize("note", ["{", "{}", "[]", '{"processes": [{"pid": 1}]}', "\x00"])
+def test_a_damaged_note_of_what_runs_is_told(
+    note: str, capsys: pytest.CaptureFixture[str], empty_folder: Path
+) -> None:
+    (empty_folder / ".mico").mkdir()
+    (empty_folder / ".mico" / "state.json").write_text(note)
+    status, out, err = run(capsys, "status")
+    assert (status, out) == (1, "")
+    assert "state.json is damaged, or another version wrote it" in err
+    assert "tip: " in err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "word"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9", "ALL_PROXY"),
+        ("HTTP_PROXY", "odd://127.0.0.1:9", "HTTP_PROXY"),
+        ("SSL_CERT_FILE", "/dev/null/none", "SSL_CERT_FILE"),
+    ],
+)
+def test_an_environment_in_which_nothing_can_be_asked_is_told(
+    variable: str, value: str, word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    status, out, err = run(capsys, "models", "--base-url", "http://gateway.invalid/v1")
+    assert (status, out) == (1, "")
+    assert word in err
+    assert (
+        "error: the gateway at" in run(capsys, "models")[2]
+    )  # at this machine's own address none of it counts
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("MICO_PORT", "99999"), ("MICO_PORT", "-1"), ("MICO_SITES", "0"), ("MICO_SITES", "x")],
+)
+def test_a_number_that_cant_be_is_told_with_its_origin(
+    variable: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    for command in ("up", "config show"):
+        status, out, err = run(capsys, *command.split())
+        assert (status, out) == (2, "")
+        assert err.startswith(f"error: {variable} must be ")
+
+
+def test_a_refusal_of_the_machine_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    monkeypatch.setattr("mico.local.folder.make_folder", full)
+    status, _, err = run(capsys, "up")
+    assert (status, err) == (1, "error: the machine refused\ncause: somewhere: No space left on device\n")
+
+
+def test_what_a_terminal_cant_show_is_a_question_mark(empty_folder: Path) -> None:
+    """In a locale without UTF-8 the table of sites, and answers in another script, were a traceback."""
+    code = "from mico.cli import take_any_text; take_any_text(); print('a█\\ud800', input())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        input=b"\xffb\n",
+        capture_output=True,
+        check=False,
+    )
+    assert done.stdout == b"a?? ?b\n", done.stderr
 
 
 def test_explain_knows_nothing_of_an_unknown_id(capsys: pytest.CaptureFixture[str]) -> None:
