@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from litestar import Request
 from litestar.datastructures import State
@@ -88,6 +88,11 @@ class Access:
 
     def _signature(self, claim: bytes) -> str:
         return hmac.new(self._session_key, claim, sha256).hexdigest()
+
+
+def rest_of(request: AnyRequest, prefix: str) -> str:
+    """Of the path as it was sent: a name keeps its slashes, of which the framework makes one out of two."""
+    return unquote(request.scope["raw_path"].decode("ascii")).removeprefix(prefix)
 
 
 def check_origin(request: AnyRequest) -> None:

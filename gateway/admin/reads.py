@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 from litestar import Response, get
+from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 
-from gateway.admin.access import Access, AnyRequest
+from gateway.admin.access import Access, AnyRequest, rest_of
 from gateway.admin.desk import event_of
 from gateway.api.files import answering, page_of
 from gateway.errors import BadRequest
@@ -38,18 +39,22 @@ def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPR
         await access.operator(request)
         return _json_bytes(msgspec.json.encode({"events": watch.events.latest()}))
 
-    @get("/admin/api/sites/{name:str}/events")
+    @get("/admin/api/sites/{place:path}")
     async def site_events(request: AnyRequest) -> Response[bytes]:
+        """`place` is a site's name, which may have slashes, and "events"."""
         await access.operator(request)
+        name, _, what = rest_of(request, "/admin/api/sites/").rpartition("/")
+        if what != "events" or not name:
+            raise NotFoundException
         most = page_of(request, EVENTS_DEFAULT, EVENTS_MOST).limit
         with answering():
-            story = await reads.site(request.path_params["name"], most) if reads else SiteStory([], [])
+            story = await reads.site(name, most) if reads else SiteStory([], [])
         return _json_bytes(msgspec.json.encode({"events": told(story)[:most]}))
 
-    @get("/admin/api/decisions/{request_id:str}")
+    @get("/admin/api/decisions/{request_id:path}")
     async def decisions(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
-        request_id = request.path_params["request_id"]
+        request_id = rest_of(request, "/admin/api/decisions/")
         with answering():
             found: list[Explained] = await reads.explain(request_id) if reads else []
         return _json_bytes(msgspec.json.encode({"queries": found}))

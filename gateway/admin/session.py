@@ -44,8 +44,8 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
 
 
 def cookie(request: AnyRequest, value: str, age_s: int) -> Cookie:
-    """Only over TLS where the page came over TLS, also behind a proxy that says so."""
-    scheme = request.headers.get("x-forwarded-proto", request.url.scheme)
+    """Only over TLS where the page came over TLS, also behind proxies: the first of them says what it saw."""
+    said, _, _ = request.headers.get("x-forwarded-proto", request.url.scheme).partition(",")
     return Cookie(
         key=COOKIE,
         value=value,
@@ -53,5 +53,5 @@ def cookie(request: AnyRequest, value: str, age_s: int) -> Cookie:
         path="/admin",
         httponly=True,
         samesite="strict",
-        secure=scheme == "https",
+        secure="https" in (said.strip().lower(), request.url.scheme),
     )

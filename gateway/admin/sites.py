@@ -8,7 +8,7 @@ import msgspec
 from litestar import get, post
 from litestar.handlers import HTTPRouteHandler
 
-from gateway.admin.access import Access, AnyRequest
+from gateway.admin.access import Access, AnyRequest, rest_of
 from gateway.admin.desk import Desk
 from gateway.admin.orders import SERVICE, Action, Order, Verb, reason_of
 from gateway.api.backend import Backend
@@ -42,11 +42,13 @@ def site_routes(
         orders = desk.orders if desk else []
         return {"sites": [describe(site, backend.clock(), orders) for site in directory.sites]}
 
-    @post("/admin/api/sites/{name:str}/{verb:str}", status_code=200)
+    @post("/admin/api/sites/{place:path}", status_code=200)
     async def act(request: AnyRequest) -> dict[str, Any]:
+        """`place` is a site's name, which may have slashes, and a verb."""
         operator = await access.acting(request)
+        name, _, verb = rest_of(request, "/admin/api/sites/").rpartition("/")
         asked = decode_as(await request.body() or b"{}", Asked, "the body of an act is not understood")
-        action = action_of(request.path_params["name"], request.path_params["verb"], asked)
+        action = action_of(name, verb, asked)
         assert desk is not None
         if asked.dry_run:
             return {"done": False, "preview": msgspec.to_builtins(desk.preview(action))}

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -37,6 +38,7 @@ from gateway.telemetry.watch import Watch
 from migrations import upgrade
 from tests.fakes.edge import error_of
 from tests.fakes.federation import DEADLINE_S, Scene, scene, until
+from tests.fakes.store import outcome
 
 ADMIN, USER = "admin-key", "user-key"
 BEARER = {"authorization": f"Bearer {ADMIN}"}
@@ -413,6 +415,48 @@ def test_a_session_is_a_cookie_that_acts_only_from_our_own_page(url: str) -> Non
         assert form.status_code == 403
         own = {"origin": "http://gateway", "sec-fetch-site": "same-origin"}
         assert (await o.http.post(path, json=body, headers=own)).status_code == 200
+
+    play(url, scenario)
+
+
+@pytest.mark.parametrize("name", ["aws/us-east-1", "a//b", "events", "ü ?#%2F"])
+def test_a_site_is_drained_and_told_of_whatever_its_name(url: str, name: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site(name)
+        o.watch.tick()
+        quoted = quote(name, safe="")
+        assert (await o.act(quoted, "drain")).status_code == 200
+        assert await o.state(name) == "draining"
+        assert ("key-a", "drain: a test") in await story(o, quoted)
+        error_of(await o.http.get(f"/admin/api/sites/{quoted}/drain", headers=BEARER), 404)
+        error_of(await o.http.get(f"/admin/api/sites/{quoted}", headers=BEARER), 404)
+
+    play(url, scenario)
+
+
+@pytest.mark.parametrize("request_id", ["team/7", "https://x/y", "100%", "a?b#c"])
+def test_a_query_is_explained_whatever_its_client_called_it(url: str, request_id: str) -> None:
+    async def scenario(o: Replica) -> None:
+        o.recorder.record(outcome(request_id=request_id))
+        assert await o.recorder.flush()
+        path = f"/admin/api/decisions/{quote(request_id, safe='')}"
+        (found,) = (await o.http.get(path, headers=BEARER)).raise_for_status().json()["queries"]
+        assert found["usage"]["request_id"] == request_id
+
+    play(url, scenario)
+
+
+@pytest.mark.parametrize(
+    ("said", "secure"),
+    [(None, False), ("http", False), ("https", True), ("HTTPS", True), ("https, http", True)],
+)
+def test_a_cookie_stays_on_tls_however_many_proxies_there_are(
+    url: str, said: str | None, secure: bool
+) -> None:
+    async def scenario(o: Replica) -> None:
+        headers = {"x-forwarded-proto": said} if said else {}
+        answer = await o.http.post("/admin/api/session", json={"key": ADMIN}, headers=headers)
+        assert ("secure" in answer.headers["set-cookie"].lower()) is secure
 
     play(url, scenario)
 
