@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from gateway.quotas.limits import WhenAway
 from gateway.routing.policies import POLICIES
+
+LAST_PORT = 65_535
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConfigError(Exception):
@@ -59,12 +63,26 @@ class GatewayConfig:
     otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
 
     def __post_init__(self) -> None:
+        self._check_words()
+        self._check_amounts()
+        self._check_ports()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key belong together")
+
+    def _check_words(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; there are: {', '.join(POLICIES)}")
         if self.quotas_when_away not in tuple(WhenAway):
             raise ConfigError(
                 f"quotas_when_away is {self.quotas_when_away!r}; it is one of: {', '.join(WhenAway)}"
             )
+        if self.log_level.upper() not in LEVELS:
+            raise ConfigError(f"log_level is {self.log_level!r}; it is one of: {', '.join(LEVELS)}")
+        for name in self.tls_names:
+            if not name.isascii():
+                raise ConfigError(f"tls_names has {name!r}; write it in ASCII, as DNS has it (xn--…)")
+
+    def _check_amounts(self) -> None:
         for name in (
             "most_live",
             "most_tries",
@@ -75,16 +93,24 @@ class GatewayConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.drain_s < 0:
+            raise ConfigError(f"drain_s is {self.drain_s}; it can't be negative")
+
+    def _check_ports(self) -> None:
+        for name in ("http_port", "grpc_port", "mtls_port"):
+            if not 0 <= getattr(self, name) <= LAST_PORT:
+                raise ConfigError(f"{name} is {getattr(self, name)}; a port is from 0 to {LAST_PORT}")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError(f"http_port and grpc_port are both {self.http_port}; they need two ports")
         if self.pki is not None and self.mtls_port in {self.http_port, self.grpc_port} - {0}:
             raise ConfigError(f"mtls_port is {self.mtls_port} as another port is; it needs one of its own")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key belong together")
 
     def tokens(self) -> tuple[str, ...]:
         """Every token that lets a site in. Raises ConfigError: some door has to open."""
-        lines = self.site_token_file.read_text().split() if self.site_token_file else []
+        try:
+            lines = self.site_token_file.read_text().split() if self.site_token_file else []
+        except (OSError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"site_token_file can't be read: {exc}") from exc
         tokens = (*self.site_tokens, *lines)
         if not tokens and self.pki is None:
             raise ConfigError("no site could join: set site_tokens, site_token_file or pki")
@@ -131,7 +157,25 @@ def _convert(key: str, kind: str, value: Any, source: str) -> Any:
             items = value.split(",") if isinstance(value, str) else map(str, value)
             return tuple(item for item in map(str.strip, items) if item)  # an empty token would let all in
         if kind.startswith("Path"):
-            return Path(value)
-        return {"int": int, "float": float, "str": str}[kind](value)
-    except (TypeError, ValueError) as exc:
+            return Path(value) if value != "" or "None" not in kind else None
+        return _KINDS[kind](value)
+    except (TypeError, ValueError, OverflowError) as exc:
         raise ConfigError(f"{key} in {source} is {value!r}; it must be {kind}") from exc
+
+
+def _integer(value: Any) -> int:
+    """Nothing of what was written is dropped: no fraction, and true is no number."""
+    number = int(value)
+    if isinstance(value, bool) or (isinstance(value, float) and number != value):
+        raise ValueError(value)
+    return number
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {"int": _integer, "float": _number, "str": str}

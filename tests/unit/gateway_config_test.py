@@ -24,11 +24,31 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
         ({"policy": "best"}, "there are: mico"),
         ({"most_live": 0}, "must be above 0"),
         ({"http_port": 8081}, "need two ports"),
+        ({"http_port": True}, "must be int"),
+        ({"http_port": 8080.7}, "must be int"),
+        ({"http_port": 99999}, "from 0 to 65535"),
+        ({"mtls_port": -1}, "from 0 to 65535"),
+        ({"answer_within_s": "nan"}, "must be float"),
+        ({"drain_s": float("inf")}, "must be float"),
+        ({"drain_s": -5}, "can't be negative"),
+        ({"log_level": "LOUD"}, "is one of: DEBUG"),
+        ({"tls_names": "gätt.example"}, "as DNS has it"),
     ],
 )
 def test_a_wrong_setting_says_what_and_where(given: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load(None, {}, given)
+
+
+def test_a_path_that_was_left_empty_is_none() -> None:
+    """As a variable of the environment is that a compose file has no value for."""
+    config = load(None, {"MICO_GATEWAY_TLS_CERT": "", "MICO_GATEWAY_TLS_KEY": "", "MICO_GATEWAY_PKI": ""}, {})
+    assert (config.tls_cert, config.tls_key, config.pki) == (None, None, None)
+
+
+def test_tokens_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="site_token_file can't be read"):
+        GatewayConfig(site_token_file=tmp_path / "none").tokens()
 
 
 def test_no_door_stands_open(tmp_path: Path) -> None:
