@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import uvicorn
 from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway.api.problems import Problem
 from gateway.config import ConfigError
 from gateway.tls import CertificateFiles
 
@@ -132,6 +134,12 @@ class GuardedProtocol(HttpToolsProtocol):
         self._outgoing.flush()
         super().on_response_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is told so in the shape of every error, but never within the answer before it."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(_no_http())
+        self.transport.close()
+
     def _at_rest(self) -> bool:
         """Nothing is being answered, and no timer of uvicorn's runs."""
         answered = self.cycle is None or self.cycle.response_complete
@@ -158,6 +166,16 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self._late = self.loop.call_later(rest_s, self._look)
+
+
+def _no_http() -> bytes:
+    message = "This is no HTTP request that can be read: its method, URL or headers are malformed."
+    body = Problem(400, message, "invalid_request_error", "invalid_http").body()
+    head = (
+        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nx-content-type-options: nosniff\r\n"
+        f"x-request-id: {uuid4().hex}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 class HttpServer(uvicorn.Server):

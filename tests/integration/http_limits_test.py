@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from gateway.api.app import create_http
-from gateway.api.backend import Readiness
+from gateway.api.backend import Answer, Readiness
 from gateway.api.serving import Limits, http_server
 from gateway.dashboard.pages import page_routes
+from gateway.domain import Delta, Piece, Query
 from gateway.failures import MOST, Failures
-from tests.fakes.edge import KEY, READY, Script, chat_body, error_of, get, in_process, say
+from tests.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say
 
 QUICK = Limits(connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -49,9 +51,12 @@ async def serving(script: Script, limits: Limits = QUICK) -> AsyncIterator[Open]
 
 
 def play(
-    scenario: Callable[[Open], Awaitable[None]], limits: Limits = QUICK, readiness: Readiness = READY
+    scenario: Callable[[Open], Awaitable[None]],
+    limits: Limits = QUICK,
+    readiness: Readiness = READY,
+    answer: Answer | None = None,
 ) -> Script:
-    script = Script(answer=say("Hello"), readiness=readiness)
+    script = Script(answer=answer or say("Hello"), readiness=readiness)
 
     async def main() -> None:
         async with serving(script, limits) as connect:
@@ -105,6 +110,44 @@ def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body()
 
     play(well)
     play(not_ready, readiness=Readiness(False, "No site has joined yet."))
+
+
+def test_what_is_no_http_is_refused_in_the_shape_of_every_error() -> None:
+    async def scenario(connect: Open) -> None:
+        for line in (
+            b"GET /v1/models/\xe6\xa8\xa1 HTTP/1.1",
+            b"FOO / HTTP/1.1",
+            b"\x16\x03\x01",
+            b"GET / HTTP/x",
+        ):
+            reader, writer = await connect()
+            writer.write(line + b"\r\nhost: x\r\n\r\n")
+            head, _, body = (await cut(reader)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400"), line
+            headers = dict(each.split(b": ", 1) for each in head.split(b"\r\n")[1:])
+            assert headers[b"content-type"] == b"application/json" and len(headers[b"x-request-id"]) == 32
+            error = json.loads(body)["error"]
+            assert error.keys() == {"message", "type", "param", "code"} and error["code"] == "invalid_http"
+            writer.close()
+
+    play(scenario)
+
+
+def test_what_is_no_http_is_not_told_within_an_answer() -> None:
+    async def scenario(connect: Open) -> None:
+        reader, writer = await connect()
+        body = json.dumps(chat_body(stream=True)).encode()
+        writer.write(f"{JSON}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await reader.readuntil(b"Hello")
+        writer.write(b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert b"HTTP/1.1" not in await cut(reader)
+
+    async def unending(query: Query) -> AsyncGenerator[Piece, None]:
+        yield OPENING
+        yield Delta(0, "Hello", 1)
+        await asyncio.Event().wait()
+
+    play(scenario, answer=unending)
 
 
 def test_who_says_nothing_or_never_ends_a_request_is_cut_off() -> None:
