@@ -77,6 +77,7 @@ def train(
         raise DataError("the kind lexical learns from no language model")
     if buckets is not None and not 2 <= buckets <= longest:
         raise DataError(f"{longest} tokens are not told apart in {buckets} buckets")
+    _demand_enough(data, parts)
     edges = labels.log_spaced_edges(longest) if buckets is None else labels.even_edges(buckets, longest)
     called = name or _own_name(out)
     if kind == "lexical":
@@ -91,6 +92,20 @@ def train(
     else:
         raise DataError(f"the kind {kind} needs an encoder: --encoder FOLDER, or its id on the Hub")
     return finish(trained, data, parts, out, progress)
+
+
+def _demand_enough(data: Path, parts: dataset.Split) -> None:
+    """Every step needs a prompt at least; regressions need one for each of their folds."""
+    known = parts.train.model.unique()
+    if prepare.UNKNOWN_NAME in known:
+        raise DataError(f"{data} has a model {prepare.UNKNOWN_NAME}: that is what all others are called")
+    calibration, held_out = (part[part.model.isin(known)] for part in (parts.calibration, parts.held_out))
+    prompts = [part.prompt_id.nunique() for part in (parts.train, calibration, held_out)]
+    if prompts[0] < views.FOLDS or not prompts[1] or not prompts[2]:
+        raise DataError(
+            f"{data} has {prompts[0]} prompts to learn from, {prompts[1]} to calibrate and {prompts[2]} to "
+            f"measure on, answered by models learned from; at least {views.FOLDS}, 1 and 1 are needed"
+        )
 
 
 def _own_name(out: Path) -> str:

@@ -117,7 +117,8 @@ def _fit_view(
             squares += float(((terms[own] @ coefficients - target[own]) ** 2).sum())
         if squares < best_error:
             best_penalty, best_error, best = penalty, squares, fitted
-    explained = 1.0 - best_error / float(known.sum() * np.var(target[known]))
+    spread = float(known.sum() * np.var(target[known]))
+    explained = 1.0 - best_error / spread if spread else 0.0
     progress(
         f"view {name}: {int(known.sum())} prompts, penalty {best_penalty}, R² {explained:.3f} out of fold"
     )

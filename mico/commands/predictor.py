@@ -121,7 +121,9 @@ def train(
     name: Annotated[
         str | None, typer.Option(help="What forecasts made by it are called. [default: the folder's name]")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed and data give the same artifact.")] = 7,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="The same seed and data give the same artifact.")
+    ] = 7,
     buckets: Annotated[
         int | None,
         typer.Option(min=2, help="So many ranges of equal width. [default: ranges that grow with length]"),

@@ -175,3 +175,27 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_pat
     pd.DataFrame({"prompt": ["x"]}).to_parquet(tmp_path / "bare.parquet")
     with pytest.raises(DataError, match="lacks the columns source"):
         train(tmp_path / "bare.parquet", tmp_path / "model")
+
+
+def test_a_corpus_too_small_to_train_on_says_what_is_missing(corpus: Path, tmp_path: Path) -> None:
+    """Each of these was a traceback from deep inside."""
+    rows, data = pd.read_parquet(corpus), tmp_path / "some.parquet"
+    for some in (
+        rows.head(1),
+        rows[rows.prompt_id == rows.prompt_id.iloc[0]],
+        rows.assign(model=[f"m{index}" for index in range(len(rows))]),
+    ):
+        some.to_parquet(data)
+        with pytest.raises(DataError, match=r"prompts to learn from.* are needed"):
+            train(data, tmp_path / "model")
+    rows.assign(model="(unknown)").to_parquet(data)
+    with pytest.raises(DataError, match="a model"):
+        train(data, tmp_path / "model")
+
+
+def test_answers_all_of_one_length_can_be_learned_from(corpus: Path, tmp_path: Path) -> None:
+    rows, data = pd.read_parquet(corpus), tmp_path / "even.parquet"
+    rows.assign(response_tokens=200).to_parquet(data)
+    train(data, tmp_path / "model")
+    (told,) = OnnxForecaster(tmp_path / "model").forecast([Features("What is thing 7?", "brief")])
+    assert told.quantile(0.5) == pytest.approx(200, rel=0.2)
