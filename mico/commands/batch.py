@@ -114,7 +114,7 @@ def show(
 ) -> None:
     """All that is known of one batch."""
     here = session(context)
-    batch = here.client(base_url, api_key).get(f"/v1/batches/{batch_id}")
+    batch = here.client(base_url, api_key).get(path_of(batch_id))
     if as_json:
         here.terminal.json(batch)
         return
@@ -132,7 +132,7 @@ def cancel(
 ) -> None:
     """End a batch. What it has answered can be fetched."""
     here = session(context)
-    batch = here.client(base_url, api_key).post(f"/v1/batches/{batch_id}/cancel", {})
+    batch = here.client(base_url, api_key).post(f"{path_of(batch_id)}/cancel", {})
     if as_json:
         here.terminal.json(batch)
     else:
@@ -155,10 +155,20 @@ def fetch(
     client = here.client(base_url, api_key)
     target = output or Path(f"{batch_id}.out.jsonl")
     make_way(target)
-    batch = client.get(f"/v1/batches/{batch_id}")
+    batch = client.get(path_of(batch_id))
     if not wait and batch["status"] not in ENDED:
         raise CommandFailed(f"{batch_id} is {batch['status']}", tip="--wait waits until it is over")
     finish(here, client, batch_id, target, as_json)
+
+
+def path_of(batch_id: str) -> str:
+    """Without an id it would be that of all batches."""
+    from urllib.parse import quote
+
+    if not batch_id:
+        tip = "mico batch list shows the ids"
+        raise CommandFailed("no batch is named", tip=tip, exit_code=ExitCode.WRONG_USAGE)
+    return f"/v1/batches/{quote(batch_id, safe='')}"
 
 
 def named(file: Path | None, source: Path | None) -> Path:
@@ -211,7 +221,7 @@ def follow(here: Session, client: Client, batch_id: str) -> Batch:
     with counting(here.terminal) as tell:
         while True:
             try:
-                batch = client.get(f"/v1/batches/{batch_id}")
+                batch = client.get(path_of(batch_id))
             except Away as away:
                 if time.monotonic() - answered_s > AWAY_WITHIN_S:
                     raise CommandFailed(

@@ -49,10 +49,13 @@ def top(
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     first = client.get(OVERVIEW)
-    if times == 1 or not console.is_terminal or not sys.stdin.isatty():
-        console.print(screen(first))
+    if times != 1 and console.is_terminal and sys.stdin.isatty():
+        live(client, first, times, every)
         return
-    live(client, first, times, every)
+    console.print(screen(first))
+    for _ in range((times or 1) - 1):
+        time.sleep(every)
+        console.print("", screen(client.get(OVERVIEW)))
 
 
 def live(client: Client, first: dict[str, Any], times: int | None, every_s: float) -> None:

@@ -54,6 +54,7 @@ def run(federation: LocalFederation) -> Iterator[Run]:
 
 
 def test_top_shows_every_site_and_speaks_json(run: Run, federation: LocalFederation) -> None:
+    assert run("top", "-n", "2", "--every", "0.2")[1].count("token load") == 2
     status, out, _ = run("top", "-n", "1")
     assert status == 0
     for site in federation.running.sites:

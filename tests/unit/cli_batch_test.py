@@ -191,3 +191,12 @@ def test_a_name_that_is_not_there_makes_no_folder(
 ) -> None:
     assert play(monkeypatch, capsys, Gateway(DONE), "run", "typo/in.jsonl")[0] == 2
     assert not (here / "typo").exists()
+
+
+@pytest.mark.parametrize("command", ["show", "cancel", "fetch"])
+def test_no_batch_is_not_all_of_them(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`mico batch show "$ID"`, with ID unset, showed the first words of a list."""
+    status, out, err = play(monkeypatch, capsys, Gateway(DONE), command, "")
+    assert (status, out) == (2, "") and "no batch is named" in err
