@@ -222,13 +222,13 @@ class Federation:
 def figures(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
     promised = site.settle_rows()
     remaining, weight = site.remaining()
-    queue = site.queue
+    queue, unread = site.queue, site.unread_tokens
     return LoadReport(
         seq=seq,
         received_s=received_s,
         running=len(site.running),
         pending=site.pending,
-        token_load=sum(remaining) * weight + queue.prompt_tokens + queue.response_tokens,
+        token_load=sum(remaining) * weight + unread + queue.prompt_tokens + queue.response_tokens,
         kv_free_tokens=max(0, site.spec.kv_tokens - site.kv_used),
         kv_reserved_tokens=promised,
         iteration=site.spec.cost,

@@ -129,6 +129,11 @@ class SimulatedSite:
         """As of the last `settle_rows`."""
         return condense([row.expected_remaining() for row in self.running.values()])
 
+    @property
+    def unread_tokens(self) -> int:
+        """As the engine has it: the rest of prompts that are begun, and the newest token of each answer."""
+        return self._rows_decoding + sum(row.to_prefill for row in self._prefilling)
+
     @staticmethod
     def _held(row: Row) -> int:
         return len(row.tokens) - row.to_prefill if row.to_prefill else row.prompt_len + row.produced

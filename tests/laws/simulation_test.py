@@ -14,7 +14,7 @@ from gateway.domain import IterationCost, Lane
 from gateway.routing.policies import POLICIES
 from mico.simulation.estimators import ESTIMATORS, exactly, expectations, noisy
 from mico.simulation.events import Clock
-from mico.simulation.federation import Federation, Outage, Setting
+from mico.simulation.federation import Federation, Outage, Setting, figures
 from mico.simulation.figures import ORDERS, jain
 from mico.simulation.queries import Query, Record
 from mico.simulation.row import ENDLESS, Row
@@ -197,10 +197,13 @@ class Sent(NamedTuple):
     answer_tokens: int
 
 
-def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> dict[str, int]:
-    """In which iteration of a second each the engine's scheduler has the first token of each computed."""
+def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> tuple[dict[str, int], list[float]]:
+    """In which iteration of a second each the engine's scheduler has the first token of each computed, and
+    the token load while each of the first iterations runs, as the engine reports it.
+    """
     queue = AdmissionQueue(starving_after_s=inf)
     first: dict[str, int] = {}
+    loads: list[float] = []
     left: dict[str, int] = {}
     scheduler = Scheduler(PagePool(200_000, 1), queue, slots=slots, token_budget=TOKEN_BUDGET)
     coming = list(enumerate(requests))
@@ -211,6 +214,9 @@ def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> dict[str, in
             request.arrived_s, request.max_tokens, left[request.id] = arrived_s, ENDLESS, answer
             queue.push(request)
         plan = scheduler.plan(float(now_s))
+        unread = sum(len(each.tokens) - each.computed for each in scheduler.running)
+        remaining = sum(each.expected_remaining() for each in scheduler.running)
+        loads.append(remaining + unread + queue.prompt_tokens + queue.response_tokens)
         scheduler.advance(plan)
         for request in [entry.request for entry in plan.entries if entry.samples]:
             first.setdefault(request.id, now_s + 1)
@@ -218,7 +224,7 @@ def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> dict[str, in
             left[request.id] -= 1
             if not left[request.id]:
                 scheduler.release(request)
-    return first
+    return first, loads
 
 
 @settings(max_examples=60, deadline=None)
@@ -226,7 +232,7 @@ def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> dict[str, in
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6000), st.integers(1, 40)), max_size=12),
     st.integers(1, 6),
 )
-def test_a_site_computes_first_tokens_in_the_iterations_in_which_the_engine_would(
+def test_a_site_has_first_tokens_and_token_load_in_the_iterations_in_which_the_engine_would(
     others: list[tuple[int, int, int]], slots: int
 ) -> None:
     """The first request runs all the time, so that every iteration begins at a full second."""
@@ -246,8 +252,13 @@ def test_a_site_computes_first_tokens_in_the_iterations_in_which_the_engine_woul
         curve = RemainingCurve.exactly(answer)
         row = Row(str(number), prompt, curve, typical=curve.typical(), response_tokens=answer)
         clock.at(arrived_s, site.submit, row)
+    loads: list[float] = []
+    for now_s in range(100):
+        clock.at(now_s + 0.25, lambda: loads.append(figures(site, 1, 0.0).token_load))
     clock.run()
-    assert first == first_tokens_of_the_engine(requests, slots + 1)
+    first_there, loads_there = first_tokens_of_the_engine(requests, slots + 1)
+    assert first == first_there
+    assert loads == loads_there[: len(loads)]
 
 
 @settings(max_examples=30, deadline=None)
