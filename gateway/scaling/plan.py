@@ -16,12 +16,16 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`group` is the cloud's name of the pool's machines; the rest of the address depends on the cloud."""
+    """`group` is the cloud's name of the pool's machines; the rest of the address depends on the cloud.
+
+    A pool may only be empty if the plan says so: queries that no site can serve are refused and are no load,
+    so it grows again only by what another pool can't take.
+    """
 
     cloud: Literal["aws", "gcp", "azure"]
     group: str
     most: Annotated[int, msgspec.Meta(ge=0)]
-    fewest: Annotated[int, msgspec.Meta(ge=0)] = 0
+    fewest: Annotated[int, msgspec.Meta(ge=0)] = 1
     usd_per_hour: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     region: str = ""
     project: str = ""

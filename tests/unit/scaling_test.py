@@ -186,6 +186,15 @@ def test_a_wrong_plan_is_refused_by_name(text: str, complaint: str, tmp_path: Pa
     assert "scaling.toml" in str(caught.value)
 
 
+@pytest.mark.parametrize(("said", "fewest"), [("", 1), ("fewest = 0\n", 0)])
+def test_a_pool_is_emptied_only_where_the_plan_says_so(said: str, fewest: int, tmp_path: Path) -> None:
+    """Nothing that is asked of an empty pool shows as load of it."""
+    file = tmp_path / "scaling.toml"
+    file.write_text(PLAN.replace("fewest = 1\n", said))
+    bounds = {name: pool.bounds() for name, pool in read_plan(file).pool.items()}
+    assert wanted({"eu": 0.0}, bounds) == {"eu": fewest}
+
+
 def test_no_plan_resizes_nothing() -> None:
     assert ScalingPlan().pool == {}
 
