@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 
 import msgspec
@@ -17,6 +18,7 @@ from gateway.telemetry.watch import Watch
 MOST_LISTENERS = 200
 CHECKED_EVERY = 15
 """Snapshots between two looks at whether who listens still may."""
+_IS_NUMBER = re.compile(r"[0-9]{1,15}")
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -62,9 +64,10 @@ async def still_let_in(access: Access, request: AnyRequest) -> bool:
 
 
 def seen_before(watch: Watch, last_event_id: str) -> int:
-    """The number of the last snapshot that a page has of this process, 0 if none."""
+    """The number of the last snapshot that a page has of this process, 0 if none or none that there was."""
     boot_id, _, seq = last_event_id.partition("-")
-    return int(seq) if boot_id == watch.boot_id and seq.isdigit() else 0
+    said = int(seq) if boot_id == watch.boot_id and _IS_NUMBER.fullmatch(seq) else 0
+    return said if watch.snapshot is not None and said <= watch.snapshot.seq else 0
 
 
 def columns_after(watch: Watch, seq: int) -> bytes:

@@ -519,6 +519,10 @@ def test_a_listener_gets_the_newest_skips_what_it_missed_and_ends_with_the_watch
         assert json.loads(o.watch.encoded)["seq"] == newest.seq
         missed = json.loads(columns_after(o.watch, first.seq + 1))
         assert (missed["resumed"], len(missed["columns"]["at"])) == (True, 2)
+        boot_id = o.watch.boot_id
+        assert seen_before(o.watch, f"{boot_id}-{first.seq}") == first.seq
+        for unheard_of in (f"{boot_id}-²", f"{boot_id}-{'9' * 5000}", f"{boot_id}-{newest.seq + 9}", boot_id):
+            assert seen_before(o.watch, unheard_of) == 0, "it would wait for what may never come"
         everything = json.loads(columns_after(o.watch, seen_before(o.watch, "other-9")))
         assert (everything["resumed"], len(everything["columns"]["at"])) == (False, newest.seq)
         last = asyncio.create_task(o.watch.after(newest.seq))
