@@ -31,8 +31,10 @@ from mico.commands import (
     sites,
     top,
 )
-from mico.errors import CommandFailed
+from mico.errors import CommandFailed, ExitCode
 from mico.session import Session
+
+DEBUG = "mico --debug shows where"
 
 app = typer.Typer(
     name="mico",
@@ -105,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return told(failure)
     except OSError as error:
         cause = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        return told(CommandFailed("the machine refused", cause=cause))
+        return told(CommandFailed("the machine refused", cause=cause, tip=DEBUG))
+    except UnicodeError as error:
+        wrong = "an argument or a setting is no text"
+        return told(CommandFailed(wrong, cause=str(error), tip=DEBUG, exit_code=ExitCode.WRONG_USAGE))
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 1
     return 0

@@ -42,6 +42,10 @@ def database_url(text: str) -> URL:
         raise StoreError(
             "the database URL is not of the form sqlite:///FILE or postgresql://USER@HOST/NAME"
         ) from exc
+    except ValueError:  # it tells what it took for the port: of a password, where that has an @
+        raise StoreError(
+            "the port in the database URL is no number; an @ in a password is written %40"
+        ) from None
     driver = _DRIVERS.get(url.get_backend_name())
     if driver is None:
         raise StoreError(

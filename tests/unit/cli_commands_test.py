@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from mico.cli import app, main
+from mico.cli import DEBUG, app, main
 from mico.commands.doctor import Verdict, clocks
 from mico.commands.keys import act, moment
 
@@ -197,6 +197,8 @@ def test_the_secret_alone_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> 
         (("keys", "rotate", "k", "--overlap", "99999999d"), 2, "at most 36500d"),
         (("keys", "rotate", "k", "--overlap", "9" * 400), 2, "such as 90s"),
         (("keys", "create", "ann", "--days", "1e9"), 2, "36500"),
+        (("keys", "list", "--database", "postgresql://u:p@w:x@h/x"), 1, "is written %40"),
+        (("db", "upgrade", "--database", "postgresql://u:p@w:x@h/x"), 1, "is written %40"),
         (("quotas", "set", "--tenant", "a", "--tokens-per-min", "9" * 5000), 2, "at most 9007199254740992"),
         (("sites", "drain", "a", "--reason", "x", "--for", "0s"), 2, "until it is undone"),
         (("models", "--base-url", "http://[::1"), 2, "is no address of a gateway"),
@@ -238,6 +240,9 @@ def test_what_is_not_there_is_a_failure_once_there_is_a_database(capsys: pytest.
         status, out, err = run(capsys, *arguments)
         assert (status, out) == (1, "")
         assert "mico keys list" in err
+    for arguments in (("explain", "\udcff"), ("keys", "revoke", "\udcff")):
+        status, out, err = run(capsys, *arguments)
+        assert (status, out) == (2, "") and "is no text" in err
     for noun in ("keys", "tenants", "quotas", "pki"):
         assert run(capsys, noun, "list", "--json")[:2] == (0, "[]\n"), noun
 
@@ -384,7 +389,10 @@ def test_a_refusal_of_the_machine_is_no_traceback(
     monkeypatch.setattr(Path, "mkdir", full)
     monkeypatch.setattr("mico.local.folder.make_folder", full)
     status, _, err = run(capsys, "up")
-    assert (status, err) == (1, "error: the machine refused\ncause: somewhere: No space left on device\n")
+    assert (status, err) == (
+        1,
+        f"error: the machine refused\ncause: somewhere: No space left on device\ntip: {DEBUG}\n",
+    )
 
 
 def test_what_a_terminal_cant_show_is_a_question_mark(empty_folder: Path) -> None:
