@@ -26,23 +26,28 @@ class PairSource(Protocol):
 
 
 class CertificateFiles:
-    """Broken or half-written files change nothing: the last good pair stays in use, and the log says so."""
+    """Broken or half-written files change nothing: the last good pair stays in use, and the log says so. They
+    are read again with every look, for what mends them may not touch them: a chmod leaves no stamp.
+    """
 
     def __init__(self, chain: Path, key: Path) -> None:
         """Raises OSError or ssl.SSLError: a gateway does not start with a certificate that it can't show."""
         self._paths = chain, key
         self._seen = self._stamps()
         self._pair = self._read()
+        self._told = ""
 
     def pair(self) -> Pair:
         try:
             stamps = self._stamps()
             if stamps != self._seen:
-                self._seen = stamps
                 self._pair = self._read()
+                self._seen, self._told = stamps, ""
                 log.info("the certificate %s was renewed", self._paths[0])
         except (OSError, ssl.SSLError) as exc:
-            log.error("the new certificate %s can't be used: %s", self._paths[0], exc)
+            if str(exc) != self._told:
+                self._told = str(exc)
+                log.error("the new certificate %s can't be used: %s", self._paths[0], exc)
         return self._pair
 
     def context(self) -> ssl.SSLContext:

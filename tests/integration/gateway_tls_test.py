@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,6 +79,24 @@ def old_protocols(trust: ssl.SSLContext) -> ssl.SSLContext:
     with pytest.warns(DeprecationWarning):
         trust.maximum_version = ssl.TLSVersion.TLSv1_1
     return trust
+
+
+def test_a_certificate_that_could_not_be_read_is_shown_once_it_can(
+    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What mends the files need not change their time or size, as a chmod does not."""
+    chain, key = put(authority, tmp_path)
+    files = CertificateFiles(chain, key)
+    old = files.pair()
+    put(authority, tmp_path)
+    good, at = chain.read_bytes(), (1_900_000_000, 1_900_000_000)
+    chain.write_bytes(b"x" * len(good))
+    os.utime(chain, at)
+    assert files.pair() is files.pair() is old
+    assert len([each for each in caplog.records if "can't be used" in each.message]) == 1
+    chain.write_bytes(good)
+    os.utime(chain, at)
+    assert files.pair().chain == good
 
 
 def test_sites_are_shown_the_new_certificate_too(tmp_path: Path, authority: Authority) -> None:
