@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -13,6 +14,8 @@ from typing import Any
 from gateway.quotas.limits import WhenAway
 from gateway.routing.policies import POLICIES
 
+SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+")
+"""What Kubernetes sets, behind its name, for a service called mico-gateway: nobody meant it for us."""
 LAST_PORT = 65_535
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -145,9 +148,8 @@ def _sources(
         except (OSError, tomllib.TOMLDecodeError) as exc:
             raise ConfigError(f"{path} can't be read: {exc}") from exc
     prefix = "MICO_GATEWAY_"
-    from_env = {
-        key.removeprefix(prefix).lower(): value for key, value in env.items() if key.startswith(prefix)
-    }
+    names = (key for key in env if key.startswith(prefix) and not SERVICE_LINK.fullmatch(key, len(prefix)))
+    from_env = {key.removeprefix(prefix).lower(): env[key] for key in names}
     return [*sources, (f"the environment ({prefix}…)", from_env), ("the command line", overrides)]
 
 
