@@ -83,7 +83,7 @@ def test_what_stands_beside_an_empty_token_counts() -> None:
 
 
 def test_what_kubernetes_sets_for_a_service_of_this_name_is_no_setting() -> None:
-    links = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8080_TCP"_ADDR"]
+    links = ["SERVICE_HOST", "SERVICE_PORT_HTTP", "PORT", "PORT_8080_TCP_ADDR"]
     given = {f"MICO_GATEWAY_{link}": "tcp://10.0.0.1:8080" for link in links}
     assert load(None, given | {"MICO_GATEWAY_NAME": "eu-1"}, {}) == GatewayConfig(name="eu-1")
     with pytest.raises(ConfigError, match="unknown setting 'ports'"):
