@@ -82,7 +82,7 @@ def test_a_statement_that_was_cancelled_while_it_waited_for_the_lock_is_undone(f
     """Its thread goes on with it, and nobody is told that it began a transaction."""
 
     async def main() -> None:
-        ours, other = await Brisk.connect(str(file), timeout=60), sqlite3.connect(file, timeout=0)
+        ours, other = await Brisk.connect(str(file), timeout=60), sqlite3.connect(file, timeout=20)
         other.execute("INSERT INTO things VALUES ('theirs', 1)")
         inserting = asyncio.create_task(ours.cursor().execute("INSERT INTO things VALUES ('ours', 1)"))
         await asyncio.sleep(0)
