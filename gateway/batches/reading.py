@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from typing import Final, NamedTuple, TypeGuard
 
@@ -49,7 +50,10 @@ async def lines(parts: AsyncIterator[bytes], line_bytes: int) -> AsyncIterator[R
 
 
 def read_line(raw: Raw, endpoint: str, limits: BatchLimits) -> Wanted:
-    """Raises BadLine. What the body itself asks for is read when the line runs, as any query's."""
+    """Raises BadLine. What the body itself asks for is read when the line runs, as any query's.
+
+    A file may begin with a byte-order mark, as those of some editors do.
+    """
     entry = _entry(raw)
     custom_id, body = entry.get("custom_id"), entry.get("body")
     if not _is_name(custom_id, limits.custom_id_chars):
@@ -75,7 +79,7 @@ def _is_name(value: object, most: int) -> TypeGuard[str]:
 
 def _entry(raw: Raw) -> dict[str, object]:
     try:
-        entry = msgspec.json.decode(raw.data)
+        entry = msgspec.json.decode(raw.data if raw.begins else raw.data.removeprefix(BOM_UTF8))
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise _bad(raw, "invalid_json_line", f"This line is not valid JSON: {str(exc)[:200]}.") from exc
     if not isinstance(entry, dict):

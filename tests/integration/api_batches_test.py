@@ -215,6 +215,15 @@ def test_blank_lines_are_passed_over_and_counted(play: Callable[..., None]) -> N
     play(scenario)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(play: Callable[..., None]) -> None:
+    async def scenario(here: Replica) -> None:
+        content = b"\xef\xbb\xbf" + jsonl(chat_line(0), chat_line(1))
+        done = await here.ended(await here.submit(content))
+        assert (done.status, done.request_counts.completed) == ("completed", 2)
+
+    play(scenario)
+
+
 def test_lists_page_in_both_orders(play: Callable[..., None]) -> None:
     async def scenario(here: Replica) -> None:
         made = [await here.upload(b"%d" % number) for number in range(5)]
