@@ -204,6 +204,7 @@ class LoadReport:
     pending_response_tokens: float = 0.0
     tokens_total: int = 0
     prompt_tokens_total: int = 0
+    unread_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,8 @@ class SiteEngine:
     def load(self) -> LoadFigures:
         scheduler, queue = self._scheduler, self._scheduler.queue
         remaining = [request.expected_remaining() for request in scheduler.running]
-        unread = sum(len(request.tokens) - request.computed for request in scheduler.running)
+        # at least one each: an engine that runs ahead counts a token as computed before it is there
+        unread = sum(max(1, len(each.tokens) - each.computed) for each in scheduler.running)
         back = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
         values, weight = condense(remaining)
         prompt_tokens = queue.prompt_tokens + sum(tokens for tokens, _ in back)
@@ -212,6 +213,7 @@ class SiteEngine:
             pending_response_tokens=response_tokens,
             tokens_total=self._meter.tokens_total,
             prompt_tokens_total=self._meter.prompt_tokens_total,
+            unread_tokens=unread,
         )
 
     def forget_totals(self) -> None:

@@ -39,6 +39,7 @@ class LoadFigures(NamedTuple):
     pending_response_tokens: float
     tokens_total: int
     prompt_tokens_total: int
+    unread_tokens: int  # of what runs: the rest of prompts, and of each answer its newest token
 
 
 class CostFit:

@@ -151,6 +151,6 @@ def gather(outputs: list[Output], collected: dict[str, Collected]) -> None:
 def assert_idle(engine: SiteEngine) -> None:
     """Nothing is held by anyone."""
     load = engine.load()
-    assert (load.running, load.pending, load.kv_reserved_tokens) == (0, 0, 0)
+    assert (load.running, load.pending, load.kv_reserved_tokens, load.unread_tokens) == (0, 0, 0, 0)
     assert (load.token_load, load.pending_prompt_tokens, load.pending_response_tokens) == (0.0, 0, 0.0)
     assert not engine.has_work

@@ -106,6 +106,7 @@ class FakeEngine:
             pending_response_tokens=0.0,
             tokens_total=self.tokens_total,
             prompt_tokens_total=0,
+            unread_tokens=0,
         )
 
     def _token(self, run: _Running) -> Output:

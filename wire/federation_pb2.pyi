@@ -128,7 +128,7 @@ class Model(_message.Message):
     def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total")
+    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class Load(_message.Message):
     PENDING_RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     monotonic_s: float
     running: int
@@ -161,7 +162,8 @@ class Load(_message.Message):
     pending_response_tokens: float
     tokens_total: int
     prompt_tokens_total: int
-    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ...) -> None: ...
+    unread_tokens: int
+    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ...) -> None: ...
 
 class IterationCost(_message.Message):
     __slots__ = ("base_s", "per_row_s", "per_token_s", "per_kv_token_s")

@@ -97,6 +97,7 @@ def load(report: pb.Load, received_s: float) -> LoadReport:
         pending_response_tokens=_amount(report.pending_response_tokens, "pending_response_tokens"),
         tokens_total=report.tokens_total,
         prompt_tokens_total=report.prompt_tokens_total,
+        unread_tokens=report.unread_tokens,
     )
 
 

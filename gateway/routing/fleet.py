@@ -35,7 +35,7 @@ class Figures(NamedTuple):
     running: Numbers
     held: Numbers  # running and pending
     iteration_s: Numbers  # with one row more
-    prefill_s: Numbers  # of what is pending, with the way there and back and one iteration
+    prefill_s: Numbers  # of what is pending or begun, with the way there and back and one iteration
     running_tokens: Numbers  # expected of what runs, and of what is pending
     pending_tokens: Numbers
     pending_kv_tokens: Numbers  # those and their prompts
@@ -73,6 +73,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     fitted_s = cost.seconds(rows, rows, used)
     iteration_s = fitted_s or load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
     kept = used + load.kv_reserved_tokens
+    begun_tokens = max(0, load.unread_tokens - load.running)  # beyond the one of each that its iteration has
     room = identity.kv_capacity_tokens - kept - prompt_tokens - response_tokens
     return (
         load.received_s if site.state is SiteState.READY and site.weight > 0 else -inf,
@@ -80,7 +81,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         load.running,
         held,
         iteration_s,
-        site.rtt_s + iteration_s + cost.per_token_s * prompt_tokens,
+        site.rtt_s + iteration_s + cost.per_token_s * (begun_tokens + prompt_tokens),
         sum(load.running_remaining) * load.running_weight,
         response_tokens,
         prompt_tokens + response_tokens,

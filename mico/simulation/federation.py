@@ -236,6 +236,7 @@ def figures(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
         running_weight=weight,
         pending_prompt_tokens=queue.prompt_tokens,
         pending_response_tokens=queue.response_tokens,
+        unread_tokens=unread,
     )
 
 

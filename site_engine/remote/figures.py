@@ -71,6 +71,7 @@ def figures(holding: Holding, busy: Busy | None, pace: Pace, kv_capacity_tokens:
     running_remaining, weight = condense(running)
     pending_prompt = sum(held.prompt_tokens for held in holding.pending)
     pending_response = sum(held.expected_remaining() for held in holding.pending) + mean * waiting_there
+    unread = sum(held.prompt_tokens if held.first_s is None else 1 for held in holding.sent)
     return LoadFigures(
         running=len(running),
         pending=len(holding.pending) + waiting_there,
@@ -86,6 +87,7 @@ def figures(holding: Holding, busy: Busy | None, pace: Pace, kv_capacity_tokens:
         pending_response_tokens=pending_response,
         tokens_total=pace.tokens_total,
         prompt_tokens_total=pace.prompt_tokens_total,
+        unread_tokens=unread,
     )
 
 

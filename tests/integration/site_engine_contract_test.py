@@ -79,7 +79,7 @@ def drain(engine: Engine) -> list[Output]:
 
 def at_rest(engine: Engine, free: int) -> bool:
     load = engine.load()
-    counts = (load.running, load.pending, load.token_load, load.kv_reserved_tokens)
+    counts = (load.running, load.pending, load.token_load, load.kv_reserved_tokens, load.unread_tokens)
     return not any(counts) and load.kv_free_tokens == free and not engine.has_work
 
 

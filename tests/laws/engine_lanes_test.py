@@ -64,3 +64,4 @@ def test_answers_whose_length_is_known_start_by_it(lane: Lane, first: int) -> No
     assert [name for name, one in collected.items() if one.token_ids] == ["1"]
     prompts = 3 * 2  # the first one's is computed, and the token made of it is to be read
     assert engine.load().token_load == sum(lengths) + prompts
+    assert engine.load().unread_tokens == 1

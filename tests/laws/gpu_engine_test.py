@@ -175,6 +175,21 @@ def test_what_was_computed_for_nobody_is_not_counted_as_served() -> None:
     assert engine.load().tokens_total == sum(len(each.token_ids) for each in collected.values())
 
 
+def test_a_token_on_its_way_is_still_to_be_read() -> None:
+    """Beside one token of each that runs, a report has what the prompts under way have left."""
+    engine = ahead(family("llama"), token_budget=8)
+    for number in range(3):
+        engine.submit(greedy(str(number), [9, 8, 7], 12))
+    engine.submit(greedy("long", list(range(1, 31)), 4))
+    seen = []
+    while engine.has_work:
+        engine.step()
+        load = engine.load()
+        seen.append(load.unread_tokens - load.running)
+    assert max(seen) > 8
+    assert min(seen) == seen[-1] == 0
+
+
 def test_logits_that_are_not_finite_fail_the_request_and_no_other() -> None:
     of = lean_family("llama")
     engine = ahead(of)

@@ -135,6 +135,22 @@ def test_a_worse_site_changes_nothing(sites: list[Site], worse: Site, turn: int)
     assert joined.site.name != "worse"
 
 
+@given(loads, st.integers(1, 64), st.integers(0, 10_000), st.floats(0, 0.01))
+def test_the_rest_of_prompts_that_run_is_waited_for(
+    s: Site, running: int, rest: int, per_token_s: float
+) -> None:
+    """One token of each that runs is in every iteration's time."""
+    cost = replace(s.load.iteration, per_token_s=per_token_s)
+    load = replace(s.load, iteration=cost, running=running, running_remaining=(9,) * running)
+    without, with_rest = (
+        estimate(DEMAND, replace(s, load=replace(load, unread_tokens=unread)), NOW)
+        for unread in (running, running + rest)
+    )
+    assert with_rest.first_token_s == pytest.approx(without.first_token_s + per_token_s * rest)
+    assert with_rest.finish_s == pytest.approx(without.finish_s + per_token_s * rest)
+    assert estimate(DEMAND, replace(s, load=load), NOW) == without  # an engine that does not say
+
+
 @given(loads, st.floats(0, STALE_AFTER_S / 2))
 def test_age_never_makes_a_site_look_better(s: Site, more_s: float) -> None:
     older = replace(s, load=replace(s.load, received_s=s.load.received_s - more_s))

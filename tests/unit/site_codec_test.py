@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.federation import codec as gateway_codec
 from site_engine import codec
 from site_engine import messages as m
 from site_engine.errors import Reason, WrongMessage
 from site_engine.load import IterationCost, LoadFigures
 from site_engine.request import Finish, Lane, RemainingPoint, Timings, TokenLogprob
-from tests.site_fakes import HELLO
+from tests.site_fakes import HELLO, FakeEngine
 from wire import federation_pb2 as pb
 
 FLAT = pb.Forecast(generated=[5, 5], expected_remaining=[1, 1], p90_remaining=[1, 1])
@@ -176,9 +177,17 @@ def test_a_step_is_cut_but_loses_nothing(lengths: list[int]) -> None:
 
 
 def test_hello_and_load_carry_every_figure() -> None:
-    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, IterationCost(1, 2, 3, 4), (7, 8), 1, 9, 10.5, 11, 12)
+    cost = IterationCost(1, 2, 3, 4)
+    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13)
     (load,) = codec.encode(m.Load(3, 99.0, figures))
     assert {each.name for each, _ in load.load.ListFields()} == set(pb.Load.DESCRIPTOR.fields_by_name)
     (hello,) = codec.encode(HELLO)
     unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
     assert unset == {"attempts"}
+
+
+def test_a_gateway_takes_what_prompts_have_left_and_a_site_that_does_not_tell_for_none() -> None:
+    (load,) = codec.encode(m.Load(3, 99.0, FakeEngine().load()._replace(running=2, unread_tokens=700)))
+    assert gateway_codec.load(load.load, 0.0).unread_tokens == 700
+    load.load.ClearField("unread_tokens")
+    assert gateway_codec.load(load.load, 0.0).unread_tokens == 0

@@ -49,9 +49,17 @@ def test_what_is_here_counts_even_if_the_page_does_not_show_it(
     assert found.token_load >= pending * (10 + 30)
 
 
+def test_prompts_that_were_sent_are_unread_until_their_first_token() -> None:
+    these = holding(2, 3)
+    assert figures(these, None, Pace(0.0), CAPACITY).unread_tokens == 3 * 10
+    next(iter(these.sent)).first_s = 1.0
+    assert figures(these, None, Pace(0.0), CAPACITY).unread_tokens == 2 * 10 + 1
+
+
 def test_at_rest_everything_is_zero() -> None:
     found = figures(Holding(), Busy(0, 0, 0.0), Pace(0.0), CAPACITY)
     assert (found.running, found.pending, found.token_load, found.kv_reserved_tokens) == (0, 0, 0.0, 0)
+    assert found.unread_tokens == 0
     assert found.kv_free_tokens == CAPACITY
 
 
