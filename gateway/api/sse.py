@@ -103,7 +103,7 @@ class EventStream:
     def _look(self) -> None:
         if self._rest_s() > 0:
             self._listen()
-        else:
+        elif self._comment is None or self._comment.done():  # one that is not taken yet looks when it was
             self._comment = asyncio.create_task(self._fill_silence())
 
     async def _fill_silence(self) -> None:

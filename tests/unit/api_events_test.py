@@ -67,6 +67,20 @@ def test_nothing_is_sent_by_a_stream_that_never_starts() -> None:
     asyncio.run(main())
 
 
+def test_a_comment_that_is_not_taken_is_not_followed_by_another() -> None:
+    async def main() -> None:
+        wire = Wire()
+        wire.taken.clear()
+        async with events(wire, first_byte_s=0.0, keep_alive_s=0.0):
+            await wire.offered.wait()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) == 2  # this one and the comment's
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
 def test_a_comment_under_way_is_finished_before_the_end() -> None:
     """A comment opens the stream just as the answer fails: the status is out, so the end must follow it."""
 
