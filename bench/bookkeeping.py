@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from site_engine import context
-from site_engine.attention.reference import ReferenceContext
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import load
-from site_engine.request import Request, Sampling
+from site_engine.core.request import Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model import attention_context
+from site_engine.model.loader import load
+from site_engine.model.torch_attention import ReferenceContext
 
 DEMO_MODEL = Path(__file__).parent.parent / "mico" / "demo_model" / "weights"
 WARM_UP_STEPS = 20
@@ -48,7 +48,7 @@ def step_times(rows: int, steps: int) -> Times:
     logits = torch.randn(rows, model.vocab_size, generator=torch.Generator().manual_seed(0))
 
     def forward(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        running = context.current()
+        running = attention_context.current()
         assert isinstance(running, ReferenceContext)
         running.layer = len(model.layers)
         return logits[: wanted.shape[0]]

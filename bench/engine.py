@@ -25,12 +25,12 @@ from bench import roofline
 from bench.order import ORDERS, Order
 from bench.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
 from bench.workload import SHAPES, Query, lengths, queries
-from site_engine.admission import POLICIES
-from site_engine.cpu_model import suit_cpu
+from site_engine.core.request import Lane, Request, Sampling
+from site_engine.core.request_queue import POLICIES
 from site_engine.dense import DenseEngine
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, from_model
-from site_engine.request import Lane, Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model.cpu_optimize import suit_cpu
+from site_engine.model.loader import LoadedModel, from_model
 
 RUNNERS = ("packed", "dense", "decoupled", "static")
 Contender = Callable[[list[Query]], Run]

@@ -27,15 +27,15 @@ from bench.gpu_costs import ROWS, buckets, fixed_steps, kernels, prefill_rate, p
 from bench.order import ORDERS
 from bench.peers import PEERS, room_for
 from bench.workload import SHAPES, queries
-from site_engine.admission import AdmissionQueue
+from site_engine.core.request import Request, Sampling
+from site_engine.core.request_queue import AdmissionQueue
+from site_engine.core.scheduler import Plan
+from site_engine.cuda.batch_layout import MIXED_TOKENS
+from site_engine.cuda.compile import TRIED_ROWS
 from site_engine.cuda.engine import AheadEngine, fast_forward
-from site_engine.cuda.layout import MIXED_TOKENS
-from site_engine.cuda.lean import LeanForward
-from site_engine.cuda.model import TRIED_ROWS
-from site_engine.engine import EngineSettings
-from site_engine.hf_bridge import LoadedModel, from_model
-from site_engine.request import Request, Sampling
-from site_engine.scheduler import Plan
+from site_engine.cuda.llama_forward import LeanForward
+from site_engine.engine.engine import EngineSettings
+from site_engine.model.loader import LoadedModel, from_model
 
 
 def plain_model(folder: str) -> Any:

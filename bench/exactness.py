@@ -24,12 +24,12 @@ import transformers
 from bench.families import VOCAB, random_model, tiny_config
 from bench.peers import Room, run_continuous
 from bench.workload import Query
-from site_engine.admission import DEFAULT_POLICY, POLICIES
-from site_engine.attention.swap import HostSwap
+from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES
 from site_engine.dense import DenseEngine
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, from_model
-from site_engine.request import RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model.kv_swap import HostSwap
+from site_engine.model.loader import LoadedModel, from_model
 
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt_neo", "mixtral", "gpt_oss", "deepseek_v3")
 NOT_CONTINUOUS = ("gpt_neo", "deepseek_v3")  # transformers' continuous batching fails on these

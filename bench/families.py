@@ -20,9 +20,9 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import CannotServe, from_model
-from site_engine.request import Request, Sampling
+from site_engine.core.request import Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model.loader import CannotServe, from_model
 
 VOCAB = 99
 CONTEXT = 128

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from site_engine.core.request import Request, Sampling
+from site_engine.core.scheduler import Entry, Plan
 from site_engine.cuda.engine import AheadEngine
 from site_engine.cuda.runner import DeviceRunner
-from site_engine.request import Request, Sampling
-from site_engine.scheduler import Entry, Plan
 
 GREEDY = Sampling(temperature=0.0)
 CHECKED_ROWS = 24

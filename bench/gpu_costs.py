@@ -12,12 +12,12 @@ import torch
 
 from bench.forced import GREEDY
 from bench.workload import lengths
-from site_engine.attention import triton_launch
-from site_engine.attention.triton_launch import DecodeWork, Tile
-from site_engine.context import Scoring
+from site_engine.core.request import Request, Sampling
+from site_engine.core.scheduler import Entry, Plan
+from site_engine.cuda import attention_launch
+from site_engine.cuda.attention_launch import DecodeWork, Tile
 from site_engine.cuda.engine import AheadEngine
-from site_engine.request import Request, Sampling
-from site_engine.scheduler import Entry, Plan
+from site_engine.model.attention_context import Scoring
 
 ROWS = 256
 STAGGER = 24  # iterations until all requests have begun
@@ -66,7 +66,7 @@ def decode_layers(  # noqa: PLR0917
 ) -> None:
     scoring = Scoring(inputs[0].shape[2] ** -0.5)
     for keys, values in zip(engine._arena.keys[:layers], engine._arena.values[:layers], strict=True):
-        triton_launch.decode(*inputs, keys, values, table, work, out, scoring, tile=tile)
+        attention_launch.decode(*inputs, keys, values, table, work, out, scoring, tile=tile)
 
 
 def kernels(engine: AheadEngine) -> None:

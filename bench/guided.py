@@ -22,13 +22,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from site_engine.engine import EngineSettings, SiteEngine
+from site_engine.core.request import Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.errors import NotServed
-from site_engine.grammar import Grammar, Grammars
-from site_engine.hf_bridge import LoadedModel, load
-from site_engine.masks import Masks
-from site_engine.request import Request, Sampling
-from site_engine.tools import guided_source
+from site_engine.model.grammar_bitmask import Masks
+from site_engine.model.loader import LoadedModel, load
+from site_engine.text.grammar import Grammar, Grammars
+from site_engine.text.tool_format import guided_source
 
 MODEL = Path(__file__).parents[1] / "mico/demo_model/weights"
 PERSON = {

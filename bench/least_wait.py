@@ -26,7 +26,7 @@ from mico.simulation.compare import capacity
 from mico.simulation.queries import Query
 from mico.simulation.specification import sites_of
 from mico.simulation.workloads import at_rate
-from site_engine.admission import PROMPT_TOKEN_WORK
+from site_engine.core.request_queue import PROMPT_TOKEN_WORK
 
 Numbers = NDArray[np.float64]
 CLASSES = 10

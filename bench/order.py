@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from site_engine.admission import DEFAULT_POLICY, POLICIES, Policy
-from site_engine.request import Lane
+from site_engine.core.request import Lane
+from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES, Policy
 
 
 class Order(NamedTuple):

@@ -25,15 +25,15 @@ import transformers
 from bench.families import random_model
 from mico.simulation import workloads
 from mico.simulation.queries import Query
-from site_engine import context
-from site_engine.admission import POLICIES, Policy
-from site_engine.attention.reference import ReferenceContext
+from site_engine.core.request import Request, Sampling
+from site_engine.core.request_queue import POLICIES, Policy
+from site_engine.core.scheduler import Plan
 from site_engine.dense import DenseEngine
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, from_model
-from site_engine.request import Request, Sampling
-from site_engine.runner import Logits, Runner
-from site_engine.scheduler import Plan
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model import attention_context
+from site_engine.model.loader import LoadedModel, from_model
+from site_engine.model.runner import Logits, Runner
+from site_engine.model.torch_attention import ReferenceContext
 
 QUERIES = 200
 VOCAB = 16
@@ -84,7 +84,7 @@ def model_without_work() -> LoadedModel:
 
 
 def fixed_logits(_ids: torch.Tensor, _positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    running = context.current()
+    running = attention_context.current()
     if isinstance(running, ReferenceContext):
         running.layer = 1
     return torch.zeros(wanted.shape[0], VOCAB)

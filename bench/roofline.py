@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from site_engine.hf_bridge import LoadedModel
+from site_engine.model.loader import LoadedModel
 
 PREFILL_TOKENS = 16384  # of one iteration
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, load
-from site_engine.request import (
+from site_engine.core.request import (
     Finish,
     Lane,
     Output,
@@ -33,6 +31,8 @@ from site_engine.request import (
     Request,
     Sampling,
 )
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model.loader import LoadedModel, load
 
 DEMO_MODEL = Path(__file__).parent.parent / "mico" / "demo_model" / "weights"
 LOAD = 0.95

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from site_engine.codec import bunched, each_of
+from site_engine.federation.codec import bunched, each_of
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 

@@ -36,8 +36,8 @@ from gateway.store.store import open_store
 from gateway.store.tables import decisions, usage
 from mico.local.plan import free_port, toml
 from migrations import upgrade
-from site_engine.admission import AdmissionQueue
-from site_engine.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core.request_queue import AdmissionQueue
 from tests.integration.store_databases.server import PostgresServer, find_binaries
 
 PEPPER = "a pepper for measurements, long enough"

@@ -20,7 +20,7 @@ import grpc
 import httptools
 
 from bench.stand_in import TOKEN, due, hello, report
-from site_engine.codec import each_of
+from site_engine.federation.codec import each_of
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 

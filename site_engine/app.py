@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable
 from uuid import uuid4
 
-from site_engine import logs
 from site_engine.config import SiteConfig
-from site_engine.desk import Tell
-from site_engine.dialling import Dialling
+from site_engine.engine.engine_thread import Listener, Worker
 from site_engine.errors import ConfigError
-from site_engine.lifetime import EXIT_FAILED, Ending, tick, until_the_end
-from site_engine.loading import Loaded, grammars_of, load_engine
+from site_engine.federation.attempts import Tell
+from site_engine.federation.dial import Dialling
+from site_engine.federation.site import Site
 from site_engine.messages import Hello, Model
-from site_engine.prompts import Prompts
-from site_engine.site import Site
-from site_engine.telling import telling
+from site_engine.native import Loaded, grammars_of, load_engine
+from site_engine.shutdown import EXIT_FAILED, Ending, tick, until_the_end
+from site_engine.telemetry import logs
+from site_engine.telemetry.attempt_log import telling
+from site_engine.text.tokenize import Prompts
 from site_engine.version import own_version
-from site_engine.worker import Listener, Worker
 
 log = logging.getLogger(__name__)
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
-from site_engine import context
-from site_engine.attention.arena import LayerShape
-from site_engine.attention.reference import additive, weigh
-from site_engine.context import Scoring
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel
-from site_engine.request import Request
-from site_engine.runner import Forward, Logits, split, wants_prompt
-from site_engine.scheduler import Entry, Plan
+from site_engine.core.request import Request
+from site_engine.core.scheduler import Entry, Plan
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model import attention_context
+from site_engine.model.attention_context import Scoring
+from site_engine.model.kv_cache import LayerShape
+from site_engine.model.loader import LoadedModel
+from site_engine.model.runner import Forward, Logits, split, wants_prompt
+from site_engine.model.torch_attention import additive, weigh
 
 FIRST_COLUMNS = 256
 
@@ -234,7 +234,7 @@ class DenseRunner:
             wanted += range(end - counts[-1], end)
         step = DenseContext(columns, fresh)
         device = self._model.device
-        with torch.inference_mode(), context.use(step):
+        with torch.inference_mode(), attention_context.use(step):
             logits = self._forward(
                 ids.view(1, -1).to(device),
                 step.positions.reshape(1, -1).to(device),

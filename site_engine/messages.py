@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from site_engine.core.load import LoadFigures
+from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling, Timings, TokenLogprob, ToolCall
 from site_engine.errors import Reason
-from site_engine.load import LoadFigures
-from site_engine.request import Finish, Lane, RemainingCurve, Sampling, Timings, TokenLogprob, ToolCall
-from site_engine.tools import Tools
+from site_engine.text.tool_format import Tools
 
 # ---- from a gateway
 

@@ -13,9 +13,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.families import random_model
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, from_model
-from site_engine.request import Output, Request, Sampling
+from site_engine.core.request import Output, Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model.loader import LoadedModel, from_model
 
 VOCAB = 320
 CONTEXT = 192

@@ -11,8 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from site_engine.attention import triton_kernels
-from site_engine.cuda import draw_kernels, kernels, thin_kernels
+from site_engine.cuda.kernels import attention_kernels, layer_kernels, sampling_kernels, skinny_gemm_kernels
 
 FLOATS = {
     "query", "key", "value", "keys", "values", "out", "logits", "sinks", "cosines", "sines",
@@ -60,33 +59,37 @@ def cases(early: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     }
     decode = [
         (
-            triton_kernels.decode_rows,
+            attention_kernels.decode_rows,
             {**model, **paged, "CHUNK": 256, "SPLIT": split, "TURN": split, "EARLY": early},
             DECODE_OPTIONS,
         )
         for model, paged, split in ((LLAMA, PAGED, True), (QWEN, PAGED, False), (QWEN, ODD, True))
     ]
     prefill = [
-        (triton_kernels.prefill_blocks, {**model, **paged, "ROWS": 128}, {"num_warps": 8, "num_stages": 3})
+        (attention_kernels.prefill_blocks, {**model, **paged, "ROWS": 128}, {"num_warps": 8, "num_stages": 3})
         for model, paged in ((LLAMA, PAGED), (QWEN, ODD))
     ]
     return [
         *decode,
         *prefill,
-        (triton_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
-        (kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
-        (kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
-        (kernels.silu_times, {"BLOCK": 1024}, {}),
-        (triton_kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
-        (kernels.prepare_inputs, {"BLOCK": 256}, {}),
-        (kernels.best_of_span, {"SPAN": 8192, "EARLY": early}, {"num_warps": 8}),
-        (kernels.best_of_row, {"SPANS_PAD": 32, "EARLY": early}, {"num_warps": 1}),
-        (draw_kernels.draw, {"SPAN": 8192, "SPANS_PAD": 32, "BITS": 16, "EARLY": early}, {"num_warps": 16}),
-        (thin_kernels.thin_product, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
-        (thin_kernels.thin_product, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
-        (thin_kernels.thin_product, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
+        (attention_kernels.write_kv, {**LLAMA, "KV_HEADS_PAD": 8}, {"num_warps": 4}),
+        (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
+        (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
+        (layer_kernels.silu_times, {"BLOCK": 1024}, {}),
+        (attention_kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
+        (layer_kernels.prepare_inputs, {"BLOCK": 256}, {}),
+        (layer_kernels.best_of_span, {"SPAN": 8192, "EARLY": early}, {"num_warps": 8}),
+        (layer_kernels.best_of_row, {"SPANS_PAD": 32, "EARLY": early}, {"num_warps": 1}),
         (
-            thin_kernels.add_parts_norm,
+            sampling_kernels.draw,
+            {"SPAN": 8192, "SPANS_PAD": 32, "BITS": 16, "EARLY": early},
+            {"num_warps": 16},
+        ),
+        (skinny_gemm_kernels.thin_product, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
+        (skinny_gemm_kernels.thin_product, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
+        (skinny_gemm_kernels.thin_product, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
+        (
+            skinny_gemm_kernels.add_parts_norm,
             {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "EARLY": early},
             {"num_warps": 4},
         ),

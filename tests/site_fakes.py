@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from site_engine.load import IterationCost, LoadFigures
+from site_engine.core.load import IterationCost, LoadFigures
+from site_engine.core.request import Admission, Finish, Output, Refused, RefusedReason, Request
 from site_engine.messages import Hello, Model
-from site_engine.request import Admission, Finish, Output, Refused, RefusedReason, Request
 
 CONTEXT_TOKENS = 64
 VOCABULARY = 128

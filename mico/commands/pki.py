@@ -114,8 +114,8 @@ def renew(
 ) -> None:
     """At a site: get a new certificate now. A site that runs does so by itself."""
     from site_engine.config import load
-    from site_engine.dialling import identity_of
     from site_engine.errors import ConfigError, LinkLost
+    from site_engine.federation.dial import identity_of
 
     async def work() -> str:
         identity = identity_of(load(config, os.environ))

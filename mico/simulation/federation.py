@@ -13,8 +13,8 @@ from mico.simulation.queries import Expected, Query, Record, expected_length
 from mico.simulation.row import Row
 from mico.simulation.site import SimulatedSite
 from mico.simulation.specification import SiteSpec
-from site_engine.admission import Score
-from site_engine.request import Lane
+from site_engine.core.request import Lane
+from site_engine.core.request_queue import Score
 
 NOTICED_AFTER_S = 3.0
 """Three heartbeats: until then a gateway goes on assigning to a site that is lost."""

@@ -11,8 +11,8 @@ import numpy as np
 from gateway.domain import Lane
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation.queries import Record
-from site_engine.admission import STARVING_AFTER_S, Score, least_work
-from site_engine.request import Request
+from site_engine.core.request import Request
+from site_engine.core.request_queue import STARVING_AFTER_S, Score, least_work
 
 
 def first_come(request: Request, _aged: float) -> float:

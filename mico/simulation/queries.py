@@ -10,7 +10,7 @@ from gateway.domain import Lane, Sampling
 from gateway.routing.demand import Demand
 from mico.simulation.specification import MODEL
 from predictor.forecast import Forecast
-from site_engine.request import RemainingCurve
+from site_engine.core.request import RemainingCurve
 
 
 @dataclass(frozen=True, slots=True)

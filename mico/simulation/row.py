@@ -6,7 +6,7 @@ from bisect import bisect_right
 from math import inf
 from typing import NamedTuple, cast
 
-from site_engine.request import Lane, RemainingCurve, Request
+from site_engine.core.request import Lane, RemainingCurve, Request
 
 ENDLESS = 1 << 20
 """More tokens than any answer has."""

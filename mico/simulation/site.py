@@ -15,9 +15,9 @@ from typing import NamedTuple, cast
 from mico.simulation.events import Clock
 from mico.simulation.row import Row
 from mico.simulation.specification import SiteSpec
-from site_engine.admission import AdmissionQueue, Score
-from site_engine.load import condense
-from site_engine.request import Lane
+from site_engine.core.load import condense
+from site_engine.core.request import Lane
+from site_engine.core.request_queue import AdmissionQueue, Score
 
 TOKEN_BUDGET = 2048
 """Tokens of one iteration: a row that decodes takes one, prefills share the rest."""

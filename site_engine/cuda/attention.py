@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from site_engine.attention import triton_launch
-from site_engine.attention.arena import Arena
-from site_engine.attention.triton_launch import DecodeWork, PrefillWork, Turn
-from site_engine.context import Scoring
+from site_engine.cuda import attention_launch
+from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, Turn
+from site_engine.model.attention_context import Scoring
+from site_engine.model.kv_cache import Arena
 
 
 class Fresh(NamedTuple):
@@ -69,7 +69,7 @@ class DeviceContext:
             if self._prefill is not None:
                 self._prompts(self._prefill, query, key, value, keys, values, out, scoring, turn)
         if self._decode is not None:
-            triton_launch.decode(
+            attention_launch.decode(
                 query, key, value, keys, values, self._table, self._decode, out, scoring, turn,
                 early=self.early,
             )  # fmt: skip
@@ -101,12 +101,12 @@ class DeviceContext:
     ) -> None:
         """All keys and values are written before any is read: prompts may share pages of the same step."""
         if turn is not None:
-            triton_launch.turn_in_place(query, key, work, turn)
-        triton_launch.write(key, value, keys, values, work.slots)
+            attention_launch.turn_in_place(query, key, work, turn)
+        attention_launch.write(key, value, keys, values, work.slots)
         if self._fresh is not None and _plain(scoring):
             out[self._fresh.begin :] = _packed(self._fresh, query, key, value, scoring.scale)
         else:
-            triton_launch.prefill(query, keys, values, self._table, work.blocks, out, scoring)
+            attention_launch.prefill(query, keys, values, self._table, work.blocks, out, scoring)
 
 
 @cache

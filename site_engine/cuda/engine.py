@@ -9,15 +9,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from site_engine import certify
-from site_engine.cuda.lean import lean_forward
-from site_engine.cuda.model import QUERY_KEY_VALUE, compile_ends, compile_layers, join
+from site_engine.core.request import Admission, Output, Request, Sampling, State
+from site_engine.core.scheduler import Entry, Plan
+from site_engine.cuda.compile import QUERY_KEY_VALUE, compile_ends, compile_layers, join
+from site_engine.cuda.llama_forward import lean_forward
 from site_engine.cuda.runner import DeviceRunner, Flight
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import CannotServe, LoadedModel
-from site_engine.request import Admission, Output, Request, Sampling, State
-from site_engine.runner import Forward, PackedRunner
-from site_engine.scheduler import Entry, Plan
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model import certify
+from site_engine.model.loader import CannotServe, LoadedModel
+from site_engine.model.runner import Forward, PackedRunner
 
 WARM_CONTEXT_TOKENS = 1024
 MOST_NEW = 32  # requests that start in one iteration: with more the device waits for the host

@@ -6,14 +6,22 @@ from typing import NamedTuple
 
 import torch
 
-from site_engine.attention.arena import Arena
-from site_engine.attention.triton_launch import block_tokens
+from site_engine.core.request import Request
+from site_engine.core.scheduler import Plan
 from site_engine.cuda.attention import Fresh
-from site_engine.cuda.layout import MIXED_TOKENS, Packer, PageTables, Shape, decode_shapes, row_buckets, views
-from site_engine.cuda.step import Device, Step
-from site_engine.request import Request
-from site_engine.runner import Forward, Logits, PackedRunner
-from site_engine.scheduler import Plan
+from site_engine.cuda.attention_launch import block_tokens
+from site_engine.cuda.batch_layout import (
+    MIXED_TOKENS,
+    Packer,
+    PageTables,
+    Shape,
+    decode_shapes,
+    row_buckets,
+    views,
+)
+from site_engine.cuda.cuda_graph import Device, Step
+from site_engine.model.kv_cache import Arena
+from site_engine.model.runner import Forward, Logits, PackedRunner
 
 
 class Landed(NamedTuple):

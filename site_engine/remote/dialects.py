@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from site_engine.remote.pages import Names
+from site_engine.remote.prometheus import Names
 
 _SAMPLING = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"})
 _CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}

@@ -13,7 +13,7 @@ from site_engine.errors import ConfigError
 from site_engine.messages import Model
 from site_engine.remote.dialects import Dialect, recognized
 from site_engine.remote.engine import Terms
-from site_engine.remote.pages import Busy, Sample, UnknownPage, busy, samples
+from site_engine.remote.prometheus import Busy, Sample, UnknownPage, busy, samples
 from site_engine.remote.server import Server, ServerLost
 
 log = logging.getLogger(__name__)

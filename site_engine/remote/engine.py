@@ -11,20 +11,20 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from site_engine.admission import has_place
+from site_engine.core.request import Admission, Finish, Output
+from site_engine.core.request_queue import has_place
+from site_engine.engine.engine_thread import Group, Listener, LoadSeen
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, TextPrompt
-from site_engine.prompts import Prepared
-from site_engine.remote.asking import Asking, asking, guessed_tokens
+from site_engine.remote.concurrency import Allowance, Window
 from site_engine.remote.dialects import Dialect
-from site_engine.remote.figures import Pace, figures
-from site_engine.remote.held import Held, Holding
-from site_engine.remote.pages import Busy
+from site_engine.remote.load import Pace, figures
+from site_engine.remote.prometheus import Busy
+from site_engine.remote.queue import Held, Holding
+from site_engine.remote.request import Asking, asking, guessed_tokens
 from site_engine.remote.server import Server, ServerLost, ServerRefused
 from site_engine.remote.stream import Garbage
-from site_engine.remote.window import Allowance, Window
-from site_engine.request import Admission, Finish, Output
-from site_engine.worker import Group, Listener, LoadSeen
+from site_engine.text.tokenize import Prepared
 
 log = logging.getLogger(__name__)
 

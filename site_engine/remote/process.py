@@ -13,18 +13,18 @@ from contextlib import suppress
 from uuid import uuid4
 
 from site_engine.config import SLOTS, SiteConfig
-from site_engine.desk import Tell
-from site_engine.dialling import Dialling
-from site_engine.lifetime import EXIT_OK, Ending, tick, until_the_end
+from site_engine.engine.engine_thread import Listener
+from site_engine.federation.attempts import Tell
+from site_engine.federation.dial import Dialling
+from site_engine.federation.site import Site
 from site_engine.messages import Hello
 from site_engine.remote.discovery import Found, alive, discover, look
 from site_engine.remote.engine import RemoteEngine
-from site_engine.remote.pages import UnknownPage
+from site_engine.remote.prometheus import UnknownPage
 from site_engine.remote.server import Server, ServerLost
-from site_engine.site import Site
-from site_engine.telling import telling
+from site_engine.shutdown import EXIT_OK, Ending, tick, until_the_end
+from site_engine.telemetry.attempt_log import telling
 from site_engine.version import own_version
-from site_engine.worker import Listener
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import httpx
 
 from site_engine.errors import NotServed, Reason
 from site_engine.remote import http2
-from site_engine.remote.asking import Asking
+from site_engine.remote.request import Asking
 
 CONNECT_S, PROBE_S = 5.0, 5.0
 PAGE_BYTES_MAX = 16 << 20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from site_engine.request import Finish, Output, TokenLogprob, ToolCall
+from site_engine.core.request import Finish, Output, TokenLogprob, ToolCall
 
 EVENT_BYTES_MAX = 8 << 20
 

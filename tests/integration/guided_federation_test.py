@@ -21,9 +21,9 @@ from gateway.answer import answer
 from gateway.api.backend import Backend, Readiness
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.hf_bridge import LoadedModel, from_model
-from site_engine.loading import Loaded
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model.loader import LoadedModel, from_model
+from site_engine.native import Loaded
 from tests.fakes.edge import CALLERS, Edge, Script, on_loopback
 from tests.fakes.federation import TOKEN, Scene, scene, until
 from tests.tool_models import tool_tokenizer

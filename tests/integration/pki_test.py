@@ -28,9 +28,9 @@ from gateway.store.store import Store, open_store
 from gateway.tls import grpc_credentials
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.dialling import identity_of
 from site_engine.errors import LinkLost
-from site_engine.loading import Loaded
+from site_engine.federation.dial import identity_of
+from site_engine.native import Loaded
 from tests.fakes.federation import until
 from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 from wire import federation_pb2 as pb

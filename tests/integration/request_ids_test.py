@@ -15,8 +15,8 @@ from gateway.api.backend import Backend, Readiness
 from gateway.telemetry.logs import JsonFormatter
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.loading import Loaded
-from site_engine.logs import JsonLines
+from site_engine.native import Loaded
+from site_engine.telemetry.logs import JsonLines
 from tests.fakes.edge import CALLERS, Edge, Script, chat_body, on_loopback
 from tests.fakes.federation import TOKEN, Scene, scene, until
 from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
@@ -37,9 +37,9 @@ class Lines(logging.Handler):
             "gateway.federation.server",
             "gateway.federation.link",
             "site_engine.app",
-            "site_engine.lifetime",
-            "site_engine.dialling",
-            "site_engine.link",
+            "site_engine.shutdown",
+            "site_engine.federation.dial",
+            "site_engine.federation.link",
         )
         return [line for line in self.lines if line["logger"] not in elsewhere]
 
@@ -100,6 +100,6 @@ def test_every_line_about_a_request_names_it() -> None:
         (404, "refused"),
     ]
     assert [line["completion_tokens"] for line in requests] == [4, 4, 0]
-    ended = [line for line in site.about_queries() if line["logger"] == "site_engine.telling"]
+    ended = [line for line in site.about_queries() if line["logger"] == "site_engine.telemetry.attempt_log"]
     assert [line["request_id"] for line in ended] == ["mine", "mine"]
     assert [line["completion_tokens"] for line in ended] == [4, 4]

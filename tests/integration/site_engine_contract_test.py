@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from site_engine import hf_bridge
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.request import Finish, Output, Refused, RefusedReason, Request, Sampling
-from site_engine.worker import Engine
+from site_engine.core.request import Finish, Output, Refused, RefusedReason, Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.engine_thread import Engine
+from site_engine.model import loader
 from tests.site_fakes import CONTEXT_TOKENS, FakeEngine
 from tests.site_gateway import Gateway, assign, serving, site_before
 from wire import federation_pb2 as pb
@@ -34,7 +34,7 @@ def letters() -> PreTrainedTokenizerFast:
 
 
 @cache
-def tiny_model() -> hf_bridge.LoadedModel:
+def tiny_model() -> loader.LoadedModel:
     torch.set_num_threads(1)  # such matrices are too small to share
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -48,7 +48,7 @@ def tiny_model() -> hf_bridge.LoadedModel:
         eos_token_id=None,
         bos_token_id=None,
     )
-    return hf_bridge.from_model(LlamaForCausalLM(config), letters(), name="letters", eos_token_ids=())
+    return loader.from_model(LlamaForCausalLM(config), letters(), name="letters", eos_token_ids=())
 
 
 def native() -> Engine:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from site_engine import link
-from site_engine.link import Patience
+from site_engine.federation import link
+from site_engine.federation.link import Patience
 from tests.site_fakes import CONTEXT_TOKENS, FakeEngine
 from tests.site_gateway import TOKEN, Gateway, Session, assign, serving, site_before
 from wire import federation_pb2 as pb

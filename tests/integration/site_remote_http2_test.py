@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from site_engine.remote.asking import Asking
+from site_engine.remote.request import Asking
 from site_engine.remote.server import Server
 from tests.h2_server import CHUNK, h2_server
 from tests.openai_server import openai_server

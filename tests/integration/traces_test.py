@@ -14,13 +14,13 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-import site_engine.traces
+import site_engine.telemetry.traces
 from gateway.answer import answer
 from gateway.telemetry.traces import Traces
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.loading import Loaded
-from site_engine.request import Output, Timings
+from site_engine.core.request import Output, Timings
+from site_engine.native import Loaded
 from tests.fakes.federation import TOKEN, Scene, scene, until
 from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
@@ -65,7 +65,7 @@ async def traced(
     exported = InMemorySpanExporter()
     traces = Traces("east", SimpleSpanProcessor(exported))
     here.gateway.traced = traces.toward
-    monkeypatch.setattr(site_engine.traces, "exporter", lambda url: SimpleSpanProcessor(exported))
+    monkeypatch.setattr(site_engine.telemetry.traces, "exporter", lambda url: SimpleSpanProcessor(exported))
     loaded = Loaded(engine or TimedEngine(), FakeTokenizer(), "m", "r1", CONTEXT_TOKENS, VOCABULARY)
     config = SiteConfig(
         site="alpha",

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from site_engine.hf_bridge import LoadedModel, from_model
-from site_engine.request import Finish
+from site_engine.core.request import Finish
+from site_engine.model.loader import LoadedModel, from_model
 from tests.engine_models import Collected, drain, engine_for, family, greedy, tokenizer
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.request import RemainingCurve, RemainingPoint
+from site_engine.core.request import RemainingCurve, RemainingPoint
 from tests.engine_models import (
     FAMILIES,
     VOCAB,

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.engine import SiteEngine
+from site_engine.core.request import Finish, Refused, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.engine.engine import SiteEngine
 from site_engine.errors import NotServed, Reason
-from site_engine.grammar import Grammar, Grammars
-from site_engine.masks import Masks
-from site_engine.request import Finish, Refused, RemainingCurve, RemainingPoint, Request, Sampling
-from site_engine.tools import guided_source
+from site_engine.model.grammar_bitmask import Masks
+from site_engine.text.grammar import Grammar, Grammars
+from site_engine.text.tool_format import guided_source
 from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)

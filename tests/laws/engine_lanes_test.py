@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from site_engine.request import Lane, RemainingCurve, RemainingPoint
+from site_engine.core.request import Lane, RemainingCurve, RemainingPoint
 from tests.engine_models import Collected, assert_idle, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)

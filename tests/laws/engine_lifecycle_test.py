@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.request import Finish, Refused, RefusedReason, Request, Sampling
+from site_engine.core.request import Finish, Refused, RefusedReason, Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
 from tests.engine_models import (
     CONTEXT,
     VOCAB,

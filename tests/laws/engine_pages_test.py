@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.kv import TRASH_PAGE, PagePool
+from site_engine.core.page_pool import TRASH_PAGE, PagePool
 from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.admission import POLICIES
-from site_engine.engine import SiteEngine
-from site_engine.request import RemainingCurve, RemainingPoint, State
+from site_engine.core.request import RemainingCurve, RemainingPoint, State
+from site_engine.core.request_queue import POLICIES
+from site_engine.engine.engine import SiteEngine
 from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.engine import SiteEngine
-from site_engine.kv import PagePool
-from site_engine.radix import PrefixTree
-from site_engine.request import Finish, Request, Sampling
+from site_engine.core.page_pool import PagePool
+from site_engine.core.prefix_cache import PrefixTree
+from site_engine.core.request import Finish, Request, Sampling
+from site_engine.engine.engine import SiteEngine
 from tests.engine_models import Collected, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)

@@ -13,14 +13,14 @@ import torch
 from tests import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
+from site_engine.core.request import Finish, Request, Sampling
+from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.engine import AheadEngine
-from site_engine.cuda.lean import lean_forward
+from site_engine.cuda.llama_forward import lean_forward
 from site_engine.cuda.runner import DeviceRunner
-from site_engine.cuda.step import Step
-from site_engine.engine import EngineSettings, SiteEngine
-from site_engine.grammar import Grammars
-from site_engine.hf_bridge import from_model
-from site_engine.request import Finish, Request, Sampling
+from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.model.loader import from_model
+from site_engine.text.grammar import Grammars
 from tests.engine_models import (
     FAMILIES,
     Collected,
@@ -70,7 +70,7 @@ def test_tokens_equal_those_of_generate(name: str, lean: bool, count: int) -> No
 
 
 def test_gate_and_up_may_be_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("site_engine.cuda.lean.faster_apart", lambda weights: lambda rows: True)
+    monkeypatch.setattr("site_engine.cuda.llama_forward.faster_apart", lambda weights: lambda rows: True)
     of = lean_family("llama")
     engine = ahead(of, lean=True)
     engine.submit(greedy("one", [5, 6, 7], 4))

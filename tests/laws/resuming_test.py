@@ -19,13 +19,13 @@ from gateway.prompt import Chat, Message, Prompt
 from gateway.routing.failover import Setback, tries, ways_on
 from gateway.story import Story
 from site_engine import messages as m
-from site_engine.desk import Desk
+from site_engine.core.request import Lane, Refused, RemainingCurve, Sampling
 from site_engine.errors import NotServed
-from site_engine.grammar import Grammars
-from site_engine.prompts import Prepared, Prompts
+from site_engine.federation.attempts import Desk
 from site_engine.remote.dialects import VLLM
-from site_engine.remote.resuming import continuing
-from site_engine.request import Lane, Refused, RemainingCurve, Sampling
+from site_engine.remote.resume import continuing
+from site_engine.text.grammar import Grammars
+from site_engine.text.tokenize import Prepared, Prompts
 from tests.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
 
 torch.set_num_threads(1)

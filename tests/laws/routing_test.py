@@ -33,8 +33,8 @@ from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import PROMPT_TOKEN_WORK, Fleet, size
 from gateway.routing.policies import POLICIES, mico
 from predictor.forecast import Forecast
-from site_engine import admission
-from site_engine.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core import request_queue
+from site_engine.core.request import RemainingCurve, RemainingPoint, Request
 
 NOW = 1000.0
 DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)
@@ -192,10 +192,10 @@ def test_in_a_long_queue_who_is_smaller_waits_less_and_nobody_longer_than_for_al
 
 
 def test_deciding_orders_what_waits_as_a_site_does() -> None:
-    assert PROMPT_TOKEN_WORK == admission.PROMPT_TOKEN_WORK
+    assert PROMPT_TOKEN_WORK == request_queue.PROMPT_TOKEN_WORK
     request = Request("r", [1] * 700, remaining=RemainingCurve((RemainingPoint(0, 30.0, 30),)))
     request.max_tokens = 10_000
-    assert size(700, 30.0) == pytest.approx(exp(admission.least_work(request, 0.0) / 2))
+    assert size(700, 30.0) == pytest.approx(exp(request_queue.least_work(request, 0.0) / 2))
 
 
 def test_a_site_waits_for_kv_even_with_slots_to_spare() -> None:

@@ -21,10 +21,10 @@ from mico.simulation.row import ENDLESS, Row
 from mico.simulation.site import TOKEN_BUDGET, SimulatedSite
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 from mico.simulation.workloads import at_rate
-from site_engine.admission import AdmissionQueue, least_work
-from site_engine.kv import PagePool
-from site_engine.request import RemainingCurve, RemainingPoint, Request
-from site_engine.scheduler import Scheduler
+from site_engine.core.page_pool import PagePool
+from site_engine.core.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core.request_queue import AdmissionQueue, least_work
+from site_engine.core.scheduler import Scheduler
 
 LEARNERS = {name: each for name, each in ESTIMATORS.items() if name != "shipped"} | {"noisy": noisy(0.7)}
 

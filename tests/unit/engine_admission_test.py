@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.admission import (
+from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request
+from site_engine.core.request_queue import (
     AGEING_SHARE,
     FAIR_WITHIN_TOKENS,
     LEAST_AGEING_S,
@@ -18,7 +19,6 @@ from site_engine.admission import (
     Ageing,
     has_place,
 )
-from site_engine.request import Lane, RemainingCurve, RemainingPoint, Request
 
 
 def waiting(

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from bench.families import random_model
-from site_engine.hf_bridge import CannotServe, from_model, load
-from site_engine.request import Request, Sampling
+from site_engine.core.request import Request, Sampling
+from site_engine.model.loader import CannotServe, from_model, load
 from tests.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from site_engine.cpu_model import suit_cpu
+from site_engine.model.cpu_optimize import suit_cpu
 from tests.engine_models import FAMILIES, random_model
 
 

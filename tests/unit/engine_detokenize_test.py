@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
-from site_engine.detokenize import DecodingVocabulary, TextStream, Vocabulary
-from site_engine.vocabulary import byte_table, vocabulary_of
+from site_engine.text.detokenize import DecodingVocabulary, TextStream, Vocabulary
+from site_engine.text.vocabulary import byte_table, vocabulary_of
 from tests.engine_models import tokenizer
 
 TEXTS = st.text(alphabet=st.sampled_from("abc the 42,é日本👩‍🚀🦀Ω\n "), max_size=40)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.request import Request, Sampling
-from site_engine.sampler import Sampler, uniforms
+from site_engine.core.request import Request, Sampling
+from site_engine.model.sampler import Sampler, uniforms
 
 torch.set_num_threads(1)
 VOCAB = 50

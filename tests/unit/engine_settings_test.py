@@ -7,7 +7,7 @@ import torch
 
 from bench.roofline import Rates, Sizes, ideal_seconds, sizes
 from bench.workload import lengths
-from site_engine.engine import TOKEN_BUDGETS, EngineSettings, SiteEngine
+from site_engine.engine.engine import TOKEN_BUDGETS, EngineSettings, SiteEngine
 from tests.engine_models import Ticks, family
 
 torch.set_num_threads(1)

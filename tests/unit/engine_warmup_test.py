@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from site_engine.runner import Logits
-from site_engine.scheduler import Plan
-from site_engine.warmup import warm_up
+from site_engine.core.scheduler import Plan
+from site_engine.engine.warmup import warm_up
+from site_engine.model.runner import Logits
 from tests.engine_models import VOCAB, Ticks, assert_idle, engine_for, family, greedy
 
 

@@ -10,10 +10,10 @@ from tests import interpreted  # noqa: F401 - skips where there is no Triton
 # isort: split
 import numpy as np
 
-from site_engine.cuda import draw_kernels
-from site_engine.cuda.draw import RULES, SlotRules
-from site_engine.request import Request, Sampling
-from site_engine.sampler import Sampler
+from site_engine.core.request import Request, Sampling
+from site_engine.cuda.kernels import sampling_kernels
+from site_engine.cuda.sampling import RULES, SlotRules
+from site_engine.model.sampler import Sampler
 
 VOCAB = 300
 RULED = {
@@ -38,7 +38,7 @@ def drawn(requests: list[Request], logits: torch.Tensor, span: int = 128) -> lis
     table.fill(rules, np.arange(count, dtype=np.int32), [len(request.tokens) for request in requests])
     chosen = logits.float().argmax(-1).int()
     newest = torch.full((count,), -1, dtype=torch.int32)
-    draw_kernels.draw[(count,)](
+    sampling_kernels.draw[(count,)](
         logits, torch.from_numpy(rules).flatten(), torch.arange(count, dtype=torch.int32), newest, chosen,
         VOCAB, logits.stride(0), count, SPAN=span, SPANS_PAD=4, BITS=8 * logits.element_size(), EARLY=False,
     )  # fmt: skip

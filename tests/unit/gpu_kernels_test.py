@@ -10,9 +10,9 @@ import torch
 from tests import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
-from site_engine.attention import triton_launch
-from site_engine.attention.triton_launch import DecodeWork, PrefillWork, Tile, Turn
-from site_engine.context import Scoring
+from site_engine.cuda import attention_launch
+from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, Tile, Turn
+from site_engine.model.attention_context import Scoring
 
 ROWS = (1, 7, 33, 90, 64, 0)  # contexts of decode rows; 0 is padding
 PROMPTS = ((7, 7), (5, 50), (20, 20))  # (new tokens, tokens in all)
@@ -93,19 +93,19 @@ class Scene:
         work = DecodeWork(torch.tensor(items, dtype=torch.int32), arrived, True, case.chunk)
         prompts = self._prompts()
         out = torch.full((self.query.shape[1], case.heads, case.value_dim), float("nan"))
-        triton_launch.write(self.key, self.value, self.keys, self.values, prompts.slots)
-        triton_launch.decode(
+        attention_launch.write(self.key, self.value, self.keys, self.values, prompts.slots)
+        attention_launch.decode(
             self.query, self.key, self.value, self.keys, self.values, self.table, work, out, self.scoring,
             tile=SMALL,
         )  # fmt: skip
-        triton_launch.prefill(
+        attention_launch.prefill(
             self.query, self.keys, self.values, self.table, prompts.blocks, out, self.scoring, SMALL
         )
         assert not arrived.any(), "the counters are ready for the next layer"
         return out
 
     def _prompts(self) -> PrefillWork:
-        step = triton_launch.block_tokens(self.case.heads, self.case.kv_heads)
+        step = attention_launch.block_tokens(self.case.heads, self.case.kv_heads)
         slots, blocks, at = torch.zeros(self.query.shape[1], dtype=torch.int32), [(0, 0, 0, 0)], len(ROWS)
         for row, (new, total) in enumerate(PROMPTS, start=len(ROWS)):
             places = torch.arange(total - new, total)
@@ -170,5 +170,5 @@ def test_queries_and_keys_are_turned_like_rotary_embeddings() -> None:
     wanted[4] = joint[4]  # not a prompt's token
     split = joint.transpose(0, 1)
     work = PrefillWork(slots, positions, torch.zeros(0, 4, dtype=torch.int32))
-    triton_launch.turn_in_place(split[:heads], split[heads:], work, turn)
+    attention_launch.turn_in_place(split[:heads], split[heads:], work, turn)
     torch.testing.assert_close(joint, wanted)

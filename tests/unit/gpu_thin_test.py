@@ -10,8 +10,8 @@ from tests import interpreted  # noqa: F401 - skips where there is no Triton
 # isort: split
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
-from site_engine.cuda import thin
-from site_engine.cuda.lean import Norm
+from site_engine.cuda import skinny_gemm
+from site_engine.cuda.llama_forward import Norm
 
 SIZES = [(1, 48, 24), (5, 128, 40), (17, 896, 70)]  # rows, depth, columns
 
@@ -26,9 +26,11 @@ def scene(rows: int, depth: int, columns: int) -> tuple[torch.Tensor, torch.Tens
 def test_a_product_is_whole_or_comes_in_parts(rows: int, depth: int, columns: int) -> None:
     hidden, weight = scene(rows, depth, columns)
     bias = weight[:, 0].contiguous()
-    torch.testing.assert_close(thin.whole(hidden, weight, None, early=False), hidden @ weight.t())
-    torch.testing.assert_close(thin.whole(hidden, weight, bias, early=False), hidden @ weight.t() + bias)
-    parts = thin.parts(hidden, weight, early=False)
+    torch.testing.assert_close(skinny_gemm.whole(hidden, weight, None, early=False), hidden @ weight.t())
+    torch.testing.assert_close(
+        skinny_gemm.whole(hidden, weight, bias, early=False), hidden @ weight.t() + bias
+    )
+    parts = skinny_gemm.parts(hidden, weight, early=False)
     assert parts.shape[0] == (1 if depth <= 256 else -(-depth // 256))
     torch.testing.assert_close(parts.sum(0), hidden @ weight.t())
 
@@ -37,7 +39,7 @@ def test_a_product_is_whole_or_comes_in_parts(rows: int, depth: int, columns: in
 def test_the_gate_is_opened_with_its_product(rows: int, depth: int, columns: int) -> None:
     hidden, weight = scene(rows, depth, 2 * columns)
     gate, up = (hidden @ weight.t()).chunk(2, -1)
-    torch.testing.assert_close(thin.gated(hidden, weight, early=False), F.silu(gate) * up)
+    torch.testing.assert_close(skinny_gemm.gated(hidden, weight, early=False), F.silu(gate) * up)
 
 
 def test_a_norm_adds_the_parts_up_first() -> None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.federation import codec as gateway_codec
-from site_engine import codec
 from site_engine import messages as m
+from site_engine.core.load import IterationCost, LoadFigures
+from site_engine.core.request import Finish, Lane, RemainingPoint, Timings, TokenLogprob
 from site_engine.errors import Reason, WrongMessage
-from site_engine.load import IterationCost, LoadFigures
-from site_engine.request import Finish, Lane, RemainingPoint, Timings, TokenLogprob
+from site_engine.federation import codec
 from tests.site_fakes import HELLO, FakeEngine
 from wire import federation_pb2 as pb
 

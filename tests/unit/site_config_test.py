@@ -12,8 +12,8 @@ import pytest
 
 from site_engine.config import SiteConfig, load
 from site_engine.errors import ConfigError
-from site_engine.loading import slots_on
-from site_engine.logs import JsonLines
+from site_engine.native import slots_on
+from site_engine.telemetry.logs import JsonLines
 
 NEEDED = {"site": "alpha", "gateways": "gw:7000", "model": "demo"}
 

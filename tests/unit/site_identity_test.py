@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from site_engine import identity
 from site_engine.errors import ConfigError
-from site_engine.identity import KEY, Asking, Identity
+from site_engine.federation import identity
+from site_engine.federation.identity import KEY, Asking, Identity
 
 
 def identity_in(folder: Path) -> Identity:

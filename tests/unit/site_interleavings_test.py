@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from site_engine import messages as m
+from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling
+from site_engine.engine.engine_thread import Listener, Worker
 from site_engine.errors import NotServed
-from site_engine.prompts import Prepared, Prompts
-from site_engine.request import Finish, Lane, RemainingCurve, Sampling
-from site_engine.site import Connection, Site
-from site_engine.worker import Listener, Worker
+from site_engine.federation.site import Connection, Site
+from site_engine.text.tokenize import Prepared, Prompts
 from tests.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer
 
 GATEWAYS = ("east", "west")

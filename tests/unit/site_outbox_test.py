@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine import messages as m
+from site_engine.core.request import Finish
 from site_engine.errors import Reason
-from site_engine.outbox import ANSWERS_MAX, LOAD_INTERVAL_S, STEP_INTERVAL_S, Outbox
-from site_engine.request import Finish
+from site_engine.federation.outbox import ANSWERS_MAX, LOAD_INTERVAL_S, STEP_INTERVAL_S, Outbox
 from tests.site_fakes import FakeEngine
 
 FIGURES = FakeEngine().load()

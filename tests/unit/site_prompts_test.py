@@ -12,9 +12,9 @@ import pytest
 from jinja2 import TemplateError
 
 from site_engine import messages as m
+from site_engine.core.request import Lane, RemainingCurve, Sampling
 from site_engine.errors import NotServed, Reason
-from site_engine.prompts import Prepared, Prompts
-from site_engine.request import Lane, RemainingCurve, Sampling
+from site_engine.text.tokenize import Prepared, Prompts
 from tests.site_fakes import VOCABULARY, FakeTokenizer
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.remote.asking import Asking
-from site_engine.remote.figures import Pace, figures
-from site_engine.remote.held import Held, Holding
-from site_engine.remote.pages import Busy
-from site_engine.request import Lane, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.remote.load import Pace, figures
+from site_engine.remote.prometheus import Busy
+from site_engine.remote.queue import Held, Holding
+from site_engine.remote.request import Asking
 
 CURVE = RemainingCurve((RemainingPoint(0, 30.0, 50),))
 CAPACITY = 10_000

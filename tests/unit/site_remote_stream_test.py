@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from site_engine.core.request import Finish, Output, ToolCall
 from site_engine.remote.stream import EVENT_BYTES_MAX, Garbage, Stream
-from site_engine.request import Finish, Output, ToolCall
 
 
 def event(**body: Any) -> bytes:

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from site_engine.admission import STARVING_AFTER_S, STARVING_EVERY
-from site_engine.remote.asking import Asking
-from site_engine.remote.held import Held, Holding
-from site_engine.request import Lane, RemainingCurve, RemainingPoint, Request
+from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request
+from site_engine.core.request_queue import STARVING_AFTER_S, STARVING_EVERY
+from site_engine.remote.queue import Held, Holding
+from site_engine.remote.request import Asking
 
 
 def held(name: str, tenant: str, tokens: int, arrived_s: float = 0.0) -> Held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.remote.window import LEAST, Allowance, Window
+from site_engine.remote.concurrency import LEAST, Allowance, Window
 
 EVENTS = st.one_of(
     st.tuples(st.just("figures"), st.integers(0, 300), st.integers(0, 300)),

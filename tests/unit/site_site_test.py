@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from site_engine import messages as m
-from site_engine.request import Finish, Sampling
-from site_engine.site import BID_INTERVAL_S, GRACE_MAX_S, LOAD_EVERY_S, Site
-from site_engine.worker import LoadSeen
+from site_engine.core.request import Finish, Sampling
+from site_engine.engine.engine_thread import LoadSeen
+from site_engine.federation.site import BID_INTERVAL_S, GRACE_MAX_S, LOAD_EVERY_S, Site
 from tests.site_fakes import HELLO, FakeClock, FakeEngine
 
 

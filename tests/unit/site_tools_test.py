@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine import messages as m
-from site_engine.calls import CallReader, Delivered, melted
+from site_engine.core.request import Lane, RemainingCurve, Sampling, ToolCall
 from site_engine.errors import NotServed, Reason
-from site_engine.grammar import Grammars
-from site_engine.prompts import Prepared, Prompts
-from site_engine.request import Lane, RemainingCurve, Sampling, ToolCall
-from site_engine.tools import HERMES, LLAMA, MISTRAL, Format, ToolChoice, Tools, format_of
+from site_engine.text.grammar import Grammars
+from site_engine.text.tokenize import Prepared, Prompts
+from site_engine.text.tool_call_parser import CallReader, Delivered, melted
+from site_engine.text.tool_format import HERMES, LLAMA, MISTRAL, Format, ToolChoice, Tools, format_of
 from tests.tool_models import TEMPLATES, tool_tokenizer
 
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}

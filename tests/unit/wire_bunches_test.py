@@ -14,7 +14,7 @@ from gateway.federation import codec as gateway_codec
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
-from site_engine import codec as site_codec
+from site_engine.federation import codec as site_codec
 from wire import federation_pb2 as pb
 
 MODELS = MappingProxyType({"m": Model("m", "1", 100, 0, "mico")})

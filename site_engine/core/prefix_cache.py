@@ -1,0 +1,130 @@
+"""Prompts that begin alike share the pages of their beginning: a tree with one full page of tokens per node.
+
+The tree holds one reference to each of its pages. A page is offered as soon as its computation is planned:
+all keys and values of an iteration are written before any is read, so the same iteration may share it. Who
+holds a page of the tree holds all before it: none in use follows a page that only the tree holds.
+
+How long a prompt takes tells whether its beginning was known, so owners do not share with each other: the
+first page of a beginning is known by its owner too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from site_engine.core.page_pool import PagePool
+
+STALE_PER_NODE = 4  # old entries of the eviction heap that are kept before it is built anew
+
+
+Key = tuple[int | str, ...]
+
+
+class _Node:
+    __slots__ = ("children", "key", "page", "parent", "used")
+
+    def __init__(self, page: int, key: Key, parent: _Node | None) -> None:
+        self.page = page
+        self.key = key
+        self.parent = parent
+        self.children: dict[Key, _Node] = {}
+        self.used = 0
+
+
+class PrefixTree:
+    """Offers pages to requests and gives up those that nobody uses, the longest unused first."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._page_size = pool.page_size
+        self._root = _Node(0, (), None)
+        self._nodes: dict[int, _Node] = {}  # by page
+        self._unused: list[
+            tuple[int, int, _Node]
+        ] = []  # (when it fell out of use, page, node); may be out of date
+        self._tick = 0
+        pool.on_idle = self._on_idle
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, tokens: Sequence[int], held: Sequence[int] = (), owner: str = "") -> list[int]:
+        """The pages of the longest known beginning that follow those already held, with a reference each."""
+        node, pages = self._root, []
+        for depth, key in enumerate(self._keys(tokens, owner)):
+            child = node.children.get(key)
+            if child is None:
+                break
+            if depth >= len(held):
+                pages.append(child.page)
+            elif child.page != held[depth]:
+                return []
+            node = child
+        self._pool.share(pages)
+        return pages
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], owner: str = "") -> None:
+        """Offer the full pages of a request, up to the first that another request has computed already."""
+        node = self._root
+        for key, page in zip(self._keys(tokens, owner), pages, strict=False):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = self._nodes[page] = _Node(page, key, node)
+                self._pool.cache(page)
+            elif child.page != page:
+                return
+            node = child
+
+    def evict(self, count: int) -> None:
+        """Free `count` pages that only the tree holds; the caller knows that there are so many."""
+        while count > 0:
+            used, _, node = heappop(self._unused)
+            stale = node.used != used or self._nodes.get(node.page) is not node
+            if stale or node.children or self._pool.references(node.page) > 1:
+                continue
+            self._cut(node)
+            count -= 1
+            parent = node.parent
+            if parent is not None and parent is not self._root and self._pool.references(parent.page) == 1:
+                heappush(self._unused, (parent.used, parent.page, parent))
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take these pages and all that continue them out of the tree: they are not to be trusted."""
+        for page in pages:
+            node = self._nodes.get(page)
+            if node is not None:
+                for below in reversed(_below(node)):
+                    self._cut(below)
+
+    def clear(self) -> None:
+        self.forget([child.page for child in self._root.children.values()])
+
+    def _cut(self, node: _Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.key]
+        del self._nodes[node.page]
+        self._pool.uncache(node.page)
+
+    def _keys(self, tokens: Sequence[int], owner: str) -> Iterator[Key]:
+        size = self._page_size
+        for at in range(0, len(tokens) - size + 1, size):
+            page = tuple(tokens[at : at + size])
+            yield page if at else (owner, *page)
+
+    def _on_idle(self, page: int) -> None:
+        node = self._nodes[page]
+        self._tick += 1
+        node.used = self._tick
+        heappush(self._unused, (node.used, page, node))
+        if len(self._unused) > STALE_PER_NODE * len(self._nodes) + 64:
+            self._unused = [(one.used, one.page, one) for one in self._nodes.values() if not one.children]
+            heapify(self._unused)
+
+
+def _below(node: _Node) -> list[_Node]:
+    """The node and all that continue it, each after its parent."""
+    found = [node]
+    for one in found:
+        found.extend(one.children.values())
+    return found

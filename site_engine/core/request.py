@@ -1,0 +1,276 @@
+"""What the engine is asked for and what it gives back: plain values, shared by every part of the engine.
+
+Does not hold tensors, does not know the wire.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum, StrEnum
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from site_engine.text.grammar import Grammar, Guide
+
+
+class Lane(IntEnum):
+    """Interactive work goes before offline work."""
+
+    CHAT = 0
+    BATCH = 1
+
+
+class Finish(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # an end that the engine does not know: text and calls are told apart outside
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class State(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    LAST = "last"  # its last token is being computed: nothing of it is planned again
+    SWAPPED = "swapped"  # preempted, its keys and values kept beside the pool
+    FINISHED = "finished"
+
+
+class RefusedReason(StrEnum):
+    FULL = "full"
+    CONTEXT_LENGTH = "context_length"
+    INVALID = "invalid"
+
+
+class Refused(Exception):
+    """The engine did not take a request; `message` tells a person what to change, `param` names the field."""
+
+    def __init__(self, reason: RefusedReason, message: str, param: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.param = param
+
+
+class Admission(NamedTuple):
+    """A request was taken: how many wait before it, and its token limit after clipping to the context."""
+
+    position: int
+    max_tokens: int
+
+
+class RemainingPoint(NamedTuple):
+    """After `generated` tokens: the tokens still expected, and the 90% quantile of that number."""
+
+    generated: int
+    expected: float
+    p90: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemainingCurve:
+    """The forecast of a response as it shrinks while tokens come; linear between points, never below 1."""
+
+    points: tuple[RemainingPoint, ...] = (
+        RemainingPoint(0, 200.0, 500),
+        RemainingPoint(200, 150.0, 400),
+        RemainingPoint(1000, 300.0, 700),
+    )
+
+    def __post_init__(self) -> None:
+        at = [point.generated for point in self.points]
+        if not at or at != sorted(set(at)):
+            raise ValueError(f"the points of a forecast must rise in `generated`, got {at}")
+
+    @classmethod
+    def exactly(cls, tokens: int) -> RemainingCurve:
+        """Of a response whose length is known."""
+        first, last = RemainingPoint(0, float(tokens), tokens), RemainingPoint(tokens - 1, 1.0, 1)
+        return cls((first, last) if tokens > 1 else (first,))
+
+    def expected(self, generated: int) -> float:
+        low, high, part = self._between(generated)
+        return max(1.0, low.expected + (high.expected - low.expected) * part)
+
+    def p90(self, generated: int) -> int:
+        low, high, part = self._between(generated)
+        return max(1, round(low.p90 + (high.p90 - low.p90) * part))
+
+    def typical(self) -> float:
+        """1 / E[1 / L], the harmonic mean of the whole length: what a second of waiting is divided by.
+
+        The distribution is got back from the curve: between two points, where lengths count as alike, so much
+        has ended as accounts for the change of the mean.
+        """
+        left, inverse = 1.0, 0.0
+        for low, high in pairwise(self.points):
+            middle = (low.generated + high.generated + 1) / 2
+            above, beyond = low.generated + low.expected - middle, high.generated + high.expected - middle
+            still = left * min(1.0, max(0.0, above / beyond)) if beyond > 0.0 else left
+            inverse += (left - still) / middle
+            left = still
+        last = self.points[-1]
+        return 1.0 / (inverse + left / max(1.0, last.generated + last.expected))
+
+    def _between(self, generated: int) -> tuple[RemainingPoint, RemainingPoint, float]:
+        points = self.points
+        after = bisect_right(points, (generated, inf))
+        if after in {0, len(points)}:
+            edge = points[0] if after == 0 else points[-1]
+            return edge, edge, 0.0
+        low, high = points[after - 1], points[after]
+        return low, high, (generated - low.generated) / (high.generated - low.generated)
+
+
+LEAST_DRAWN = 1e-6
+"""A temperature or top_p below leaves the best token alone, and would soon be zero in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when to stop. Neutral values switch a rule off."""
+
+    max_tokens: int | None = None  # None: as the context allows
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 0: greedy
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # alternatives per token; 0: only the chosen one
+    prompt_logprobs: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < LEAST_DRAWN or self.top_p < LEAST_DRAWN or self.top_k == 1
+
+    @property
+    def runs_out(self) -> bool:
+        """Nothing but its limit can end the answer."""
+        return self.ignore_eos and not self.stop and not self.stop_token_ids
+
+    def after(self, tokens: int) -> Sampling:
+        """With what is left of its limits once so many tokens of an answer are there."""
+        most = None if self.max_tokens is None else max(0, self.max_tokens - tokens)
+        return replace(self, max_tokens=most, min_tokens=max(0, self.min_tokens - tokens))
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation. The fields above the line are the caller's, those below it the engine's own."""
+
+    id: str
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    remaining: RemainingCurve = field(default_factory=RemainingCurve)
+    lane: Lane = Lane.CHAT
+    priority: int = 0  # lower runs earlier within a lane
+    tenant: str = ""
+    deadline_s: float | None = None  # on the engine's clock
+    choice: int = 0  # of n: part of the seed
+    resumed: Sequence[int] = ()  # generated elsewhere before: output that is never emitted again
+    resumed_chars: int = 0  # text beyond this many characters of the output is emitted
+    grammar: Grammar | None = None  # what the answer may be
+    shown: Mapping[int, str] = field(default_factory=dict)  # special tokens that are text in this answer
+    follows: bool = False  # its text goes on from the prompt's
+    # ---- the engine's own
+    state: State = field(default=State.WAITING, init=False)
+    tokens: list[int] = field(default_factory=list, init=False)  # prompt and output
+    prompt_len: int = field(default=0, init=False)
+    max_tokens: int = field(default=0, init=False)  # after clipping
+    computed: int = field(default=0, init=False)  # leading tokens whose keys and values lie in the pages
+    swapped: int = field(default=0, init=False)  # leading tokens whose keys and values wait beside the pool
+    pages: list[int] = field(default_factory=list, init=False)
+    promised: int = field(default=0, init=False)  # pages reserved and not yet taken
+    row: int = field(default=-1, init=False)  # place in the runner's tables while running
+    cached_tokens: int = field(default=0, init=False)  # taken over from others since it last started
+    preemptions: int = field(default=0, init=False)
+    charged: float = field(default=0.0, init=False)  # its tenant was, for an output of so many tokens
+    arrived_s: float = field(default=0.0, init=False)
+    started_s: float | None = field(default=None, init=False)
+    first_token_s: float | None = field(default=None, init=False)
+    guide: Guide | None = field(default=None, init=False)  # where it stands in its grammar
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.prompt, *self.resumed]
+        self.prompt_len = len(self.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the response so far, resumed ones included."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    def expected_remaining(self) -> float:
+        generated = self.generated
+        return min(self.remaining.expected(generated), float(max(1, self.max_tokens - generated)))
+
+    def typical_length(self) -> float:
+        return min(self.remaining.typical(), float(max(1, self.max_tokens)))
+
+    def p90_remaining(self) -> int:
+        generated = self.generated
+        return min(self.remaining.p90(generated), max(1, self.max_tokens - generated))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its bytes (maybe a part of a character) and its log probability; None where there is none."""
+
+    token: str
+    raw: bytes
+    logprob: float | None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """News of one call of a function: id and name when it begins, then its arguments piece by piece."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    queued_s: float  # taken until first planned
+    prefill_s: float  # first planned until first token
+    decode_s: float  # first token until last
+    cached_prompt_tokens: int
+    preemptions: int
+
+
+class Output(NamedTuple):
+    """What one request produced in one iteration. `finish` is set exactly once, in its last output.
+
+    A tuple, because every row of every iteration makes one: a frozen dataclass takes five times as long.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish: Finish | None = None
+    error: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    timings: Timings | None = None
+    completion_tokens: int = 0
+    prompt_tokens: int = 0  # of an engine that counts them only at the end; else they are known before
+    tool_calls: tuple[ToolCall, ...] = ()  # of an engine that tells them from text by itself

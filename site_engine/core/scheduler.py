@@ -1,0 +1,321 @@
+"""What the next iteration computes: running requests, then new ones, under a token budget and the KV pool.
+
+Decides only; does not run, sample or hold tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from site_engine.core.page_pool import PagePool, SwapSpace
+from site_engine.core.prefix_cache import PrefixTree
+from site_engine.core.request import Request, State
+from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
+
+
+class Entry(NamedTuple):
+    """`length` tokens of a request, from `start`; `samples` if its next token comes out of them."""
+
+    request: Request
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One iteration: `decodes` compute one token each and all sample; `prefills` are chunks of more."""
+
+    decodes: list[Entry] = field(default_factory=list)
+    prefills: list[Entry] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.decodes + self.prefills
+
+    @property
+    def tokens(self) -> int:
+        return len(self.decodes) + sum(entry.length for entry in self.prefills)
+
+
+class Scheduler:
+    """Owns queue, running set and pages. A running request holds a row and pages; a waiting one neither."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        queue: AdmissionQueue,
+        prefixes: PrefixTree | None = None,
+        swap: SwapSpace | None = None,
+        *,
+        slots: int,
+        token_budget: int,
+        policy: Policy = DEFAULT_POLICY,
+        share_prefixes: bool = False,
+    ) -> None:
+        """`share_prefixes`: also between tenants, who can then tell by the time what others have asked."""
+        self.pool = pool
+        self.queue = queue
+        self.prefixes = prefixes
+        self.swap = swap
+        self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
+        self.preempted: list[Request] = []
+        self.promised = 0  # pages that running requests are expected to need and have not taken
+        self._token_budget = token_budget
+        self._policy = policy
+        self._share_prefixes = share_prefixes
+        self._rows = list(range(slots - 1, -1, -1))
+        self._order: dict[str, tuple[int, int]] = {}
+        self._started = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.preempted or self.queue)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._rows)
+
+    def plan(self, now: float, most_new: int | None = None) -> Plan:
+        """The next iteration. Grows pages and moves requests between waiting, running and preempted.
+
+        At most `most_new` start: what is planned while a device computes must not take longer than it does.
+        """
+        plan = Plan()
+        self._make_way(now)
+        preempted_before = len(self.preempted)
+        budget = self._plan_decodes(plan)
+        budget = self._plan_prefills(plan, budget)
+        if not plan and self._stuck():
+            self._preempt(self.running[-1])
+            self._plan_prefills(plan, budget)
+        if len(self.preempted) == preempted_before:  # who was preempted now does not come back now
+            self._admit(plan, budget, now, most_new)
+        return plan
+
+    def advance(self, plan: Plan) -> None:
+        """The plan was computed: its tokens' keys and values lie in the pages."""
+        for request, start, _, _ in plan.decodes:
+            request.computed = start + 1
+        for request, start, length, samples in plan.prefills:
+            request.computed = start + length
+            if samples:
+                request.state = State.DECODE
+
+    def distrust(self, request: Request) -> None:
+        """Nobody may share what this request computed: its iteration failed."""
+        if self.prefixes is not None:
+            self.prefixes.forget(request.pages)
+        request.computed = 0
+
+    def restart(self, request: Request) -> None:
+        """Compute a request again from its first token."""
+        self.distrust(request)
+        self._preempt(request)
+
+    def release(self, request: Request) -> None:
+        """Take a request out, whatever its state; its pages and its row are free afterwards."""
+        if request.charged:
+            self.queue.settle(request)
+        if request.row >= 0:
+            self._leave(request)
+        elif request in self.preempted:
+            self.preempted.remove(request)
+            if request.swapped and self.swap is not None:
+                self.swap.drop(request.id)
+        else:
+            self.queue.remove(request.id)
+        request.state = State.FINISHED
+
+    # ---- running requests
+
+    def _plan_decodes(self, plan: Plan) -> int:
+        decodes, page_size, decoding = plan.decodes, self.pool.page_size, State.DECODE
+        for request in list(self.running):
+            if request.state is not decoding or request.row < 0:  # preempted a moment ago
+                continue
+            start = request.computed
+            if start < len(request.pages) * page_size or self._grow_or_preempt(request, plan):
+                decodes.append(Entry(request, start, 1, True))
+        return self._token_budget - len(decodes)
+
+    def _plan_prefills(self, plan: Plan, budget: int) -> int:
+        for request in self.running:
+            if budget <= 0:
+                break
+            if request.state is State.PREFILL:
+                budget -= self._plan_chunk(plan, request, budget)
+        return budget
+
+    def _stuck(self) -> bool:
+        """Whether prefills hold every page among them. Who waits for its last token gives its own back."""
+        return bool(self.running) and all(request.state is State.PREFILL for request in self.running)
+
+    def _plan_chunk(self, plan: Plan, request: Request, budget: int) -> int:
+        """Plan what fits of the tokens not yet computed; fewer when pages are short. The number planned."""
+        request.cached_tokens += self._share_prefix(request)
+        missing = len(request.tokens) - request.computed
+        reachable = (len(request.pages) + self.pool.available) * self.pool.page_size - request.computed
+        length = min(missing, budget, reachable)
+        if length <= 0:
+            return 0
+        self._grow(request, request.computed + length)
+        self._offer(request, request.computed + length)
+        plan.prefills.append(Entry(request, request.computed, length, length == missing))
+        return length
+
+    def _grow_or_preempt(self, request: Request, plan: Plan) -> bool:
+        """A page for the next token; the last running request that is not planned gives up its own for it."""
+        while not self._grow(request, request.computed + 1):
+            planned = {entry.request for entry in plan.decodes}
+            victim = next(one for one in reversed(self.running) if one not in planned)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        need = self.pool.pages_for(tokens) - len(request.pages)
+        if need <= 0:
+            return True
+        if need > self.pool.available:
+            return False
+        if self.prefixes is not None:
+            self.prefixes.evict(need - self.pool.free)
+        pages = self.pool.take(need)
+        if pages is None:
+            return False
+        request.pages += pages
+        self._promise(request, max(0, request.promised - need))
+        if request.promised == 0:
+            self._promise_remaining(request)
+        return True
+
+    # ---- coming and going
+
+    def _admit(self, plan: Plan, budget: int, now: float, most_new: int | None) -> None:
+        if self._policy.static and self.running:
+            return
+        started = self._started
+        while budget > 0 and self._rows and (most_new is None or self._started - started < most_new):
+            request = self._next(now)
+            if request is None:
+                return
+            self._share_prefix(request)
+            if not self._room_for(request):
+                self._give_back(request)
+                return
+            self._start(request, now)
+            budget -= self._plan_chunk(plan, request, budget)
+
+    def _make_way(self, now: float) -> None:
+        """Whoever is next of a better lane waits for no line of a batch: the last of those gives up its slot
+        and its pages, one an iteration, and comes back later.
+        """
+        first = self._next(now)
+        if first is None or not self.running or self._policy.static:
+            return
+        last = self.running[-1]
+        if first.lane < last.lane and not (self._rows and self._room_for(first)):
+            self._preempt(last)
+
+    def _next(self, now: float) -> Request | None:
+        """Who was preempted comes back before anyone new of its lane starts."""
+        new = self.queue.first(now)
+        back = min(self.preempted, key=lambda request: request.lane, default=None)
+        return new if back is None or (new is not None and new.lane < back.lane) else back
+
+    def _room_for(self, request: Request) -> bool:
+        """Whether what it is expected to need is free and not promised to others. Alone, it always starts."""
+        need = self._expected_pages(request) - len(request.pages)
+        return not self.running or need <= self.pool.available - self.promised
+
+    def _start(self, request: Request, now: float) -> None:
+        if request in self.preempted:
+            self.preempted.remove(request)
+        else:
+            self.queue.take(request)
+        request.row = self._rows.pop()
+        request.state = State.PREFILL
+        request.started_s = now if request.started_s is None else request.started_s
+        request.cached_tokens = request.computed
+        self._started += 1
+        self._order[request.id] = (request.lane, self._started)
+        insort(self.running, request, key=lambda one: self._order[one.id])
+        self._promise_remaining(request)
+        if request.swapped and self.swap is not None:
+            self._bring_back(request, self.swap)
+
+    def _preempt(self, request: Request) -> None:
+        """Free its pages. It comes back before anyone new starts, and computes its tokens again unless taking
+        them out and bringing them back is cheaper.
+        """
+        pages = request.pages[: self.pool.pages_for(request.computed)]
+        swapped = self.swap is not None and self.swap.take_out(request.id, pages, request.computed)
+        request.swapped = request.computed if swapped else 0
+        self._leave(request)
+        request.preemptions += 1
+        request.state = State.SWAPPED if swapped else State.WAITING
+        self.preempted.append(request)
+
+    def _bring_back(self, request: Request, swap: SwapSpace) -> None:
+        shared = len(request.pages)  # the beginning may still be in the prefix tree
+        if self._grow(request, request.swapped):
+            swap.bring_back(request.id, request.pages, shared)
+            request.computed = request.swapped
+        else:
+            swap.drop(request.id)
+        request.swapped = 0
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        del self._order[request.id]
+        self._promise(request, 0)
+        self._offer(request, request.computed)
+        self._give_back(request)
+        self._rows.append(request.row)
+        request.row = -1
+
+    def _give_back(self, request: Request) -> None:
+        self.pool.drop(request.pages)
+        request.pages = []
+        request.computed = 0
+
+    def _share_prefix(self, request: Request) -> int:
+        """Take over pages that others have computed, or compute in this iteration; the number of tokens.
+
+        The last token stays the request's own: its logits are needed; all are, for a prompt's probabilities.
+        """
+        page_size = self.pool.page_size
+        if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
+            return 0
+        pages = self.prefixes.match(request.tokens[:-1], request.pages, self._owner(request))
+        request.pages += pages
+        request.computed += len(pages) * page_size
+        return len(pages) * page_size
+
+    def _offer(self, request: Request, tokens: int) -> None:
+        if self.prefixes is not None:
+            self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
+
+    def _owner(self, request: Request) -> str:
+        return "" if self._share_prefixes else request.tenant
+
+    # ---- promises
+
+    def _promise_remaining(self, request: Request) -> None:
+        need = self._expected_pages(request)
+        self._promise(request, max(0, need - len(request.pages)))
+
+    def _expected_pages(self, request: Request) -> int:
+        """What the policy sets aside for all its tokens, at least the pages of those it has."""
+        return self.pool.pages_for(len(request.tokens) + self._policy.reserved_tokens(request))
+
+    def _promise(self, request: Request, pages: int) -> None:
+        self.promised += pages - request.promised
+        request.promised = pages

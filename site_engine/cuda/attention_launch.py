@@ -1,0 +1,202 @@
+"""Launching the Triton kernels: shapes of the tiles, which page loads are whole, what a device prefers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from site_engine.cuda.kernels import attention_kernels as kernels
+from site_engine.model.attention_context import Scoring
+
+LOG2_E = 1.4426950408889634
+
+
+class Turn(NamedTuple):
+    """The rotary embedding by place, as the model's own module gives it: [places, dim]."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+
+class Tile(NamedTuple):
+    """Keys per block, warps per program, depth of the software pipeline."""
+
+    block: int
+    warps: int
+    stages: int
+
+
+DECODE = Tile(64, 2, 4)
+DECODE_SHORT = Tile(32, 2, 5)  # of many rows with short contexts: less of the last block is empty
+PREFILL = Tile(64, 8, 3)
+PREFILL_ROWS = 128  # query tokens times heads of the group, per program
+CHUNKS = ((16, 64), (32, 128))  # (up to so many rows, tokens): short chunks keep the whole GPU busy
+CHUNK = 256
+LONG_CHUNK = 512
+ENOUGH_PROGRAMS = 1024  # of rows times KV heads: these keep it busy with long ones, and join less
+
+
+def chunk_tokens(rows: int, kv_heads: int) -> int:
+    """Tokens of context per program of the decode kernel."""
+    if rows * kv_heads >= ENOUGH_PROGRAMS:
+        return LONG_CHUNK
+    return next((tokens for most, tokens in CHUNKS if rows <= most), CHUNK)
+
+
+def decode_tile(work: DecodeWork) -> Tile:
+    return DECODE_SHORT if work.chunk == LONG_CHUNK and not work.split else DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """Rows that compute one token each: packed tokens 0 to `rows`.
+
+    `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its
+    row of the page table. The chunks of a row stand side by side and in order; row -1: nothing to do.
+    """
+
+    items: torch.Tensor
+    arrived: torch.Tensor  # [at least rows x kv_heads], int32 zeros
+    split: bool  # some row may have more than one chunk
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    slots: torch.Tensor  # [tokens]: where every packed token's key and value go; 0: not a prompt's token
+    positions: torch.Tensor  # [tokens]
+    blocks: torch.Tensor  # [blocks, 4]
+
+
+def launched(early: bool) -> dict[str, bool]:
+    """How a kernel is launched that waits by itself for the one before it: while that one still runs."""
+    return {"launch_pdl": True} if early else {}
+
+
+def block_tokens(heads: int, kv_heads: int) -> int:
+    """Query tokens of a prefill block."""
+    return max(1, PREFILL_ROWS // (heads // kv_heads))
+
+
+def _pad(dim: int) -> int:
+    return int(max(16, 2 ** math.ceil(math.log2(dim))))
+
+
+def _whole_pages(page: int, block: int) -> bool:
+    return page <= block and block % page == 0 and page & (page - 1) == 0
+
+
+def _stages(dtype: torch.dtype, stages: int) -> int:
+    return (
+        stages if dtype.itemsize == 2 else 1
+    )  # float32 tiles take twice the room, and speed is not their use
+
+
+def _scoring(scoring: Scoring, query: torch.Tensor) -> dict[str, Any]:
+    return {
+        "sinks": query if scoring.sinks is None else scoring.sinks,
+        "scale2": scoring.scale * LOG2_E,
+        "softcap": scoring.softcap or 1.0,
+        "WINDOW": scoring.window or 0,
+        "SOFTCAP": scoring.softcap is not None,
+        "SINKS": scoring.sinks is not None,
+    }
+
+
+def write(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """key, value [kv_heads, tokens, dim] into the pages `[pages, page, kv_heads, dim]` of their slots."""
+    kv_heads, tokens, key_dim = key.shape
+    value_dim = value.shape[2]
+    kernels.write_kv[(tokens,)](
+        key, value, keys, values, slots,
+        key.stride(1), key.stride(0), value.stride(1), value.stride(0),
+        KV_HEADS=kv_heads, KV_HEADS_PAD=2 ** math.ceil(math.log2(kv_heads)),
+        KEY_DIM=key_dim, KEY_PAD=_pad(key_dim), VALUE_DIM=value_dim, VALUE_PAD=_pad(value_dim),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def turn_in_place(query: torch.Tensor, key: torch.Tensor, work: PrefillWork, turn: Turn) -> None:
+    """Give the prompts' queries and keys, side by side in one tensor, their rotary embedding."""
+    heads, tokens, dim = query.shape
+    heads += key.shape[0]
+    kernels.turn_heads[(tokens,)](
+        query, work.positions, work.slots, turn.cosines, turn.sines, query.stride(1),
+        HEADS=heads, HEADS_PAD=2 ** math.ceil(math.log2(heads)), DIM=dim, HALF_PAD=_pad(dim) // 2,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def decode(  # noqa: PLR0917 - the tensors of one call
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    work: DecodeWork,
+    out: torch.Tensor,
+    scoring: Scoring,
+    turn: Turn | None = None,
+    tile: Tile | None = None,
+    *,
+    early: bool = False,
+) -> None:
+    """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> out [tokens, heads, value dim].
+    Writes the rows' keys and values into their pages. `early`: see `launched`.
+    """
+    tile = tile or decode_tile(work)
+    heads, _, key_dim = query.shape
+    kv_heads, value_dim = value.shape[0], value.shape[2]
+    page = keys.shape[1]
+    group = heads // kv_heads
+    parts = torch.empty(
+        work.items.shape[0] * heads * (value_dim + 2) if work.split else 1,
+        dtype=torch.float32,
+        device=query.device,
+    )
+    ends = work.items.shape[0] * heads
+    tops = parts[ends * value_dim :] if work.split else parts
+    sums = tops[ends:] if work.split else parts
+    kernels.decode_rows[(work.items.shape[0] * kv_heads,)](
+        query, key, value, keys, values, table, work.items, out,
+        parts, tops, sums, work.arrived,
+        cosines=query if turn is None else turn.cosines, sines=query if turn is None else turn.sines,
+        query_token=query.stride(1), query_head=query.stride(0),
+        key_token=key.stride(1), key_head=key.stride(0),
+        value_token=value.stride(1), value_head=value.stride(0), table_row=table.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=_pad(group),
+        KEY_DIM=key_dim, KEY_PAD=_pad(key_dim), VALUE_DIM=value_dim, VALUE_PAD=_pad(value_dim),
+        PAGE=page, WHOLE_PAGES=_whole_pages(page, tile.block), BLOCK=tile.block, CHUNK=work.chunk,
+        SPLIT=work.split, TURN=turn is not None, EARLY=early, **_scoring(scoring, query), **launched(early),
+        num_warps=tile.warps, num_stages=_stages(query.dtype, tile.stages),
+    )  # fmt: skip
+
+
+def prefill(  # noqa: PLR0917 - the tensors of one call
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    scoring: Scoring,
+    tile: Tile = PREFILL,
+) -> None:
+    """Chunks of prompts, block by block; their keys and values lie in the pages already."""
+    heads, _, key_dim = query.shape
+    page, kv_heads, value_dim = values.shape[1:]
+    kernels.prefill_blocks[(blocks.shape[0], kv_heads)](
+        query, keys, values, table, blocks, out,
+        query_token=query.stride(1), query_head=query.stride(0), table_row=table.stride(0),
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads,
+        KEY_DIM=key_dim, KEY_PAD=_pad(key_dim), VALUE_DIM=value_dim, VALUE_PAD=_pad(value_dim),
+        PAGE=page, WHOLE_PAGES=_whole_pages(page, tile.block),
+        ROWS=PREFILL_ROWS, BLOCK=tile.block, **_scoring(scoring, query),
+        num_warps=tile.warps, num_stages=_stages(query.dtype, tile.stages),
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""One forward pass over static memory: as a captured CUDA graph, or launched call by call."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from site_engine.cuda.attention import DeviceContext, Fresh
+from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, launched
+from site_engine.cuda.batch_layout import Shape, views
+from site_engine.cuda.kernels import layer_kernels, sampling_kernels
+from site_engine.model import attention_context
+from site_engine.model.kv_cache import Arena
+from site_engine.model.runner import Forward
+
+PREPARE_BLOCK = 256
+ARGMAX_SPAN = 8192
+DRAW_SPAN = 8192
+
+
+class Device:
+    """What all steps share on the device: the page table, every slot's newest token, the chunks' counters."""
+
+    def __init__(self, arena: Arena, slots: int, pages_per_row: int) -> None:
+        where = arena.keys[0].device
+        self.arena = arena
+        self.where = where
+        self.table = torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=where)
+        self.newest = torch.zeros(slots + 1, dtype=torch.int32, device=where)
+        kv_heads = max(keys.shape[2] for keys in arena.keys)
+        self.chunk_tokens = partial(chunk_tokens, kv_heads=kv_heads)  # by rows
+        self.side = torch.cuda.Stream() if where.type == "cuda" else None
+        self.arrived = torch.zeros((slots + 8) * kv_heads, dtype=torch.int32, device=where)
+
+
+class Step:
+    """The buffers of one shape and the pass over them. Call `load` with the numbers, then `run`."""
+
+    def __init__(self, device: Device, forward: Forward, shape: Shape, fresh: Fresh | None = None) -> None:
+        self._device = device
+        self._forward = forward
+        self._shape = shape
+        self._fresh = fresh
+        self._block = torch.zeros(shape.room, dtype=torch.int32, device=device.where)
+        self._in = views(self._block, shape)
+        self._ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=device.where)
+        self._positions = torch.zeros_like(self._ids)
+        self._wanted = torch.zeros(shape.samples, dtype=torch.long, device=device.where)
+        self.chosen = torch.zeros(shape.samples, dtype=torch.int32, device=device.where)
+        self.logits: torch.Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def load(self, block: torch.Tensor) -> None:
+        self._block.copy_(block, non_blocking=True)
+
+    def run(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.logits = self._pass()
+
+    def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int], *, keep_logits: bool) -> None:
+        """Record the pass, after one that compiles what is new; the numbers loaded must be padding alone.
+
+        The logits live in memory that all graphs share, unless they are to be kept for the sampler.
+        """
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._pass()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            logits = self._pass()
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.logits = logits if keep_logits else None
+        self._graph = graph
+
+    def _pass(self) -> torch.Tensor:
+        self._prepare()
+        attention = DeviceContext(
+            self._device.arena,
+            self._device.table,
+            self._decode_work(),
+            self._prefill_work(),
+            self._fresh,
+            self._device.side if self._shape.graph else None,
+        )
+        with torch.no_grad(), attention_context.use(attention):
+            logits = self._forward(self._ids, self._positions, self._wanted)
+        if attention.layer != len(self._device.arena.keys):
+            raise RuntimeError(
+                f"{attention.layer} attention calls in a model of {len(self._device.arena.keys)}"
+            )
+        self._choose(logits, early=attention.early)
+        return logits
+
+    def _prepare(self) -> None:
+        shape, given = self._shape, self._in
+        most = max(shape.tokens, shape.samples, shape.patches)
+        layer_kernels.prepare_inputs[(-(-most // PREPARE_BLOCK),)](
+            given.source, given.position, given.wanted, given.patch_at, given.patch_page,
+            self._device.newest, self._device.table, self._ids, self._positions, self._wanted,
+            shape.tokens, shape.samples, shape.patches, BLOCK=PREPARE_BLOCK,
+        )  # fmt: skip
+
+    def _choose(self, logits: torch.Tensor, *, early: bool) -> None:
+        rows, vocabulary = logits.shape
+        spans = -(-vocabulary // ARGMAX_SPAN)
+        tops = torch.empty(rows, spans, dtype=torch.float32, device=logits.device)
+        places = torch.empty(rows, spans, dtype=torch.int32, device=logits.device)
+        layer_kernels.best_of_span[(rows, spans)](
+            logits, tops, places, vocabulary, logits.stride(0), SPAN=ARGMAX_SPAN, num_warps=8,
+            EARLY=early, **launched(early),
+        )  # fmt: skip
+        layer_kernels.best_of_row[(rows,)](
+            tops, places, self._in.owner, self._device.newest, self.chosen, spans,
+            SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1, EARLY=early, **launched(early),
+        )  # fmt: skip
+        sampling_kernels.draw[(rows,)](
+            logits, self._in.rules, self._in.owner, self._device.newest, self.chosen,
+            vocabulary, logits.stride(0), rows,
+            SPAN=DRAW_SPAN, SPANS_PAD=1 << (-(-vocabulary // DRAW_SPAN) - 1).bit_length(),
+            BITS=8 * logits.element_size(), num_warps=16, EARLY=early, **launched(early),
+        )  # fmt: skip
+
+    def _decode_work(self) -> DecodeWork | None:
+        shape, given = self._shape, self._in
+        if not shape.items:
+            return None
+        chunk = self._device.chunk_tokens(shape.samples)
+        return DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)
+
+    def _prefill_work(self) -> PrefillWork | None:
+        if not self._shape.blocks:
+            return None
+        return PrefillWork(self._in.slot, self._in.position, self._in.blocks.view(-1, 4))

@@ -1,0 +1,138 @@
+"""One request's answer as it grows: text, end, log probabilities, timings. Tokens in, outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from site_engine.core.request import Finish, Output, Request, Timings, TokenLogprob
+from site_engine.model.sampler import Alternatives, rank
+from site_engine.text.detokenize import ShowingDecoder, TextStream, Vocabulary
+
+
+class Answer:
+    """The part of a request that only publishing needs."""
+
+    __slots__ = ("_carried", "_ends", "_min_tokens", "_prompt_logprobs", "_stream", "_vocabulary", "request")
+
+    def __init__(self, request: Request, vocabulary: Vocabulary, eos_token_ids: Collection[int]) -> None:
+        sampling = request.sampling
+        self.request = request
+        self._vocabulary = vocabulary
+        decoder = vocabulary.decoder(request.prompt if request.follows else ())
+        if request.shown:
+            decoder = ShowingDecoder(decoder, request.shown)
+        self._stream = TextStream(decoder, sampling.stop, request.resumed_chars)
+        self._ends = frozenset(sampling.stop_token_ids) | frozenset(
+            () if sampling.ignore_eos else eos_token_ids
+        )
+        self._min_tokens = sampling.min_tokens
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._carried = ""  # text of resumed tokens that the client does not have yet
+
+    def replay(self) -> Finish | None:
+        """Catch up with the tokens generated elsewhere. Their end, if they already hold it."""
+        finish = None
+        for at, token_id in enumerate(self.request.resumed, start=1):
+            text, finish = self._read(token_id, at)
+            self._carried += text
+        return finish
+
+    def take(self, token_id: int, now: float, alternatives: Alternatives | None) -> Output:
+        """The output of one more token."""
+        request = self.request
+        if request.first_token_s is None:
+            request.first_token_s = now
+        if request.max_tokens == 0:  # only the prompt was asked for
+            return self.end(Finish.LENGTH, now)
+        tokens = request.tokens
+        tokens.append(token_id)
+        generated = len(tokens) - request.prompt_len
+        text, finish = self._read(token_id, generated)
+        ended = finish is Finish.STOP and token_id in self._ends
+        return Output(
+            request.id,
+            self._take_carried() + text if self._carried else text,
+            (token_id,),
+            finish,
+            "",
+            () if alternatives is None or ended else (self._logprob(token_id, alternatives),),
+            self._take_prompt_logprobs() if self._prompt_logprobs else (),
+            None if finish is None else self._timings(now),
+            generated,
+        )
+
+    def end(self, finish: Finish, now: float, error: str = "") -> Output:
+        """The output of an answer that ends without a token of its own."""
+        return Output(
+            self.request.id,
+            text=self._take_carried() if finish in {Finish.STOP, Finish.LENGTH} else "",
+            finish=finish,
+            error=error,
+            prompt_logprobs=self._take_prompt_logprobs(),
+            timings=self._timings(now),
+            completion_tokens=self.request.generated,
+        )
+
+    def read_prompt(self, start: int, logits: torch.Tensor) -> None:
+        """logits [places, vocabulary] from place `start` on: the prompt's own log probabilities."""
+        request = self.request
+        if not self._prompt_logprobs:
+            self._prompt_logprobs.append(self._logprob(request.tokens[0], None))
+        done = len(
+            self._prompt_logprobs
+        )  # known already when the prompt is computed again after a preemption
+        chosen = request.tokens[start + 1 : min(start + 1 + logits.shape[0], request.prompt_len)]
+        wanted = [request.sampling.logprobs or 0] * len(chosen)
+        ranked = rank(torch.log_softmax(logits[: len(chosen)].float(), dim=-1), chosen, wanted)
+        for place, (token_id, one) in enumerate(zip(chosen, ranked, strict=True), start=start + 1):
+            if place >= done:
+                self._prompt_logprobs.append(self._logprob(token_id, one))
+
+    def _read(self, token_id: int, generated: int) -> tuple[str, Finish | None]:
+        """The text that is certain after this token, and the end if this token brings it."""
+        request, stream = self.request, self._stream
+        guide = request.guide
+        ended = guide is not None and guide.take(token_id) and guide.ended
+        long_enough = ended or generated >= self._min_tokens
+        if long_enough and token_id in self._ends:
+            return stream.flush(), Finish.STOP
+        text = stream.push(token_id, long_enough)
+        if ended:  # a grammar that is at its end needs no token that says so
+            return text + stream.flush(), Finish.STOP
+        if stream.stopped:
+            return text, Finish.STOP
+        if generated >= request.max_tokens:
+            return text + stream.flush(), Finish.LENGTH
+        return text, None
+
+    def _logprob(self, token_id: int, found: Alternatives | None) -> TokenLogprob:
+        text, raw = self._vocabulary.token(token_id)
+        if found is None:
+            return TokenLogprob(text, raw, None)
+        best = zip(found.token_ids, found.logprobs, strict=True)
+        top = tuple(TokenLogprob(*self._vocabulary.token(other), logprob) for other, logprob in best)
+        return TokenLogprob(text, raw, found.chosen, top)
+
+    def _take_carried(self) -> str:
+        carried, self._carried = self._carried, ""
+        return carried
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
+        if len(self._prompt_logprobs) < self.request.prompt_len:
+            return ()
+        taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return taken
+
+    def _timings(self, now: float) -> Timings:
+        request = self.request
+        started = now if request.started_s is None else request.started_s
+        first = now if request.first_token_s is None else request.first_token_s
+        return Timings(
+            queued_s=started - request.arrived_s,
+            prefill_s=max(0.0, first - started),
+            decode_s=now - first,
+            cached_prompt_tokens=min(request.cached_tokens, request.prompt_len),
+            preemptions=request.preemptions,
+        )

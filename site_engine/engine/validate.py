@@ -1,0 +1,58 @@
+"""What the engine refuses at the door, so that nothing past it can fail because of what was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+
+from site_engine.core.request import Refused, RefusedReason, Request, Sampling
+
+
+def check(request: Request, *, limit_tokens: int, vocab_size: int) -> None:
+    """Raise Refused with the reason and the field for a request that can't be served as it is."""
+    if not request.prompt:
+        raise _invalid("prompt", "the prompt is empty")
+    if len(request.prompt) >= limit_tokens:
+        raise Refused(
+            RefusedReason.CONTEXT_LENGTH,
+            f"the prompt has {len(request.prompt)} tokens, but prompt and response together "
+            f"may have at most {limit_tokens} here",
+            "prompt",
+        )
+    sampling = request.sampling
+    _check_ids("prompt", request.prompt, vocab_size)
+    _check_ids("resume", request.resumed, vocab_size)
+    _check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    _check_numbers(sampling)
+    if "" in sampling.stop:
+        raise _invalid("stop", "stop holds an empty string")
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise _invalid(name, f"{name} holds token id {token_id}, outside 0 to {vocab_size - 1}")
+
+
+def _check_numbers(sampling: Sampling) -> None:
+    least = {
+        "max_tokens": (sampling.max_tokens or 0, 0.0),
+        "temperature": (sampling.temperature, 0.0),
+        "top_p": (sampling.top_p, 0.0),
+        "top_k": (sampling.top_k, 0.0),
+        "min_p": (sampling.min_p, 0.0),
+        "min_tokens": (sampling.min_tokens, 0.0),
+        "logprobs": (sampling.logprobs or 0, 0.0),
+        "repetition_penalty": (sampling.repetition_penalty, 0.01),
+        "presence_penalty": (sampling.presence_penalty, -100.0),
+        "frequency_penalty": (sampling.frequency_penalty, -100.0),
+        "logit_bias": (min(sampling.logit_bias.values(), default=0.0), -1000.0),
+    }
+    for name, (number, limit) in least.items():
+        if not (isfinite(number) and number >= limit):
+            raise _invalid(name, f"{name} is {number}; it must be a number of at least {limit:g}")
+
+
+def _invalid(param: str, message: str) -> Refused:
+    return Refused(RefusedReason.INVALID, message, param)

@@ -1,0 +1,367 @@
+"""Protobuf to frozen values and back: the only module of the site that touches a protobuf object.
+
+Everything that comes in is checked here; an Assign that makes no sense becomes a Rejected.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from site_engine import messages as m
+from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoint, Sampling, TokenLogprob
+from site_engine.errors import NotServed, Reason, WrongMessage
+from site_engine.text.tool_format import ToolChoice, Tools
+from wire import federation_pb2 as pb
+
+PROTOCOL = 1
+STEP_BYTES_MAX = 1 << 20
+"""A Step is cut into several messages near this size, well below gRPC's limit of 4 MiB."""
+
+_CHOICES_MAX = 128
+_CURVE_POINTS_MAX = 256
+_ID_CHARS_MAX = 256
+_RANGES = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "repetition_penalty": (1e-6, 1e6),
+}
+
+
+def each_of(message: pb.GatewayMessage) -> Sequence[pb.GatewayMessage]:
+    """The messages of a bunch, or the one that is none."""
+    return message.bunch.messages if message.HasField("bunch") else (message,)
+
+
+def bunched(messages: Sequence[pb.SiteMessage]) -> Iterator[pb.SiteMessage]:
+    """The same in few messages, each near STEP_BYTES_MAX at most."""
+    bunch, size = pb.SiteBunch(), 0
+    for message in messages:
+        size += message.ByteSize()
+        if bunch.messages and size > STEP_BYTES_MAX:
+            yield pb.SiteMessage(bunch=bunch)
+            bunch, size = pb.SiteBunch(), message.ByteSize()
+        bunch.messages.append(message)
+    if len(messages) == 1:
+        yield messages[0]
+    elif bunch.messages:
+        yield pb.SiteMessage(bunch=bunch)
+
+
+def decode(message: pb.GatewayMessage) -> m.FromGateway | None:
+    """The message as a frozen value; None for a kind that a newer gateway knows and this site does not."""
+    kind = message.WhichOneof("body")
+    if kind not in _DECODERS:
+        return None
+    return _DECODERS[kind](getattr(message, kind))
+
+
+def _welcome(body: pb.Welcome) -> m.Welcome:
+    if not body.gateway:
+        raise WrongMessage("Welcome names no gateway")
+    for name in ("heartbeat_s", "grace_s"):
+        if not (math.isfinite(getattr(body, name)) and getattr(body, name) >= 0):
+            raise WrongMessage(
+                f"Welcome.{name} is {getattr(body, name)}; it must be a finite number, 0 or more"
+            )
+    peers, cancel = tuple(body.peers), tuple(body.cancel)
+    return m.Welcome(body.gateway, peers, body.heartbeat_s, body.grace_s, cancel, body.reads_bunches)
+
+
+def _assign(body: pb.Assign) -> m.Assign | m.Rejected:
+    try:
+        return _checked_assign(body)
+    except NotServed as refusal:
+        return m.Rejected(body.attempt_id, refusal.reason, refusal.message, refusal.param)
+
+
+def _checked_assign(body: pb.Assign) -> m.Assign:
+    if not 0 < len(body.attempt_id) <= _ID_CHARS_MAX:
+        raise _invalid(f"an attempt id has 1 to {_ID_CHARS_MAX} characters", "attempt_id")
+    prompt = _prompt(body)
+    resumed = tuple(body.resume.token_ids)
+    assign = m.Assign(
+        attempt_id=body.attempt_id,
+        query_id=body.query_id,
+        model=body.model,
+        prompt=prompt,
+        sampling=_sampling(body.sampling),
+        choices=_in_range("n", body.sampling.n or 1, 1, _CHOICES_MAX),
+        echo=body.sampling.echo,
+        remaining=_curve(body.forecast),
+        lane=_lane(body.lane),
+        priority=body.priority,
+        deadline_s=_deadline(body.deadline_s),
+        tenant=body.tenant,
+        resumed=resumed,
+        resumed_chars=body.resume.text_chars,
+        resumed_text=body.resume.text,
+        resumed_tokens=body.resume.tokens,
+        resumed_calls=body.resume.tool_calls,
+        resumed_argument_chars=body.resume.argument_chars,
+        guided_json=_schema(body.sampling.guided_json),
+        request_id=body.request_id[:_ID_CHARS_MAX],
+        traceparent=body.traceparent,
+    )
+    _check_resumed(assign)
+    return assign
+
+
+def _check_resumed(assign: m.Assign) -> None:
+    exact_only = assign.choices > 1 or assign.echo or assign.sampling.logprobs is not None
+    if (assign.resumed or assign.resumed_text) and exact_only:
+        raise NotServed(
+            Reason.UNSUPPORTED, "an answer with several choices, echo or logprobs cannot be resumed"
+        )
+    if assign.resumed:
+        return
+    if assign.resumed_calls:
+        raise _invalid("calls were delivered but no tokens are named to resume from", "resume")
+    if assign.resumed_chars != len(assign.resumed_text):
+        raise _invalid("text was delivered but neither it nor its tokens are named to resume from", "resume")
+
+
+def _prompt(body: pb.Assign) -> m.Prompt:
+    kind = body.WhichOneof("prompt")
+    if kind == "chat":
+        if not body.chat.messages:
+            raise _invalid("a chat needs at least one message", "messages")
+        messages = tuple(_chat_message(i, each) for i, each in enumerate(body.chat.messages))
+        return m.ChatPrompt(messages, _tools(body.chat))
+    if kind == "text":
+        return m.TextPrompt(body.text)
+    if kind == "token_ids":
+        if not body.token_ids.ids:
+            raise _invalid("a prompt of token ids needs at least one", "prompt")
+        return m.TokenPrompt(tuple(body.token_ids.ids))
+    raise _invalid("there is no prompt", "prompt")
+
+
+def _chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
+    if not body.role:
+        raise _invalid("every message has a role", f"messages.{place}.role")
+    if body.tool_calls_json:
+        _json(body.tool_calls_json, list, f"messages.{place}.tool_calls")
+    return m.ChatMessage(body.role, body.content, body.name, body.tool_calls_json, body.tool_call_id)
+
+
+def _tools(body: pb.Chat) -> Tools | None:
+    if not body.tools_json:
+        return None
+    offered = _json(body.tools_json, list, "tools")
+    if not all(_is_function(each) for each in offered):
+        raise _invalid("every tool is a function with a name", "tools")
+    choice = body.tool_choice or ToolChoice.AUTO
+    if choice not in set(ToolChoice):
+        raise _invalid(f"there is no tool_choice {choice!r}", "tool_choice")
+    name = body.tool_name if choice == ToolChoice.NAMED else ""
+    tools = Tools(tuple(offered), ToolChoice(choice), name, body.single_tool_call)
+    if not offered or (choice == ToolChoice.NAMED and name not in tools.names):
+        raise _invalid(f"the function {name!r} is not among the tools", "tool_choice")
+    return tools
+
+
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("parameters") or {}, dict)
+    )
+
+
+def _schema(text: str) -> str:
+    if text:
+        _json(text, dict, "response_format")
+    return text
+
+
+def _json(text: str, kind: type, param: str) -> Any:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise _invalid(f"{param} is not JSON: {exc}", param) from exc
+    if not isinstance(found, kind):
+        raise _invalid(f"{param} is not what it should be, but {type(found).__name__}", param)
+    return found
+
+
+def _sampling(body: pb.Sampling) -> Sampling:
+    floats = {name: getattr(body, name) for name in _RANGES}
+    floats["repetition_penalty"] = floats["repetition_penalty"] or 1.0  # absent means off
+    for name, value in floats.items():
+        _in_range(name, value, *_RANGES[name])
+    for value in body.logit_bias.values():
+        _in_range("logit_bias", value, -1e6, 1e6)
+    if any(not stop for stop in body.stop):
+        raise _invalid("a stop string is empty", "stop")
+    logprobs = body.logprobs if body.HasField("logprobs") else None
+    return Sampling(
+        max_tokens=body.max_tokens if body.HasField("max_tokens") else None,
+        **floats,
+        top_k=body.top_k,
+        seed=body.seed if body.HasField("seed") else None,
+        stop=tuple(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids),
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        logit_bias=dict(body.logit_bias),
+        logprobs=logprobs,
+        prompt_logprobs=body.echo and logprobs is not None,
+    )
+
+
+def _curve(body: pb.Forecast) -> RemainingCurve:
+    columns = (body.generated, body.expected_remaining, body.p90_remaining)
+    lengths = {len(column) for column in columns}
+    if lengths == {0}:
+        return RemainingCurve()
+    if len(lengths) > 1 or len(body.generated) > _CURVE_POINTS_MAX:
+        raise _invalid(f"a forecast has three columns of one length, at most {_CURVE_POINTS_MAX}", "forecast")
+    if any(b <= a for a, b in zip(body.generated, body.generated[1:], strict=False)):
+        raise _invalid("a forecast's points ascend", "forecast")
+    if any(not (math.isfinite(value) and value >= 0) for value in body.expected_remaining):
+        raise _invalid("a forecast's expectations are finite and not negative", "forecast")
+    return RemainingCurve(tuple(RemainingPoint(*point) for point in zip(*columns, strict=True)))
+
+
+def _lane(value: int) -> Lane:
+    try:
+        return Lane(value)
+    except ValueError as exc:
+        raise _invalid(f"there is no lane {value}", "lane") from exc
+
+
+def _deadline(value: float) -> float | None:
+    _in_range("deadline_s", value, 0.0, 1e9)
+    return value or None
+
+
+def _in_range(param: str, value: Any, low: float, high: float) -> Any:
+    if not low <= value <= high:  # a NaN is in no range
+        raise _invalid(f"{param} is {value}; it must be between {low:g} and {high:g}", param)
+    return value
+
+
+def _invalid(message: str, param: str) -> NotServed:
+    return NotServed(Reason.INVALID, message, param)
+
+
+_DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
+    "welcome": _welcome,
+    "assign": _assign,
+    "cancel": lambda body: m.Cancel(body.attempt_id),
+    "release": lambda body: m.Release(body.release_id, tuple(dict.fromkeys(body.attempt_ids))),
+    "drain": lambda body: m.Drain(body.deadline_s, body.reason),
+    "resume": lambda body: m.Resume(body.reason),
+    "ping": lambda body: m.Ping(body.nonce),
+}
+
+
+def encode(message: m.FromSite) -> Iterator[pb.SiteMessage]:
+    """One message as protobuf; a Step may become several."""
+    if isinstance(message, m.Step):
+        for part in _steps(message.deltas):
+            yield pb.SiteMessage(step=part)
+    else:
+        kind, convert = _ENCODERS[type(message)]
+        yield pb.SiteMessage(**{kind: convert(message)})
+
+
+def _steps(deltas: Sequence[m.Delta]) -> Iterator[pb.Step]:
+    part, size = pb.Step(), 0
+    for delta in deltas:
+        encoded = _delta(delta)
+        size += encoded.ByteSize()
+        if part.deltas and size > STEP_BYTES_MAX:
+            yield part
+            part, size = pb.Step(), encoded.ByteSize()
+        part.deltas.append(encoded)
+    yield part
+
+
+_FINISHES = {
+    None: pb.Delta.NOT_FINISHED,
+    Finish.STOP: pb.Delta.STOP,
+    Finish.LENGTH: pb.Delta.LENGTH,
+    Finish.TOOL_CALLS: pb.Delta.TOOL_CALLS,
+    Finish.CANCELLED: pb.Delta.CANCELLED,
+    Finish.FAILED: pb.Delta.FAILED,
+}
+
+
+def _delta(delta: m.Delta) -> pb.Delta:
+    encoded = pb.Delta(
+        attempt_id=delta.attempt_id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish=_FINISHES[delta.finish],
+        error=delta.error,
+        completion_tokens=delta.completion_tokens,
+    )
+    encoded.logprobs.extend(map(_logprob, delta.logprobs))
+    encoded.prompt_logprobs.extend(map(_logprob, delta.prompt_logprobs))
+    encoded.tool_calls.extend(pb.ToolCall(**_fields(each)) for each in delta.tool_calls)
+    if delta.timings is not None:
+        encoded.timings.CopyFrom(pb.Timings(**_fields(delta.timings)))
+    return encoded
+
+
+def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token=value.token,
+        raw=value.raw,
+        logprob=value.logprob or 0.0,
+        absent=value.logprob is None,
+        top=[_logprob(each) for each in value.top],
+    )
+
+
+def _hello(hello: m.Hello) -> pb.Hello:
+    own = _fields(hello)
+    own["models"] = [pb.Model(owned_by="mico", **_fields(model)) for model in hello.models]
+    return pb.Hello(protocol=PROTOCOL, reads_bunches=True, **own)
+
+
+def _load(load: m.Load) -> pb.Load:
+    own = load.figures._asdict()
+    own["iteration"] = pb.IterationCost(**load.figures.iteration._asdict())
+    return pb.Load(seq=load.seq, monotonic_s=load.monotonic_s, **own)
+
+
+def _rejected(rejected: m.Rejected) -> pb.Rejected:
+    return pb.Rejected(
+        attempt_id=rejected.attempt_id,
+        reason=pb.Rejected.Reason.Value(rejected.reason.value),
+        message=rejected.message,
+        param=rejected.param,
+    )
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The value's fields by name; they are called as in federation.proto."""
+    return {each.name: getattr(value, each.name) for each in fields(value)}
+
+
+def _as(kind: type[Any]) -> Callable[[Any], Any]:
+    return lambda value: kind(**_fields(value))
+
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    m.Hello: ("hello", _hello),
+    m.Load: ("load", _load),
+    m.Accepted: ("accepted", _as(pb.Accepted)),
+    m.Rejected: ("rejected", _rejected),
+    m.Bid: ("bid", _as(pb.Bid)),
+    m.Released: ("released", _as(pb.Released)),
+    m.Pong: ("pong", _as(pb.Pong)),
+    m.Draining: ("draining", _as(pb.Draining)),
+    m.Bye: ("bye", _as(pb.Bye)),
+}

@@ -1,0 +1,81 @@
+"""How a site process reaches its gateways: token, TLS, its own certificates, one patience for all links."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import grpc
+
+from site_engine.config import SiteConfig
+from site_engine.errors import ConfigError
+from site_engine.federation.identity import Asking, Identity
+from site_engine.federation.link import Link, Links, Patience, dial, is_loopback
+from site_engine.federation.site import Site
+
+log = logging.getLogger(__name__)
+
+
+class Dialling(NamedTuple):
+    """What every link of this process needs. `identity`: of a site that gets its certificates itself."""
+
+    token: str
+    credentials: Callable[[], Any]
+    identity: Identity | None
+
+    @classmethod
+    def of(cls, config: SiteConfig) -> Dialling:
+        """Raises ConfigError. Warns of links that anybody on the way can read."""
+        identity = identity_of(config)
+        fixed = _credentials(config)
+        dialling = cls(config.secret(), identity.credentials if identity else lambda: fixed, identity)
+        open_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
+        if open_links:
+            log.warning("links to %s are plain text, the token too; set tls", ", ".join(open_links))
+        return dialling
+
+    def links(self, site: Site) -> Links:
+        patience = Patience()
+
+        def make(address: str, peers: Callable[[Iterable[str]], None]) -> Link:
+            return Link(
+                address,
+                site=site,
+                dial=lambda where: dial(where, self.credentials()),
+                token=self.token,
+                peers=peers,
+                clock=time.monotonic,
+                patience=patience,
+                random=Random(),
+                refused=self.identity.refused if self.identity else lambda: None,
+            )
+
+        return Links(make, patience, beside=self.identity.keep if self.identity else None)
+
+
+def identity_of(config: SiteConfig) -> Identity | None:
+    """Raises ConfigError."""
+    if config.identity is None:
+        return None
+    ca = None if config.tls_ca is None else _bytes(config.tls_ca)
+    asking = Asking(config.site, config.enrol_at, config.invitation(), config.gateways, ca)
+    return Identity(config.identity, asking, dial)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"tls: {exc}") from exc
+
+
+def _credentials(config: SiteConfig) -> Any:
+    if not config.tls:
+        return None
+    paths = (config.tls_ca, config.tls_key, config.tls_cert)
+    ca, key, cert = (_bytes(path) if path else None for path in paths)
+    return grpc.ssl_channel_credentials(ca, key, cert)

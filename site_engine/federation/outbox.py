@@ -1,0 +1,111 @@
+"""What one gateway replica is still owed, and when it is due: pure bookkeeping, told the time by its caller.
+
+Deltas of a choice melt into one until they are taken, so a slow reader costs no more than what its attempts
+can produce. First tokens and finishes are due at once, other deltas every 20 ms, load figures every 50 ms.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from site_engine.messages import Accepted, Bid, Delta, FromSite, Load, Rejected, Released, Step
+from site_engine.text.tool_call_parser import melted
+
+STEP_INTERVAL_S = 0.02
+LOAD_INTERVAL_S = 0.05
+PARTS_MAX = 64
+ANSWERS_MAX = 4096
+"""More unread answers than this and the link stops listening until the gateway reads."""
+_KEPT = (Accepted, Rejected, Released)
+
+
+class Outbox:
+    """Answers leave in the order they were put; then one Step with all deltas; then load and bid."""
+
+    def __init__(self) -> None:
+        self._answers: deque[FromSite] = deque()
+        self._deltas: dict[tuple[str, int], list[Delta]] = {}
+        self._urgent = False
+        self._step_s = float("-inf")
+        self._load: Load | None = None
+        self._load_s = float("-inf")
+        self._bid: Bid | None = None
+
+    @property
+    def full(self) -> bool:
+        return len(self._answers) >= ANSWERS_MAX
+
+    def put(self, message: FromSite) -> None:
+        self._answers.append(message)
+
+    def delta(self, delta: Delta, *, urgent: bool) -> None:
+        parts = self._deltas.setdefault((delta.attempt_id, delta.index), [])
+        parts.append(delta)
+        if len(parts) >= PARTS_MAX:
+            parts[:] = [_melted(parts)]
+        self._urgent = self._urgent or urgent
+
+    def load(self, load: Load) -> None:
+        self._load = load
+
+    def bid(self, bid: Bid | None) -> None:
+        """The latest bid replaces one not yet sent; None withdraws it."""
+        self._bid = bid
+
+    def attempt_ids(self) -> Iterator[str]:
+        """Attempts with deltas not yet taken."""
+        return (attempt_id for attempt_id, _ in self._deltas)
+
+    def stream_lost(self) -> None:
+        """Keeps what concerns attempts; the rest was about a stream that is gone."""
+        self._answers = deque(each for each in self._answers if isinstance(each, _KEPT))
+        self._load = self._bid = None
+
+    def take(self, now: float) -> list[FromSite]:
+        """Everything that is due now, in the order in which it must be written."""
+        taken: list[FromSite] = list(self._answers)
+        self._answers.clear()
+        if self._deltas and now >= self._step_due():
+            taken.append(Step(tuple(_melted(parts) for parts in self._deltas.values())))
+            self._deltas.clear()
+            self._urgent = False
+            self._step_s = now
+        if self._load is not None and now >= self._load_s + LOAD_INTERVAL_S:
+            taken.append(self._load)
+            self._load = None
+            self._load_s = now
+        if self._bid is not None:
+            taken.append(self._bid)
+            self._bid = None
+        return taken
+
+    def due_s(self) -> float | None:
+        """When `take` has something to give; None if nothing is owed."""
+        if self._answers or self._bid is not None:
+            return float("-inf")
+        moments = []
+        if self._deltas:
+            moments.append(self._step_due())
+        if self._load is not None:
+            moments.append(self._load_s + LOAD_INTERVAL_S)
+        return min(moments, default=None)
+
+    def _step_due(self) -> float:
+        return float("-inf") if self._urgent else self._step_s + STEP_INTERVAL_S
+
+
+def _melted(parts: Sequence[Delta]) -> Delta:
+    """One delta that says what the parts said, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
+        tool_calls=melted(chain.from_iterable(part.tool_calls for part in parts)),
+    )

@@ -1,0 +1,301 @@
+"""One site between its gateways and its engine: whose output is what, what the engine is asked, when it ends.
+
+Lives on the event loop's thread and is never awaited. Does not know streams; `link.py` moves the messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from site_engine import messages as m
+from site_engine.core.request import Admission, Output
+from site_engine.core.request_queue import has_place
+from site_engine.engine.engine_thread import Group, LoadSeen
+from site_engine.errors import NotServed, Reason
+from site_engine.federation.attempts import Asked, Desk, Tell, address
+from site_engine.text.tokenize import Prepared
+
+log = logging.getLogger(__name__)
+
+LOAD_EVERY_S = 1.0
+BID_INTERVAL_S = 1.0
+GRACE_MAX_S = 600.0
+
+
+class EngineSide(Protocol):
+    """What a site asks of its engine thread; replies come back on the event loop."""
+
+    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None: ...
+    def cancel(self, request_ids: Iterable[str]) -> None: ...
+    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None: ...
+    def ask_load(self) -> None: ...
+
+
+class PromptSide(Protocol):
+    @property
+    def waiting(self) -> int: ...
+    def waiting_of(self, tenant: str) -> int: ...
+    def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A gateway replica as this site sees it, over several streams if one breaks."""
+
+    gateway: str
+    desk: Desk
+    wake: Callable[[], None]
+    linked: bool = True
+    displaced: bool = False  # another stream to this replica has taken its place
+    lost_s: float = 0.0
+    grace_s: float = 0.0
+    draining: bool = False  # this gateway asked for it
+    has_bid: bool = False
+    bid_s: float = float("-inf")
+
+
+class Site:
+    """`hello` says who this is; at most `preparing_max` prompts wait for the tokenizer."""
+
+    def __init__(
+        self,
+        hello: m.Hello,
+        engine: EngineSide,
+        prompts: PromptSide,
+        clock: Callable[[], float],
+        preparing_max: int,
+        *,
+        tell: Tell = lambda *_: None,
+    ) -> None:
+        self._tell = tell
+        self._hello = hello
+        self._engine = engine
+        self._prompts = prompts
+        self._clock = clock
+        self._preparing_max = preparing_max
+        self._models = {model.id for model in hello.models}
+        self._connections: dict[str, Connection] = {}
+        self._desks = 0
+        self._loads = 0
+        self._bids = 0
+        self._load_s = float("-inf")
+        self._draining: m.Draining | None = None
+        self._when_idle: Callable[[], None] | None = None
+
+    # streams
+
+    def hello(self) -> m.Hello:
+        """What to say first on a new stream, whoever answers it."""
+        lost = [each.desk for each in self._connections.values() if not each.linked]
+        return replace(self._hello, attempts=tuple(each for desk in lost for each in desk.attempt_ids()))
+
+    @property
+    def linked(self) -> frozenset[str]:
+        """The gateways that a stream is up to."""
+        return frozenset(each.gateway for each in self._connections.values() if each.linked)
+
+    def welcomed(self, hello: m.Hello, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
+        """The stream is up. Attempts of an earlier one to the same replica go on if it was told of them.
+
+        A replica takes a second stream of a site for the successor of the first, so we do the same.
+        """
+        known = self._connections.get(welcome.gateway)
+        if known is not None and known.linked:
+            known.displaced = True
+            known.wake()
+            self._abandon(known)
+            known = None
+        if known is None:
+            self._desks += 1
+            known = self._connections[welcome.gateway] = Connection(
+                welcome.gateway, Desk(self._desks, self._tell), wake
+            )
+        known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, GRACE_MAX_S)
+        known.draining = known.has_bid = False
+        unwanted = set(known.desk.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
+        for attempt_id in unwanted:
+            self._engine.cancel(known.desk.cancel(attempt_id))
+        if self._draining is not None:
+            known.desk.outbox.put(self._draining)
+        self._engine.ask_load()
+        return known
+
+    def lost(self, connection: Connection) -> None:
+        """The stream is gone; its attempts are kept for the grace period."""
+        if connection.displaced:
+            return
+        connection.linked = False
+        connection.wake = _nobody
+        connection.desk.outbox.stream_lost()
+        connection.lost_s = self._clock()
+        self.tick()
+
+    def tick(self) -> None:
+        """To be called a few times a second: ends grace periods, and sees to a load report every second."""
+        now = self._clock()
+        for each in list(self._connections.values()):
+            if not each.linked and now - each.lost_s >= each.grace_s:
+                self._abandon(each)
+        if now - self._load_s >= LOAD_EVERY_S:
+            self._engine.ask_load()
+        self._check_idle()
+
+    # from a gateway
+
+    def receive(self, connection: Connection, message: m.FromGateway) -> None:
+        desk = connection.desk
+        match message:
+            case m.Assign():
+                self._assign(connection, message)
+            case m.Cancel():
+                self._engine.cancel(desk.cancel(message.attempt_id))
+            case m.Release():
+                self._release(connection, desk.release(message))
+            case m.Ping():
+                desk.outbox.put(m.Pong(message.nonce, self._clock(), time.time()))
+            case m.Drain():
+                connection.draining = True
+                desk.outbox.put(m.Draining(message.reason, message.deadline_s))
+            case m.Resume():
+                connection.draining = False
+            case m.Rejected():
+                desk.outbox.put(message)
+            case m.Welcome():
+                log.warning("gateway %s said Welcome twice", connection.gateway)
+        self._changed(connection)
+
+    def _assign(self, connection: Connection, assign: m.Assign) -> None:
+        refusal = self._refusal(connection, assign)
+        if refusal is not None:
+            connection.desk.outbox.put(refusal)
+        elif connection.desk.assign(assign, self._clock()):
+            self._prompts.prepare(assign, partial(self._prepared, connection, assign.attempt_id))
+
+    def _refusal(self, connection: Connection, assign: m.Assign) -> m.Rejected | None:
+        reject = partial(m.Rejected, assign.attempt_id)
+        if assign.model not in self._models:
+            message = f"this site serves {', '.join(self.models)}, not {assign.model}"
+            return reject(Reason.MODEL_UNKNOWN, message, "model")
+        if self._draining is not None or connection.draining:
+            return reject(Reason.DRAINING, "this site takes no new work")
+        waiting, of_tenant = self._prompts.waiting, self._prompts.waiting_of(assign.tenant)
+        if not has_place(of_tenant, waiting, self._preparing_max):
+            message = f"{waiting} prompts wait to be read already, {of_tenant} of them of this tenant"
+            return reject(Reason.FULL, message)
+        return None
+
+    def _prepared(self, connection: Connection, attempt_id: str, answer: Prepared | NotServed) -> None:
+        if isinstance(answer, NotServed):
+            self._admitted(connection, attempt_id, answer)
+            return
+        group = connection.desk.prepared(attempt_id, answer)
+        if group:
+            self._engine.submit(group, partial(self._admitted, connection, attempt_id))
+
+    def _admitted(self, connection: Connection, attempt_id: str, answer: Admission | NotServed) -> None:
+        if isinstance(answer, NotServed):
+            connection.desk.refused(attempt_id, answer)
+        else:
+            connection.desk.admitted(attempt_id, answer)
+        self._changed(connection)
+
+    def _release(self, connection: Connection, asked: Asked) -> None:
+        if not asked.groups:
+            connection.desk.released(asked, [])
+            return
+
+        def answered(gone: list[bool]) -> None:
+            connection.desk.released(asked, gone)
+            self._changed(connection)
+
+        self._engine.release(asked.groups, answered)
+
+    # from the engine
+
+    def outputs(self, outputs: Sequence[Output]) -> None:
+        desks = {each.desk.number: each for each in self._connections.values()}
+        touched: dict[int, Connection] = {}
+        for output in outputs:
+            to = address(output.request_id)
+            connection = desks.get(to.desk)
+            if connection is not None:
+                connection.desk.output(to.attempt_id, to.choice, output)
+                touched[to.desk] = connection
+        for connection in touched.values():
+            self._changed(connection)
+
+    def load(self, seen: LoadSeen) -> None:
+        self._load_s = seen.at_s
+        self._loads += 1
+        load = m.Load(self._loads, seen.at_s, seen.figures)
+        for connection in self._connections.values():
+            if connection.linked:
+                connection.desk.outbox.load(load)
+                self._bid(connection, load)
+                connection.wake()
+
+    def _bid(self, connection: Connection, load: m.Load) -> None:
+        """Asks for work once each time that room appears."""
+        figures = load.figures
+        free_slots = self._hello.slots - figures.running
+        room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or self._preparing())
+        now = self._clock()
+        if not room or self._draining is not None or connection.draining:
+            connection.has_bid = False
+            connection.desk.outbox.bid(None)
+        elif not connection.has_bid and now - connection.bid_s >= BID_INTERVAL_S:
+            self._bids += 1
+            connection.has_bid, connection.bid_s = True, now
+            bid_id = f"{self._hello.boot_id}-{self._bids}"
+            connection.desk.outbox.bid(
+                m.Bid(bid_id, free_slots, figures.kv_free_tokens, figures.tokens_per_s)
+            )
+
+    # the end
+
+    def drain(self, reason: str, deadline_s: float) -> None:
+        """Takes nothing new from now on, and says so to every gateway."""
+        self._draining = m.Draining(reason, deadline_s)
+        for connection in self._connections.values():
+            if connection.linked:
+                connection.desk.outbox.put(self._draining)
+                connection.wake()
+
+    def when_idle(self, call: Callable[[], None]) -> None:
+        """Calls once no attempt is left; at once if that is so now."""
+        self._when_idle = call
+        self._check_idle()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(sorted(self._models))
+
+    @property
+    def live(self) -> int:
+        """Attempts that have not ended."""
+        return sum(each.desk.live for each in self._connections.values())
+
+    def _abandon(self, connection: Connection) -> None:
+        del self._connections[connection.gateway]
+        self._engine.cancel(connection.desk.abandon())
+
+    def _changed(self, connection: Connection) -> None:
+        connection.wake()
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._when_idle is not None and not self.live:
+            call, self._when_idle = self._when_idle, None
+            call()
+
+    def _preparing(self) -> int:
+        return sum(each.desk.preparing for each in self._connections.values())
+
+
+def _nobody() -> None:
+    """Nobody reads while no stream is up."""

@@ -1,0 +1,66 @@
+"""Whether the engine computes what the model computes: prompts plainly, and through pages and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isnan
+
+import torch
+
+from site_engine.core.page_pool import PagePool
+from site_engine.core.request import Request
+from site_engine.core.scheduler import Entry, Plan
+from site_engine.model.kv_cache import Arena, LayerShape
+from site_engine.model.runner import Forward, PackedRunner
+
+PROMPT_TOKENS = (37, 12, 1)
+DECODED_TOKENS = 3  # at the end of each prompt, one by one, as if they had been generated
+CHUNK_TOKENS = 16
+PAGE_TOKENS = 4
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the largest logit
+
+
+def sample_prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [length + DECODED_TOKENS for length in PROMPT_TOKENS]
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def largest_difference(
+    forward: Forward,
+    layers: Sequence[LayerShape],
+    prompts: Sequence[list[int]],
+    expected: Sequence[torch.Tensor],
+) -> float:
+    """Of the engine's logits from `expected`, [tokens, vocabulary] per prompt, relative to the largest."""
+    pool = PagePool(sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts), PAGE_TOKENS)
+    arena = Arena(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
+    runner = PackedRunner(forward, arena, slots=len(prompts), pages_per_row=pool.capacity)
+    requests = [Request(str(row), ids) for row, ids in enumerate(prompts)]
+    for row, request in enumerate(requests):
+        request.row, request.pages = row, pool.take(pool.pages_for(len(request.tokens))) or []
+    worst = 0.0
+    while plan := _next_plan(requests):
+        rows = runner.run(plan).rows.float()
+        places = [(entry.request.row, entry.start + entry.length - 1) for entry in plan.entries]
+        wanted = torch.stack([expected[row][place] for row, place in places]).float()
+        off = float((rows - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
+        worst = max(worst, inf if isnan(off) else off)
+    return worst
+
+
+def _next_plan(requests: Sequence[Request]) -> Plan:
+    """All prompts go on at once: some still in chunks, some already token by token."""
+    plan = Plan()
+    for request in requests:
+        start, left = request.computed, len(request.tokens) - request.computed
+        if left > DECODED_TOKENS:
+            length = min(CHUNK_TOKENS, left - DECODED_TOKENS)
+            plan.prefills.append(Entry(request, start, length, samples=True))
+        elif left:
+            length = 1
+            plan.decodes.append(Entry(request, start, length, samples=True))
+        else:
+            continue
+        request.computed += length
+    return plan

@@ -1,0 +1,71 @@
+"""Which tokens each row's grammar allows next, as bits: computed on a thread of its own beside the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+
+from site_engine.core.request import Request
+
+WORD_BITS = 32
+THREADS_MAX = 8
+
+
+class Masks:
+    """One line of bits for each of the engine's rows, kept between iterations."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        words = -(-vocab_size // WORD_BITS)
+        pinned = device.type == "cuda"
+        self._lines = torch.zeros(slots, words, dtype=torch.int32, pin_memory=pinned)
+        self._bits: np.ndarray[tuple[int, int], np.dtype[np.int32]] = self._lines.numpy()
+        self._vocab_size = vocab_size
+        self._executor = LLExecutor(num_threads=min(THREADS_MAX, 1 + (os.cpu_count() or 1) // 4))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._coming: Future[None] | None = None
+
+    def begin(self, requests: Iterable[Request]) -> None:
+        """Compute the lines of those that follow a grammar; each is to sample the token after its last."""
+        wanted = [(request.guide.matcher, request.row) for request in requests if request.guide is not None]
+        self._coming = self._thread.submit(self._fill, wanted) if wanted else None
+
+    def allow(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> None:
+        """logits [rows, vocabulary]: nothing but what the grammars of these rows have, in place."""
+        if self._coming is not None:
+            self._coming.result()
+        lines = [requests[row].row for row in rows]
+        if logits.device.type == "cpu":
+            self._allow_here(lines, rows, logits)
+        else:
+            self._allow_there(lines, rows, logits)
+
+    def must_end(self, request: Request, ends: Sequence[int]) -> bool:
+        """Whether the grammar leaves nothing but an end. To be asked after `allow`."""
+        line = self._bits[request.row].copy()
+        for token_id in ends:
+            line[token_id // WORD_BITS] &= np.int32(~np.uint32(1 << token_id % WORD_BITS).view(np.int32))
+        return not line.any()
+
+    def _fill(self, wanted: list[tuple[LLMatcher, int]]) -> None:
+        slots, words = self._bits.shape
+        self._executor.unsafe_compute_mask_ptr(wanted, self._bits.ctypes.data, 4 * words, slots)
+
+    def _allow_here(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
+        numbers = logits.numpy()
+        for line, row in zip(lines, rows, strict=True):
+            allowed = np.unpackbits(
+                self._bits[line].view(np.uint8), count=self._vocab_size, bitorder="little"
+            )
+            np.copyto(numbers[row], -np.inf, where=allowed == 0)
+
+    def _allow_there(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
+        bits = self._lines[lines].to(logits.device, non_blocking=True)
+        places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
+        allowed = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : self._vocab_size].bool()
+        at = torch.tensor(rows, device=logits.device)
+        logits[at] = logits[at].masked_fill(~allowed, float("-inf"))

@@ -1,0 +1,159 @@
+"""From a plan to logits: the tokens of all rows in one packed sequence through the unmodified model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from site_engine.core.page_pool import TRASH_PAGE
+from site_engine.core.request import Request
+from site_engine.core.scheduler import Entry, Plan
+from site_engine.model import attention_context
+from site_engine.model.kv_cache import Arena
+from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
+
+WORTH_A_GROUP_TOKENS = 4096  # of padding
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(ids [1, tokens], positions [1, tokens], wanted [rows]) -> logits [rows, vocabulary]."""
+
+
+class Logits(NamedTuple):
+    """`rows[i]` predicts the next token of `sampled[i]`; `prompts` that of every place of an entry."""
+
+    sampled: list[Request]
+    rows: torch.Tensor
+    prompts: list[tuple[Entry, torch.Tensor]]
+
+
+class Runner(Protocol):
+    """The engine's way through the model. What a plan computed before it failed may be computed again."""
+
+    def run(self, plan: Plan) -> Logits: ...
+
+
+class PackedRunner:
+    """Keeps the page table of every row between iterations, so that a decode step copies no lists."""
+
+    def __init__(self, forward: Forward, arena: Arena, *, slots: int, pages_per_row: int) -> None:
+        self._forward = forward
+        self._arena = arena
+        self._device = arena.device
+        self._tables = np.full((slots, pages_per_row), TRASH_PAGE, dtype=np.int64)
+        self._lists: list[list[int]] = [[] for _ in range(slots)]  # whose pages a row's table shows
+        self._shown = [0] * slots
+
+    def run(self, plan: Plan) -> Logits:
+        """Compute a plan. Running the same entries twice is harmless: they write the same numbers."""
+        plan.decodes.sort(
+            key=itemgetter(1)
+        )  # by length, so that rows of about the same length are neighbours
+        self._show(plan)
+        begins, wanted = self._layout(plan)
+        ids, positions = self._packed(plan)
+        step = self._context(plan, positions, begins)
+        with torch.inference_mode(), attention_context.use(step):
+            rows = self._forward(self._tensor(ids)[None], self._tensor(positions)[None], self._tensor(wanted))
+        if step.layer != len(self._arena.keys):
+            raise RuntimeError(f"{step.layer} attention calls in a model of {len(self._arena.keys)}")
+        return split(plan, rows)
+
+    def _show(self, plan: Plan) -> None:
+        """Bring the rows' page tables up to date; past its pages a row points at the trash page."""
+        lists, shown = self._lists, self._shown
+        for request, _, _, _ in plan.entries:
+            row, pages = request.row, request.pages
+            if lists[row] is not pages:
+                self._tables[row] = TRASH_PAGE
+                lists[row], shown[row] = pages, 0
+            if shown[row] < len(pages):
+                self._tables[row, shown[row] : len(pages)] = pages[shown[row] :]
+                shown[row] = len(pages)
+
+    def _packed(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+        ids = [request.tokens[start] for request, start, _, _ in plan.decodes]
+        positions = [np.array([start for _, start, _, _ in plan.decodes], dtype=np.int64)]
+        for request, start, length, _ in plan.prefills:
+            ids += request.tokens[start : start + length]
+            positions.append(np.arange(start, start + length))
+        return np.array(ids, dtype=np.int64), np.concatenate(positions)
+
+    def _layout(self, plan: Plan) -> tuple[list[int], np.ndarray]:
+        """Where each chunk begins among the packed tokens, and which tokens' logits are wanted."""
+        at = len(plan.decodes)
+        wanted, begins = list(range(at)), []
+        for entry in plan.prefills:
+            begins.append(at)
+            if wants_prompt(entry):
+                wanted += range(at, at + entry.length)
+            elif entry.samples:
+                wanted.append(at + entry.length - 1)
+            at += entry.length
+        return begins, np.array(wanted or [0], dtype=np.int64)
+
+    def _context(self, plan: Plan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
+        page_size = self._arena.page_size
+        rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
+        owners = [rows, *(np.full(entry.length, entry.request.row) for entry in plan.prefills)]
+        pages = self._tables[np.concatenate(owners), positions // page_size]
+        groups = [
+            Rows(begin, end, self._tensor(self._tables[rows[begin:end], :width]), self._tensor(lens))
+            for begin, end, width, lens in _groups(positions[: len(rows)] + 1, page_size)
+        ]
+        chunks = [self._chunk(entry, begin) for entry, begin in zip(plan.prefills, begins, strict=True)]
+        return ReferenceContext(
+            self._arena, self._tensor(pages * page_size + positions % page_size), groups, chunks
+        )
+
+    def _chunk(self, entry: Entry, begin: int) -> Chunk:
+        kv_len = entry.start + entry.length
+        pages = self._tables[entry.request.row, : -(-kv_len // self._arena.page_size)]
+        return Chunk(begin, begin + entry.length, self._tensor(pages.copy()), kv_len)
+
+    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+
+def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np.ndarray]]:
+    """Cut rows of ascending length where padding the short ones to the longest would cost more than another
+    call: (begin, end, pages of the longest, lengths).
+    """
+    widths = -(-kv_lens // page_size)
+    groups: list[tuple[int, int, int, np.ndarray]] = []
+    end = len(widths)
+    while end:
+        width = int(widths[end - 1])
+        begin = int(np.searchsorted(widths, width // 2, side="right"))
+        if begin * (width - width // 2) * page_size < WORTH_A_GROUP_TOKENS:
+            begin = 0
+        groups.insert(0, (begin, end, width, kv_lens[begin:end]))
+        end = begin
+    return groups
+
+
+def split(plan: Plan, rows: torch.Tensor) -> Logits:
+    sampled = [entry.request for entry in plan.decodes]
+    picked = list(range(len(sampled)))
+    prompts: list[tuple[Entry, torch.Tensor]] = []
+    at = len(sampled)
+    for entry in plan.prefills:
+        begin = at
+        if wants_prompt(entry):
+            at += entry.length
+            prompts.append((entry, rows[begin:at]))
+        elif entry.samples:
+            at += 1
+        if entry.samples:
+            sampled.append(entry.request)
+            picked.append(at - 1)
+    return Logits(sampled, rows if len(picked) == rows.shape[0] else rows[picked], prompts)
+
+
+def wants_prompt(entry: Entry) -> bool:
+    """Log probabilities of the prompt itself: every place of the chunk that predicts a prompt token."""
+    request = entry.request
+    return request.sampling.prompt_logprobs and entry.start < request.prompt_len - 1

@@ -1,0 +1,100 @@
+"""The native engine, loaded and warm, with what has to be known of its model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from site_engine.config import SLOTS, SiteConfig
+from site_engine.engine.engine_thread import Engine
+from site_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from site_engine.text.grammar import Grammars
+
+log = logging.getLogger(__name__)
+
+SLOTS_ON_GPU = 256
+"""As many as the decode steps of an H200 were measured with (bench/results/gpu.md)."""
+
+
+class Loaded(NamedTuple):
+    """What takes long to make: an engine with its model, and what has to be known of them."""
+
+    engine: Engine
+    tokenizer: Any
+    name: str
+    revision: str
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    slots: int = SLOTS
+
+
+def load_engine(config: SiteConfig) -> Loaded:
+    """The native engine with the model of `config`. Raises ConfigError that says why it cannot be served."""
+    import torch
+    from transformers.utils import logging as chatter
+
+    from site_engine.engine.engine import EngineSettings, SiteEngine
+    from site_engine.engine.warmup import warm_up
+    from site_engine.model import loader
+
+    chatter.disable_progress_bar()
+    chatter.disable_default_handler()  # its lines become ours
+    chatter.enable_propagation()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {config.device}, but torch finds no GPU here")
+    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+    device = ("cuda" if on_gpu else "cpu") if config.device == "auto" else config.device
+    dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
+    settings = EngineSettings(
+        slots=slots_on(device, config),
+        token_budget=config.token_budget,
+        page_size=config.page_size,
+        kv_tokens=config.kv_tokens,
+        max_pending=config.max_pending,
+        share_prefixes=config.share_prefixes,
+        iteration_floor_s=config.iteration_floor_s,
+    )
+    try:
+        model = loader.load(config.model, device=device, dtype=dtype)
+        engine: SiteEngine
+        if model.device.type == "cuda":
+            from site_engine.cuda.engine import engine_on_gpu  # needs Triton, which not every platform has
+
+            engine = engine_on_gpu(model, settings, time.monotonic)
+        else:
+            engine = SiteEngine(model, settings, time.monotonic)
+        warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
+    except (loader.CannotServe, ImportError, ValueError, RuntimeError) as exc:
+        raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
+    return Loaded(
+        engine,
+        model.tokenizer,
+        model.name,
+        model.revision,
+        model.context_tokens,
+        model.vocab_size,
+        model.eos_token_ids,
+        settings.slots,
+    )
+
+
+def slots_on(device: str, config: SiteConfig) -> int:
+    most = SLOTS_ON_GPU if device.startswith("cuda") else SLOTS
+    return config.slots or min(most, config.token_budget or most)
+
+
+def grammars_of(loaded: Loaded) -> Grammars | None:
+    """None, and a warning, where answers can't be held to a grammar: queries that ask for it are refused."""
+    from site_engine.text.grammar import Grammars, NoGrammars
+
+    try:
+        return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    except NoGrammars as exc:
+        log.warning("no JSON schemas and no forced calls of functions with this model: %s", exc)
+        return None
