@@ -35,7 +35,7 @@ from openai.types.chat import ChatCompletion
 from sqlalchemy import func, select
 
 from bench.federation import prompts
-from gateway.store.engine import open_engine
+from gateway.store.database import open_engine
 from gateway.store.tables import batches, usage
 from mico.client import Client
 from mico.local.federation import restart_dead

@@ -26,13 +26,13 @@ import psutil  # type: ignore[import-untyped]
 from litestar import get
 
 from gateway.admin.routes import Office, admin_routes
-from gateway.api.app import create_http
-from gateway.api.backend import Backend, Readiness
-from gateway.api.serving import http_server
 from gateway.domain import Caller, Credit, IterationCost, LoadReport, Model, SiteIdentity
 from gateway.federation.directory import Directory
+from gateway.http.app import create_http
+from gateway.http.backend import Backend, Readiness
+from gateway.http.server import http_server
 from gateway.telemetry.history import Sample
-from gateway.telemetry.watch import Watch
+from gateway.telemetry.publisher import Watch
 from mico.local.plan import free_port
 from tests.browser import Browser, find_chromium
 

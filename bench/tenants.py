@@ -31,7 +31,7 @@ from sqlalchemy import select
 from bench.stand_in import TOKEN, StandIn
 from gateway.quotas.limits import WINDOW_S, Kind, Scope
 from gateway.store.audit import Act
-from gateway.store.engine import open_engine
+from gateway.store.database import open_engine
 from gateway.store.store import open_store
 from gateway.store.tables import decisions, usage
 from mico.local.plan import free_port, toml

@@ -31,14 +31,14 @@ import numpy as np
 
 import mico.simulation.queries as simulated
 from bench.federation import prompts
-from gateway.answer import answer
 from gateway.domain import Caller, IterationCost, Outcome, Query, Sampling, SiteState, Status
 from gateway.errors import BadRequest
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
-from gateway.forecasting import Forecasts
-from gateway.gateway import Gateway
 from gateway.prompt import Chat, Message
+from gateway.query.answer import answer
+from gateway.query.context import Gateway
+from gateway.query.forecasting import Forecasts
 from gateway.routing.policies import POLICIES
 from mico import demo_model
 from mico.local.federation import start_process

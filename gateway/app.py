@@ -17,20 +17,20 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
-from gateway.admin.desk import Desk
+from gateway.admin.order_service import Desk
 from gateway.admin.routes import Office, admin_routes
-from gateway.answer import answer
-from gateway.api.app import create_http
-from gateway.api.backend import Backend, Readiness
-from gateway.api.serving import HttpServer, http_server
-from gateway.batches.opening import Batches, open_batches
+from gateway.batches.lifecycle import Batches, open_batches
 from gateway.config import ConfigError, GatewayConfig
 from gateway.domain import Outcome, SiteState
-from gateway.doors import Doors, open_doors
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
-from gateway.forecasting import Forecasts
-from gateway.gateway import Gateway
+from gateway.http.app import create_http
+from gateway.http.backend import Backend, Readiness
+from gateway.http.server import HttpServer, http_server
+from gateway.listeners import Doors, open_doors
+from gateway.query.answer import answer
+from gateway.query.context import Gateway
+from gateway.query.forecasting import Forecasts
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
 from gateway.scaling.plan import ScalingPlan, read_plan
@@ -38,8 +38,8 @@ from gateway.scaling.scaler import scaling
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
-from gateway.telemetry.together import Others
-from gateway.telemetry.watch import Watch
+from gateway.telemetry.publisher import Watch
+from gateway.telemetry.replicas import Others
 from predictor.current import CurrentForecaster
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster

@@ -21,7 +21,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     """What `work` returns. `folder` holds the pepper of the keys. Raises CommandFailed."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    from gateway.store.engine import reason
+    from gateway.store.database import reason
     from gateway.store.errors import StoreError, StoreUnavailable
     from gateway.store.quota_book import NoSuch
     from gateway.store.store import open_store
@@ -45,10 +45,10 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
 def look_for_file(database_url: str) -> None:
     """An SQLite database that is not there would be made by opening it, empty. Raises StoreError."""
-    from gateway.store import engine
+    from gateway.store import database
     from gateway.store.errors import SchemaMismatch
 
-    url = engine.database_url(database_url)
+    url = database.database_url(database_url)
     is_file = url.get_backend_name() == "sqlite" and "uri" not in url.query
     if is_file and not Path(url.database or "").exists():
         raise SchemaMismatch(f"there is no database {url.database}")
@@ -58,7 +58,7 @@ def upgrade(database_url: str) -> None:
     """Brings the schema to what this version needs. Raises CommandFailed."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    from gateway.store.engine import reason
+    from gateway.store.database import reason
     from gateway.store.errors import StoreError
     from migrations import upgrade as run
 

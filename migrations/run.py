@@ -12,7 +12,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, text
 
-from gateway.store.engine import database_url, prepare_sqlite
+from gateway.store.database import database_url, prepare_sqlite
 
 _LOCK: Final = 0x6D69636F
 """The advisory lock that migrations of one Postgres database hold."""

@@ -17,12 +17,12 @@ from sqlalchemy.exc import OperationalError
 
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
-from gateway.answer import answer
-from gateway.api.app import create_http
-from gateway.api.backend import Backend, Readiness
-from gateway.batches.opening import Batches, open_batches
+from gateway.batches.lifecycle import Batches, open_batches
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
+from gateway.http.app import create_http
+from gateway.http.backend import Backend, Readiness
+from gateway.query.answer import answer
 from tests.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 

@@ -16,10 +16,10 @@ from urllib.parse import unquote, urlsplit
 from litestar import Request
 from litestar.datastructures import State
 
-from gateway.api.auth import address_of, caller_of, owner_of
-from gateway.api.backend import Backend
 from gateway.domain import Caller
 from gateway.errors import Forbidden, Unauthenticated
+from gateway.http.auth import address_of, caller_of, owner_of
+from gateway.http.backend import Backend
 
 COOKIE = "mico_admin"
 SESSION_S = 8 * 3600

@@ -8,10 +8,10 @@ from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest
-from gateway.api.batches import LIST_DEFAULT, LIST_MOST, shape
-from gateway.api.files import answering, listing, page_of
 from gateway.batches.ledger import Ledger
 from gateway.batches.values import Batch
+from gateway.http.batches import LIST_DEFAULT, LIST_MOST, shape
+from gateway.http.files import answering, listing, page_of
 
 
 def batch_reads(access: Access, ledger: Ledger) -> list[HTTPRouteHandler]:

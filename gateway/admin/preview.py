@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gateway.admin.orders import Action, Verb
 from gateway.domain import SiteState
+from gateway.operator_orders import Action, Verb
 from gateway.telemetry.metrics import DRAIN_TARGET_S
 from gateway.telemetry.snapshot import SiteView
 

@@ -11,12 +11,12 @@ from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest, rest_of
-from gateway.admin.desk import event_of
-from gateway.api.files import answering, page_of
+from gateway.admin.order_service import event_of
 from gateway.errors import BadRequest
+from gateway.http.files import answering, page_of
 from gateway.store.queries import Explained, Reads, SiteStory
 from gateway.telemetry.history import columns
-from gateway.telemetry.watch import Watch
+from gateway.telemetry.publisher import Watch
 
 WINDOWS_MIN = (15, 60, 360, 1440)
 EVENTS_DEFAULT, EVENTS_MOST = 100, 1_000

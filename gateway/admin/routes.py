@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access
-from gateway.admin.desk import Desk
+from gateway.admin.dashboard.pages import page_routes
+from gateway.admin.order_service import Desk
 from gateway.admin.reads import read_routes
 from gateway.admin.session import session_routes
 from gateway.admin.sites import site_routes
 from gateway.admin.stream import stream_routes
 from gateway.admin.tenancy import tenancy_routes
-from gateway.api.backend import Backend
-from gateway.dashboard.pages import page_routes
 from gateway.domain import Caller
 from gateway.federation.directory import Directory
+from gateway.http.backend import Backend
 from gateway.store.queries import Reads
 from gateway.store.store import Store
-from gateway.telemetry.watch import Watch
+from gateway.telemetry.publisher import Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

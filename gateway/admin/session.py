@@ -10,8 +10,8 @@ from litestar.datastructures import Cookie
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import COOKIE, SESSION_S, Access, AnyRequest, Operator, check_origin
-from gateway.api.body import decode_as
 from gateway.errors import ClientMistake
+from gateway.http.body import decode_as
 
 
 class Login(msgspec.Struct, forbid_unknown_fields=True):

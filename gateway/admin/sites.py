@@ -9,13 +9,13 @@ from litestar import get, post
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest, rest_of
-from gateway.admin.desk import Desk
-from gateway.admin.orders import SERVICE, Action, Order, Verb, reason_of
-from gateway.api.backend import Backend
-from gateway.api.body import decode_as
+from gateway.admin.order_service import Desk
 from gateway.domain import Site
 from gateway.errors import BadRequest
 from gateway.federation.directory import Directory
+from gateway.http.backend import Backend
+from gateway.http.body import decode_as
+from gateway.operator_orders import SERVICE, Action, Order, Verb, reason_of
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.snapshot import shown_state
 

@@ -13,7 +13,7 @@ from litestar.response import Stream
 from gateway.admin.access import Access, AnyRequest
 from gateway.errors import MicoError, Overloaded
 from gateway.telemetry.history import columns
-from gateway.telemetry.watch import Watch
+from gateway.telemetry.publisher import Watch
 
 MOST_LISTENERS = 200
 CHECKED_EVERY = 15

@@ -13,13 +13,13 @@ from litestar.handlers import HTTPRouteHandler
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gateway.admin.access import Access, AnyRequest
-from gateway.admin.orders import reason_of
-from gateway.api.body import decode_as
-from gateway.api.files import page_of
 from gateway.errors import BadRequest, NotFound, Overloaded
+from gateway.http.body import decode_as
+from gateway.http.files import page_of
+from gateway.operator_orders import reason_of
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
-from gateway.store.engine import reason
+from gateway.store.database import reason
 from gateway.store.key_table import NAMES, KeyInfo, is_name
 from gateway.store.queries import TotalBy
 from gateway.store.quota_book import LARGEST, NoSuch, Quota

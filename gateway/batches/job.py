@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.batches import asking, closing
+from gateway.batches import answer_line, finalize
+from gateway.batches.capacity import room, share, spread
+from gateway.batches.context import Means
 from gateway.batches.ledger import LeaseLost
-from gateway.batches.means import Means
 from gateway.batches.reading import Raw, read_line
-from gateway.batches.room import room, share, spread
 from gateway.batches.validating import NoBatch, validated
 from gateway.batches.values import Batch, BatchStatus, Line, Outcome
 from gateway.domain import Site
@@ -32,7 +32,7 @@ from gateway.errors import (
     TooMany,
     Unauthenticated,
 )
-from gateway.store.engine import reason
+from gateway.store.database import reason
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Job:
         if self.batch.ended or self.ending:
             return
         self.closing = True
-        await closing.close(self.batch, self._means, cancelled=self._cancelled)
+        await finalize.close(self.batch, self._means, cancelled=self._cancelled)
         log.info("batch %s is over", self.batch.id)
 
     @property
@@ -102,7 +102,7 @@ class Job:
             model, lines = await validated(batch, means)
         except NoBatch as no_batch:
             self.closing = True
-            await closing.refuse(batch, no_batch.faults, means)
+            await finalize.refuse(batch, no_batch.faults, means)
             self.batch = replace(batch, status=BatchStatus.FAILED)
             return
         await means.ledger.add_lines(batch.id, lines)
@@ -246,19 +246,19 @@ class Job:
         try:
             body = await self._ask(line, query_id, site)
         except (BudgetSpent, AboveQuota) as spent:
-            return Outcome(line.number, True, asking.refused(line.custom_id, query_id, spent))
+            return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, spent))
         except (TooMany, Overloaded, NoSite, Ending) as full:
             if isinstance(full, NoSite) and self._free(self._means.backend.clock()):
                 return self._broke(line, query_id, full)  # others could run: it is this line
             wait_s = full.retry_after_s or BACKOFF_S
             return Put(replace(line, runs=line.runs + 1), wait_s, all_wait=True)
         except ClientMistake as mistake:
-            return Outcome(line.number, True, asking.refused(line.custom_id, query_id, mistake))
+            return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, mistake))
         except AWAY:
             return Put(line, BACKOFF_S, all_wait=True)
         except Exception as broken:  # noqa: BLE001 - it becomes the line's outcome, once it has had its runs
             return self._broke(line, query_id, broken)
-        return Outcome(line.number, False, asking.answered(line.custom_id, query_id, body))
+        return Outcome(line.number, False, answer_line.answered(line.custom_id, query_id, body))
 
     async def _ask(self, line: Line, query_id: str, site: str) -> bytes:
         means, batch = self._means, self.batch
@@ -267,8 +267,8 @@ class Job:
             raise Unauthenticated("The API key that submitted this batch was revoked.")
         data = await means.files.read(batch.input_file_id, line.begins, line.size)
         wanted = read_line(Raw(line.number, line.begins, data), batch.endpoint, means.limits)
-        return await asking.ask(
-            asking.ENDPOINTS[batch.endpoint],
+        return await answer_line.ask(
+            answer_line.ENDPOINTS[batch.endpoint],
             wanted,
             caller,
             means.backend,
@@ -282,6 +282,6 @@ class Job:
             log.error("line %d of batch %s failed", line.number, self.batch.id, exc_info=broken)
         failures = line.failures + 1
         if failures >= self._means.limits.failures:
-            return Outcome(line.number, True, asking.refused(line.custom_id, query_id, broken))
+            return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, broken))
         again = replace(line, runs=line.runs + 1, failures=failures)
         return Put(again, BACKOFF_S * 2**failures, all_wait=False)

@@ -7,11 +7,11 @@ import logging
 from contextlib import suppress
 from typing import Final
 
+from gateway.batches.context import Means
 from gateway.batches.job import AWAY, Flight, Job
 from gateway.batches.ledger import LeaseLost
-from gateway.batches.means import Means
 from gateway.batches.values import Batch
-from gateway.store.engine import reason
+from gateway.store.database import reason
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gateway.batches import reading
-from gateway.batches.asking import ENDPOINTS, asked_of, line_queries
-from gateway.batches.means import Means
+from gateway.batches.answer_line import ENDPOINTS, asked_of, line_queries
+from gateway.batches.context import Means
 from gateway.batches.order import order
 from gateway.batches.reading import BadLine, Raw, Wanted
 from gateway.batches.values import Batch, Fault, Line

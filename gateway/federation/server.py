@@ -14,10 +14,10 @@ import grpc
 from gateway.domain import SiteIdentity
 from gateway.federation import codec
 from gateway.federation.directory import MAX_SITES, Directory
-from gateway.federation.entrance import Certificates, Entrance, Refusal
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
-from gateway.pki.authority import SiteCertificate
+from gateway.federation.site_auth import Certificates, Entrance, Refusal
+from gateway.security.pki.authority import SiteCertificate
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 

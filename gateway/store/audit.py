@@ -9,7 +9,7 @@ from uuid import uuid4
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.admin.orders import Entry
+from gateway.operator_orders import Entry
 from gateway.store.tables import audit, keys
 
 AT_THE_COMMAND_LINE = "command line"

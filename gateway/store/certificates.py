@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.store.engine import reason
+from gateway.store.database import reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import site_certificates as table
 

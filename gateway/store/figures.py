@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import bindparam, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.store.engine import insert_new
+from gateway.store.database import insert_new
 from gateway.store.tables import history, replica_figures
 
 KEPT_MINUTES: Final = 25 * 60

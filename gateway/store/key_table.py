@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.domain import Caller
 from gateway.store.audit import Act, note
-from gateway.store.engine import insert_new
+from gateway.store.database import insert_new
 from gateway.store.pepper import Pepper, new_secret
 from gateway.store.tables import keys, tenants
 

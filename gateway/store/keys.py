@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from gateway.domain import Caller
 from gateway.store import key_table
 from gateway.store.audit import Act
-from gateway.store.engine import reason
+from gateway.store.database import reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.key_table import DEFAULT_TENANT, KeyInfo, Marker, NewKey, StoredKey
 from gateway.store.pepper import Pepper, looks_like_a_secret

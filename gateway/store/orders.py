@@ -8,7 +8,7 @@ from uuid import uuid4
 from sqlalchemy import ColumnElement, and_, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.admin.orders import Entry, Order
+from gateway.operator_orders import Entry, Order
 from gateway.store.audit import signature
 from gateway.store.tables import audit, site_orders
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from sqlalchemy import Row, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.admin.orders import Entry
 from gateway.domain import Attempt
+from gateway.operator_orders import Entry
+from gateway.site_events import Event
 from gateway.store.rows import DecisionRow, EventRow, UsageRow, attempt_of, event_of
 from gateway.store.tables import audit, decisions, site_events, usage
-from gateway.telemetry.events import Event
 
 EXPLAINED_AT_MOST = 20
 NEWEST = (site_events.c.at.desc(), site_events.c.id.desc())

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.quotas.limits import Kind, LimitId, Scope
 from gateway.store.audit import Act, note
-from gateway.store.engine import insert_new
+from gateway.store.database import insert_new
 from gateway.store.errors import StoreError
 from gateway.store.key_table import STAMP_BITS
 from gateway.store.slices import id_of

@@ -24,11 +24,11 @@ from typing import Final
 import msgspec
 
 from gateway.domain import Outcome
+from gateway.site_events import Event
 from gateway.store.errors import RecordsRefused, StoreError, StoreUnavailable
 from gateway.store.journal import LIMIT_BYTES, SEGMENT_BYTES, Journal
 from gateway.store.rows import EventRow, Record, event_row, from_line, record_of, to_line
 from gateway.store.writer import Writer
-from gateway.telemetry.events import Event
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from sqlalchemy import Column, Table, delete, select, tuple_
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.store.engine import reason
+from gateway.store.database import reason
 from gateway.store.tables import audit, decisions, site_events, usage
 
 logger = logging.getLogger(__name__)

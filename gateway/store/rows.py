@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.domain import Attempt, Decision, Estimate, Outcome
-from gateway.telemetry.events import Event
+from gateway.site_events import Event
 from predictor.forecast import Forecast
 
 TEXT_LIMIT = 500

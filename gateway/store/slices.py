@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from gateway.quotas.limits import WINDOW_S, Claim, Grant, Kind, LimitId, Scope
 from gateway.quotas.meter import month_of
 from gateway.quotas.shares import Slice, granted
-from gateway.store.engine import reason
+from gateway.store.database import reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import quota_slices, quotas, replicas
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.store.certificates import CertificateRegister
-from gateway.store.engine import check_schema, open_engine
+from gateway.store.database import check_schema, open_engine
 from gateway.store.figures import Figures
 from gateway.store.keys import KeyRing
 from gateway.store.orders import OrderBook

@@ -11,7 +11,7 @@ from sqlalchemy import JSON, Table
 from sqlalchemy.exc import DataError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.store.engine import insert_new, reason
+from gateway.store.database import insert_new, reason
 from gateway.store.errors import RecordsRefused, StoreUnavailable
 from gateway.store.rows import EventRow, Record
 from gateway.store.tables import decisions, site_events, usage

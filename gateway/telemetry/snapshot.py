@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gateway.domain import Site, SiteState
-from gateway.telemetry.events import Event
+from gateway.site_events import Event
 from gateway.telemetry.history import PLOTTED_SITES, Sample
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.recent import NO_WAITS, Quality, Route, SiteWaits

@@ -134,7 +134,7 @@ def database(here: Session) -> Finding:
 
 def certificates(here: Session) -> Iterator[Finding]:
     """Nothing where sites have none. One that is past three quarters of its life should have been renewed."""
-    from gateway.pki.authority import SITE_LIFE
+    from gateway.security.pki.authority import SITE_LIFE
     from gateway.store.certificates import Registered
     from gateway.store.store import Store
     from mico.store_access import with_store

@@ -35,7 +35,7 @@ def init(
     name: Annotated[str, typer.Option(help="How the authority calls itself.")] = "Mico sites",
 ) -> None:
     """Make the authority. Its key belongs on gateways and nowhere else; sites get its certificate."""
-    from gateway.pki.authority import CERTIFICATE, KEY, Authority, PkiError
+    from gateway.security.pki.authority import CERTIFICATE, KEY, Authority, PkiError
 
     try:
         Authority.create(pki, name, datetime.now(UTC))
@@ -54,8 +54,8 @@ def invite(
     days: Annotated[int, typer.Option(min=1, help="How long it lets the site ask for certificates.")] = 365,
 ) -> None:
     """Make a join secret: with it the site, and only a site of that name, gets certificates by itself."""
-    from gateway.pki import invitation
-    from gateway.pki.authority import Authority, PkiError
+    from gateway.security.pki import invitation
+    from gateway.security.pki.authority import Authority, PkiError
 
     try:
         key = Authority.open(pki).secret(invitation.PURPOSE)

@@ -12,7 +12,7 @@ from mico.errors import CommandFailed, ExitCode
 from mico.session import Database, Json, session
 
 if TYPE_CHECKING:
-    from gateway.admin.orders import Entry
+    from gateway.operator_orders import Entry
     from gateway.store.queries import Total
     from gateway.store.store import Store
 

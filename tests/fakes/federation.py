@@ -14,9 +14,9 @@ import pytest
 from gateway.domain import Caller, Outcome, Query, Sampling
 from gateway.federation.directory import Directory
 from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
-from gateway.forecasting import Forecasts
-from gateway.gateway import Gateway
 from gateway.prompt import Chat, Message
+from gateway.query.context import Gateway
+from gateway.query.forecasting import Forecasts
 from predictor.forecast import Forecast
 from predictor.runtime import Features
 from wire import federation_pb2 as pb

@@ -10,14 +10,14 @@ import httpx2
 
 from gateway.admin.access import Access
 from gateway.admin.reads import read_routes
-from gateway.answer import answer
-from gateway.api.app import create_http
-from gateway.api.backend import Backend, Readiness
 from gateway.domain import Caller
 from gateway.federation.directory import Directory
-from gateway.store.engine import open_engine
+from gateway.http.app import create_http
+from gateway.http.backend import Backend, Readiness
+from gateway.query.answer import answer
+from gateway.store.database import open_engine
 from gateway.store.queries import Reads
-from gateway.telemetry.watch import Watch
+from gateway.telemetry.publisher import Watch
 from tests.fakes.edge import error_of
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.answer import answer
 from gateway.domain import Delta, Opening, Piece, Query, Status, Usage
 from gateway.errors import (
     BadRequest,
@@ -23,7 +22,8 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamLost,
 )
-from gateway.forecasting import Forecasts
+from gateway.query.answer import answer
+from gateway.query.forecasting import Forecasts
 from gateway.routing.failover import MOST_MOVES
 from predictor.forecast import Forecast
 from predictor.runtime import Features
@@ -650,7 +650,7 @@ def test_a_choice_that_fails_ends_the_others_at_the_site() -> None:
 
 
 def test_a_site_that_never_ends_what_was_cancelled_holds_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.gateway.LAST_COUNT_WITHIN_S", 0.01)
+    monkeypatch.setattr("gateway.query.context.LAST_COUNT_WITHIN_S", 0.01)
 
     async def scenario(here: Scene) -> None:
         site = await here.site("a")

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from gateway import errors
-from gateway.api.problems import translate
 from gateway.domain import Piece, Query
+from gateway.openai.error_body import translate
 from tests.fakes.edge import MODEL, Edge, chat, chat_body, error_of, fail, run, say
 
 TREE = [

@@ -10,9 +10,9 @@ from functools import partial
 import openai
 import pytest
 
-from gateway.answer import answer
-from gateway.api.backend import Backend, Readiness
 from gateway.domain import Status
+from gateway.http.backend import Backend, Readiness
+from gateway.query.answer import answer
 from tests.fakes.edge import CALLERS, KEY, Edge, Script, on_loopback
 from tests.fakes.federation import Scene, scene, until
 from wire import federation_pb2 as pb

@@ -92,9 +92,9 @@ def test_row_24_a_client_that_leaves_ends_its_query(
         await held.ended.wait()
         assert not held.let_go.is_set()
 
-    with caplog.at_level(logging.INFO, "gateway.api.exchange"):
+    with caplog.at_level(logging.INFO, "gateway.http.exchange"):
         play(scenario, Script())
-    (line,) = (vars(record) for record in caplog.records if record.name == "gateway.api.exchange")
+    (line,) = (vars(record) for record in caplog.records if record.name == "gateway.http.exchange")
     assert (line["status"], line["complete"]) == (200 if opens and stream else 499, False)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 

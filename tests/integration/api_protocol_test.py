@@ -11,8 +11,8 @@ from litestar import post as route_post
 from litestar.exceptions import ClientException
 from litestar.params import FromPath, FromQuery
 
-from gateway.api.backend import Readiness
 from gateway.domain import Delta
+from gateway.http.backend import Readiness
 from tests.fakes.edge import (
     MODEL,
     OPENING,
@@ -68,7 +68,7 @@ def test_row_2_json_that_is_not_an_object(body: bytes) -> None:
 
 
 def test_row_3_unknown_fields_are_ignored_and_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "gateway.api"):
+    with caplog.at_level(logging.DEBUG, "gateway"):
         response, script = chat(surprise={"deep": [1]}, another=5)
     assert response.status_code == 200
     assert len(script.queries) == 1
@@ -311,9 +311,9 @@ def test_row_23_the_sdks_own_headers_are_logged(caplog: pytest.LogCaptureFixture
         sdk = edge.sdk.with_options(organization="org-1", project="proj-1")
         await sdk.chat.completions.create(**chat_body())
 
-    with caplog.at_level(logging.INFO, "gateway.api"):
+    with caplog.at_level(logging.INFO, "gateway"):
         run(scenario)
-    (record,) = [record for record in caplog.records if record.name == "gateway.api.exchange"]
+    (record,) = [record for record in caplog.records if record.name == "gateway.http.exchange"]
     client = vars(record)["client"]
     assert client["openai-organization"] == "org-1"
     assert client["openai-project"] == "proj-1"

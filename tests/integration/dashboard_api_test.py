@@ -18,23 +18,23 @@ import httpx2
 import pytest
 
 from gateway.admin.access import COOKIE, SESSION_S
-from gateway.admin.desk import Desk
+from gateway.admin.order_service import Desk
 from gateway.admin.routes import Office, admin_routes
 from gateway.admin.stream import columns_after, event, seen_before
-from gateway.answer import answer
-from gateway.api.app import create_http
-from gateway.api.backend import Backend, Readiness
 from gateway.domain import Caller, Delta, Piece
 from gateway.errors import NoSite
-from gateway.store.engine import open_engine
+from gateway.http.app import create_http
+from gateway.http.backend import Backend, Readiness
+from gateway.query.answer import answer
+from gateway.store.database import open_engine
 from gateway.store.figures import Figures
 from gateway.store.orders import OrderBook
 from gateway.store.queries import Reads
 from gateway.store.recorder import Recorder
 from gateway.store.writer import DatabaseWriter
+from gateway.telemetry.publisher import Watch
+from gateway.telemetry.replicas import Others
 from gateway.telemetry.snapshot import Snapshot
-from gateway.telemetry.together import Others
-from gateway.telemetry.watch import Watch
 from migrations import upgrade
 from tests.fakes.edge import error_of
 from tests.fakes.federation import DEADLINE_S, Scene, scene, until
@@ -132,9 +132,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at the database and snapshots, of which there is one a second; each look has its time."""
-    monkeypatch.setattr("gateway.admin.desk.EVERY_S", 0.05)
-    monkeypatch.setattr("gateway.admin.desk.LOOK_WITHIN_S", DEADLINE_S)
-    monkeypatch.setattr("gateway.telemetry.watch.EVERY_S", 0.05)
+    monkeypatch.setattr("gateway.admin.order_service.EVERY_S", 0.05)
+    monkeypatch.setattr("gateway.admin.order_service.LOOK_WITHIN_S", DEADLINE_S)
+    monkeypatch.setattr("gateway.telemetry.publisher.EVERY_S", 0.05)
 
 
 @pytest.fixture

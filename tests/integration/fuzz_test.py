@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bench.mischief import CASES, Draw, Findings, campaign, complaint, huge_in_chunks, one
-from gateway.api.app import create_http
-from gateway.api.serving import http_server
 from gateway.domain import Delta, Finish, Piece, Query, Usage
+from gateway.http.app import create_http
+from gateway.http.server import http_server
 from tests.fakes.edge import KEY, MODEL, OPENING, Script
 from tests.fakes.federation import until
 

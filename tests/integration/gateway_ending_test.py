@@ -19,13 +19,13 @@ import openai
 import pytest
 
 import migrations
-from gateway.answer import answer
-from gateway.api.backend import Backend, Readiness
 from gateway.app import serve
 from gateway.config import GatewayConfig
 from gateway.domain import Status
-from gateway.federation.entrance import Refusal
 from gateway.federation.server import Federation
+from gateway.federation.site_auth import Refusal
+from gateway.http.backend import Backend, Readiness
+from gateway.query.answer import answer
 from gateway.store.store import open_store
 from tests.announced import CLIENTS, SITES, port_of
 from tests.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback

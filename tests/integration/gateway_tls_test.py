@@ -11,12 +11,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from gateway.api.app import create_http
-from gateway.api.serving import http_server
 from gateway.config import ConfigError, GatewayConfig
-from gateway.doors import open_doors
-from gateway.pki.authority import Authority
-from gateway.tls import CertificateFiles, grpc_credentials
+from gateway.http.app import create_http
+from gateway.http.server import http_server
+from gateway.listeners import open_doors
+from gateway.security.pki.authority import Authority
+from gateway.security.tls import CertificateFiles, grpc_credentials
 from tests.fakes.edge import Script
 from tests.fakes.federation import until
 

@@ -17,8 +17,8 @@ import transformers
 from pydantic import BaseModel, Field
 
 from bench.families import random_model
-from gateway.answer import answer
-from gateway.api.backend import Backend, Readiness
+from gateway.http.backend import Backend, Readiness
+from gateway.query.answer import answer
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.engine.engine import EngineSettings, SiteEngine

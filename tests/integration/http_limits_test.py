@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from gateway.api.app import create_http
-from gateway.api.backend import Answer, Readiness
-from gateway.api.serving import Limits, http_server
-from gateway.dashboard.pages import page_routes
+from gateway.admin.dashboard.pages import page_routes
 from gateway.domain import Delta, Piece, Query
-from gateway.failures import MOST, Failures
+from gateway.http.app import create_http
+from gateway.http.backend import Answer, Readiness
+from gateway.http.server import Limits, http_server
+from gateway.security.login_limiter import MOST, Failures
 from tests.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say
 
 QUICK = Limits(connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)

@@ -17,15 +17,15 @@ import pytest
 
 import migrations
 from gateway.domain import SiteState
-from gateway.failures import MOST, Failures
 from gateway.federation.directory import Directory
-from gateway.federation.entrance import Certificates
 from gateway.federation.server import Federation, FederationSettings, listen
-from gateway.pki import invitation
-from gateway.pki.authority import CSR_BYTES_MAX, Authority
-from gateway.pki.own import OwnPair
+from gateway.federation.site_auth import Certificates
+from gateway.security.login_limiter import MOST, Failures
+from gateway.security.pki import invitation
+from gateway.security.pki.authority import CSR_BYTES_MAX, Authority
+from gateway.security.pki.own import OwnPair
+from gateway.security.tls import grpc_credentials
 from gateway.store.store import Store, open_store
-from gateway.tls import grpc_credentials
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.errors import LinkLost

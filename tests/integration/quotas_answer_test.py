@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.answer import answer
-from gateway.api.rate_headers import duration
 from gateway.domain import Caller, Delta, Finish, Opening, Query, Status, Usage
 from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany
+from gateway.http.rate_headers import duration
+from gateway.query.answer import answer
 from gateway.quotas.book import Quotas, Shown
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
 from gateway.telemetry.recent import is_failure

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from gateway.answer import answer
 from gateway.domain import Delta, Query, SiteState, Standing, Status, Usage
 from gateway.errors import BadRequest, ContextTooLong, UpstreamLost
 from gateway.prompt import Chat, Message, Prompt
+from gateway.query.answer import answer
 from site_engine.config import SiteConfig
 from site_engine.remote import process
 from site_engine.remote.process import serve

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from gateway.answer import answer
-from gateway.api.backend import Backend, Readiness
+from gateway.http.backend import Backend, Readiness
+from gateway.query.answer import answer
 from gateway.telemetry.logs import JsonFormatter
 from site_engine.app import serve
 from site_engine.config import SiteConfig
@@ -89,11 +89,11 @@ def test_every_line_about_a_request_names_it() -> None:
         asyncio.run(main())
     said = gateway.about_queries()
     assert {line["logger"] for line in said} >= {
-        "gateway.api.exchange",
-        "gateway.api.generation",
+        "gateway.http.exchange",
+        "gateway.http.generation",
     }
     assert [line for line in said if line.get("request_id") != "mine"] == []
-    requests = [line for line in said if line["logger"] == "gateway.api.exchange"]
+    requests = [line for line in said if line["logger"] == "gateway.http.exchange"]
     assert [(line["status"], line["outcome"]) for line in requests] == [
         (200, "answered"),
         (200, "answered"),

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import site_engine.telemetry.traces
-from gateway.answer import answer
+from gateway.query.answer import answer
 from gateway.telemetry.traces import Traces
 from site_engine.app import serve
 from site_engine.config import SiteConfig

@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from gateway.batches.capacity import room, share, spread
+from gateway.batches.expiry import sweep
 from gateway.batches.files import Files, Page
 from gateway.batches.job import Job, Put
 from gateway.batches.ledger import LeaseLost, Ledger
 from gateway.batches.order import order
 from gateway.batches.reading import BadLine, lines
-from gateway.batches.room import room, share, spread
-from gateway.batches.sweep import sweep
 from gateway.batches.values import Batch, BatchStatus, Line, Outcome
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
-from gateway.store.engine import open_engine
+from gateway.store.database import open_engine
 from migrations import upgrade
 
 

@@ -16,8 +16,8 @@ from gateway.domain import Broken, Caller, Cause, Delta, Query, Resume
 from gateway.domain import Sampling as Asked
 from gateway.errors import UpstreamLost
 from gateway.prompt import Chat, Message, Prompt
+from gateway.query.state import Story
 from gateway.routing.failover import Setback, tries, ways_on
-from gateway.story import Story
 from site_engine import messages as m
 from site_engine.core.request import Lane, Refused, RemainingCurve, Sampling
 from site_engine.errors import NotServed

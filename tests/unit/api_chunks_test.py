@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.asked import Streaming
-from gateway.api.chunks import Chunks
-from gateway.api.shapes import CHAT, TEXT, Head, Shape
-from gateway.api.whole import gather
 from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, Usage
+from gateway.openai.request import Streaming
+from gateway.openai.shapes import CHAT, TEXT, Head, Shape
+from gateway.openai.stream_response import Chunks
+from gateway.openai.unary_response import gather
 
 CHOICES = 3
 HEAD = Head("id-1", 1_750_000_000, 'mo"del', "rev")

@@ -7,7 +7,7 @@ import gc
 import weakref
 from typing import Any
 
-from gateway.api.sse import DONE, KEEP_ALIVE, EventStream
+from gateway.openai.sse import DONE, KEEP_ALIVE, EventStream
 
 
 class Wire:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gateway.api.serving import HELD_BYTES, Outgoing
+from gateway.http.server import HELD_BYTES, Outgoing
 
 
 class Wire:

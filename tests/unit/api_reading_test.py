@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api import sampling, tools
-from gateway.api.asked import Asked
-from gateway.api.body import decode
-from gateway.api.chat_request import read_chat
-from gateway.api.completion_request import read_completion
-from gateway.api.fields import PROBLEMS_LIMIT, Fields, Problems, echo, whole_number
 from gateway.errors import BadRequest
+from gateway.http.body import decode
+from gateway.openai import sampling, tools
+from gateway.openai.chat_request import read_chat
+from gateway.openai.completion_request import read_completion
+from gateway.openai.fields import PROBLEMS_LIMIT, Fields, Problems, echo, whole_number
+from gateway.openai.request import Asked
 
 scalars = (
     st.none()

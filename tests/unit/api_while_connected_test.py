@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.presence import while_connected
 from gateway.errors import DeadlinePassed
+from gateway.http.disconnect import while_connected
 
 
 class Client:

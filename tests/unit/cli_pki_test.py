@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gateway.pki import invitation
-from gateway.pki.authority import Authority
+from gateway.security.pki import invitation
+from gateway.security.pki.authority import Authority
 from gateway.store.store import open_store
 from mico.cli import main
 from mico.commands.doctor import Verdict, certificates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from gateway.dashboard.pages import FOLDER, POLICY, read_files
+from gateway.admin.dashboard.pages import FOLDER, POLICY, read_files
 
 LIMIT_BYTES = 60_000
 

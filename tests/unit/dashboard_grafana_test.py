@@ -25,7 +25,7 @@ from gateway.domain import (
     Status,
 )
 from gateway.federation.directory import Directory
-from gateway.forecasting import Forecasts
+from gateway.query.forecasting import Forecasts
 from gateway.scaling.plan import ScalingPlan
 from gateway.scaling.scaler import Scaler
 from gateway.telemetry.metrics import Metrics

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admin import desk
-from gateway.admin.desk import event_of
-from gateway.admin.orders import Action, Entry, Order, Verb, order_of, standings
+from gateway.admin import order_service
+from gateway.admin.order_service import event_of
 from gateway.domain import Credit, LoadReport, SiteIdentity, SiteState, Standing
 from gateway.federation.directory import Directory
+from gateway.operator_orders import Action, Entry, Order, Verb, order_of, standings
 from gateway.store.orders import OrderBook
-from gateway.telemetry.watch import Watch
+from gateway.telemetry.publisher import Watch
 from tests.fakes.federation import until
 
 A = SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100)
@@ -97,14 +97,14 @@ class SilentBook(OrderBook):
 
 
 def test_an_order_ends_on_time_though_the_database_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "EVERY_S", 0.01)
-    monkeypatch.setattr(desk, "LOOK_WITHIN_S", 0.01)
+    monkeypatch.setattr(order_service, "EVERY_S", 0.01)
+    monkeypatch.setattr(order_service, "LOOK_WITHIN_S", 0.01)
     now = [0.0]
 
     async def main() -> None:
         here = directory()
         book = SilentBook(Order("a", "weight", "50", "ann", "why", given_at=0.0, until_at=100.0))
-        keeping = desk.Desk(book, here, {}, Watch(here, "g1"), unix_time=lambda: now[0])
+        keeping = order_service.Desk(book, here, {}, Watch(here, "g1"), unix_time=lambda: now[0])
         await keeping.start()
         try:
             assert only(here)[1] == 0.5
@@ -141,16 +141,16 @@ class LateBook(SilentBook):
 def test_a_look_that_ends_late_does_not_undo_what_was_ordered_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(desk, "EVERY_S", 0.0)
+    monkeypatch.setattr(order_service, "EVERY_S", 0.0)
 
     async def main() -> None:
         here, book = directory(), LateBook()
-        keeping = desk.Desk(book, here, {}, watch := Watch(here, "g1"), unix_time=lambda: 0.0)
+        keeping = order_service.Desk(book, here, {}, watch := Watch(here, "g1"), unix_time=lambda: 0.0)
         watch.tick()
         await keeping.start()
         try:
             await until(lambda: book.looks == 2, "a look has begun")
-            monkeypatch.setattr(desk, "EVERY_S", 3600.0)  # no later one puts it right
+            monkeypatch.setattr(order_service, "EVERY_S", 3600.0)  # no later one puts it right
             acting = asyncio.create_task(keeping.act(Action(Verb.WEIGHT, "a", "why", weight=50), "ann"))
             await until(lambda: book.found, "it is written down")
             book.go.set()

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admin.orders import Action, Verb
 from gateway.admin.preview import preview, served
 from gateway.domain import SiteState
+from gateway.operator_orders import Action, Verb
 from gateway.telemetry.snapshot import SiteView
 
 A = SiteView(

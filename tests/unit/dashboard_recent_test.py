@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.domain import Attempt, Decision, Outcome, SiteState, Status
-from gateway.telemetry.events import EventLog
+from gateway.site_events import EventLog
 from gateway.telemetry.recent import MOST_KEPT, Move, Quality, Recent, Route, is_failure
 from predictor.forecast import Forecast
 

@@ -9,10 +9,10 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.site_events import Event
 from gateway.store.figures import Written
-from gateway.telemetry.events import Event
 from gateway.telemetry.recent import Quality, Route, SiteWaits
-from gateway.telemetry.together import FRESH_S, Others, Summary, together
+from gateway.telemetry.replicas import FRESH_S, Others, Summary, together
 
 WAITS = st.builds(SiteWaits, st.none() | st.floats(0, 60), st.none() | st.floats(0, 1), st.floats(0, 99))
 SUMMARIES = st.builds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.failures import ADDRESSES_MOST, MOST, PER_S, Failures
+from gateway.security.login_limiter import ADDRESSES_MOST, MOST, PER_S, Failures
 
 
 class Clock:

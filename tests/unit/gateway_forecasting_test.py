@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.domain import Caller, Outcome, Query, Sampling, Status
-from gateway.forecasting import Forecasts
+from gateway.query.forecasting import Forecasts
 from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, write
 from predictor.current import CurrentForecaster
 from predictor.forecast import Forecast
@@ -82,7 +82,7 @@ class Watched:
 def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_loop(
     quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.forecasting.HELD_S", float("inf") if quick else -1.0)
+    monkeypatch.setattr("gateway.query.forecasting.HELD_S", float("inf") if quick else -1.0)
     watched = Watched()
 
     async def scenario() -> None:
@@ -201,7 +201,7 @@ def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
 def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.forecasting.MOST_TO_LEARN", 5)
+    monkeypatch.setattr("gateway.query.forecasting.MOST_TO_LEARN", 5)
     disk_answers, added = threading.Event(), []
 
     class Slow(OutcomeLog):
@@ -228,7 +228,7 @@ def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
 
 
 def test_what_was_learned_makes_room_to_learn_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.forecasting.MOST_TO_LEARN", 1)
+    monkeypatch.setattr("gateway.query.forecasting.MOST_TO_LEARN", 1)
     added: list[int] = []
 
     class Full(OutcomeLog):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from gateway.batches import sweep
-from gateway.forecasting import Forecasts
+from gateway.batches import expiry
+from gateway.query.forecasting import Forecasts
 from gateway.store import certificates, retention
 from gateway.store.certificates import CertificateRegister
 from gateway.store.retention import Keep, Retention
@@ -76,7 +76,7 @@ async def old_batches_are_removed(once: Once) -> None:
             return []
 
     nothing: Any = Empty()
-    sweeping = asyncio.create_task(sweep.sweep_for_ever(nothing, nothing, 1.0))
+    sweeping = asyncio.create_task(expiry.sweep_for_ever(nothing, nothing, 1.0))
     await once.again.wait()
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)
@@ -117,7 +117,7 @@ def test_a_round_follows_one_that_went_wrong(
 ) -> None:
     monkeypatch.setattr(certificates, "REFRESH_S", 0.0)
     monkeypatch.setattr(retention, "ROUND_S", 0.0)
-    monkeypatch.setattr(sweep, "ROUND_S", 0.0)
+    monkeypatch.setattr(expiry, "ROUND_S", 0.0)
 
     async def main() -> None:
         async with asyncio.timeout(60):

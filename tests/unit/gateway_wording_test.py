@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.api.fields import PROBLEMS_LIMIT, Fields, Problems
 from gateway.errors import BadRequest
+from gateway.openai.fields import PROBLEMS_LIMIT, Fields, Problems
 from gateway.wording import several
 from mico.commands.federation import site_row
 

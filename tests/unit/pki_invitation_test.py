@@ -13,9 +13,9 @@ from cryptography.x509.oid import NameOID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.pki import invitation
-from gateway.pki.authority import CSR_BYTES_MAX, SITE_LIFE, Authority, PkiError, read_site
-from gateway.pki.invitation import Invitation
+from gateway.security.pki import invitation
+from gateway.security.pki.authority import CSR_BYTES_MAX, SITE_LIFE, Authority, PkiError, read_site
+from gateway.security.pki.invitation import Invitation
 
 KEY = b"k" * 32
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -13,11 +13,11 @@ from unittest.mock import Mock
 import pytest
 
 from gateway.domain import Status
+from gateway.site_events import Event
 from gateway.store.errors import StoreError
 from gateway.store.journal import Journal
 from gateway.store.recorder import MEMORY_LINES, Recorder
 from gateway.store.rows import event_of
-from gateway.telemetry.events import Event
 from tests.fakes.store import FakeWriter, outcome
 
 LEFT = Event(1.5, "state", "aws/one", "is down: silent for 5.0 s", bad=True)

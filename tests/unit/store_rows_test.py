@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gateway.domain import Estimate, Status
+from gateway.site_events import Event
 from gateway.store.rows import (
     TEXT_LIMIT,
     DecisionRow,
@@ -25,7 +26,6 @@ from gateway.store.rows import (
     to_line,
 )
 from gateway.store.tables import decisions, site_events, usage
-from gateway.telemetry.events import Event
 from tests.fakes.store import FORECAST, attempt, outcome
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.store.engine import open_engine
+from gateway.store.database import open_engine
 from gateway.store.sqlite import Brisk
 
 

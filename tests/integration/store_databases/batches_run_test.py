@@ -12,10 +12,10 @@ from openai.types import Batch, FileDeleted, FileObject
 from openai.types.chat import ChatCompletion
 from sqlalchemy.exc import OperationalError
 
-from gateway.answer import answer
 from gateway.domain import Lane, Piece, Query, Standing
 from gateway.errors import TooMany
-from gateway.gateway import Gateway
+from gateway.query.answer import answer
+from gateway.query.context import Gateway
 from gateway.store.store import open_store
 from tests.batch_replica import CALLERS, Replica, asked_at_least, chat_line, jsonl, replica
 from tests.fakes.federation import until
@@ -468,7 +468,7 @@ def test_a_batch_waits_while_no_site_is_there_and_expires(url: str, monkeypatch:
             rest = by_id(await here.lines(done.error_file_id))
             assert {line["error"]["code"] for line in rest.values()} == {"batch_expired"}
             assert len(rest) == 2 and here.asked == []
-            monkeypatch.setattr("gateway.api.batches.WINDOW_S", -1.0)
+            monkeypatch.setattr("gateway.http.batches.WINDOW_S", -1.0)
             late = await here.ended(await here.submit(jsonl(chat_line(0))))
             assert (late.status, late.error_file_id, late.request_counts.total) == ("expired", None, 0)
 

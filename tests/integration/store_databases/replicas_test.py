@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.answer import answer
 from gateway.errors import TooMany
+from gateway.query.answer import answer
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import Kind, Scope, WhenAway
 from gateway.store.audit import Act

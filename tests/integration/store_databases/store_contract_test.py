@@ -13,7 +13,7 @@ from sqlalchemy import text
 from gateway.domain import Caller, Status
 from gateway.store import keys, retention
 from gateway.store.audit import Act, note
-from gateway.store.engine import open_engine
+from gateway.store.database import open_engine
 from gateway.store.errors import StoreError
 from gateway.store.figures import Figures, Written
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing

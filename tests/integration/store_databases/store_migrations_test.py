@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, NullPool, create_engine, inspect
 
 import migrations
-from gateway.store.engine import database_url
+from gateway.store.database import database_url
 from gateway.store.errors import SchemaMismatch, StoreUnavailable
 from gateway.store.store import open_store
 from gateway.store.tables import SCHEMA, metadata

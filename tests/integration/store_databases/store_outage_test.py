@@ -17,7 +17,7 @@ from sqlalchemy.exc import OperationalError
 
 from gateway.store import keys
 from gateway.store import postgres as answering
-from gateway.store.engine import CONNECTIONS, open_engine
+from gateway.store.database import CONNECTIONS, open_engine
 from gateway.store.errors import StoreUnavailable
 from gateway.store.keys import REFRESH_TIMEOUT_S
 from gateway.store.queries import Reads

@@ -17,7 +17,7 @@ from gateway.errors import Overloaded
 from gateway.quotas.book import Full
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WINDOW_S, Kind, LimitId, Scope, WhenAway
-from gateway.store.engine import open_engine
+from gateway.store.database import open_engine
 from gateway.store.errors import StoreUnavailable
 from gateway.store.slices import SliceTable
 from gateway.store.tables import quotas, replicas

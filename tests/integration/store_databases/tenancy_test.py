@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from gateway.admin.access import Access
 from gateway.admin.tenancy import tenancy_routes
-from gateway.api.app import create_http
-from gateway.api.backend import Backend, Readiness
+from gateway.http.app import create_http
+from gateway.http.backend import Backend, Readiness
 from gateway.store.store import Store, open_store
 from mico.cli import app
 from tests.fakes.edge import error_of, say

@@ -1,1 +1,0 @@
-"""The operator's page: static files, written by hand, served as they are."""

@@ -1,0 +1,168 @@
+"""Who may come in: whoever has a site token, or a site that shows a certificate of our authority.
+
+A token says only that a site is one of ours; a certificate says which one, and can be revoked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import grpc
+
+from gateway.security.login_limiter import Failures
+from gateway.security.pki import invitation
+from gateway.security.pki.authority import Authority, PkiError, SiteCertificate, read_site
+from gateway.security.pki.invitation import Invitation
+from gateway.store.errors import StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+
+class Refusal(Exception):
+    """Ends the call with this status; the reason is for the site's log."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Register(Protocol):
+    """What was issued and revoked; the first two work in memory."""
+
+    def void_until(self, site: str) -> float: ...
+    def expires_at(self, site: str) -> float: ...
+    async def refresh(self) -> None: ...
+    async def issued(
+        self, site: str, *, serial: str, issued_at: float, expires_at: float, renewal: bool
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    authority: Authority
+    register: Register
+    unix_time: Callable[[], float] = time.time
+
+    def complaint(self, shown: SiteCertificate) -> str | None:
+        """Why it is good no longer. A link lives on after the certificate it began with, while renewed."""
+        if shown.issued_at <= self.register.void_until(shown.site):
+            return "its certificate was revoked"
+        if max(shown.expires_at, self.register.expires_at(shown.site)) < self.unix_time():
+            return "its certificate has expired and was not renewed"
+        return None
+
+    def invited(self, secret: str) -> Invitation:
+        """What a join secret says. Raises PkiError when it is wrong, too old or revoked."""
+        found = invitation.read(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
+        self._check(found, found.site)
+        return found
+
+    def named(self, asker: SiteCertificate | Invitation, csr: bytes) -> str:
+        """The site that asks. Raises PkiError, also when of a pool's machines just this one was revoked."""
+        if isinstance(asker, SiteCertificate):
+            return asker.site
+        site = invitation.named(asker.site, self.authority.requested_name(csr))
+        self._check(asker, site)
+        return site
+
+    def _check(self, invited: Invitation, site: str) -> None:
+        if invited.issued_at <= self.register.void_until(site):
+            raise PkiError("the join secret was revoked: `mico pki invite` makes a new one")
+
+    async def issue(self, site: str, csr: bytes, *, renewal: bool) -> bytes:
+        """Raises PkiError, StoreUnavailable."""
+        issued = self.authority.issue_site(site, csr, datetime.fromtimestamp(self.unix_time(), UTC))
+        _, serial, issued_at, expires_at = issued.certificate
+        await self.register.issued(
+            site, serial=serial, issued_at=issued_at, expires_at=expires_at, renewal=renewal
+        )
+        return issued.pem
+
+
+@dataclass(slots=True)
+class Entrance:
+    """Asked once for each call, before anything of it is read."""
+
+    tokens: tuple[str, ...]
+    certificates: Certificates | None = None
+    failures: Failures = field(default_factory=Failures)
+
+    def identify(self, context: Any) -> SiteCertificate | None:
+        """Who wants to join; None: one of ours, by token. Raises Refusal."""
+        shown = self._certificate(context)
+        if shown is None and not self._has_token(context):
+            raise self._failed(context, "the site token is missing or wrong")
+        return shown
+
+    def complaint(self, shown: SiteCertificate | None) -> str | None:
+        if shown is None or self.certificates is None:
+            return None
+        return self.certificates.complaint(shown)
+
+    async def enrol(self, context: Any, csr: Callable[[], Any]) -> bytes:
+        """A certificate for who asks with a good one, or with a join secret. Raises Refusal."""
+        if self.certificates is None:
+            raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "this gateway issues no certificates: set pki")
+        self._asker(context, self.certificates)
+        try:
+            request = await csr()
+            await self.certificates.register.refresh()  # or who was just revoked would get one that is newer
+            asker = self._asker(context, self.certificates)
+            renewal = isinstance(asker, SiteCertificate)
+            site = self.certificates.named(asker, request)
+            pem = await self.certificates.issue(site, request, renewal=renewal)
+        except PkiError as exc:
+            raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(exc)) from exc
+        except StoreUnavailable as exc:
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, f"the database is away: {exc}") from exc
+        log.info("site %s %s certificate", site, "renewed its" if renewal else "was issued its first")
+        return pem
+
+    def _asker(self, context: Any, certificates: Certificates) -> SiteCertificate | Invitation:
+        """Raises Refusal."""
+        try:
+            return self._certificate(context) or certificates.invited(_bearer(context))
+        except PkiError as exc:
+            raise self._failed(context, str(exc)) from exc
+
+    def _certificate(self, context: Any) -> SiteCertificate | None:
+        """The one that TLS has checked, if this is the door for it. Raises Refusal."""
+        pem = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
+        if pem is None:
+            return None
+        try:
+            shown = read_site(pem)
+        except PkiError as exc:
+            raise self._failed(context, str(exc)) from exc
+        if complaint := self.complaint(shown):
+            raise self._failed(context, f"{shown.site}: {complaint}")
+        return shown
+
+    def _has_token(self, context: Any) -> bool:
+        given = _bearer(context).encode()
+        matches = [hmac.compare_digest(given, token.encode()) for token in self.tokens]
+        return any(matches)  # every token is compared, so that time tells nothing
+
+    def _failed(self, context: Any, reason: str) -> Refusal:
+        address = host(context.peer())
+        if self.failures.wait_s(address):
+            return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many failed attempts; try again later")
+        self.failures.note(address)
+        log.warning("somebody at %s was turned away: %s", address, reason)
+        return Refusal(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+
+def host(peer: str) -> str:
+    """`ipv4:1.2.3.4:567` and `ipv6:[::1]:567` without the port."""
+    return peer.rpartition(":")[0]
+
+
+def _bearer(context: Any) -> str:
+    metadata: Mapping[str, Any] = dict(context.invocation_metadata())
+    return str(metadata.get("authorization", "")).removeprefix("Bearer ")

@@ -1,0 +1,58 @@
+"""Composes the HTTP application: the routes, one translator for failures, one envelope for every exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from litestar import Litestar, Request, Response
+from litestar.config.cors import CORSConfig
+from litestar.datastructures import State
+from litestar.types import ControllerRouterHandler
+
+from gateway.http.backend import Backend
+from gateway.http.error_handler import problem_of
+from gateway.http.exchange import Envelope, Exchange
+from gateway.http.generation import generating, generation_routes
+from gateway.http.health import health_routes
+from gateway.http.models import model_routes
+from gateway.http.rate_headers import RATE_HEADERS
+from gateway.http.unsupported import missing_routes
+
+_EXPOSED_HEADERS = [
+    "x-request-id",
+    "openai-processing-ms",
+    "x-mico-site",
+    "x-mico-attempts",
+    "x-mico-queue-ms",
+    *RATE_HEADERS,
+]
+
+
+def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = ()) -> Litestar:
+    """`handlers` are further endpoints, such as metrics or files; they share the errors and the envelope."""
+    direct = generating(backend)
+    app = Litestar(
+        [
+            *generation_routes(direct),
+            *model_routes(backend),
+            *health_routes(backend),
+            *missing_routes(),
+            *handlers,
+        ],
+        exception_handlers={Exception: _refuse},
+        cors_config=CORSConfig(allow_origins=["*"], expose_headers=_EXPOSED_HEADERS),
+        openapi_config=None,
+        logging_config=None,
+        request_max_body_size=backend.body_limit_bytes,
+    )
+    app.asgi_handler = Envelope(app.asgi_handler, direct, backend.clock, backend.new_id, backend.shown_quota)
+    return app
+
+
+def _refuse(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
+    problem = problem_of(exc, Exchange.of(request.scope))
+    headers = {name.decode(): value.decode() for name, value in problem.headers}
+    return Response(
+        problem.body(), status_code=problem.status, headers=headers, media_type="application/json"
+    )

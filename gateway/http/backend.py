@@ -1,0 +1,51 @@
+"""What the HTTP edge needs from the rest of the gateway: one frozen object of callables."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gateway.domain import Caller, Model, Piece, Query
+from gateway.http.rate_headers import ShownQuota, no_quota
+from gateway.ids import hex_ids
+from gateway.security.login_limiter import Failures
+
+Answer = Callable[[Query], AsyncGenerator[Piece, None]]
+"""Yields Opening, Delta …, Usage, or raises a MicoError. Closing it cancels the query at its site."""
+
+
+class Readiness(NamedTuple):
+    ready: bool
+    reason: str
+
+
+async def _nobody(secret: str) -> None:
+    """Where keys are known from the start there is nothing to look up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """`models` are those that sites serve now. `authenticate` works in memory and in constant time;
+    `look_again` may ask the database for a key that it does not know. `shown_quota` tells clients of theirs.
+
+    `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
+    token is opened without it, so that no balancer cuts it; then `keep_alive_s` of silence bring a comment.
+    """
+
+    answer: Answer
+    models: Callable[[], Sequence[Model]]
+    authenticate: Callable[[str], Caller | None]
+    look_again: Callable[[str], Awaitable[Caller | None]] = _nobody
+    shown_quota: ShownQuota = no_quota
+    ready: Callable[[], Readiness]
+    version: str
+    clock: Callable[[], float] = time.monotonic
+    unix_time: Callable[[], float] = time.time
+    new_id: Callable[[], str] = field(default_factory=hex_ids)
+    failures: Failures = field(default_factory=Failures)  # to authenticate
+    timeout_s: float = 600.0
+    body_limit_bytes: int = 8 * 1024 * 1024
+    keep_alive_s: float = 15.0
+    first_byte_s: float = 45.0

@@ -1,0 +1,182 @@
+"""/v1/batches: submit, look at, list and cancel the batches of one's tenant, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from litestar import Response, get, post
+from litestar.handlers import HTTPRouteHandler
+
+from gateway.batches.answer_line import ENDPOINTS
+from gateway.batches.ledger import Ledger, NoInput, TooManyBatches, new_id
+from gateway.batches.values import WINDOW, WINDOW_S, Batch, BatchLimits, BatchStatus
+from gateway.domain import Caller
+from gateway.errors import BadRequest, NotFound, TooMany
+from gateway.http.auth import caller_of
+from gateway.http.backend import Backend
+from gateway.http.body import ClientGone, read_json
+from gateway.http.files import AnyRequest, answering, json, kept_for, listing, page_of
+from gateway.openai.fields import Fields, Problems, echo, whole_number
+
+LIST_MOST: Final = 100
+LIST_DEFAULT: Final = 20
+PAIRS: Final = 16
+NAME_CHARS: Final = 64
+VALUE_CHARS: Final = 512
+_TIMES: Final = (
+    "in_progress_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
+)
+_OPTIONAL: Final = ("model", "output_file_id", "error_file_id")
+
+
+def batch_routes(
+    backend: Backend, ledger: Ledger, limits: BatchLimits, changed: Callable[[], None]
+) -> list[HTTPRouteHandler]:
+    """`changed` is called when there is something new to do for whoever runs batches here."""
+
+    @post("/v1/batches", status_code=200)
+    async def create_batch(request: AnyRequest) -> Response[bytes]:
+        caller = await caller_of(request.scope, backend)
+        try:
+            body = await read_json(request.scope, request.receive, backend.body_limit_bytes)
+        except ClientGone:
+            return json({})
+        batch = read_batch(body, caller, backend.unix_time(), limits)
+        with answering():
+            await create(batch, ledger, limits)
+        changed()
+        return json(shape(batch))
+
+    @get("/v1/batches")
+    async def list_batches(request: AnyRequest) -> Response[bytes]:
+        caller = await caller_of(request.scope, backend)
+        page = page_of(request, LIST_DEFAULT, LIST_MOST)
+        with answering(page):
+            found = await ledger.listed(caller.tenant, page)
+        return listing([shape(batch) for batch in found], page)
+
+    @get("/v1/batches/{batch_id:str}")
+    async def retrieve_batch(request: AnyRequest) -> Response[bytes]:
+        caller = await caller_of(request.scope, backend)
+        with answering():
+            return json(shape(await existing(ledger, caller.tenant, request.path_params["batch_id"])))
+
+    @post("/v1/batches/{batch_id:str}/cancel", status_code=200)
+    async def cancel_batch(request: AnyRequest) -> Response[bytes]:
+        caller, batch_id = await caller_of(request.scope, backend), request.path_params["batch_id"]
+        with answering():
+            cancelled = await ledger.cancel(caller.tenant, batch_id)
+            batch = await existing(ledger, caller.tenant, batch_id)
+        if not cancelled and batch.cancelling_at is None:
+            raise BadRequest(f"The batch is {batch.status}: there is nothing to cancel.", param="batch_id")
+        changed()
+        return json(shape(batch))
+
+    return [create_batch, list_batches, retrieve_batch, cancel_batch]
+
+
+def read_batch(body: dict[str, object], caller: Caller, now: float, limits: BatchLimits) -> Batch:
+    """Raises BadRequest."""
+    problems = Problems()
+    fields = Fields(body, problems)
+    file_id = fields.required_text("input_file_id")
+    endpoint = _one_of(fields, "endpoint", tuple(ENDPOINTS))
+    _one_of(fields, "completion_window", (WINDOW,))
+    about = _about(fields)
+    kept = fields.child("output_expires_after")
+    problems.raise_any()
+    kept_s = limits.kept_s
+    if kept is not None:
+        anchor, seconds = kept.text("anchor"), whole_number(kept.raw("seconds"))
+        kept_s = kept_for(anchor, str(seconds), limits.kept_s, "output_expires_after")
+    return Batch(
+        id=new_id(),
+        tenant=caller.tenant,
+        key_id=caller.key_id,
+        endpoint=endpoint,
+        input_file_id=file_id,
+        created_at=now,
+        expires_at=now + WINDOW_S,
+        output_kept_s=kept_s,
+        about=about,
+    )
+
+
+async def create(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
+    """Raises BadRequest or TooMany."""
+    try:
+        await ledger.create(batch, limits.tenant_batches)
+    except NoInput as exc:
+        raise BadRequest(
+            f"There is no file {echo(batch.input_file_id)} that was uploaded with the purpose 'batch'.",
+            param="input_file_id",
+            code="invalid_value",
+        ) from exc
+    except TooManyBatches as exc:
+        raise TooMany(
+            f"{limits.tenant_batches} batches are not over yet, the most at one time.", retry_after_s=60.0
+        ) from exc
+
+
+async def existing(ledger: Ledger, tenant: str, batch_id: str) -> Batch:
+    batch = await ledger.get(tenant, batch_id)
+    if batch is None:
+        raise NotFound(f"No batch found with id '{batch_id[:100]}'.", param="batch_id")
+    return batch
+
+
+def shape(batch: Batch) -> dict[str, Any]:
+    """What is not known yet is left out."""
+    moments = {name: int(at) for name in _TIMES if (at := getattr(batch, name)) is not None}
+    known = {name: value for name in _OPTIONAL if (value := getattr(batch, name)) is not None}
+    errors = {} if batch.errors is None else {"errors": {"object": "list", "data": batch.errors}}
+    metadata = {} if batch.about is None else {"metadata": batch.about}
+    counts = {"total": batch.total, "completed": batch.completed, "failed": batch.failed}
+    return {
+        "id": batch.id,
+        "object": "batch",
+        "endpoint": batch.endpoint,
+        "input_file_id": batch.input_file_id,
+        "completion_window": batch.completion_window,
+        "status": BatchStatus(batch.status),
+        "created_at": int(batch.created_at),
+        "expires_at": int(batch.expires_at),
+        "request_counts": counts,
+        **moments,
+        **known,
+        **errors,
+        **metadata,
+    }
+
+
+def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
+    value = fields.required_text(name)
+    if value and value not in known:
+        fields.refuse(name, f"is one of {', '.join(known)}, got {echo(value)}")
+    return value
+
+
+def _about(fields: Fields) -> dict[str, str] | None:
+    given = fields.raw("metadata")
+    if given is None:
+        return None
+    pairs = given if isinstance(given, dict) else {}
+    proper = all(
+        len(name) <= NAME_CHARS and isinstance(value, str) and len(value) <= VALUE_CHARS
+        for name, value in pairs.items()
+    )
+    if not isinstance(given, dict) or len(pairs) > PAIRS or not proper:
+        fields.refuse(
+            "metadata",
+            f"is an object of at most {PAIRS} strings, names up to {NAME_CHARS} characters, values up to"
+            f" {VALUE_CHARS}",
+        )
+        return None
+    return pairs

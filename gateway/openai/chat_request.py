@@ -1,0 +1,143 @@
+"""Reads the body of POST /v1/chat/completions. Does not render the chat: templates live at the sites."""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
+from gateway.openai.request import Asked, read_streaming
+from gateway.openai.response_format import read_format
+from gateway.openai.sampling import COUNT_LIMIT, read_priority, read_sampling, refuse_unsupported
+from gateway.openai.tools import read_tools
+from gateway.prompt import Chat, Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TOP_LOGPROBS_LIMIT = 20
+MESSAGES_LIMIT = 4096
+_NOT_YET = frozenset(
+    {"functions", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"}
+)
+
+
+def read_chat(fields: Fields) -> Asked:
+    model = fields.required_text("model")
+    messages = _messages(fields)
+    limit_field, max_tokens = _limit(fields)
+    _refuse_what_chat_lacks(fields)
+    tools = read_tools(fields)
+    sampling = read_sampling(
+        fields, max_tokens=max_tokens, logprobs=_logprobs(fields), guided_json=read_format(fields)
+    )
+    prompt = Chat(messages, tools.json, tools.choice, tools.name, tools.single)
+    return Asked(model, (prompt,), sampling, limit_field, read_streaming(fields), read_priority(fields))
+
+
+def _limit(fields: Fields) -> tuple[str, int | None]:
+    """The newer name wins; both are checked."""
+    old = fields.integer("max_tokens", 1, COUNT_LIMIT, None)
+    new = fields.integer("max_completion_tokens", 1, COUNT_LIMIT, None)
+    return ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+
+
+def _logprobs(fields: Fields) -> int | None:
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, TOP_LOGPROBS_LIMIT, None)
+    if top is not None and not wanted:
+        fields.refuse("top_logprobs", "is only allowed with 'logprobs': true")
+    return (top or 0) if wanted else None
+
+
+def _refuse_what_chat_lacks(fields: Fields) -> None:
+    refuse_unsupported(fields, _NOT_YET)
+    if fields.raw("function_call") not in (None, "none"):
+        fields.refuse("function_call", "is only allowed with 'functions'")
+    if any(modality != "text" for modality in fields.items("modalities")):
+        fields.refuse("modalities", "can only be ['text']", UNSUPPORTED)
+
+
+def _messages(fields: Fields) -> tuple[Message, ...]:
+    if fields.required("messages") is None:
+        return ()
+    items = fields.items("messages")
+    if fields.raw("messages") == []:
+        fields.refuse("messages", "must hold at least one message")
+    if len(items) > MESSAGES_LIMIT:
+        fields.refuse("messages", f"holds at most {MESSAGES_LIMIT} messages, got {len(items)}")
+        return ()
+    turns = (fields.nested(f"messages.{number}", item) for number, item in enumerate(items))
+    return tuple(_message(turn) for turn in turns if turn is not None)
+
+
+def _message(turn: Fields) -> Message:
+    role = _role(turn)
+    calls = _tool_calls(turn) if role == "assistant" else ""
+    content = turn.raw("content")
+    if content is None and not calls:
+        turn.refuse(
+            "content",
+            "is required" + (" unless there are tool_calls" if role == "assistant" else ""),
+            MISSING,
+        )
+    call_id = turn.required_text("tool_call_id") if role == "tool" else ""
+    if role == "assistant" and turn.raw("audio") is not None:
+        turn.refuse("audio", "is not supported yet; leave it out", UNSUPPORTED)
+    return Message(
+        role, "" if content is None else _content(turn, content), turn.text("name"), calls, call_id
+    )
+
+
+def _role(turn: Fields) -> str:
+    role = turn.required("role")
+    if isinstance(role, str) and role in ROLES:
+        return role
+    if role is not None:
+        turn.refuse("role", f"must be one of {', '.join(ROLES)}, got {echo(role)}")
+    return ""
+
+
+def _content(turn: Fields, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        turn.refuse("content", f"must be a string or a list of text parts, got {echo(content)}", WRONG_TYPE)
+        return ""
+    parts = (turn.nested(f"content.{number}", item) for number, item in enumerate(content))
+    return "".join(_text_of(part) for part in parts if part is not None)
+
+
+def _text_of(part: Fields) -> str:
+    kind = part.required("type")
+    if kind == "text":
+        if part.required("text") is None:
+            return ""
+        return part.text("text")
+    if kind is not None:
+        part.refuse(
+            "type", f"can only be 'text', got {echo(kind)}: this endpoint reads text alone", UNSUPPORTED
+        )
+    return ""
+
+
+def _tool_calls(turn: Fields) -> str:
+    """OpenAI's array as text, with only the fields that a template reads."""
+    items = turn.items("tool_calls")
+    calls = (turn.nested(f"tool_calls.{number}", item) for number, item in enumerate(items))
+    read = [_tool_call(call) for call in calls if call is not None]
+    return msgspec.json.encode(read).decode() if read else ""
+
+
+def _tool_call(call: Fields) -> dict[str, object]:
+    call_id = call.required_text("id")
+    if call.required("type") not in (None, "function"):
+        call.refuse("type", "can only be 'function'")
+    function = call.child("function")
+    if function is None:
+        if call.raw("function") is None:
+            call.refuse("function", "is required", MISSING)
+        return {}
+    name = function.required_text("name")
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": function.text("arguments")},
+    }

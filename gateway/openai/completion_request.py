@@ -1,0 +1,82 @@
+"""Reads the body of POST /v1/completions: a text, token ids, or several prompts of one kind."""
+
+from __future__ import annotations
+
+from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo
+from gateway.openai.request import Asked, read_streaming
+from gateway.openai.sampling import (
+    CHOICES_LIMIT,
+    COUNT_LIMIT,
+    read_priority,
+    read_sampling,
+    refuse_unsupported,
+    token_ids,
+)
+from gateway.prompt import Prompt
+
+DEFAULT_MAX_TOKENS = 16
+LOGPROBS_LIMIT = 5
+
+
+def read_completion(fields: Fields) -> Asked:
+    model = fields.required_text("model")
+    prompts = _prompts(fields)
+    max_tokens = fields.integer("max_tokens", 0, COUNT_LIMIT, DEFAULT_MAX_TOKENS)
+    refuse_unsupported(fields, frozenset({"suffix", "response_format"}))
+    logprobs = fields.integer("logprobs", 0, LOGPROBS_LIMIT, None)
+    sampling = read_sampling(
+        fields, max_tokens=max_tokens, logprobs=logprobs, echo_prompt=fields.flag("echo")
+    )
+    if fields.integer("best_of", 1, CHOICES_LIMIT, sampling.n) != sampling.n:
+        fields.refuse("best_of", f"can only equal 'n', which is {sampling.n}", UNSUPPORTED)
+    asked = Asked(model, prompts, sampling, "max_tokens", read_streaming(fields), read_priority(fields))
+    if asked.choices > CHOICES_LIMIT:
+        fields.refuse(
+            "prompt", f"and 'n' ask for {asked.choices} choices; one request gives at most {CHOICES_LIMIT}"
+        )
+    return asked
+
+
+def _prompts(fields: Fields) -> tuple[Prompt, ...]:
+    value = fields.required("prompt")
+    if value is None:
+        return ()
+    if value in ("", []):
+        fields.refuse("prompt", "must not be empty")
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        fields.refuse(
+            "prompt", f"must be a string, token ids, or a list of either, got {echo(value)}", WRONG_TYPE
+        )
+        return ()
+    return _several(fields, value)
+
+
+def _several(fields: Fields, items: list[object]) -> tuple[Prompt, ...]:
+    """The first item says what the list is."""
+    first = items[0]
+    if isinstance(first, str):
+        return tuple(_text(fields, number, item) for number, item in enumerate(items))
+    if isinstance(first, list):
+        return tuple(_ids(fields, number, item) for number, item in enumerate(items))
+    return (token_ids(fields, "prompt", items),)
+
+
+def _text(fields: Fields, number: int, item: object) -> str:
+    if isinstance(item, str) and item:
+        return item
+    fields.refuse(
+        f"prompt.{number}", f"must be a string of at least one character, got {echo(item)}", WRONG_TYPE
+    )
+    return ""
+
+
+def _ids(fields: Fields, number: int, item: object) -> tuple[int, ...]:
+    if isinstance(item, list) and item:
+        return token_ids(fields, f"prompt.{number}", item)
+    fields.refuse(
+        f"prompt.{number}", f"must be a list of at least one token id, got {echo(item)}", WRONG_TYPE
+    )
+    return ()

@@ -1,0 +1,162 @@
+"""The sampling fields that both endpoints share, and those that are refused because they would be missed."""
+
+from __future__ import annotations
+
+from gateway.domain import Sampling
+from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo, whole_number
+
+CHOICES_LIMIT = 128
+STOPS_LIMIT = 4
+STOP_IDS_LIMIT = 64
+BIASES_LIMIT = 1024
+COUNT_LIMIT = 2**31 - 1
+TOKEN_ID_LIMIT = 2**32 - 1
+
+ACCEPTED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+"""Nothing here depends on them, so they are taken and not looked at."""
+
+REFUSED = frozenset(
+    {
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "use_beam_search",
+        "bad_words",
+        "allowed_token_ids",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "lora_path",
+    }
+)
+"""Extras of other servers that would silently lose their effect."""
+
+DRAWING = frozenset(
+    {
+        "min_tokens",
+        "seed",
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "logit_bias",
+    }
+)
+"""What is read below; who sends none of it gets the defaults."""
+
+
+def read_sampling(
+    fields: Fields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    echo_prompt: bool = False,
+    guided_json: str = "",
+) -> Sampling:
+    if not fields.among(DRAWING):
+        return Sampling(max_tokens, logprobs=logprobs, echo=echo_prompt, guided_json=guided_json)
+    min_tokens = fields.integer("min_tokens", 0, COUNT_LIMIT, 0)
+    if max_tokens is not None and min_tokens > max_tokens:
+        fields.refuse(
+            "min_tokens", f"must not be above the {max_tokens} tokens asked for at most, got {min_tokens}"
+        )
+    seed = fields.integer("seed", -(2**63), 2**64 - 1, None)
+    return Sampling(
+        max_tokens=max_tokens,
+        n=fields.integer("n", 1, CHOICES_LIMIT, 1),
+        temperature=fields.number("temperature", 0, 2, 1.0),
+        top_p=fields.number("top_p", 0, 1, 1.0),
+        top_k=max(fields.integer("top_k", -1, COUNT_LIMIT, 0), 0),
+        min_p=fields.number("min_p", 0, 1, 0.0),
+        presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 10, 1.0),
+        seed=None if seed is None else seed % 2**64,
+        stop=_stop(fields),
+        stop_token_ids=_stop_token_ids(fields),
+        min_tokens=min_tokens,
+        ignore_eos=fields.flag("ignore_eos"),
+        logit_bias=_logit_bias(fields),
+        logprobs=logprobs,
+        echo=echo_prompt,
+        guided_json=guided_json,
+    )
+
+
+def read_priority(fields: Fields) -> int:
+    return fields.integer("priority", -(2**31), 2**31 - 1, 0)
+
+
+def refuse_unsupported(fields: Fields, names: frozenset[str] = frozenset()) -> None:
+    """Off is off: null, false and empty values pass."""
+    for name in fields.among(REFUSED | names):
+        if fields.raw(name):
+            fields.refuse(name, "is not supported yet; leave it out", UNSUPPORTED)
+    fields.among(ACCEPTED)
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.raw("stop")
+    items = [value] if isinstance(value, str) else fields.items("stop")
+    if len(items) > STOPS_LIMIT:
+        fields.refuse("stop", f"holds at most {STOPS_LIMIT} strings, got {len(items)}")
+        return ()
+    for number, item in enumerate(items):
+        if not isinstance(item, str) or not item:
+            fields.refuse(
+                f"stop.{number}", f"must be a string of at least one character, got {echo(item)}", WRONG_TYPE
+            )
+    return tuple(item for item in items if isinstance(item, str))
+
+
+def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    items = fields.items("stop_token_ids")
+    if len(items) > STOP_IDS_LIMIT:
+        fields.refuse("stop_token_ids", f"holds at most {STOP_IDS_LIMIT} ids, got {len(items)}")
+        return ()
+    return token_ids(fields, "stop_token_ids", items)
+
+
+def token_ids(fields: Fields, name: str, items: list[object]) -> tuple[int, ...]:
+    """Stops at the first bad id: a long prompt of bad ids is one problem."""
+    ids: list[int] = []
+    for number, item in enumerate(items):
+        token = whole_number(item)
+        if token is None or not 0 <= token <= TOKEN_ID_LIMIT:
+            fields.refuse(f"{name}.{number}", f"must be a token id, got {echo(item)}", WRONG_TYPE)
+            break
+        ids.append(token)
+    return tuple(ids)
+
+
+def _logit_bias(fields: Fields) -> dict[int, float]:
+    biases = fields.child("logit_bias")
+    if biases is None:
+        return {}
+    names = biases.unread()
+    if len(names) > BIASES_LIMIT:
+        fields.refuse("logit_bias", f"holds at most {BIASES_LIMIT} tokens, got {len(names)}")
+        return {}
+    return {
+        token: biases.number(name, -100, 100, 0.0)
+        for name in names
+        if (token := _token_name(biases, name)) is not None
+    }
+
+
+def _token_name(biases: Fields, name: str) -> int | None:
+    if name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) <= TOKEN_ID_LIMIT:
+        return int(name)
+    biases.refuse(name[:20], "is not a token id", WRONG_TYPE)
+    return None

@@ -1,0 +1,61 @@
+"""Join secrets: a site's name and two dates under a keyed hash. Nothing is stored of them.
+
+One may be used again while it holds, because a machine that is replaced must be able to come back. A name
+that ends in `*` is for machines that a cloud makes alike: each says in its request which of them it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from typing import NamedTuple
+
+from gateway.security.pki.authority import PkiError
+
+PREFIX = "mico-join-"
+PURPOSE = b"invitation"
+
+
+class Invitation(NamedTuple):
+    """Unix times in whole seconds."""
+
+    site: str
+    issued_at: int
+    expires_at: int
+
+
+def named(invited: str, wanted: str) -> str:
+    """The name that a certificate is to have. Raises PkiError when that is not what the secret is for."""
+    if not invited.endswith("*"):
+        return invited
+    begins_so = wanted.startswith(invited[:-1]) and len(wanted) >= len(invited)
+    if not begins_so or "*" in wanted or not wanted.isprintable():
+        raise PkiError(f"the join secret is for sites {invited}, not for {wanted!r}")
+    return wanted
+
+
+def write(invitation: Invitation, key: bytes) -> str:
+    claim = f"{invitation.issued_at} {invitation.expires_at} {invitation.site}".encode()
+    return PREFIX + base64.urlsafe_b64encode(_signature(claim, key) + claim).decode().rstrip("=")
+
+
+def read(secret: str, key: bytes, now: float) -> Invitation:
+    """Raises PkiError, which never repeats the secret."""
+    body = secret.removeprefix(PREFIX)
+    try:
+        raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
+    except ValueError:
+        raw = b""
+    signature, claim = raw[:32], raw[32:]
+    if not hmac.compare_digest(signature, _signature(claim, key)) or not secret.startswith(PREFIX):
+        raise PkiError("the join secret is missing or wrong")
+    issued_at, expires_at, site = claim.decode().split(" ", 2)
+    invitation = Invitation(site, int(issued_at), int(expires_at))
+    if now >= invitation.expires_at:
+        raise PkiError("the join secret is no longer valid: `mico pki invite` makes a new one")
+    return invitation
+
+
+def _signature(claim: bytes, key: bytes) -> bytes:
+    return hmac.new(key, claim, hashlib.sha256).digest()

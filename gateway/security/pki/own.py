@@ -1,0 +1,30 @@
+"""What a gateway with an authority shows and demands at its doors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from gateway.security.pki.authority import SERVER_LIFE, Authority
+from gateway.security.tls import Pair
+
+
+class OwnPair:
+    """A certificate that the gateway issues to itself, anew at half its life."""
+
+    def __init__(
+        self, authority: Authority, names: tuple[str, ...], unix_time: Callable[[], float] = time.time
+    ) -> None:
+        self._authority = authority
+        self._names = names
+        self._unix_time = unix_time
+        self._pair: Pair | None = None
+        self._due_at = 0.0
+
+    def pair(self) -> Pair:
+        now = self._unix_time()
+        if self._pair is None or now >= self._due_at:
+            self._pair = self._authority.issue_server(self._names, datetime.fromtimestamp(now, UTC))
+            self._due_at = now + SERVER_LIFE.total_seconds() / 2
+        return self._pair
