@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from predictor import dataset
 from predictor.artifact import folder_of
+from predictor.data import dataset
 from predictor.errors import RefusedUpdate
-from predictor.evaluate import scores
-from predictor.runtime import Features, OnnxForecaster
-from predictor.train import train
-from predictor.update import update
+from predictor.evaluation.evaluate import scores
+from predictor.onnx_forecaster import Features, OnnxForecaster
+from predictor.training.train import train
+from predictor.update.update import update
 
 ITEMS = 200
 FIGURES = ("rows", "accuracy_1024", "majority_1024", "mae", "spearman", "log_loss", "p90_coverage")

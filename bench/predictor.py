@@ -21,8 +21,8 @@ import numpy as np
 import onnxruntime
 
 from predictor.artifact import SHIPPED, VOCABULARY_FILE
-from predictor.pieces import Pieces
-from predictor.runtime import Features, OnnxForecaster
+from predictor.onnx_forecaster import Features, OnnxForecaster
+from predictor.wordpiece import Pieces
 
 SENTENCE = "write a detailed essay about the history of printing and say how it changed what people read"
 WORDS = SENTENCE.split()

@@ -52,7 +52,7 @@ from mico.simulation.federation import Setting
 from mico.simulation.figures import ORDERS
 from mico.simulation.specification import SiteSpec, capacity_qps
 from predictor.histogram import HistogramForecaster
-from predictor.runtime import load
+from predictor.onnx_forecaster import load
 
 ALLOWED = 0.15
 READY_WITHIN_S = 120.0

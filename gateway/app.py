@@ -40,11 +40,11 @@ from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
 from gateway.telemetry.publisher import Watch
 from gateway.telemetry.replicas import Others
-from predictor.current import CurrentForecaster
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
-from predictor.outcomes import OutcomeLog
-from predictor.runtime import Forecaster
+from predictor.hot_reload import CurrentForecaster
+from predictor.onnx_forecaster import Forecaster
+from predictor.outcome_log import OutcomeLog
 
 if TYPE_CHECKING:
     from gateway.telemetry.traces import Traces

@@ -24,13 +24,13 @@ from prometheus_client.registry import Collector
 
 from gateway.domain import Outcome, Query, Status
 from gateway.prompt import Chat
-from predictor.current import CurrentForecaster
 from predictor.drift import DriftWatch
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
-from predictor.outcomes import OutcomeLog
-from predictor.runtime import Features, Forecaster
+from predictor.hot_reload import CurrentForecaster
+from predictor.onnx_forecaster import Features, Forecaster
+from predictor.outcome_log import OutcomeLog
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from mico.outputs import make_folder, make_room, make_way
 from mico.session import Json, Session, session
 
 if TYPE_CHECKING:
-    from predictor.runtime import OnnxForecaster
+    from predictor.onnx_forecaster import OnnxForecaster
 
 Artifact = Annotated[
     Path | None, typer.Option(help="lexical, small, large, or an artifact's folder. [default: small]")
@@ -38,7 +38,7 @@ def forecast(
     as_json: Json = False,
 ) -> None:
     """How long the answer will be, in tokens: a distribution, not a number."""
-    from predictor.runtime import Features
+    from predictor.onnx_forecaster import Features
 
     here = session(context)
     (expected,) = opened(artifact).forecast([Features(text, model)])
@@ -76,7 +76,7 @@ def evaluate(
 ) -> None:
     """Score an artifact on a corpus, by source and answering model, beside baselines and the ceiling."""
     from predictor.errors import PredictorError
-    from predictor.evaluate import evaluate as scored
+    from predictor.evaluation.evaluate import evaluate as scored
 
     here = session(context)
     if out is not None:
@@ -136,7 +136,7 @@ def train(
     Where the file has the answers' texts, in a column `answer`, teachers learn from those, too.
     """
     from predictor.errors import PredictorError
-    from predictor.train import train as trained
+    from predictor.training.train import train as trained
 
     here = session(context)
     make_folder(out)
@@ -208,7 +208,7 @@ def update(
 ) -> None:
     """Learn from outcomes; the artifact is replaced only if it is better on a part of them kept aside."""
     from predictor.errors import PredictorError
-    from predictor.update import update as updated
+    from predictor.update.update import update as updated
 
     here = session(context)
     make_room(out or artifact)
@@ -227,7 +227,7 @@ def update(
 def opened(folder: Path | None) -> OnnxForecaster:
     from predictor.artifact import folder_of
     from predictor.errors import ArtifactError
-    from predictor.runtime import OnnxForecaster
+    from predictor.onnx_forecaster import OnnxForecaster
 
     try:
         return OnnxForecaster(folder_of(folder))

@@ -22,7 +22,7 @@ Estimator = Callable[[Sequence[Query]], list[Forecast]]
 
 def shipped(queries: Sequence[Query]) -> list[Forecast]:
     """The predictor that gateways run, on the texts."""
-    from predictor.runtime import Features, load
+    from predictor.onnx_forecaster import Features, load
 
     asked = list(dict.fromkeys(Features(query.text, query.model) for query in queries))
     known = dict(zip(asked, load().forecast(asked), strict=True))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gateway.domain import Lane
 from mico.errors import CommandFailed
 from mico.simulation.queries import Query
-from predictor import dataset
+from predictor.data import dataset
 from predictor.errors import DataError
 
 TENANTS = 8

@@ -18,7 +18,7 @@ from gateway.prompt import Chat, Message
 from gateway.query.context import Gateway
 from gateway.query.forecasting import Forecasts
 from predictor.forecast import Forecast
-from predictor.runtime import Features
+from predictor.onnx_forecaster import Features
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor import features
-from predictor.pieces import Pieces
+from predictor.wordpiece import Pieces
 
 anything = st.text(st.characters(), max_size=300)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from predictor.data.labels import log_spaced_edges
 from predictor.forecast import CURVE_POINTS, Forecast
-from predictor.labels import log_spaced_edges
 
 
 @st.composite

@@ -14,11 +14,11 @@ import pytest
 from gateway.domain import Caller, Outcome, Query, Sampling, Status
 from gateway.query.forecasting import Forecasts
 from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, write
-from predictor.current import CurrentForecaster
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
-from predictor.outcomes import OutcomeLog, files_of
-from predictor.runtime import Features
+from predictor.hot_reload import CurrentForecaster
+from predictor.onnx_forecaster import Features
+from predictor.outcome_log import OutcomeLog, files_of
 
 
 class Forgetful:

@@ -15,8 +15,8 @@ from gateway.query.forecasting import Forecasts
 from gateway.store import certificates, retention
 from gateway.store.certificates import CertificateRegister
 from gateway.store.retention import Keep, Retention
-from predictor.current import CurrentForecaster
 from predictor.histogram import HistogramForecaster
+from predictor.hot_reload import CurrentForecaster
 
 ENGINE = create_async_engine("sqlite+aiosqlite://")
 

@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from predictor.answers import FIRST_PIECES, Answers, answers_of
-from predictor.foretell import AnswerTask
-from predictor.pieces import END, LINE, PAD, PARAGRAPH, START, UNKNOWN, Pieces
+from predictor.data.answers import FIRST_PIECES, Answers, answers_of
+from predictor.training.foretell import AnswerTask
+from predictor.wordpiece import END, LINE, PAD, PARAGRAPH, START, UNKNOWN, Pieces
 
 PIECES = Pieces((PAD, LINE, PARAGRAPH, UNKNOWN, START, END, "yes", "no", ".", "-"))
 

@@ -3,8 +3,8 @@
 import pytest
 
 from predictor.artifact import LEXICAL_NAME, SHIPPED
-from predictor.borrow import MODELS, BorrowingForecaster
-from predictor.runtime import Features, OnnxForecaster
+from predictor.onnx_forecaster import Features, OnnxForecaster
+from predictor.unseen_models import MODELS, BorrowingForecaster
 
 QUESTIONS = [
     f"Write {kind} about {thing}." for kind in ("a story", "a line") for thing in ("cats", "the sea")

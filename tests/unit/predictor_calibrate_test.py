@@ -5,7 +5,9 @@ import onnxruntime
 import pytest
 from scipy.special import softmax
 
-from predictor import calibrate, export, features, graft, lexical, metrics
+from predictor import features
+from predictor.evaluation import metrics
+from predictor.training import calibrate, export, lexical, onnx_head
 
 EDGES = (0, 10, 20, 40, 80, 160, 320)
 
@@ -72,18 +74,18 @@ def test_the_graph_bends_as_training_does() -> None:
     reached = np.array([0.95, 0.8, 0.88], dtype=np.float32)
     weight = random.normal(size=(3, width)).astype(np.float32)
     kinds = calibrate.Kinds(weight, np.zeros(3, dtype=np.float32), reached)
-    graph = graft.with_kinds(export.lexical_graph(table, state, even), kinds)
-    assert graft.kinds_of(graph).reached == pytest.approx(reached)
+    graph = onnx_head.with_kinds(export.lexical_graph(table, state, even), kinds)
+    assert onnx_head.kinds_of(graph).reached == pytest.approx(reached)
     shift = np.array([0.0, -0.05], dtype=np.float32)
-    graph = graft.with_head(graph, state, even, shift)
-    assert graft.shift_of(graph) == pytest.approx(shift)
+    graph = onnx_head.with_head(graph, state, even, shift)
+    assert onnx_head.shift_of(graph) == pytest.approx(shift)
 
     texts = ["Name three colours.", "Write a poem.", ""]
     batch = features.batch([features.bag(text) for text in texts])
     known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
     rows = np.array([0, 1, 0])
     (served,) = onnxruntime.InferenceSession(graph).run(None, {**known, "owner": np.arange(3), "model": rows})
-    inputs = graft.inputs_of(graph, (), texts)
+    inputs = onnx_head.inputs_of(graph, (), texts)
     logits = lexical.logits_of(lexical.head_from(state), inputs, np.arange(3), rows)
-    shown = kinds.reached_by(graft.standardised(state, inputs), shift[rows].astype(np.float64))
+    shown = kinds.reached_by(onnx_head.standardised(state, inputs), shift[rows].astype(np.float64))
     assert served == pytest.approx(calibrate.bent(softmax(logits, axis=1), shown), abs=1e-5)

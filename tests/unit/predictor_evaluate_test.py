@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 
 from predictor.artifact import LEXICAL_NAME, SHIPPED
-from predictor.dataset import HELD_OUT_PERCENT, prompt_percent, split
+from predictor.data.dataset import HELD_OUT_PERCENT, prompt_percent, split
 from predictor.errors import DataError
-from predictor.evaluate import evaluate
-from predictor.runtime import Features, OnnxForecaster
+from predictor.evaluation.evaluate import evaluate
+from predictor.onnx_forecaster import Features, OnnxForecaster
 
 LEXICAL = SHIPPED / LEXICAL_NAME
 MODELS = ("text-davinci-003", "vicuna-7b@T0.0", "vicuna-7b@T0.5")

@@ -6,7 +6,9 @@ import pytest
 import torch
 from scipy.special import softmax
 
-from predictor import export, features, lexical, views
+from predictor import features
+from predictor.data import views
+from predictor.training import export, lexical
 
 TEXTS = ["Name three colours.", "Write a long story about the sea, with 3 chapters.", "", "Sum 12 and 30."]
 VIEWS, MODELS, RANGES = 4, 3, 7

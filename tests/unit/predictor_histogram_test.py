@@ -2,7 +2,7 @@
 
 from predictor import histogram
 from predictor.histogram import HistogramForecaster
-from predictor.runtime import Features
+from predictor.onnx_forecaster import Features
 
 
 def expected(forecaster: HistogramForecaster, model: str) -> float:

@@ -7,16 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from predictor import asking, labels, language, learn, metrics, mixture, prepare, teachers, train
-from predictor.augment import Asked
+from predictor.data import labels, prepare
+from predictor.data.augment import Asked
+from predictor.data.prepare import CALIBRATION, HELD_OUT, MADE, TRAIN, Prepared
 from predictor.errors import DataError
-from predictor.learn import Recipe
-from predictor.prepare import CALIBRATION, HELD_OUT, MADE, TRAIN, Prepared
+from predictor.evaluation import metrics
+from predictor.training import learn, train
+from predictor.training.distillation import ensemble, lm_teacher, synthetic_prompts, teachers
+from predictor.training.learn import Recipe
 from tests.fakes import pretrained
 
 EDGES = labels.log_spaced_edges()
 LESSON = Recipe(epochs=4, batch_prompts=32, body_rate=3e-3, head_rate=1e-2, beside=1.0, seed=1)
-ASKING = asking.Asking(Recipe(epochs=16, batch_prompts=16, body_rate=2e-2, head_rate=2e-2), at_once=64)
+ASKING = synthetic_prompts.Asking(
+    Recipe(epochs=16, batch_prompts=16, body_rate=2e-2, head_rate=2e-2), at_once=64
+)
 
 
 def silent(_: str) -> None:
@@ -36,15 +41,15 @@ def chats(model: str, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     vocabulary = train.vocabulary_of(str(pretrained.encoder_in(tmp_path_factory.mktemp("encoder"))))
     asked = [Asked(f"What is a {word}?", "questions") for word in ("story", "long", "thing", "what")]
     data = prepare.prepare(frame, vocabulary, mixed=6, seed=1, asked=asked)
-    return teachers.chats_of(data, language.Tokens(model))
+    return teachers.chats_of(data, lm_teacher.Tokens(model))
 
 
 def test_a_prompt_is_read_as_a_turn_without_a_system_prompt(model: str) -> None:
-    tokens = language.Tokens(model)
+    tokens = lm_teacher.Tokens(model)
     rows = tokens.chats(["What is thing 7 ?", "What is " + "a " * 300 + "?"])
     read = [[token for token in row if token] for row in rows.tolist()]
     assert tokens.ids(["<user> What is thing 7 ?<end><assistant>"]) == read[:1]
-    assert len(read[1]) == language.HEAD_TOKENS + language.TAIL_TOKENS + 3
+    assert len(read[1]) == lm_teacher.HEAD_TOKENS + lm_teacher.TAIL_TOKENS + 3
     assert tokens.texts(read[:1]) == ["What is thing 7 ?"]
     whole, cut = tokens.whole(["a thing .", "a " * 99], 5).tolist()
     assert whole == [*tokens.ids(["a thing ."])[0], tokens.end, *[0] * (len(whole) - 4)]
@@ -52,7 +57,7 @@ def test_a_prompt_is_read_as_a_turn_without_a_system_prompt(model: str) -> None:
 
 
 def test_padding_and_what_stands_behind_change_nothing_that_is_read(model: str) -> None:
-    body, tokens = language.Reader(model).eval(), language.Tokens(model)
+    body, tokens = lm_teacher.Reader(model).eval(), lm_teacher.Tokens(model)
     rows = torch.tensor(tokens.chats(["What is thing 7 ?", "Write a long story about thing 8 ."]))
     with torch.no_grad():
         both, alone = body(rows), body(rows[:1, : int((rows[0] != 0).sum())])
@@ -64,7 +69,9 @@ def test_it_learns_to_ask_what_the_corpus_asks(model: str) -> None:
     frame = pretrained.corpus().drop_duplicates("prompt_id")[::3]
     texts, said = [f"{text[:-1]} {text[-1]}" for text in frame.prompt], []
     known = frozenset(texts[::2])
-    asked = asking.ask(texts, list(frame.source), model, 60, ASKING, known=known, progress=said.append)
+    asked = synthetic_prompts.ask(
+        texts, list(frame.source), model, 60, ASKING, known=known, progress=said.append
+    )
     begins = {"stories": "Write a long story about", "questions": "What is"}
     like = [each.text.startswith(begins[each.source]) for each in asked]
     assert len(asked) > 20 and np.mean(like) > 0.9
@@ -94,9 +101,9 @@ def test_it_foretells_that_stories_are_longer_than_questions(chats: Prepared, mo
 
 def test_it_learns_how_answers_begin(chats: Prepared, model: str) -> None:
     assert chats.answers is not None
-    body = language.Reader(model)
+    body = lm_teacher.Reader(model)
     net = teachers.with_head(body, chats, EDGES)
-    task = language.AnswerBeginnings(chats.answers, body, len(chats.models))
+    task = lm_teacher.AnswerBeginnings(chats.answers, body, len(chats.models))
     rows = torch.tensor(chats.rows(TRAIN)[:8])
     pieces = torch.tensor(chats.pieces[chats.prompt[rows]])
     shown = (pieces, torch.arange(8), rows, torch.tensor(chats.model[rows]))
@@ -166,13 +173,13 @@ def forecasts(chats: Prepared, noise: float) -> np.ndarray:
 
 def test_the_better_teacher_has_the_bigger_share(chats: Prepared) -> None:
     said = [forecasts(chats, noise) for noise in (2.0, 0.2)]
-    together = mixture.fit(said, chats, EDGES)
+    together = ensemble.fit(said, chats, EDGES)
     ((worse, better),) = together.shares()
     assert worse < 0.25 and better > 0.75
     (worse_factor,), (better_factor,) = together.factor.exp().tolist()
     assert worse_factor < better_factor
     rows, none = chats.rows(HELD_OUT), [np.zeros(len(chats.pieces), dtype=bool)] * 2
-    found = mixture.targets(together, said, chats, none, 0.7)
+    found = ensemble.targets(together, said, chats, none, 0.7)
     label = labels.range_of(chats.length[rows], EDGES)
 
     def loss(told: np.ndarray) -> float:
@@ -184,8 +191,8 @@ def test_the_better_teacher_has_the_bigger_share(chats: Prepared) -> None:
 def test_a_training_prompt_is_mostly_what_those_say_that_never_read_it(chats: Prepared) -> None:
     said = [forecasts(chats, noise) for noise in (0.3, 0.4)]
     unread = [teachers.fold_of(chats, number, 4) for number in range(2)]
-    even = mixture.fit(said, replace(chats, part=np.full_like(chats.part, TRAIN)), EDGES)
-    found = mixture.targets(even, said, chats, unread, 0.7).astype(np.float64)
+    even = ensemble.fit(said, replace(chats, part=np.full_like(chats.part, TRAIN)), EDGES)
+    found = ensemble.targets(even, said, chats, unread, 0.7).astype(np.float64)
     both = np.mean([each.astype(np.float64) for each in said], axis=0)
     by_first = unread[0][chats.prompt] & (chats.part == TRAIN)
     np.testing.assert_allclose(found[by_first], (0.7 * said[0] + 0.3 * both)[by_first], atol=2e-3)
@@ -195,6 +202,6 @@ def test_a_training_prompt_is_mostly_what_those_say_that_never_read_it(chats: Pr
 
 def test_what_is_no_language_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        language.Tokens(str(tmp_path))
+        lm_teacher.Tokens(str(tmp_path))
     with pytest.raises(DataError, match="cannot be read"):
-        language.Reader(str(tmp_path))
+        lm_teacher.Reader(str(tmp_path))

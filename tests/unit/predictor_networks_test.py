@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from predictor import export, features, lexical, networks, views
-from predictor.pieces import padded
+from predictor import features
+from predictor.data import views
+from predictor.training import export, lexical, networks
+from predictor.wordpiece import padded
 
 PIECES = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 10], [2, 3, 0, 0, 0]])
 VIEWS, MODELS, RANGES = 4, 3, 7

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.pieces import LONGEST_PIECES, Pieces, padded
+from predictor.wordpiece import LONGEST_PIECES, Pieces, padded
 
 VOCABULARY = (
     *("[PAD]", "[unused0]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"),

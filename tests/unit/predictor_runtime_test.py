@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from gateway import config
-from predictor import runtime
+from predictor import onnx_forecaster
 from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, KINDS, SHIPPED
-from predictor.current import CurrentForecaster
 from predictor.errors import ArtifactError
-from predictor.runtime import Features, OnnxForecaster
+from predictor.hot_reload import CurrentForecaster
+from predictor.onnx_forecaster import Features, OnnxForecaster
 
 STORY = "Write a detailed story of a dragon who learns to play the piano."
 CAPITAL = "What is the capital of France?"
@@ -25,7 +25,7 @@ def forecaster(request: pytest.FixtureRequest) -> OnnxForecaster:
 
 
 def test_the_default_is_one_of_those_shipped() -> None:
-    assert runtime.load().name == DEFAULT_NAME
+    assert onnx_forecaster.load().name == DEFAULT_NAME
     assert (SHIPPED / DEFAULT_NAME).is_dir()
 
 
@@ -44,7 +44,7 @@ def test_one_word_chooses_what_a_gateway_forecasts_with(word: str, tmp_path: Pat
 
 def test_a_folder_is_served_whatever_its_name(tmp_path: Path) -> None:
     shutil.copytree(SHIPPED / KINDS["lexical"], tmp_path / "small")
-    assert runtime.load(tmp_path / "small").name == KINDS["lexical"]
+    assert onnx_forecaster.load(tmp_path / "small").name == KINDS["lexical"]
 
 
 def test_a_story_is_forecast_longer_than_a_capital(forecaster: OnnxForecaster) -> None:
@@ -97,22 +97,22 @@ def test_the_card_says_what_it_was_made_from(forecaster: OnnxForecaster) -> None
 
 def test_a_missing_a_damaged_and_a_foreign_artifact_say_why(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"card\.json is missing"):
-        runtime.load(tmp_path)
+        onnx_forecaster.load(tmp_path)
     copy = tmp_path / "copy"
     shutil.copytree(SHIPPED / DEFAULT_NAME, copy)
     graph = copy / GRAPH_FILE
     graph.write_bytes(graph.read_bytes()[:-1])
     with pytest.raises(ArtifactError, match="damaged"):
-        runtime.load(copy)
+        onnx_forecaster.load(copy)
     card = json.loads((copy / CARD_FILE).read_text("utf-8"))
     (copy / CARD_FILE).write_text(json.dumps({**card, "format": 99}), "utf-8")
     with pytest.raises(ArtifactError, match="format 99"):
-        runtime.load(copy)
+        onnx_forecaster.load(copy)
 
 
 def test_serving_loads_neither_torch_nor_scikit_learn() -> None:
     program = (
-        "import sys; from predictor import runtime; runtime.load();"
+        "import sys; from predictor import runtime; onnx_forecaster.load();"
         "print(sorted({'torch', 'sklearn', 'scipy', 'pandas', 'transformers', 'onnx'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -12,12 +12,12 @@ import pytest
 
 from predictor.artifact import KINDS, LEXICAL_NAME, SHIPPED, digest_of, export, write
 from predictor.artifact import read as read_artifact
-from predictor.current import CurrentForecaster
-from predictor.dataset import file_digest, prompt_percent, read
+from predictor.data.dataset import file_digest, prompt_percent, read
 from predictor.errors import ArtifactError, DataError, RefusedUpdate
-from predictor.outcomes import NEWEST, OutcomeLog
-from predictor.runtime import Features, OnnxForecaster
-from predictor.update import HELD_OUT_PERCENT, update
+from predictor.hot_reload import CurrentForecaster
+from predictor.onnx_forecaster import Features, OnnxForecaster
+from predictor.outcome_log import NEWEST, OutcomeLog
+from predictor.update.update import HELD_OUT_PERCENT, update
 
 LEXICAL = SHIPPED / LEXICAL_NAME
 STORY = "Write a story about a fox and a lighthouse."
@@ -136,7 +136,7 @@ def test_what_a_gateway_kept_is_learned_from_without_a_conversion(tmp_path: Path
 def test_a_folder_of_outcomes_keeps_the_newest_and_goes_on_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("predictor.outcomes.MOST_LINES", 10)
+    monkeypatch.setattr("predictor.outcome_log.MOST_LINES", 10)
     for start in (0, 18):
         kept = OutcomeLog(tmp_path)
         for number in range(start, start + 18):
@@ -178,7 +178,7 @@ def test_outcomes_are_read_whole_while_a_gateway_adds_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None twice and none left out, whatever was renamed between a look and the next."""
-    monkeypatch.setattr("predictor.outcomes.MOST_LINES", 40)
+    monkeypatch.setattr("predictor.outcome_log.MOST_LINES", 40)
     kept, added = OutcomeLog(tmp_path), 80
     for number in range(added):
         kept.add(Features("q", "m"), number + 1)

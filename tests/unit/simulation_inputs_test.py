@@ -19,9 +19,9 @@ from mico.simulation.figures import named_order
 from mico.simulation.queries import Query
 from mico.simulation.specification import KV_TOKENS_PER_SLOT, capacity_qps, sites_of
 from mico.simulation.workloads import classed
-from predictor.dataset import HELD_OUT_PERCENT, prompt_percent
-from predictor.outcomes import OutcomeLog
-from predictor.runtime import Features
+from predictor.data.dataset import HELD_OUT_PERCENT, prompt_percent
+from predictor.onnx_forecaster import Features
+from predictor.outcome_log import OutcomeLog
 
 QUERIES = [Query(i, float(i), 100, 1 + i % 50) for i in range(300)]
 

@@ -15,8 +15,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from predictor import calibrate
 from predictor.features import DENSE
+from predictor.training import calibrate
 
 OPSET = 17
 BERT_EPSILON = 1e-12

@@ -14,8 +14,8 @@ from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp, softmax
 from sklearn.linear_model import LogisticRegression
 
-from predictor.labels import range_of
-from predictor.metrics import coverage, quantile
+from predictor.data.labels import range_of
+from predictor.evaluation.metrics import coverage, quantile
 
 Floats = NDArray[np.float64]
 

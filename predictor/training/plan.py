@@ -1,13 +1,14 @@
 """The recipes of the kinds that are distilled from an encoder, and from a language model where one is given.
 
-Values alone; `predictor/train.py` follows them.
+Values alone; `predictor/training/train.py` follows them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from predictor import asking, foretell, learn, lexical, networks
+from predictor.training import foretell, learn, lexical, networks
+from predictor.training.distillation import synthetic_prompts
 
 ENCODER = learn.Recipe(
     epochs=4,
@@ -41,7 +42,7 @@ STUDENT = learn.Recipe(
     seed=3,
 )
 MASKED = foretell.Masked()
-ASKING = asking.Asking()
+ASKING = synthetic_prompts.Asking()
 MODELS = lexical.HeadConfig(epochs=2, learning_rate=5e-4, input_noise=0.1, hidden_dropout=0.2)
 KEPT = networks.TrimmedConfig()
 LARGE = networks.TrimmedConfig((networks.LayerConfig(12, 1280),) * 6)
@@ -67,7 +68,7 @@ class Plan:
     """So many of the vocabulary's pieces, the commonest."""
     mixed_prompts: int = 250_000
     asked_prompts: int = 0
-    asking: asking.Asking = ASKING
+    asking: synthetic_prompts.Asking = ASKING
     seed: int = 5
 
 

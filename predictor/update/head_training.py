@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import softmax
 
-from predictor import calibrate, graft, labels, lexical
+from predictor.data import labels
+from predictor.training import calibrate, lexical, onnx_head
 
 Progress = Callable[[str], None]
 OWN_SHARPNESS_ROWS = 25
@@ -38,9 +39,9 @@ class Outcomes:
 class Weights(NamedTuple):
     """What of an artifact may change: its head, and a factor and a shift for each model; and its kinds."""
 
-    head: dict[str, graft.Array]
-    sharpness: graft.Array
-    shift: graft.Array
+    head: dict[str, onnx_head.Array]
+    sharpness: onnx_head.Array
+    shift: onnx_head.Array
     kinds: calibrate.Kinds
 
     def logits(self, rows: Outcomes) -> NDArray[np.float64]:
@@ -50,7 +51,7 @@ class Weights(NamedTuple):
 
     def reached(self, rows: Outcomes, shift: calibrate.Floats | float = 0.0) -> NDArray[np.float64]:
         """What share the p90 of each row is thought to reach before it is bent."""
-        seen = graft.standardised(self.head, rows.inputs)[rows.prompt]
+        seen = onnx_head.standardised(self.head, rows.inputs)[rows.prompt]
         return self.kinds.reached_by(seen, shift)
 
 
@@ -64,7 +65,7 @@ class Lesson:
     seed: int
     progress: Progress
 
-    def tuned(self, own: Outcomes, steps: int) -> dict[str, graft.Array]:
+    def tuned(self, own: Outcomes, steps: int) -> dict[str, onnx_head.Array]:
         """The head after learning from some outcomes.
 
         What is rehearsed keeps the forecasts it had; without a rehearsal only the rows of the outcomes'
@@ -89,7 +90,7 @@ class Lesson:
         tuned = lexical.tune(net, both.inputs, rows, config, self.progress, only_models=alone)
         return self._kept(lexical.state_of(tuned), own)
 
-    def _kept(self, tuned: dict[str, graft.Array], own: Outcomes) -> dict[str, graft.Array]:
+    def _kept(self, tuned: dict[str, onnx_head.Array], own: Outcomes) -> dict[str, onnx_head.Array]:
         """Without a rehearsal nothing keeps the other models where they were, so they are put back."""
         if self.rehearsed is None:
             before = self.begin.head["models.weight"]

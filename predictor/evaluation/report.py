@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor import metrics
 from predictor.errors import DataError
+from predictor.evaluation import metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

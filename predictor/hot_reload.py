@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from predictor.artifact import CARD_FILE, folder_of, read_card
-from predictor.borrow import BorrowingForecaster
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
-from predictor.runtime import Features, OnnxForecaster
+from predictor.onnx_forecaster import Features, OnnxForecaster
+from predictor.unseen_models import BorrowingForecaster
 
 
 class CurrentForecaster:

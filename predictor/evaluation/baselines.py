@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from predictor import metrics
+from predictor.evaluation import metrics
 
 Floats = NDArray[np.float64]
 SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 512

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from predictor.labels import range_of
-from predictor.prepare import CALIBRATION, TRAIN, Prepared
+from predictor.data.labels import range_of
+from predictor.data.prepare import CALIBRATION, TRAIN, Prepared
 
 LEAST_ROWS = 400
 """A served model with fewer on the calibration prompts shares its shares with the others of the kind."""

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.answers import OCTAVES, SHAPES, Answers
-from predictor.networks import LengthNet
-from predictor.prepare import TRAIN, Prepared
+from predictor.data.answers import OCTAVES, SHAPES, Answers
+from predictor.data.prepare import TRAIN, Prepared
+from predictor.training.networks import LengthNet
 
 MASK = "[MASK]"
 PROMPT_PIECES = 64

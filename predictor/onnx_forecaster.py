@@ -19,7 +19,7 @@ from predictor.artifact import GRAPH_FILE, Card, folder_of, read
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
-from predictor.pieces import Pieces, padded
+from predictor.wordpiece import Pieces, padded
 
 __all__ = ["Features", "Forecaster", "HistogramForecaster", "OnnxForecaster", "load"]
 

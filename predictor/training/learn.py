@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from predictor.foretell import Beside
-from predictor.labels import soft_targets
-from predictor.lexical import UNKNOWN_MODEL
-from predictor.networks import LengthNet
-from predictor.pieces import LONGEST_PIECES, UNKNOWN, WIDTH_STEP
-from predictor.prepare import Prepared
+from predictor.data.labels import soft_targets
+from predictor.data.prepare import Prepared
+from predictor.training.foretell import Beside
+from predictor.training.lexical import UNKNOWN_MODEL
+from predictor.training.networks import LengthNet
+from predictor.wordpiece import LONGEST_PIECES, UNKNOWN, WIDTH_STEP
 
 Progress = Callable[[str], None]
 AVERAGED_FROM = 0.3

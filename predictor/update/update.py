@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from predictor import artifact as artifacts
-from predictor import calibrate, dataset, graft, labels, lexical, metrics
+from predictor.data import dataset, labels
 from predictor.errors import DataError, RefusedUpdate
-from predictor.lesson import Lesson, Outcomes, Weights, best_steps, calibrated
+from predictor.evaluation import metrics
+from predictor.training import calibrate, lexical, onnx_head
+from predictor.update.head_training import Lesson, Outcomes, Weights, best_steps, calibrated
 
 Progress = Callable[[str], None]
 HELD_OUT_PERCENT, CALIBRATION_PERCENT = 20, 15
@@ -142,7 +144,7 @@ def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
     row = {name.casefold(): index for index, name in enumerate(served.models)}
     row |= {alias.casefold(): row[name.casefold()] for alias, name in served.card.aliases.items()}
     return Outcomes(
-        graft.inputs_of(served.graph, served.vocabulary, list(prompts.prompt), progress),
+        onnx_head.inputs_of(served.graph, served.vocabulary, list(prompts.prompt), progress),
         frame.prompt_id.map(place).to_numpy(dtype=np.int64),
         frame.model.str.casefold().map(row).fillna(lexical.UNKNOWN_MODEL).to_numpy(dtype=np.int64),
         frame.response_tokens.to_numpy(dtype=np.int64),
@@ -163,7 +165,7 @@ def _with_new_models(served: Served, rows: Outcomes) -> Weights:
 
 
 def _nearest(
-    head: dict[str, graft.Array], sharpness: graft.Array, rows: Outcomes, edges: tuple[int, ...]
+    head: dict[str, onnx_head.Array], sharpness: onnx_head.Array, rows: Outcomes, edges: tuple[int, ...]
 ) -> int:
     """The known model with the least log loss on some rows of another."""
     chosen = slice(0, NEAREST_ROWS)
@@ -202,7 +204,10 @@ def _elsewhere(
 def _serving(served: Served) -> Weights:
     graph = served.graph
     return Weights(
-        graft.head_of(graph), graft.sharpness_of(graph), graft.shift_of(graph), graft.kinds_of(graph)
+        onnx_head.head_of(graph),
+        onnx_head.sharpness_of(graph),
+        onnx_head.shift_of(graph),
+        onnx_head.kinds_of(graph),
     )
 
 
@@ -228,7 +233,7 @@ def _demand_no_loss(before: Figures, after: Figures, margin: float) -> None:
 
 
 def _write(artifact: Path, out: Path, served: Served, weights: Weights, learned: dict[str, Any]) -> None:
-    graph = graft.with_head(served.graph, weights.head, weights.sharpness, weights.shift)
+    graph = onnx_head.with_head(served.graph, weights.head, weights.sharpness, weights.shift)
     before = served.card.trained_on
     card = replace(
         served.card,

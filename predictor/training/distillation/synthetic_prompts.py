@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.augment import Asked
-from predictor.language import Reader, Tokens
-from predictor.learn import Descent, Draw, Recipe
+from predictor.data.augment import Asked
+from predictor.training.distillation.lm_teacher import Reader, Tokens
+from predictor.training.learn import Descent, Draw, Recipe
 
 Progress = Callable[[str], None]
 MOST_TRIES = 4

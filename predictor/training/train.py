@@ -15,25 +15,14 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from predictor import (
-    artifact,
-    asking,
-    augment,
-    dataset,
-    export,
-    features,
-    labels,
-    learn,
-    lexical,
-    networks,
-    prepare,
-    teachers,
-    views,
-)
+from predictor import artifact, features
+from predictor.data import augment, dataset, labels, prepare, views
+from predictor.data.sources import MODEL_LICENCES, UNSTATED
 from predictor.errors import DataError
-from predictor.finish import Trained, finish, places
-from predictor.plan import LANGUAGE_PLANS, PLANS, Plan
-from predictor.sources import MODEL_LICENCES, UNSTATED
+from predictor.training import export, learn, lexical, networks
+from predictor.training.distillation import synthetic_prompts, teachers
+from predictor.training.finish import Trained, finish, places
+from predictor.training.plan import LANGUAGE_PLANS, PLANS, Plan
 
 Progress = Callable[[str], None]
 KINDS = ("lexical", *PLANS)
@@ -195,7 +184,7 @@ def _asked(
     frame: pd.DataFrame, language_model: str, plan: Plan, device: str, progress: Progress
 ) -> list[augment.Asked]:
     prompts = dataset.split(frame).train.drop_duplicates("prompt_id")
-    return asking.ask(
+    return synthetic_prompts.ask(
         list(prompts.prompt),
         list(prompts.source),
         language_model,

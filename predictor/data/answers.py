@@ -1,6 +1,6 @@
 """How answers begin and what shape they have, where a corpus has their texts in its column `answer`.
 
-Does not learn from them: `predictor/foretell.py` does.
+Does not learn from them: `predictor/training/foretell.py` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from predictor.pieces import Pieces
+from predictor.wordpiece import Pieces
 
 COLUMN = "answer"
 FIRST_PIECES = 20

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.answers import OCTAVES, SHAPES, Answers
+from predictor.data.answers import OCTAVES, SHAPES, Answers
 from predictor.errors import DataError
-from predictor.foretell import HIDDEN, Beside
-from predictor.networks import LengthNet
-from predictor.pieces import padded
+from predictor.training.foretell import HIDDEN, Beside
+from predictor.training.networks import LengthNet
+from predictor.wordpiece import padded
 
 HEAD_TOKENS, TAIL_TOKENS = 110, 60
 """Of a longer prompt only its beginning and end are read."""

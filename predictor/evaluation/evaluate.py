@@ -14,13 +14,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from predictor import dataset, metrics, peers
 from predictor.artifact import LEXICAL_NAME, SHIPPED, folder_of
+from predictor.data import dataset
+from predictor.data.labels import range_of
 from predictor.errors import DataError
-from predictor.labels import range_of
-from predictor.report import demand_plots
-from predictor.report import write as write_report
-from predictor.runtime import Features, OnnxForecaster
+from predictor.evaluation import baselines, metrics
+from predictor.evaluation.report import demand_plots
+from predictor.evaluation.report import write as write_report
+from predictor.onnx_forecaster import Features, OnnxForecaster
 
 Progress = Callable[[str], None]
 MAX_LENGTHS = (512, 1024, 2048)
@@ -48,7 +49,7 @@ def evaluate(
 
     `out` writes a parquet file with a row for each row of the data, also for those that nobody answered and
     that no score counts; `report` a folder with a table and plots;
-    `held_out_only` looks only at the prompts that `predictor.dataset.split` keeps out of training. Raises
+    `held_out_only` looks only at prompts that `predictor.data.dataset.split` keeps out of training. Raises
     DataError, ArtifactError.
     """
     if report is not None:
@@ -83,7 +84,7 @@ def evaluate(
                 "known_model": forecaster.knows(str(model)),
                 **scores(rows, found.probabilities[own], forecaster.card.edges),
                 "lexical": brief(rows, baseline.probabilities[own], lexical.card.edges),
-                "peers": peers.scores(rows),
+                "peers": baselines.scores(rows),
                 "ceiling": ceiling(frame, rows),
             }
         )

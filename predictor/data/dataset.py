@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor.errors import DataError
-from predictor.outcomes import contents, rows_of
+from predictor.outcome_log import contents, rows_of
 
 NEEDED = ("source", "prompt_id", "prompt", "model", "response_tokens")
 TEXTS = ("source", "prompt", "model")

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from predictor import foretell, language, learn, lexical, mixture, networks
-from predictor.plan import Plan
-from predictor.prepare import TRAIN, Prepared
+from predictor.data.prepare import TRAIN, Prepared
+from predictor.training import foretell, learn, lexical, networks
+from predictor.training.distillation import ensemble, lm_teacher
+from predictor.training.plan import Plan
 
 Progress = Callable[[str], None]
 HEAD_HIDDEN = 256
@@ -61,7 +62,7 @@ def teach(  # noqa: PLR0917 - each is of another type
         said.append(_said(net, data, unread, number < plan.matched, device))
         first = first or net.body.encoder.cpu()
     if language_model is not None:
-        chats = chats_of(data, language.Tokens(language_model))
+        chats = chats_of(data, lm_teacher.Tokens(language_model))
         for number, recipe in enumerate(plan.language_models):
             progress(f"teacher {len(said) + 1}, a language model")
             unread = fold_of(data, number, len(plan.language_models) if plan.folds else 1)
@@ -69,19 +70,19 @@ def teach(  # noqa: PLR0917 - each is of another type
             net = language_teacher(own, language_model, recipe, edges, device, progress)
             said.append(_said(net, chats, unread, number < plan.matched, device))
     probabilities = [each.probabilities for each in said]
-    together = mixture.fit(probabilities, data, edges, device)
+    together = ensemble.fit(probabilities, data, edges, device)
     progress(f"teachers' shares, by group of models: {together.shares()}")
     unread_by = [each.unread for each in said]
-    target = mixture.targets(together, probabilities, data, unread_by, plan.unread_share)
+    target = ensemble.targets(together, probabilities, data, unread_by, plan.unread_share)
     reads = [each.read for each in said if each.read is not None]
     return Lessons(learn.Taught(target, np.concatenate(reads, axis=1)), first)
 
 
-def chats_of(data: Prepared, tokens: language.Tokens) -> Prepared:
+def chats_of(data: Prepared, tokens: lm_teacher.Tokens) -> Prepared:
     """The same in a language model's tokens: prompts as turns of a chat, and the answers' beginnings."""
     answers = data.answers
     if answers is not None:
-        answers = answers._replace(first=tokens.whole(answers.texts, language.ANSWER_TOKENS))
+        answers = answers._replace(first=tokens.whole(answers.texts, lm_teacher.ANSWER_TOKENS))
     return replace(data, pieces=tokens.chats(data.texts), vocabulary=(), answers=answers)
 
 
@@ -122,9 +123,9 @@ def language_teacher(  # noqa: PLR0917 - each is of another type
 ) -> networks.LengthNet:
     """A language model that learns lengths and, where there are answers, how these begin."""
     torch.manual_seed(recipe.seed)
-    body, beside = language.Reader(language_model), None
+    body, beside = lm_teacher.Reader(language_model), None
     if chats.answers is not None:
-        beside = language.AnswerBeginnings(chats.answers, body, len(chats.models))
+        beside = lm_teacher.AnswerBeginnings(chats.answers, body, len(chats.models))
     net, rows = with_head(body, chats, edges), chats.rows(TRAIN)
     return learn.fit(net, chats, rows, edges, recipe, beside=beside, device=device, progress=progress)
 

@@ -15,9 +15,12 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import softmax
 
-from predictor import artifact, calibrate, dataset, graft, lexical, metrics
-from predictor.runtime import Features, OnnxForecaster
-from predictor.sources import LICENCES, UNSTATED
+from predictor import artifact
+from predictor.data import dataset
+from predictor.data.sources import LICENCES, UNSTATED
+from predictor.evaluation import metrics
+from predictor.onnx_forecaster import Features, OnnxForecaster
+from predictor.training import calibrate, lexical, onnx_head
 
 Progress = Callable[[str], None]
 ALIASES = {"mico-demo": "text-davinci-003"}
@@ -84,9 +87,9 @@ def finish(
 def _calibrated(trained: Trained, rows: pd.DataFrame) -> bytes:
     """The graph with a sharpness for each model, fitted on rows that nothing was trained on."""
     prompts = rows.drop_duplicates("prompt_id")
-    inputs = graft.inputs_of(trained.graph, trained.vocabulary, list(prompts.prompt))
+    inputs = onnx_head.inputs_of(trained.graph, trained.vocabulary, list(prompts.prompt))
     served = places(rows.model, trained.models)
-    head = graft.head_of(trained.graph)
+    head = onnx_head.head_of(trained.graph)
     net = lexical.head_from(head)
     logits = lexical.logits_of(net, inputs, places(rows.prompt_id, prompts.prompt_id), served)
     factors = calibrate.sharpness_by_model(
@@ -96,25 +99,25 @@ def _calibrated(trained: Trained, rows: pd.DataFrame) -> bytes:
         trained.edges,
         len(trained.models),
     )
-    return graft.with_head(trained.graph, head, factors)
+    return onnx_head.with_head(trained.graph, head, factors)
 
 
 def _bent(trained: Trained, graph: bytes, parts: dataset.Split) -> tuple[bytes, dict[str, float]]:
     """The graph bent for the kinds of prompts that it tells apart, and the p90's coverage by source."""
-    head = graft.head_of(graph)
+    head = onnx_head.head_of(graph)
     by_source = parts.train.drop_duplicates(["source", "prompt_id"]).groupby("source")
     shown = by_source.head(KIND_PROMPTS).reset_index(drop=True)
-    seen = graft.standardised(head, graft.inputs_of(graph, trained.vocabulary, list(shown.prompt)))
+    seen = onnx_head.standardised(head, onnx_head.inputs_of(graph, trained.vocabulary, list(shown.prompt)))
     kinds = calibrate.kinds_of(seen, shown.source.to_numpy(dtype=str))
 
     both = pd.concat([parts.calibration, parts.held_out], ignore_index=True)
     rows = both[both.model.isin(trained.models)].reset_index(drop=True)
     prompts = rows.drop_duplicates("prompt_id")
     owner, served = places(rows.prompt_id, prompts.prompt_id), places(rows.model, trained.models)
-    inputs = graft.inputs_of(graph, trained.vocabulary, list(prompts.prompt))
+    inputs = onnx_head.inputs_of(graph, trained.vocabulary, list(prompts.prompt))
     logits = lexical.logits_of(lexical.head_from(head), inputs, owner, served).astype(np.float64)
-    probabilities = softmax(logits * graft.sharpness_of(graph)[served][:, None], axis=1)
-    known, source = graft.standardised(head, inputs)[owner], rows.source.to_numpy(dtype=str)
+    probabilities = softmax(logits * onnx_head.sharpness_of(graph)[served][:, None], axis=1)
+    known, source = onnx_head.standardised(head, inputs)[owner], rows.source.to_numpy(dtype=str)
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     within = lengths <= metrics.quantile(probabilities, trained.edges, calibrate.STATED)
     crossed = np.zeros(len(rows), dtype=bool)
@@ -125,7 +128,7 @@ def _bent(trained: Trained, graph: bytes, parts: dataset.Split) -> tuple[bytes, 
         crossed[own] = lengths[own] <= metrics.quantile(moved, trained.edges, calibrate.STATED)
     many = (each for each in np.unique(source) if len(set(owner[source == each])) >= LEAST_COVERAGE_PROMPTS)
     told = {str(each): round(float(crossed[source == each].mean()), 4) for each in many}
-    return graft.with_kinds(graph, calibrate.fit_reached(kinds, known, within, source)), told
+    return onnx_head.with_kinds(graph, calibrate.fit_reached(kinds, known, within, source)), told
 
 
 def places(values: pd.Series[str], among: pd.Series[str] | tuple[str, ...]) -> NDArray[np.int64]:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from predictor import features
-from predictor.calibrate import Kinds
-from predictor.export import INPUTS, OWNER, SHIFT
-from predictor.pieces import Pieces, padded
+from predictor.training.calibrate import Kinds
+from predictor.training.export import INPUTS, OWNER, SHIFT
+from predictor.wordpiece import Pieces, padded
 
 Array = NDArray[np.float32]
 HEAD_NAMES = {

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictor.forecast import Forecast
-from predictor.runtime import UNKNOWN, UNKNOWN_ROW, Features, OnnxForecaster
+from predictor.onnx_forecaster import UNKNOWN, UNKNOWN_ROW, Features, OnnxForecaster
 
 MODELS = 64
 """So many strangers are followed, the longest unseen forgotten."""

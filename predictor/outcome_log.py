@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from predictor.runtime import Features
+from predictor.onnx_forecaster import Features
 
 NEWEST, OLDER = "outcomes.jsonl", "outcomes.1.jsonl"
 MOST_LINES = 20_000

@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from predictor import augment, dataset, features, views
-from predictor.answers import COLUMN, Answers, answers_of
-from predictor.augment import Asked
-from predictor.pieces import LONGEST_PIECES, MARKS, Pieces
+from predictor import features
+from predictor.data import augment, dataset, views
+from predictor.data.answers import COLUMN, Answers, answers_of
+from predictor.data.augment import Asked
+from predictor.wordpiece import LONGEST_PIECES, MARKS, Pieces
 
 Progress = Callable[[str], None]
 TRAIN, CALIBRATION, HELD_OUT, MADE = range(4)

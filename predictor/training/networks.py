@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.lexical import Head, HeadConfig
-from predictor.pieces import LONGEST_PIECES, WIDTH_STEP
+from predictor.training.lexical import Head, HeadConfig
+from predictor.wordpiece import LONGEST_PIECES, WIDTH_STEP
 
 
 @dataclass(frozen=True, slots=True)
