@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.relay import Relay
-from bench.streams import Ended, Load, Watcher, add_options, soon, verdict, wrong_texts
+from bench.support.relay import Relay
+from bench.support.streams import Ended, Load, Watcher, add_options, soon, verdict, wrong_texts
 from mico import demo_model
 from mico.local.database import prepare
 from mico.local.federation import restart_dead, start_all, stop_all, wait_until_ready

@@ -34,7 +34,7 @@ from gateway.http.server import http_server
 from gateway.telemetry.history import Sample
 from gateway.telemetry.publisher import Watch
 from mico.local.plan import free_port
-from tests.browser import Browser, find_chromium
+from tests.support.browser import Browser, find_chromium
 
 KEY = "bench-key"
 CLOUDS = ("aws", "gcp", "azure", "on-prem")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.streams import Load, Watcher, add_options, soon, verdict, wrong_texts
+from bench.support.streams import Load, Watcher, add_options, soon, verdict, wrong_texts
 from infra.terraform.tests.workspace import SOURCE, Workspace, copy_tree
 from mico import demo_model
 from mico.local.plan import choose_ports

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from bench import roofline
-from bench.order import ORDERS, Order
-from bench.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
-from bench.workload import SHAPES, Query, lengths, queries
+from bench.support import roofline
+from bench.support.order import ORDERS, Order
+from bench.support.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
+from bench.support.workload import SHAPES, Query, lengths, queries
 from site_engine.core.request import Lane, Request, Sampling
 from site_engine.core.request_queue import POLICIES
 from site_engine.dense import DenseEngine

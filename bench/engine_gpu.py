@@ -22,11 +22,11 @@ import torch
 import transformers
 import triton
 
-from bench.forced import check, force_plain
-from bench.gpu_costs import ROWS, buckets, fixed_steps, kernels, prefill_rate, profile, seconds
-from bench.order import ORDERS
-from bench.peers import PEERS, room_for
-from bench.workload import SHAPES, queries
+from bench.support.forced import check, force_plain
+from bench.support.gpu_costs import ROWS, buckets, fixed_steps, kernels, prefill_rate, profile, seconds
+from bench.support.order import ORDERS
+from bench.support.peers import PEERS, room_for
+from bench.support.workload import SHAPES, queries
 from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import AdmissionQueue
 from site_engine.core.scheduler import Plan

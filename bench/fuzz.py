@@ -22,10 +22,10 @@ from typing import Any
 
 import httpx
 
-from bench.asking import closed_loop, stats
-from bench.contenders import Contender, Place, mico, upstream
-from bench.mischief import Draw, Findings, campaign, huge_in_chunks, one
-from bench.upstream import MODEL
+from bench.support.asking import closed_loop, stats
+from bench.support.contenders import Contender, Place, mico, upstream
+from bench.support.mischief import Draw, Findings, campaign, huge_in_chunks, one
+from bench.support.upstream import MODEL
 
 PARTS = 10
 SETTLED_WITHIN_S = 30.0

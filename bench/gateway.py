@@ -26,8 +26,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.asking import Connection, Tally, closed_loop, open_loop, quantile_ms, request, stats
-from bench.contenders import CONTENDERS, Contender, Place, mico, process, tools_of, upstream
+from bench.support.asking import Connection, Tally, closed_loop, open_loop, quantile_ms, request, stats
+from bench.support.contenders import CONTENDERS, Contender, Place, mico, process, tools_of, upstream
 
 UNARY_TOKENS = 16
 STREAM_TOKENS = 150

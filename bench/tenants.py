@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 from sqlalchemy import select
 
-from bench.stand_in import TOKEN, StandIn
+from bench.support.stand_in import TOKEN, StandIn
 from gateway.quotas.limits import WINDOW_S, Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.database import open_engine

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.local_federation import LocalFederation, eventually
-from tests.tiny_model import write_tiny_model
+from tests.support.local_federation import LocalFederation, eventually
+from tests.support.tiny_model import write_tiny_model
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = Path(os.environ.get("MICO_CLIENTS", "/nowhere"))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai import APIError, NotFoundError, OpenAI
 
-from tests.local_federation import LocalFederation, eventually
+from tests.support.local_federation import LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
 

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletion
 
-from tests.local_federation import LocalFederation, mico
+from tests.support.local_federation import LocalFederation, mico
 
 pytestmark = pytest.mark.e2e
 

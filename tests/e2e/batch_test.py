@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.local_federation import LocalFederation, mico
+from tests.support.local_federation import LocalFederation, mico
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 from mico.cli import app, main
-from tests.local_federation import LocalFederation, eventually
+from tests.support.local_federation import LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
 

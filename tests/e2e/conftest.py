@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.local_federation import LocalFederation
-from tests.tiny_model import write_tiny_model
+from tests.support.local_federation import LocalFederation
+from tests.support.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import Browser, find_chromium
-from tests.local_federation import LocalFederation, mico
+from tests.support.browser import Browser, find_chromium
+from tests.support.local_federation import LocalFederation, mico
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.local_federation import COMMAND_WITHIN_S, LocalFederation, eventually
+from tests.support.local_federation import COMMAND_WITHIN_S, LocalFederation, eventually
 
 pytestmark = pytest.mark.e2e
 

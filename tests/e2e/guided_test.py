@@ -9,7 +9,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.local_federation import LocalFederation, mico
+from tests.support.local_federation import LocalFederation, mico
 
 pytestmark = pytest.mark.e2e
 

@@ -19,8 +19,8 @@ from openai import APIError
 from mico.local.plan import toml
 from site_engine.config import SiteConfig
 from site_engine.remote.process import serve
-from tests.local_federation import LocalFederation, eventually
-from tests.site_gateway import TOKEN, Gateway, Session, serving
+from tests.support.local_federation import LocalFederation, eventually
+from tests.support.site_gateway import TOKEN, Gateway, Session, serving
 from wire import federation_pb2 as pb
 
 pytestmark = pytest.mark.e2e
@@ -178,7 +178,7 @@ def foreign(federation: LocalFederation, name: str, folder: Path) -> Iterator[su
     folder.mkdir()
     port = tomllib.loads(federation.folder.config("gateway").read_text())["grpc_port"]
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.openai_server"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-m", "tests.support.openai_server"], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert server.stdout is not None
     settings = {

@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.announced import CERTIFIED, CLIENTS, SITES, port_of
-from tests.openai_server import OpenAIServer, openai_server
+from tests.support.announced import CERTIFIED, CLIENTS, SITES, port_of
+from tests.support.openai_server import OpenAIServer, openai_server
 
 pytestmark = pytest.mark.e2e
 

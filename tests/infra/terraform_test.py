@@ -304,7 +304,7 @@ LOCAL_STATE = 'terraform {\n  backend "local" {}\n}\n'
 
 
 def test_a_spoilt_argument_is_noticed(workspace: Workspace, outcomes: object) -> None:
-    """A sample; all of them: python -m bench.mutants."""
+    """A sample; all of them: python -m bench.studies.mutants."""
     pools = {"pool-aws": "balancer.tf", "pool-gcp": "balancer.tf", "pool-azure": "balancer.tf"}
     unnoticed = []
     for pool, file in pools.items():

@@ -18,7 +18,7 @@ from gateway.query.answer import answer
 from gateway.store.database import open_engine
 from gateway.store.queries import Reads
 from gateway.telemetry.publisher import Watch
-from tests.fakes.edge import error_of
+from tests.support.fakes.edge import error_of
 
 
 def test_a_query_is_not_explained_without_the_database_and_the_page_is_told_so(tmp_path: Path) -> None:

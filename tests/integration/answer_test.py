@@ -27,7 +27,7 @@ from gateway.query.forecasting import Forecasts
 from gateway.routing.failover import MOST_MOVES
 from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features
-from tests.fakes.federation import DEADLINE_S, FlatForecaster, Scene, ScriptedSite, scene, until
+from tests.support.fakes.federation import DEADLINE_S, FlatForecaster, Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from gateway.domain import Caller, Delta, Finish, Opening, Query, TokenLogprob, Usage
 from gateway.errors import ContextTooLong
-from tests.fakes.edge import (
+from tests.support.fakes.edge import (
     MODEL,
     NESTED,
     OPENING,

@@ -13,8 +13,8 @@ import pytest
 from openai.types import Batch, FileObject
 
 from migrations import upgrade
-from tests.batch_replica import Replica, chat_line, jsonl, replica
-from tests.fakes.edge import error_of
+from tests.support.batch_replica import Replica, chat_line, jsonl, replica
+from tests.support.fakes.edge import error_of
 
 Scenario = Callable[[Replica], Coroutine[Any, Any, None]]
 

@@ -11,7 +11,7 @@ import pytest
 from gateway import errors
 from gateway.domain import Piece, Query
 from gateway.openai.error_body import translate
-from tests.fakes.edge import MODEL, Edge, chat, chat_body, error_of, fail, run, say
+from tests.support.fakes.edge import MODEL, Edge, chat, chat_body, error_of, fail, run, say
 
 TREE = [
     (

@@ -13,8 +13,8 @@ import pytest
 from gateway.domain import Status
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
-from tests.fakes.edge import CALLERS, KEY, Edge, Script, on_loopback
-from tests.fakes.federation import Scene, scene, until
+from tests.support.fakes.edge import CALLERS, KEY, Edge, Script, on_loopback
+from tests.support.fakes.federation import Scene, scene, until
 from wire import federation_pb2 as pb
 
 DEADLINE_S = 60.0

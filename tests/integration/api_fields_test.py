@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 from gateway.domain import Sampling
 from gateway.errors import ContextTooLong
 from gateway.prompt import Chat, Message
-from tests.fakes.edge import MODEL, Edge, chat, error_of, fail, post, refused, run, text
+from tests.support.fakes.edge import MODEL, Edge, chat, error_of, fail, post, refused, run, text
 
 
 def asked(**fields: Any) -> Sampling:

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.domain import Delta, Finish, Query, Usage
 from gateway.errors import Overloaded
-from tests.fakes.edge import KEY, OPENING, Script, chat_body, on_loopback
+from tests.support.fakes.edge import KEY, OPENING, Script, chat_body, on_loopback
 
 DEADLINE_S = 60.0
 

@@ -13,7 +13,7 @@ from litestar.params import FromPath, FromQuery
 
 from gateway.domain import Delta
 from gateway.http.backend import Readiness
-from tests.fakes.edge import (
+from tests.support.fakes.edge import (
     MODEL,
     OPENING,
     Edge,

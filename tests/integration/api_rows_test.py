@@ -10,7 +10,7 @@ import pytest
 from gateway.domain import Caller
 from gateway.quotas.book import Shown
 from gateway.quotas.limits import Kind
-from tests.fakes.edge import Edge, error_of, get, post, run
+from tests.support.fakes.edge import Edge, error_of, get, post, run
 
 ROWS = range(1, 81)
 NUMBERED = re.compile(r"test_rows?_((?:\d+_(?:(?:to|and)_)?)+)")

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from gateway.domain import Delta, Finish, Piece, Query, Usage
 from gateway.errors import Overloaded, UpstreamLost
-from tests.fakes.edge import (
+from tests.support.fakes.edge import (
     MODEL,
     OPENING,
     Edge,

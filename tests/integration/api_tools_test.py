@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.domain import Delta, Finish, Sampling, ToolCall, Usage
 from gateway.prompt import Chat
-from tests.fakes.edge import (
+from tests.support.fakes.edge import (
     MODEL,
     NESTED,
     OPENING,

@@ -36,9 +36,9 @@ from gateway.telemetry.publisher import Watch
 from gateway.telemetry.replicas import Others
 from gateway.telemetry.snapshot import Snapshot
 from migrations import upgrade
-from tests.fakes.edge import error_of
-from tests.fakes.federation import DEADLINE_S, Scene, scene, until
-from tests.fakes.store import outcome
+from tests.support.fakes.edge import error_of
+from tests.support.fakes.federation import DEADLINE_S, Scene, scene, until
+from tests.support.fakes.store import outcome
 
 ADMIN, USER = "admin-key", "user-key"
 BEARER = {"authorization": f"Bearer {ADMIN}"}

@@ -27,9 +27,9 @@ from gateway.federation.site_auth import Refusal
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.store.store import open_store
-from tests.announced import CLIENTS, SITES, port_of
-from tests.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback
-from tests.fakes.federation import DEADLINE_S, TOKEN, Scene, ScriptedSite, scene, until
+from tests.support.announced import CLIENTS, SITES, port_of
+from tests.support.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback
+from tests.support.fakes.federation import DEADLINE_S, TOKEN, Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
 

@@ -17,8 +17,8 @@ from gateway.http.server import http_server
 from gateway.listeners import open_doors
 from gateway.security.pki.authority import Authority
 from gateway.security.tls import CertificateFiles, grpc_credentials
-from tests.fakes.edge import Script
-from tests.fakes.federation import until
+from tests.support.fakes.edge import Script
+from tests.support.fakes.federation import until
 
 
 def put(authority: Authority, folder: Path) -> tuple[Path, Path]:

@@ -16,7 +16,7 @@ from gateway.http.app import create_http
 from gateway.http.backend import Answer, Readiness
 from gateway.http.server import Limits, http_server
 from gateway.security.login_limiter import MOST, Failures
-from tests.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say
+from tests.support.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say
 
 QUICK = Limits(connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]

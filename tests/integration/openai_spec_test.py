@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from bench.contenders import Contender, Place, mico, upstream
-from tests.openai_spec import SERVED, from_file, from_types, write
+from bench.support.contenders import Contender, Place, mico, upstream
+from tests.support.openai_spec import SERVED, from_file, from_types, write
 
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),

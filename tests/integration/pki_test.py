@@ -31,8 +31,8 @@ from site_engine.config import SiteConfig
 from site_engine.errors import LinkLost
 from site_engine.federation.dial import identity_of
 from site_engine.native import Loaded
-from tests.fakes.federation import until
-from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.fakes.federation import until
+from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 

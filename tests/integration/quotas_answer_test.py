@@ -14,8 +14,8 @@ from gateway.query.answer import answer
 from gateway.quotas.book import Quotas, Shown
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
 from gateway.telemetry.recent import is_failure
-from tests.fakes.edge import Edge, error_of, fail, run
-from tests.fakes.federation import Scene, scene, until
+from tests.support.fakes.edge import Edge, error_of, fail, run
+from tests.support.fakes.federation import Scene, scene, until
 
 TENANT = "tenant-1"
 FORECAST_P90 = 90

@@ -17,8 +17,8 @@ from gateway.query.answer import answer
 from site_engine.config import SiteConfig
 from site_engine.remote import process
 from site_engine.remote.process import serve
-from tests.fakes.federation import TOKEN, Scene, scene, until
-from tests.openai_server import Mood, OpenAIServer
+from tests.support.fakes.federation import TOKEN, Scene, scene, until
+from tests.support.openai_server import Mood, OpenAIServer
 from wire import federation_pb2 as pb
 
 SAID = "Say something."

@@ -17,9 +17,9 @@ from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.native import Loaded
 from site_engine.telemetry.logs import JsonLines
-from tests.fakes.edge import CALLERS, Edge, Script, chat_body, on_loopback
-from tests.fakes.federation import TOKEN, Scene, scene, until
-from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.fakes.edge import CALLERS, Edge, Script, chat_body, on_loopback
+from tests.support.fakes.federation import TOKEN, Scene, scene, until
+from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
 
 class Lines(logging.Handler):

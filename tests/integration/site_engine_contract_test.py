@@ -17,8 +17,8 @@ from site_engine.core.request import Finish, Output, Refused, RefusedReason, Req
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.engine.engine_thread import Engine
 from site_engine.model import loader
-from tests.site_fakes import CONTEXT_TOKENS, FakeEngine
-from tests.site_gateway import Gateway, assign, serving, site_before
+from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine
+from tests.support.site_gateway import Gateway, assign, serving, site_before
 from wire import federation_pb2 as pb
 
 SLOTS, PENDING = 2, 4

@@ -10,8 +10,8 @@ import pytest
 
 from site_engine.federation import link
 from site_engine.federation.link import Patience
-from tests.site_fakes import CONTEXT_TOKENS, FakeEngine
-from tests.site_gateway import TOKEN, Gateway, Session, assign, serving, site_before
+from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine
+from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving, site_before
 from wire import federation_pb2 as pb
 
 ADD = '[{"type": "function", "function": {"name": "add"}}]'

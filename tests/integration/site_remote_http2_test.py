@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from site_engine.remote.request import Asking
 from site_engine.remote.server import Server
-from tests.h2_server import CHUNK, h2_server
-from tests.openai_server import openai_server
+from tests.support.h2_server import CHUNK, h2_server
+from tests.support.openai_server import openai_server
 
 ASKING = Asking("/v1/completions", {"prompt": "ab", "max_tokens": 3})
 

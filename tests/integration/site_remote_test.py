@@ -17,9 +17,9 @@ from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
 from site_engine.remote import process
 from site_engine.remote.process import serve
-from tests import metric_pages
-from tests.openai_server import Mood, OpenAIServer, openai_server
-from tests.site_gateway import TOKEN, Gateway, Session, assign, serving
+from tests.support import metric_pages
+from tests.support.openai_server import Mood, OpenAIServer, openai_server
+from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
 from wire import federation_pb2 as pb
 
 

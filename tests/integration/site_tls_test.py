@@ -14,8 +14,8 @@ from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
 from site_engine.native import Loaded
-from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
-from tests.site_gateway import Gateway, assign
+from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.site_gateway import Gateway, assign
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc
 

@@ -21,8 +21,8 @@ from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.core.request import Output, Timings
 from site_engine.native import Loaded
-from tests.fakes.federation import TOKEN, Scene, scene, until
-from tests.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
+from tests.support.fakes.federation import TOKEN, Scene, scene, until
+from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.families import random_model, tiny_config
+from bench.support.families import random_model, tiny_config
 from site_engine.core.request import Finish, RemainingCurve, RemainingPoint
 from site_engine.core.request_queue import POLICIES
 from site_engine.dense import DenseEngine
 from site_engine.engine.engine import EngineSettings
 from site_engine.model.loader import from_model
-from tests.engine_models import (
+from tests.support.engine_models import (
     FAMILIES,
     VOCAB,
     Collected,

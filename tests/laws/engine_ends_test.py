@@ -10,7 +10,7 @@ import torch
 
 from site_engine.core.request import Finish
 from site_engine.model.loader import LoadedModel, from_model
-from tests.engine_models import Collected, drain, engine_for, family, greedy, tokenizer
+from tests.support.engine_models import Collected, drain, engine_for, family, greedy, tokenizer
 
 torch.set_num_threads(1)
 PROMPT = [3, 4, 5]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from site_engine.core.request import RemainingCurve, RemainingPoint
-from tests.engine_models import (
+from tests.support.engine_models import (
     FAMILIES,
     VOCAB,
     Collected,

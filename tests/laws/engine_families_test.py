@@ -1,11 +1,12 @@
-"""Families with every peculiarity of attention are served exactly; `python -m bench.families` tries all."""
+"""Families with every peculiarity of attention are served exactly; `python -m bench.support.families` tries
+all."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench.families import Verdict, try_family
+from bench.support.families import Verdict, try_family
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ from site_engine.errors import NotServed, Reason
 from site_engine.model.grammar_bitmask import Masks
 from site_engine.text.grammar import Grammar, Grammars
 from site_engine.text.tool_format import guided_source
-from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
+from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from site_engine.core.request import Lane, RemainingCurve, RemainingPoint
-from tests.engine_models import Collected, assert_idle, engine_for, family, gather, greedy
+from tests.support.engine_models import Collected, assert_idle, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
 

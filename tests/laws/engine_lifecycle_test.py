@@ -10,7 +10,7 @@ import torch
 
 from site_engine.core.request import Finish, Refused, RefusedReason, Request, Sampling
 from site_engine.engine.engine import EngineSettings, SiteEngine
-from tests.engine_models import (
+from tests.support.engine_models import (
     CONTEXT,
     VOCAB,
     Collected,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.page_pool import TRASH_PAGE, PagePool
-from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
+from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ import torch
 from site_engine.core.request import RemainingCurve, RemainingPoint, State
 from site_engine.core.request_queue import POLICIES
 from site_engine.engine.engine import SiteEngine
-from tests.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
+from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import Finish, Request, Sampling
 from site_engine.engine.engine import SiteEngine
-from tests.engine_models import Collected, drain, engine_for, family, gather, greedy
+from tests.support.engine_models import Collected, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import interpreted  # noqa: F401 - skips where there is no Triton
+from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
 from site_engine.core.request import Finish, Request, Sampling
@@ -21,7 +21,7 @@ from site_engine.cuda.runner import DeviceRunner
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.model.loader import from_model
 from site_engine.text.grammar import Grammars
-from tests.engine_models import (
+from tests.support.engine_models import (
     FAMILIES,
     Collected,
     Family,

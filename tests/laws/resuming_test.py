@@ -26,7 +26,7 @@ from site_engine.remote.dialects import VLLM
 from site_engine.remote.resume import continuing
 from site_engine.text.grammar import Grammars
 from site_engine.text.tokenize import Prepared, Prompts
-from tests.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
+from tests.support.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
 
 torch.set_num_threads(1)
 PROMPT, LIMIT = tokenizer().encode("THE END", add_special_tokens=False), 40

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gateway.store.recorder import Recorder
 from gateway.store.rows import Record
-from tests.fakes.store import FakeWriter, outcome
+from tests.support.fakes.store import FakeWriter, outcome
 
 SEGMENT_BYTES = 2_000
 """Two or three records: every example sees several segments."""

@@ -7,7 +7,7 @@ import pytest
 
 from bench.federation import answer_or_none, parting
 from gateway.errors import BadRequest, ContextTooLong
-from tests.fakes.edge import MODEL, Edge, fail, run
+from tests.support.fakes.edge import MODEL, Edge, fail, run
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.least_wait import crowd, first_come, online, table
+from bench.studies.least_wait import crowd, first_come, online, table
 from mico.simulation.queries import Query
 
 

@@ -16,7 +16,7 @@ from gateway.federation.directory import Directory
 from gateway.operator_orders import Action, Entry, Order, Verb, order_of, standings
 from gateway.store.orders import OrderBook
 from gateway.telemetry.publisher import Watch
-from tests.fakes.federation import until
+from tests.support.fakes.federation import until
 
 A = SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from bench.families import random_model
+from bench.support.families import random_model
 from site_engine.core.request import Request, Sampling
 from site_engine.model.loader import CannotServe, from_model, load
-from tests.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
+from tests.support.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
 
 torch.set_num_threads(1)
 

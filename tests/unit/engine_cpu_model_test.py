@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from site_engine.model.cpu_optimize import suit_cpu
-from tests.engine_models import FAMILIES, random_model
+from tests.support.engine_models import FAMILIES, random_model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2"])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 
 from site_engine.text.detokenize import DecodingVocabulary, TextStream, Vocabulary
 from site_engine.text.vocabulary import byte_table, vocabulary_of
-from tests.engine_models import tokenizer
+from tests.support.engine_models import tokenizer
 
 TEXTS = st.text(alphabet=st.sampled_from("abc the 42,é日本👩‍🚀🦀Ω\n "), max_size=40)
 

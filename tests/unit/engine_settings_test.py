@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.roofline import Rates, Sizes, ideal_seconds, sizes
-from bench.workload import lengths
+from bench.support.roofline import Rates, Sizes, ideal_seconds, sizes
+from bench.support.workload import lengths
 from site_engine.engine.engine import TOKEN_BUDGETS, EngineSettings, SiteEngine
-from tests.engine_models import Ticks, family
+from tests.support.engine_models import Ticks, family
 
 torch.set_num_threads(1)
 H200 = Rates(4.30e12, 785e12)

@@ -7,7 +7,7 @@ import pytest
 from site_engine.core.scheduler import Plan
 from site_engine.engine.warmup import warm_up
 from site_engine.model.runner import Logits
-from tests.engine_models import VOCAB, Ticks, assert_idle, engine_for, family, greedy
+from tests.support.engine_models import VOCAB, Ticks, assert_idle, engine_for, family, greedy
 
 
 def test_a_warm_engine_knows_what_an_iteration_costs_and_counts_nothing() -> None:

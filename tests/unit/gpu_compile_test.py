@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import interpreted  # noqa: F401 - skips where there is no Triton
+from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
 SCRIPT = Path(__file__).parents[1] / "kernel_compile.py"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import interpreted  # noqa: F401 - skips where there is no Triton
+from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
 import numpy as np

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests import interpreted  # noqa: F401 - skips where there is no Triton
+from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
 from site_engine.cuda import attention_launch

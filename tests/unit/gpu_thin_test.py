@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import interpreted  # noqa: F401 - skips where there is no Triton
+from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
 from torch.nn import functional as F  # noqa: N812 - torch's own convention

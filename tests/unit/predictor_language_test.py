@@ -15,7 +15,7 @@ from predictor.evaluation import metrics
 from predictor.training import learn, train
 from predictor.training.distillation import ensemble, lm_teacher, synthetic_prompts, teachers
 from predictor.training.learn import Recipe
-from tests.fakes import pretrained
+from tests.support.fakes import pretrained
 
 EDGES = labels.log_spaced_edges()
 LESSON = Recipe(epochs=4, batch_prompts=32, body_rate=3e-3, head_rate=1e-2, beside=1.0, seed=1)

@@ -18,7 +18,7 @@ from predictor.training.lexical import HeadConfig
 from predictor.training.networks import LayerConfig, TrimmedConfig
 from predictor.training.plan import Plan
 from predictor.training.train import train
-from tests.fakes import pretrained
+from tests.support.fakes import pretrained
 
 ONE_PASS = Recipe(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)
 TINY = Plan(

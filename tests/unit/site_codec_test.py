@@ -12,7 +12,7 @@ from site_engine.core.load import IterationCost, LoadFigures
 from site_engine.core.request import Finish, Lane, RemainingPoint, Timings, TokenLogprob
 from site_engine.errors import Reason, WrongMessage
 from site_engine.federation import codec
-from tests.site_fakes import HELLO, FakeEngine
+from tests.support.site_fakes import HELLO, FakeEngine
 from wire import federation_pb2 as pb
 
 FLAT = pb.Forecast(generated=[5, 5], expected_remaining=[1, 1], p90_remaining=[1, 1])

@@ -19,7 +19,7 @@ from site_engine.engine.engine_thread import Listener, Worker
 from site_engine.errors import NotServed
 from site_engine.federation.site import Connection, Site
 from site_engine.text.tokenize import Prepared, Prompts
-from tests.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer
 
 GATEWAYS = ("east", "west")
 GRACE_S = 5.0

@@ -9,7 +9,7 @@ from site_engine import messages as m
 from site_engine.core.request import Finish
 from site_engine.errors import Reason
 from site_engine.federation.outbox import ANSWERS_MAX, LOAD_INTERVAL_S, STEP_INTERVAL_S, Outbox
-from tests.site_fakes import FakeEngine
+from tests.support.site_fakes import FakeEngine
 
 FIGURES = FakeEngine().load()
 

@@ -15,7 +15,7 @@ from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, Sampling
 from site_engine.errors import NotServed, Reason
 from site_engine.text.tokenize import Prepared, Prompts
-from tests.site_fakes import VOCABULARY, FakeTokenizer
+from tests.support.site_fakes import VOCABULARY, FakeTokenizer
 
 
 def assign(prompt: m.Prompt, **more: object) -> m.Assign:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from site_engine.remote.dialects import ALL, LLAMA_CPP, MICO, SGLANG, TGI, UNKNOWN, VLLM, Dialect, recognized
 from site_engine.remote.prometheus import Busy, UnknownPage, busy, samples
-from tests import metric_pages
+from tests.support import metric_pages
 
 VLLM_PAGE = metric_pages.VLLM.replace("{running}", "3").replace("{waiting}", "2")
 

@@ -10,7 +10,7 @@ from site_engine import messages as m
 from site_engine.core.request import Finish, Sampling
 from site_engine.engine.engine_thread import LoadSeen
 from site_engine.federation.site import BID_INTERVAL_S, GRACE_MAX_S, LOAD_EVERY_S, Site
-from tests.site_fakes import HELLO, FakeClock, FakeEngine
+from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
 
 class QuietEngine:

@@ -17,7 +17,7 @@ from site_engine.text.grammar import Grammars
 from site_engine.text.tokenize import Prepared, Prompts
 from site_engine.text.tool_call_parser import CallReader, Delivered, melted
 from site_engine.text.tool_format import HERMES, LLAMA, MISTRAL, Format, ToolChoice, Tools, format_of
-from tests.tool_models import TEMPLATES, tool_tokenizer
+from tests.support.tool_models import TEMPLATES, tool_tokenizer
 
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
 VOCABULARY = 300

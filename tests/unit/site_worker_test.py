@@ -11,7 +11,7 @@ import pytest
 from site_engine.core.request import Admission, Finish, Output, Request, Sampling
 from site_engine.engine.engine_thread import STRIKES_MAX, Listener, LoadSeen, Worker
 from site_engine.errors import NotServed, Reason
-from tests.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
+from tests.support.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
 
 PATIENCE_S = 60.0
 

@@ -18,7 +18,7 @@ from gateway.store.errors import StoreError
 from gateway.store.journal import Journal
 from gateway.store.recorder import MEMORY_LINES, Recorder
 from gateway.store.rows import event_of
-from tests.fakes.store import FakeWriter, outcome
+from tests.support.fakes.store import FakeWriter, outcome
 
 LEFT = Event(1.5, "state", "aws/one", "is down: silent for 5.0 s", bad=True)
 BACK = Event(1.5, "state", "aws/one", "joined again")

@@ -26,7 +26,7 @@ from gateway.store.rows import (
     to_line,
 )
 from gateway.store.tables import decisions, site_events, usage
-from tests.fakes.store import FORECAST, attempt, outcome
+from tests.support.fakes.store import FORECAST, attempt, outcome
 
 
 def record_in(line: bytes) -> Record:

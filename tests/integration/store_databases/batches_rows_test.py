@@ -12,8 +12,8 @@ import pytest
 
 from gateway.store.audit import Act
 from gateway.store.store import open_store
-from tests.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
-from tests.fakes.edge import error_of
+from tests.support.batch_replica import Replica, asked_at_least, chat_line, jsonl, replica
+from tests.support.fakes.edge import error_of
 
 ONE = jsonl(chat_line(0))
 BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}

@@ -17,8 +17,8 @@ from gateway.errors import TooMany
 from gateway.query.answer import answer
 from gateway.query.context import Gateway
 from gateway.store.store import open_store
-from tests.batch_replica import CALLERS, Replica, asked_at_least, chat_line, jsonl, replica
-from tests.fakes.federation import until
+from tests.support.batch_replica import CALLERS, Replica, asked_at_least, chat_line, jsonl, replica
+from tests.support.fakes.federation import until
 
 
 def by_id(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -425,7 +425,7 @@ def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
         async for piece in answer(gateway, query):
             yield piece
 
-    monkeypatch.setattr("tests.batch_replica.answer", limited)
+    monkeypatch.setattr("tests.support.batch_replica.answer", limited)
 
     async def main() -> None:
         async with replica(url) as here:

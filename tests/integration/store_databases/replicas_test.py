@@ -15,7 +15,7 @@ from gateway.quotas.leases import Leases
 from gateway.quotas.limits import Kind, Scope, WhenAway
 from gateway.store.audit import Act
 from gateway.store.store import Store, open_store
-from tests.fakes.federation import DEADLINE_S, Scene, ScriptedSite, scene
+from tests.support.fakes.federation import DEADLINE_S, Scene, ScriptedSite, scene
 
 ACT = Act("test", "test")
 PEPPER = "p" * 32

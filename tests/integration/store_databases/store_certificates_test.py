@@ -9,7 +9,7 @@ import pytest
 
 from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegister
 from gateway.store.store import open_store
-from tests.fakes.federation import until
+from tests.support.fakes.federation import until
 
 
 async def issue(register: CertificateRegister, site: str, at: float, *, renewal: bool) -> None:

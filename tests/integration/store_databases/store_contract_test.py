@@ -24,7 +24,7 @@ from gateway.store.retention import DAY_S, Keep, Retention
 from gateway.store.rows import EventRow, event_of, record_of
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
-from tests.fakes.store import RECEIVED_AT, outcome
+from tests.support.fakes.store import RECEIVED_AT, outcome
 
 
 def test_a_key_opens_until_it_is_revoked(url: str, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from gateway.store.queries import Reads
 from gateway.store.recorder import Recorder
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
-from tests.fakes.store import outcome
 from tests.integration.store_databases.server import PostgresServer
+from tests.support.fakes.store import outcome
 
 QUERIES = 5_000
 DEADLINE_S = 30.0
@@ -282,7 +282,7 @@ RECORD_FOR_EVER = """
 import asyncio, itertools, sys
 from pathlib import Path
 from gateway.store.store import open_store
-from tests.fakes.store import outcome
+from tests.support.fakes.store import outcome
 
 async def main():
     async with open_store(sys.argv[1], Path(sys.argv[2])) as store:

@@ -20,8 +20,8 @@ from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.store.store import Store, open_store
 from mico.cli import app
-from tests.fakes.edge import error_of, say
-from tests.fakes.store import outcome
+from tests.support.fakes.edge import error_of, say
+from tests.support.fakes.store import outcome
 
 
 def admin_api(store: Store, secret: str) -> httpx2.AsyncClient:

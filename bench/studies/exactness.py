@@ -1,7 +1,7 @@
 """The engine against `generate` and transformers' continuous batching: random requests over families,
 runners, policies, engine shapes, tight pools, swaps and sharing.
 
-`python -m bench.exactness [--requests 2000]` compares float32 greedy tokens; the last line is JSON.
+`python -m bench.studies.exactness [--requests 2000]` compares float32 greedy tokens; the last line is JSON.
 A difference counts unless the plain model's two best logits there are closer than rounding.
 """
 
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from bench.families import VOCAB, random_model, tiny_config
-from bench.peers import Room, run_continuous
-from bench.workload import Query
+from bench.support.families import VOCAB, random_model, tiny_config
+from bench.support.peers import Room, run_continuous
+from bench.support.workload import Query
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling
 from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES
 from site_engine.dense import DenseEngine
@@ -161,7 +161,7 @@ def compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.exactness", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.exactness", description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -23,7 +23,7 @@ from gateway.domain import Caller
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
-from tests.fakes.federation import Scene, ScriptedSite, scene, until
+from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
 CALLERS = {

@@ -1,6 +1,6 @@
 """What holding answers to a JSON schema costs: an iteration with so many guided rows beside one with none.
 
-`python -m bench.guided --rows 32`
+`python -m bench.studies.guided --rows 32`
 The demo model, greedy; every answer is cut before its schema ends. Kinds of batches take turns. `masks` is
 the time to compute the masks of all rows by itself, `apply` the time to apply them, both also for a large
 vocabulary of made-up words. Large schemas are compiled, or refused. The last line is JSON.
@@ -30,7 +30,7 @@ from site_engine.model.loader import LoadedModel, load
 from site_engine.text.grammar import Grammar, Grammars
 from site_engine.text.tool_format import guided_source
 
-MODEL = Path(__file__).parents[1] / "mico/demo_model/weights"
+MODEL = Path(__file__).parents[2] / "mico/demo_model/weights"
 PERSON = {
     "type": "object",
     "properties": {
@@ -180,7 +180,7 @@ def _both(found: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.guided", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.guided", description=__doc__)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=80, help="of each answer")
     parser.add_argument("--repeat", type=int, default=3)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.stand_in import TOKEN
-from bench.upstream import MODEL
+from bench.support.stand_in import TOKEN
+from bench.support.upstream import MODEL
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.store import open_store
@@ -110,7 +110,9 @@ async def process(name: str, place: Place, *command: object) -> AsyncIterator[as
 async def upstream(place: Place, iteration_ms: float) -> AsyncIterator[None]:
     ports = ("--http-port", place.upstream_port, "--join", f"127.0.0.1:{place.link_port}")
     pace = ("--iteration-ms", iteration_ms)
-    async with process("upstream", place, sys.executable, "-m", "bench.upstream", *ports, *pace) as started:
+    async with process(
+        "upstream", place, sys.executable, "-m", "bench.support.upstream", *ports, *pace
+    ) as started:
         await answering(f"http://127.0.0.1:{place.upstream_port}/health", started, place.folder)
         yield
 
@@ -198,7 +200,7 @@ async def smg(place: Place) -> AsyncIterator[Contender]:
 async def bare(place: Place) -> AsyncIterator[Contender]:
     port = free_port()
     ports = ("--http-port", port, "--grpc-port", place.link_port)
-    async with process("bare", place, sys.executable, "-m", "bench.bare", *ports) as started:
+    async with process("bare", place, sys.executable, "-m", "bench.studies.bare", *ports) as started:
         await answering(f"http://127.0.0.1:{port}/ready", started, place.folder)
         yield Contender("bare", port, "none", started, place.folder / "bare.log")
 

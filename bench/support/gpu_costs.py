@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from bench.forced import GREEDY
-from bench.workload import lengths
+from bench.support.forced import GREEDY
+from bench.support.workload import lengths
 from site_engine.core.request import Request, Sampling
 from site_engine.core.scheduler import Entry, Plan
 from site_engine.cuda import attention_launch

@@ -1,4 +1,5 @@
-"""What 200 answers of an unseen source teach, as in the paper: `python -m bench.adaptation --data FILE`.
+"""What 200 answers of an unseen source teach, as in the paper: `python -m bench.studies.adaptation --data
+FILE`.
 
 Trains a lexical model without the source, updates it with 200 of its answers and a rehearsal of the rest, and
 scores both on prompts that neither saw: there, and elsewhere. With `--artifact` nothing is trained: that one

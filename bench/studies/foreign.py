@@ -1,7 +1,7 @@
 """Servers that others wrote, beside a native site: is every answer as when the server is asked itself?
 
     transformers serve --port 9001 …; mlx_lm.server --port 9002 …; guidellm mock-server --port 9003 …
-    python -m bench.foreign --data alpaca_like.jsonl.zst --server hf=http://127.0.0.1:9001,MODEL \\
+    python -m bench.studies.foreign --data alpaca_like.jsonl.zst --server hf=http://127.0.0.1:9001,MODEL \\
         --server mlx=http://127.0.0.1:9002,MODEL --server mock=http://127.0.0.1:9003,MODEL,mock
 
 `--server NAME=URL,MODEL[,SERVED]`: MODEL is what the server calls its model, SERVED what clients call it
@@ -27,7 +27,7 @@ import httpx
 from openai import APIStatusError, AsyncOpenAI
 
 from bench.federation import Answered, ask, beyond_ties, mismatches, prompts
-from bench.streams import Watcher, soon
+from bench.support.streams import Watcher, soon
 from mico import demo_model
 from mico.local.database import prepare
 from mico.local.federation import start_all, start_process, stop_all

@@ -1,6 +1,6 @@
 """How many spoilt arguments of the pool and network modules do the offline checks notice?
 
-python -m bench.mutants [MODULE ...]     all of them by default; takes minutes; needs terraform
+python -m bench.studies.mutants [MODULE ...]     all of them by default; takes minutes; needs terraform
 """
 
 import argparse
@@ -67,7 +67,9 @@ def prepare(folder: Path, environment: dict[str, str], modules: list[str]) -> Wo
 
 def main() -> None:
     """Print every mutant that nothing notices, and a last line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.mutants", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.studies.mutants", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument(
         "modules", metavar="MODULE", nargs="*", help="without one, all: " + ", ".join(MODULES)
     )

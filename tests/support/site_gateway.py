@@ -16,7 +16,7 @@ from site_engine.engine.engine_thread import Listener, Worker
 from site_engine.federation.link import Link, Links, Patience, dial
 from site_engine.federation.site import Site
 from site_engine.text.tokenize import Prompts
-from tests.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer
+from tests.support.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc
 

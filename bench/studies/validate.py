@@ -1,6 +1,6 @@
 """Holds the simulator to a real run: the same queries through real sites and through simulated ones.
 
-    python -m bench.validate --data alpaca_like.jsonl.zst [--load 0.8] [--count 400] [--json]
+    python -m bench.studies.validate --data alpaca_like.jsonl.zst [--load 0.8] [--count 400] [--json]
 
 Three processes with the demo model, as `mico up` starts them, join a gateway's core in this process over the
 real link. What an iteration costs at each is what the site itself fitted and reports; arrivals, lengths and

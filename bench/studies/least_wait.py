@@ -1,5 +1,5 @@
 """The least wait per token that any order could reach, by what it may do to the longest waits:
-python -m bench.least_wait [--trace poisson] [--sites 3] [--load 1.1] [--forecast]
+python -m bench.studies.least_wait [--trace poisson] [--sites 3] [--load 1.1] [--forecast]
 
 Knows every arrival and length beforehand, and takes the slots of all sites for one pool that starts work at
 the pace of its capacity: a linear programme over how many of each size that came in each interval start when.

@@ -1,4 +1,5 @@
-"""Compiles every Triton kernel for a GPU architecture without a GPU: `python tests/kernel_compile.py 90`."""
+"""Compiles every Triton kernel for a GPU architecture without a GPU: `python
+tests/support/kernel_compile.py 90`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from site_engine.cuda.kernels import attention_kernels, layer_kernels, sampling_kernels, skinny_gemm_kernels
 
 FLOATS = {

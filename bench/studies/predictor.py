@@ -1,9 +1,9 @@
-"""What a forecast costs: `python -m bench.predictor [NAME …]`, for the shipped artifacts on one core.
+"""What a forecast costs: `python -m bench.studies.predictor [NAME …]`, for the shipped artifacts on one core.
 
 Prints its conditions, a line for each artifact, and the same as one JSON line. Times are of whole forecasts,
 from text to distribution; beside the median stand the least and the median of processor time, which other
 work on the machine disturbs less.
-`bench/adaptation.py` measures what a model learns from 200 answers.
+`bench/studies/adaptation.py` measures what a model learns from 200 answers.
 """
 
 from __future__ import annotations

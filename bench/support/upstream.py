@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import httptools
 
-from bench.stand_in import TOKEN, due, hello, report
+from bench.support.stand_in import TOKEN, due, hello, report
 from site_engine.federation.codec import each_of
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc

@@ -2,7 +2,8 @@
 
 Answers a prompt with its own letters, again and again, one letter per token, until `max_tokens`. What begins
 with an answer of its own it goes on with: as vLLM does if asked to, and after a text as everybody does.
-`python -m tests.openai_server` is one in a process of its own, to be killed: it prints its URL, says half of
+`python -m tests.support.openai_server` is one in a process of its own, to be killed: it prints its URL,
+says half of
 each answer that it begins and then waits; what another has begun it ends.
 """
 

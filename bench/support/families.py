@@ -1,6 +1,7 @@
 """Which model families the engine serves exactly: tiny random models of every causal type transformers knows.
 
-`python -m bench.families [TYPE ...]` prints a line per type and a summary as JSON; five minutes for all.
+`python -m bench.support.families [TYPE ...]` prints a line per type and a summary as JSON; five minutes for
+all.
 """
 
 from __future__ import annotations
@@ -169,7 +170,9 @@ def sweep(model_types: list[str]) -> Iterator[tuple[str, Verdict]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.support.families", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("types", metavar="TYPE", nargs="*", help="as transformers names it; without one, all")
     types = parser.parse_args().types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """What an iteration costs in CPU time beside the model: planning, packing, sampling, text, load figures.
 
-`python -m bench.bookkeeping [--rows 256]` replaces the forward pass by fixed logits; the last line is JSON.
+`python -m bench.studies.bookkeeping [--rows 256]` replaces the forward pass by fixed logits; the last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from site_engine.model import attention_context
 from site_engine.model.loader import load
 from site_engine.model.torch_attention import ReferenceContext
 
-DEMO_MODEL = Path(__file__).parent.parent / "mico" / "demo_model" / "weights"
+DEMO_MODEL = Path(__file__).parents[2] / "mico" / "demo_model" / "weights"
 WARM_UP_STEPS = 20
 
 
@@ -70,7 +71,7 @@ def step_times(rows: int, steps: int) -> Times:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.bookkeeping", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.bookkeeping", description=__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()

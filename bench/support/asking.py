@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httptools
 
-from bench.upstream import MODEL, words
+from bench.support.upstream import MODEL, words
 
 FIRST_WORD = b'"w0 '
 ANSWER_WITHIN_S = 60.0

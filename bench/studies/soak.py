@@ -1,6 +1,7 @@
 """The engine for a long time at 95% load, with all that goes wrong: does it leak, stall or grow?
 
-`python -m bench.soak --minutes 30` sends mixed queries with cancels, releases, deadlines, oversize prompts,
+`python -m bench.studies.soak --minutes 30` sends mixed queries with cancels, releases, deadlines, oversize
+prompts,
 errors and NaNs in the forward pass, and a pool so small that requests are swapped out. The workload's time
 goes by iterations, so a busy machine does not change the load. The last line is JSON; the exit status tells.
 """
@@ -34,7 +35,7 @@ from site_engine.core.request import (
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.model.loader import LoadedModel, load
 
-DEMO_MODEL = Path(__file__).parent.parent / "mico" / "demo_model" / "weights"
+DEMO_MODEL = Path(__file__).parents[2] / "mico" / "demo_model" / "weights"
 LOAD = 0.95
 ITERATION_S = 0.01  # of the workload's time
 WARM_UP_STEPS = 1500
@@ -284,7 +285,7 @@ def growth(samples: list[Sample]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--seed", type=int, default=0)

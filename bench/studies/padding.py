@@ -1,6 +1,7 @@
 """MICO's padded batch against static batches and packed tokens, in the engine's own loop, on Alpaca lengths.
 
-    python -m bench.padding --corpus data/length_corpus.parquet [--seeds 5] [--batches 2,3,4,6,8,10] --json
+    python -m bench.studies.padding --corpus data/length_corpus.parquet [--seeds 5] [--batches 2,3,4,6,8,10]
+--json
 
 Counts passes through the model, the length of the KV cache summed over passes (the paper's cumulative KV
 length), and places of it (length times rows). Counts depend on lengths alone, so the forward pass is replaced
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from bench.families import random_model
+from bench.support.families import random_model
 from mico.simulation import workloads
 from mico.simulation.queries import Query
 from site_engine.core.request import Request, Sampling
