@@ -29,7 +29,7 @@ from bench.support.peers import PEERS, room_for
 from bench.support.workload import SHAPES, queries
 from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import AdmissionQueue
-from site_engine.core.scheduler import Plan
+from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.batch_layout import MIXED_TOKENS
 from site_engine.cuda.compile import TRIED_ROWS
 from site_engine.cuda.engine import AheadEngine, fast_forward
@@ -61,7 +61,7 @@ class Pass(NamedTuple):
     kinds: dict[str, list[float]]  # wall time of the steps in which such a plan was waited for
 
 
-def kind_of(plan: Plan | None) -> str:
+def kind_of(plan: SchedulePlan | None) -> str:
     if plan is None:
         return "first"
     if plan.prefills:

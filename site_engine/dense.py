@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.request import Request
-from site_engine.core.scheduler import Entry, Plan
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
@@ -189,7 +189,7 @@ class DenseRunner:
         self._seats: list[Request | None] = [None] * rows
         self.passes = self.kv_length = self.kv_places = self.computed = 0
 
-    def run(self, plan: Plan) -> Logits:
+    def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan. Running the same entries twice is harmless: what a row holds beyond them is cut."""
         self._seat(plan.entries)
         self._columns.release()
@@ -202,7 +202,7 @@ class DenseRunner:
             self._columns.put(entry.request.row, alone)
         return split(plan, torch.cat([rows[entry] for entry in plan.entries]))
 
-    def _seat(self, entries: list[Entry]) -> None:
+    def _seat(self, entries: list[ScheduledChunk]) -> None:
         """Empty the rows whose request is gone, and bring the others to where their entries start."""
         for row, request in enumerate(self._seats):
             if request is not None and request.row != row:
@@ -217,7 +217,7 @@ class DenseRunner:
                 self._columns.keep(row, entry.start)
             self._seats[row] = entry.request
 
-    def _pass(self, columns: Columns, entries: list[Entry]) -> list[torch.Tensor]:
+    def _pass(self, columns: Columns, entries: list[ScheduledChunk]) -> list[torch.Tensor]:
         """Of each entry the wanted logits, [places, vocabulary]; its tokens lie in the last columns."""
         width = max(entry.length for entry in entries)
         ids = torch.zeros(columns.rows, width, dtype=torch.long)
@@ -229,7 +229,7 @@ class DenseRunner:
             ids[row, width - length :] = torch.tensor(request.tokens[start : start + length])
             fresh[row, width - length :] = True
             end = (row + 1) * width
-            entry = Entry(request, start, length, samples)
+            entry = ScheduledChunk(request, start, length, samples)
             counts.append(length if wants_prompt(entry) else int(samples))
             wanted += range(end - counts[-1], end)
         step = DenseContext(columns, fresh)

@@ -28,7 +28,7 @@ from mico.simulation import workloads
 from mico.simulation.queries import Query
 from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import POLICIES, Policy
-from site_engine.core.scheduler import Plan
+from site_engine.core.scheduler import SchedulePlan
 from site_engine.dense import DenseEngine
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.model import attention_context
@@ -61,7 +61,7 @@ class Counting:
         self._runner = runner
         self._page_size = page_size
 
-    def run(self, plan: Plan) -> Logits:
+    def run(self, plan: SchedulePlan) -> Logits:
         held = [entry.start + entry.length for entry in plan.entries]
         self.cost.passes += 1
         self.cost.kv_length += max(held)

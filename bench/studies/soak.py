@@ -26,10 +26,10 @@ from site_engine.core.request import (
     Finish,
     Lane,
     Output,
-    Refused,
     RemainingCurve,
     RemainingPoint,
     Request,
+    RequestRejected,
     Sampling,
 )
 from site_engine.engine.engine import EngineSettings, SiteEngine
@@ -167,7 +167,7 @@ class Soak:
             request = Request(request.id, self._tokens(SETTINGS.kv_tokens or 0), request.sampling)
         try:
             self.engine.submit(request)
-        except Refused as refused:
+        except RequestRejected as refused:
             self.book.count[f"refused_{refused.reason}"] += 1
             self.book.known.pop(request.id, None)
             return

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import Entry, Plan
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda.engine import AheadEngine
 from site_engine.cuda.runner import DeviceRunner
 
@@ -56,12 +56,14 @@ def check(engine: AheadEngine, forced: Forced) -> str:
     half = CHECKED_ROWS // 2
     later = range(half, CHECKED_ROWS)
     plans = [
-        Plan([], [Entry(requests[i], 0, prompts[i], True) for i in range(half)]),
-        Plan([], [Entry(requests[i], 0, prompts[i] // 2, False) for i in range(half, CHECKED_ROWS)]),
-        Plan([], [Entry(requests[i], prompts[i] // 2, -(-prompts[i] // 2), True) for i in later]),
+        SchedulePlan([], [ScheduledChunk(requests[i], 0, prompts[i], True) for i in range(half)]),
+        SchedulePlan([], [ScheduledChunk(requests[i], 0, prompts[i] // 2, False) for i in range(half, CHECKED_ROWS)]),
+        SchedulePlan([], [ScheduledChunk(requests[i], prompts[i] // 2, -(-prompts[i] // 2), True) for i in later]),
     ]  # fmt: skip
     plans += [
-        Plan([Entry(request, prompts[i] + step, 1, True) for i, request in enumerate(requests)])
+        SchedulePlan(
+            [ScheduledChunk(request, prompts[i] + step, 1, True) for i, request in enumerate(requests)]
+        )
         for step in range(CHECKED_STEPS - 1)
     ]
     for plan in plans:

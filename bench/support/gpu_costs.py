@@ -13,7 +13,7 @@ import torch
 from bench.support.forced import GREEDY
 from bench.support.workload import lengths
 from site_engine.core.request import Request, Sampling
-from site_engine.core.scheduler import Entry, Plan
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda import attention_launch
 from site_engine.cuda.attention_launch import DecodeWork, Tile
 from site_engine.cuda.engine import AheadEngine
@@ -154,7 +154,7 @@ def buckets(engine: AheadEngine, counts: Sequence[int], context: int = 200) -> N
             request = Request(f"bucket {row}", [11] * context, GREEDY)
             request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
             requests.append(request)
-        plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
+        plan = SchedulePlan([ScheduledChunk(request, context - 1, 1, True) for request in requests])
         runner.launch(plan).land()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         host_s = []
@@ -183,7 +183,7 @@ def prefill_rate(engine: AheadEngine, chunks: int, tokens: int) -> float:
             request = Request(f"prefill {row}", [random.randrange(10, 30000) for _ in range(tokens)], GREEDY)
             request.row, request.pages = row, pool.take(pool.pages_for(tokens)) or []
             requests.append(request)
-        plan = Plan([], [Entry(request, 0, tokens, True) for request in requests])
+        plan = SchedulePlan([], [ScheduledChunk(request, 0, tokens, True) for request in requests])
         torch.cuda.synchronize()
         began = seconds()
         runner.launch(plan).land()
@@ -207,12 +207,12 @@ def profile(engine: AheadEngine, context: int = 225) -> None:  # noqa: C901 - a 
             request = Request(f"profile {row}", [11] * context, GREEDY)
             request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
             requests.append(request)
-        plan = Plan([Entry(request, context - 1, 1, True) for request in requests])
+        plan = SchedulePlan([ScheduledChunk(request, context - 1, 1, True) for request in requests])
         if prompt:
             request = Request("profile prompt", [11] * prompt, GREEDY)
             request.row, request.pages = rows, pool.take(pool.pages_for(prompt)) or []
             requests.append(request)
-            plan.prefills.append(Entry(request, 0, prompt, True))
+            plan.prefills.append(ScheduledChunk(request, 0, prompt, True))
         runner.launch(plan).land()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()

@@ -1,4 +1,4 @@
-"""The book of KV pages: which are free, how many references each has, how many are promised.
+"""The book of KV pages: which are free, how many references each has, how many are reserved.
 
 Numbers only: keys and values lie in `attention/arena.py`. Page 0 is never handed out; padding reads it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-TRASH_PAGE = 0
+NULL_PAGE = 0
 
 
 class PoolObserver(Protocol):
@@ -25,7 +25,7 @@ class SwapSpace(Protocol):
         """Copy the pages of `tokens` tokens, if there is room and it is cheaper than computing them again."""
         ...
 
-    def bring_back(self, request_id: str, pages: list[int], skip: int) -> None:
+    def swap_in(self, request_id: str, pages: list[int], skip: int) -> None:
         """Copy what was taken out into `pages`, but for the first `skip`, and forget it."""
         ...
 
@@ -41,7 +41,7 @@ class PagePool:
         self.page_size = page_size
         self.capacity = pages
         self._references = [0] * (pages + 1)
-        self._free = list(range(pages, TRASH_PAGE, -1))
+        self._free = list(range(pages, NULL_PAGE, -1))
         self._cached = bytearray(pages + 1)
         self._observer = observer
         self.idle = 0  # cached pages that only the cache holds

@@ -41,16 +41,16 @@ class State(Enum):
     FINISHED = "finished"
 
 
-class RefusedReason(StrEnum):
+class RejectionReason(StrEnum):
     FULL = "full"
     CONTEXT_LENGTH = "context_length"
     INVALID = "invalid"
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """The engine did not take a request; `message` tells a person what to change, `param` names the field."""
 
-    def __init__(self, reason: RefusedReason, message: str, param: str = "") -> None:
+    def __init__(self, reason: RejectionReason, message: str, param: str = "") -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
@@ -193,7 +193,7 @@ class Request:
     computed: int = field(default=0, init=False)  # leading tokens whose keys and values lie in the pages
     swapped: int = field(default=0, init=False)  # leading tokens whose keys and values wait beside the pool
     pages: list[int] = field(default_factory=list, init=False)
-    promised: int = field(default=0, init=False)  # pages reserved and not yet taken
+    reserved_pages: int = field(default=0, init=False)  # pages reserved and not yet taken
     row: int = field(default=-1, init=False)  # place in the runner's tables while running
     cached_tokens: int = field(default=0, init=False)  # taken over from others since it last started
     preemptions: int = field(default=0, init=False)

@@ -15,7 +15,7 @@ from site_engine.core.request import Request, State
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
 
 
-class Entry(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """`length` tokens of a request, from `start`; `samples` if its next token comes out of them."""
 
     request: Request
@@ -25,17 +25,17 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SchedulePlan:
     """One iteration: `decodes` compute one token each and all sample; `prefills` are chunks of more."""
 
-    decodes: list[Entry] = field(default_factory=list)
-    prefills: list[Entry] = field(default_factory=list)
+    decodes: list[ScheduledChunk] = field(default_factory=list)
+    prefills: list[ScheduledChunk] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prefills)
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ScheduledChunk]:
         return self.decodes + self.prefills
 
     @property
@@ -65,7 +65,7 @@ class Scheduler:
         self.swap = swap
         self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
         self.preempted: list[Request] = []
-        self.promised = 0  # pages that running requests are expected to need and have not taken
+        self.reserved_pages = 0  # pages that running requests are expected to need and have not taken
         self._token_budget = token_budget
         self._policy = policy
         self._share_prefixes = share_prefixes
@@ -81,13 +81,13 @@ class Scheduler:
     def free_slots(self) -> int:
         return len(self._rows)
 
-    def plan(self, now: float, most_new: int | None = None) -> Plan:
+    def plan(self, now: float, most_new: int | None = None) -> SchedulePlan:
         """The next iteration. Grows pages and moves requests between waiting, running and preempted.
 
         At most `most_new` start: what is planned while a device computes must not take longer than it does.
         """
-        plan = Plan()
-        self._make_way(now)
+        plan = SchedulePlan()
+        self._preempt_for(now)
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
         budget = self._plan_prefills(plan, budget)
@@ -98,7 +98,7 @@ class Scheduler:
             self._admit(plan, budget, now, most_new)
         return plan
 
-    def advance(self, plan: Plan) -> None:
+    def advance(self, plan: SchedulePlan) -> None:
         """The plan was computed: its tokens' keys and values lie in the pages."""
         for request, start, _, _ in plan.decodes:
             request.computed = start + 1
@@ -107,7 +107,7 @@ class Scheduler:
             if samples:
                 request.state = State.DECODE
 
-    def distrust(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """Nobody may share what this request computed: its iteration failed."""
         if self.prefixes is not None:
             self.prefixes.forget(request.pages)
@@ -115,7 +115,7 @@ class Scheduler:
 
     def restart(self, request: Request) -> None:
         """Compute a request again from its first token."""
-        self.distrust(request)
+        self.invalidate(request)
         self._preempt(request)
 
     def release(self, request: Request) -> None:
@@ -134,17 +134,17 @@ class Scheduler:
 
     # ---- running requests
 
-    def _plan_decodes(self, plan: Plan) -> int:
+    def _plan_decodes(self, plan: SchedulePlan) -> int:
         decodes, page_size, decoding = plan.decodes, self.pool.page_size, State.DECODE
         for request in list(self.running):
             if request.state is not decoding or request.row < 0:  # preempted a moment ago
                 continue
             start = request.computed
             if start < len(request.pages) * page_size or self._grow_or_preempt(request, plan):
-                decodes.append(Entry(request, start, 1, True))
+                decodes.append(ScheduledChunk(request, start, 1, True))
         return self._token_budget - len(decodes)
 
-    def _plan_prefills(self, plan: Plan, budget: int) -> int:
+    def _plan_prefills(self, plan: SchedulePlan, budget: int) -> int:
         for request in self.running:
             if budget <= 0:
                 break
@@ -156,7 +156,7 @@ class Scheduler:
         """Whether prefills hold every page among them. Who waits for its last token gives its own back."""
         return bool(self.running) and all(request.state is State.PREFILL for request in self.running)
 
-    def _plan_chunk(self, plan: Plan, request: Request, budget: int) -> int:
+    def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
         """Plan what fits of the tokens not yet computed; fewer when pages are short. The number planned."""
         request.cached_tokens += self._share_prefix(request)
         missing = len(request.tokens) - request.computed
@@ -166,10 +166,10 @@ class Scheduler:
             return 0
         self._grow(request, request.computed + length)
         self._offer(request, request.computed + length)
-        plan.prefills.append(Entry(request, request.computed, length, length == missing))
+        plan.prefills.append(ScheduledChunk(request, request.computed, length, length == missing))
         return length
 
-    def _grow_or_preempt(self, request: Request, plan: Plan) -> bool:
+    def _grow_or_preempt(self, request: Request, plan: SchedulePlan) -> bool:
         """A page for the next token; the last running request that is not planned gives up its own for it."""
         while not self._grow(request, request.computed + 1):
             planned = {entry.request for entry in plan.decodes}
@@ -191,14 +191,14 @@ class Scheduler:
         if pages is None:
             return False
         request.pages += pages
-        self._promise(request, max(0, request.promised - need))
-        if request.promised == 0:
-            self._promise_remaining(request)
+        self._reserve(request, max(0, request.reserved_pages - need))
+        if request.reserved_pages == 0:
+            self._reserve_remaining(request)
         return True
 
     # ---- coming and going
 
-    def _admit(self, plan: Plan, budget: int, now: float, most_new: int | None) -> None:
+    def _admit(self, plan: SchedulePlan, budget: int, now: float, most_new: int | None) -> None:
         if self._policy.static and self.running:
             return
         started = self._started
@@ -213,7 +213,7 @@ class Scheduler:
             self._start(request, now)
             budget -= self._plan_chunk(plan, request, budget)
 
-    def _make_way(self, now: float) -> None:
+    def _preempt_for(self, now: float) -> None:
         """Whoever is next of a better lane waits for no line of a batch: the last of those gives up its slot
         and its pages, one an iteration, and comes back later.
         """
@@ -231,9 +231,9 @@ class Scheduler:
         return new if back is None or (new is not None and new.lane < back.lane) else back
 
     def _room_for(self, request: Request) -> bool:
-        """Whether what it is expected to need is free and not promised to others. Alone, it always starts."""
+        """Whether what it is expected to need is free and not reserved for others. Alone, it always starts."""
         need = self._expected_pages(request) - len(request.pages)
-        return not self.running or need <= self.pool.available - self.promised
+        return not self.running or need <= self.pool.available - self.reserved_pages
 
     def _start(self, request: Request, now: float) -> None:
         if request in self.preempted:
@@ -247,9 +247,9 @@ class Scheduler:
         self._started += 1
         self._order[request.id] = (request.lane, self._started)
         insort(self.running, request, key=lambda one: self._order[one.id])
-        self._promise_remaining(request)
+        self._reserve_remaining(request)
         if request.swapped and self.swap is not None:
-            self._bring_back(request, self.swap)
+            self._swap_in(request, self.swap)
 
     def _preempt(self, request: Request) -> None:
         """Free its pages. It comes back before anyone new starts, and computes its tokens again unless taking
@@ -263,10 +263,10 @@ class Scheduler:
         request.state = State.SWAPPED if swapped else State.WAITING
         self.preempted.append(request)
 
-    def _bring_back(self, request: Request, swap: SwapSpace) -> None:
+    def _swap_in(self, request: Request, swap: SwapSpace) -> None:
         shared = len(request.pages)  # the beginning may still be in the prefix tree
         if self._grow(request, request.swapped):
-            swap.bring_back(request.id, request.pages, shared)
+            swap.swap_in(request.id, request.pages, shared)
             request.computed = request.swapped
         else:
             swap.drop(request.id)
@@ -275,7 +275,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         del self._order[request.id]
-        self._promise(request, 0)
+        self._reserve(request, 0)
         self._offer(request, request.computed)
         self._give_back(request)
         self._rows.append(request.row)
@@ -306,16 +306,16 @@ class Scheduler:
     def _owner(self, request: Request) -> str:
         return "" if self._share_prefixes else request.tenant
 
-    # ---- promises
+    # ---- reservations
 
-    def _promise_remaining(self, request: Request) -> None:
+    def _reserve_remaining(self, request: Request) -> None:
         need = self._expected_pages(request)
-        self._promise(request, max(0, need - len(request.pages)))
+        self._reserve(request, max(0, need - len(request.pages)))
 
     def _expected_pages(self, request: Request) -> int:
         """What the policy sets aside for all its tokens, at least the pages of those it has."""
         return self.pool.pages_for(len(request.tokens) + self._policy.reserved_tokens(request))
 
-    def _promise(self, request: Request, pages: int) -> None:
-        self.promised += pages - request.promised
-        request.promised = pages
+    def _reserve(self, request: Request, pages: int) -> None:
+        self.reserved_pages += pages - request.reserved_pages
+        request.reserved_pages = pages

@@ -13,7 +13,7 @@ import torch
 from site_engine.cuda import attention_launch
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, Turn
 from site_engine.model.attention_context import Scoring
-from site_engine.model.kv_cache import Arena
+from site_engine.model.kv_cache import KVCache
 
 
 class Fresh(NamedTuple):
@@ -29,7 +29,7 @@ class DeviceContext:
 
     def __init__(  # noqa: PLR0917
         self,
-        arena: Arena,
+        arena: KVCache,
         table: torch.Tensor,
         decode: DecodeWork | None,
         prefill: PrefillWork | None,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from site_engine.core.request import Request
-from site_engine.core.scheduler import Plan
+from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.sampling import RULES, SlotRules
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
@@ -87,7 +87,7 @@ class PageTables:
         self._lists: list[list[int]] = [[] for _ in range(slots)]
         self._shown = [0] * slots
 
-    def patches(self, plan: Plan) -> tuple[list[int], list[int]]:
+    def patches(self, plan: SchedulePlan) -> tuple[list[int], list[int]]:
         """Places in the flat table and the pages that belong there now. A decode row is new to a page where
         its token is the page's first; whatever else happened to its pages, it was a prefill since.
 
@@ -104,7 +104,7 @@ class PageTables:
         self.table.reshape(-1)[at] = pages
         return at, pages
 
-    def applied(self, plan: Plan) -> None:
+    def applied(self, plan: SchedulePlan) -> None:
         for request, _, _, _ in plan.prefills:
             self._lists[request.row], self._shown[request.row] = request.pages, len(request.pages)
 
@@ -135,7 +135,7 @@ class Packer:
         self._chunk_tokens = chunk_tokens
         self._rules = SlotRules(slots)
 
-    def shape(self, plan: Plan, patches: int) -> Shape:
+    def shape(self, plan: SchedulePlan, patches: int) -> Shape:
         """Decode steps and small mixed ones are padded to a shape with a graph, others are as they are."""
         rows, tokens = len(plan.decodes), plan.tokens
         if not plan.prefills:
@@ -159,11 +159,11 @@ class Packer:
     def _mixed_samples(self, tokens: int) -> int:
         return min(tokens, row_bucket(self._slots, self._slots))
 
-    def _items_of(self, plan: Plan, samples: int) -> int:
+    def _items_of(self, plan: SchedulePlan, samples: int) -> int:
         chunk = self._chunk_tokens(samples)
         return sum([max(1, -(-entry.start // chunk)) for entry in plan.decodes])
 
-    def fill(self, to: Sections, shape: Shape, plan: Plan) -> list[Request]:
+    def fill(self, to: Sections, shape: Shape, plan: SchedulePlan) -> list[Request]:
         """Everything but the patches; whose next tokens the rows are, in order."""
         rows = len(plan.decodes)
         to.source[:rows] = [
@@ -184,7 +184,7 @@ class Packer:
         self._fill_rules(to.rules.reshape(RULES, -1), plan, to.owner[: len(sampled)])
         return sampled
 
-    def _fill_rules(self, rules: Numbers, plan: Plan, slots: Numbers) -> None:
+    def _fill_rules(self, rules: Numbers, plan: SchedulePlan, slots: Numbers) -> None:
         for entry in plan.prefills:
             self._rules.set(entry.request)
         ends = [start + length for _, start, length, samples in plan.entries if samples]
@@ -205,7 +205,7 @@ class Packer:
         items[total:] = (-1, 0, 0, self._slots)
         items[total : total + padding, 0] = np.arange(rows, rows + padding)
 
-    def _fill_prefills(self, to: Sections, plan: Plan, sampled: list[Request]) -> None:
+    def _fill_prefills(self, to: Sections, plan: SchedulePlan, sampled: list[Request]) -> None:
         begin = at = len(plan.decodes)
         ids: list[int] = []
         blocks: list[tuple[int, int, int, int]] = []
@@ -226,7 +226,7 @@ class Packer:
             to.blocks[: 4 * len(blocks)] = np.array(blocks, dtype=np.int32).reshape(-1)
             to.blocks[4 * len(blocks) :] = 0
 
-    def _fill_places(self, position: Numbers, slot: Numbers, plan: Plan) -> None:
+    def _fill_places(self, position: Numbers, slot: Numbers, plan: SchedulePlan) -> None:
         """Of the prompts' tokens, one chunk after the other."""
         if not plan.prefills:
             return

@@ -11,7 +11,7 @@ from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tok
 from site_engine.cuda.batch_layout import Shape, views
 from site_engine.cuda.kernels import layer_kernels, sampling_kernels
 from site_engine.model import attention_context
-from site_engine.model.kv_cache import Arena
+from site_engine.model.kv_cache import KVCache
 from site_engine.model.runner import Forward
 
 PREPARE_BLOCK = 256
@@ -22,7 +22,7 @@ DRAW_SPAN = 8192
 class Device:
     """What all steps share on the device: the page table, every slot's newest token, the chunks' counters."""
 
-    def __init__(self, arena: Arena, slots: int, pages_per_row: int) -> None:
+    def __init__(self, arena: KVCache, slots: int, pages_per_row: int) -> None:
         where = arena.keys[0].device
         self.arena = arena
         self.where = where

@@ -10,10 +10,10 @@ import gc
 from collections.abc import Callable
 
 from site_engine.core.request import Admission, Output, Request, Sampling, State
-from site_engine.core.scheduler import Entry, Plan
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda.compile import QUERY_KEY_VALUE, compile_ends, compile_layers, join
 from site_engine.cuda.llama_forward import lean_forward
-from site_engine.cuda.runner import DeviceRunner, Flight
+from site_engine.cuda.runner import DeviceRunner, PendingStep
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.model import certify
 from site_engine.model.loader import CannotServe, LoadedModel
@@ -37,7 +37,7 @@ class AheadEngine(SiteEngine):
         super().__init__(model, settings, clock)
         reference = self._runner
         assert isinstance(reference, PackedRunner)
-        self._flight: Flight | None = None
+        self._flight: PendingStep | None = None
         self._launched_s = 0.0  # when the flight began
         self._published_s = 0.0  # when the one before it was read
         self._careful: set[str] = set()  # requests whose rules need tokens or logits on the host
@@ -64,9 +64,15 @@ class AheadEngine(SiteEngine):
         request = Request("certify", tokens, Sampling(temperature=0.0))
         request.row, request.pages = 0, self._pool.take(self._pool.pages_for(len(tokens))) or []
         middle, last = len(tokens) // 2, len(tokens) - 1
-        chunks = [Entry(request, 0, middle, True), Entry(request, middle, last - middle, True)]
+        chunks = [
+            ScheduledChunk(request, 0, middle, True),
+            ScheduledChunk(request, middle, last - middle, True),
+        ]
         tolerance = certify.TOLERANCE.get(self._model.dtype, 0.0)
-        for plan in [*(Plan([], [chunk]) for chunk in chunks), Plan([Entry(request, last, 1, True)])]:
+        for plan in [
+            *(SchedulePlan([], [chunk]) for chunk in chunks),
+            SchedulePlan([ScheduledChunk(request, last, 1, True)]),
+        ]:
             wanted = reference.run(plan).rows.float()
             found = self._device_runner.run(plan).rows.float()
             off = float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
@@ -114,14 +120,14 @@ class AheadEngine(SiteEngine):
         flight, self._flight = self._flight, None
         self._publish_flight(flight, self._launched_s)
 
-    def _advance(self, plan: Plan) -> None:
+    def _advance(self, plan: SchedulePlan) -> None:
         """What was launched counts as computed. Whose last token is on its way is not planned again."""
         self._scheduler.advance(plan)
         for request, start, length, samples in plan.entries:
             if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
                 request.state = State.LAST
 
-    def _publish_flight(self, flight: Flight | None, launched_s: float) -> None:
+    def _publish_flight(self, flight: PendingStep | None, launched_s: float) -> None:
         if flight is None:
             return
         token_ids, broken = flight.land()
@@ -144,14 +150,14 @@ class AheadEngine(SiteEngine):
         self._measure(flight.plan, now - max(launched_s, self._published_s), unread)
         self._published_s = now
 
-    def _alive(self, plan: Plan) -> Plan:
+    def _alive(self, plan: SchedulePlan) -> SchedulePlan:
         """Of a plan that failed, the entries whose requests still run: some ended by the tokens before."""
 
         def runs(request: Request) -> bool:
             answer = self._answers.get(request.id)
             return answer is not None and answer.request is request and request.row >= 0
 
-        return Plan(
+        return SchedulePlan(
             [entry for entry in plan.decodes if runs(entry.request)],
             [entry for entry in plan.prefills if runs(entry.request)],
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from site_engine.core.request import Request
-from site_engine.core.scheduler import Plan
+from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.attention import Fresh
 from site_engine.cuda.attention_launch import block_tokens
 from site_engine.cuda.batch_layout import (
@@ -20,7 +20,7 @@ from site_engine.cuda.batch_layout import (
     views,
 )
 from site_engine.cuda.cuda_graph import Device, Step
-from site_engine.model.kv_cache import Arena
+from site_engine.model.kv_cache import KVCache
 from site_engine.model.runner import Forward, Logits, PackedRunner
 
 
@@ -31,10 +31,10 @@ class Landed(NamedTuple):
     broken: set[int]
 
 
-class Flight:
+class PendingStep:
     """A step that was launched. `requests[i]` gets the i-th token."""
 
-    def __init__(self, plan: Plan, requests: list[Request], chosen: torch.Tensor) -> None:
+    def __init__(self, plan: SchedulePlan, requests: list[Request], chosen: torch.Tensor) -> None:
         self.plan = plan
         self.requests = requests
         on_gpu = chosen.device.type == "cuda"
@@ -61,7 +61,7 @@ class DeviceRunner:
     def __init__(
         self,
         forward: Forward,
-        arena: Arena,
+        arena: KVCache,
         reference: PackedRunner,
         *,
         slots: int,
@@ -86,12 +86,12 @@ class DeviceRunner:
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
-    def launch(self, plan: Plan) -> Flight:
+    def launch(self, plan: SchedulePlan) -> PendingStep:
         """Queue a plan and return at once; tokens not known yet are taken from the step before."""
         step, requests = self._start(plan, keep_logits=False)
-        return Flight(plan, requests, step.chosen)
+        return PendingStep(plan, requests, step.chosen)
 
-    def run(self, plan: Plan) -> Logits:
+    def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known; logits for the sampler."""
         if any(entry.request.sampling.prompt_logprobs for entry in plan.prefills):
             self._patch(*self._tables.patches(plan))
@@ -110,7 +110,7 @@ class DeviceRunner:
             self._step(self._packer.mixed_shape(tokens, 1), keep_logits=False)
         return len(self._steps)
 
-    def _start(self, plan: Plan, *, keep_logits: bool) -> tuple[Step, list[Request]]:
+    def _start(self, plan: SchedulePlan, *, keep_logits: bool) -> tuple[Step, list[Request]]:
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, len(at))
         if len(at) > shape.patches:
@@ -148,7 +148,7 @@ class DeviceRunner:
             items[: shape.samples, 0] = range(shape.samples)
         return block
 
-    def _fresh(self, plan: Plan, shape: Shape) -> Fresh | None:
+    def _fresh(self, plan: SchedulePlan, shape: Shape) -> Fresh | None:
         """Large prefills of whole prompts go to torch's own attention."""
         if shape.graph or not self._cuda or any(entry.start for entry in plan.prefills):
             return None

@@ -17,17 +17,17 @@ from site_engine.core.request import (
     Admission,
     Finish,
     Output,
-    Refused,
-    RefusedReason,
+    RejectionReason,
     RemainingCurve,
     Request,
+    RequestRejected,
     State,
 )
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy, has_place
-from site_engine.core.scheduler import Plan, Scheduler
+from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.engine import validate
 from site_engine.engine.output_processor import Answer
-from site_engine.model.kv_cache import Arena, Poison, affordable_tokens
+from site_engine.model.kv_cache import KVCache, Poison, affordable_tokens
 from site_engine.model.kv_swap import HostSwap, copy_seconds_per_token
 from site_engine.model.loader import LoadedModel
 from site_engine.model.runner import Logits, PackedRunner, Runner
@@ -87,7 +87,9 @@ class SiteEngine:
             TOKEN_BUDGETS.get(model.device.type, 512), settings.slots
         )
         self._meter = Meter()
-        self._going_on: tuple[Plan, float] | None = None  # the iteration that lasts, and when it began
+        self._going_on: tuple[SchedulePlan, float] | None = (
+            None  # the iteration that lasts, and when it began
+        )
         self._scheduler = Scheduler(
             self._pool,
             AdmissionQueue(settings.policy.score),
@@ -135,13 +137,15 @@ class SiteEngine:
     # ---- between iterations
 
     def submit(self, request: Request) -> Admission:
-        """Take a request, or raise Refused with a reason a person can act on."""
+        """Take a request, or raise RequestRejected with a reason a person can act on."""
         if request.id in self._answers:
-            raise Refused(RefusedReason.INVALID, f"a request named {request.id!r} is already here")
+            raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
         validate.check(request, limit_tokens=self._limit_tokens, vocab_size=self._model.vocab_size)
         queue, most = self._scheduler.queue, self.settings.max_pending
         if not has_place(queue.waiting_of(request.tenant), len(queue), most):
-            raise Refused(RefusedReason.FULL, f"{len(queue)} requests already wait, of {most} at most")
+            raise RequestRejected(
+                RejectionReason.FULL, f"{len(queue)} requests already wait, of {most} at most"
+            )
         request.state = State.WAITING
         request.arrived_s = self._clock()
         room = self._limit_tokens - len(request.prompt)
@@ -155,7 +159,9 @@ class SiteEngine:
         answer = Answer(request, self._model.vocabulary, self._model.eos_token_ids)
         finish = answer.replay()
         if request.guide is not None and request.guide.error:
-            raise Refused(RefusedReason.INVALID, "what was delivered is not what was asked for", "resume")
+            raise RequestRejected(
+                RejectionReason.INVALID, "what was delivered is not what was asked for", "resume"
+            )
         self._answers[request.id] = answer
         self._scheduler.queue.push(request)
         if finish is not None:
@@ -203,7 +209,7 @@ class SiteEngine:
             pending=len(queue) + len(back),
             token_load=sum(remaining) + unread + prompt_tokens + response_tokens,
             kv_free_tokens=self._pool.available * self._pool.page_size,
-            kv_reserved_tokens=scheduler.promised * self._pool.page_size,
+            kv_reserved_tokens=scheduler.reserved_pages * self._pool.page_size,
             tokens_per_s=self._meter.tokens_per_s,
             seconds_per_iteration=self._meter.seconds_per_iteration,
             iteration=self._meter.fit.cost(),
@@ -250,7 +256,7 @@ class SiteEngine:
 
     # ---- after the model ran
 
-    def _publish(self, plan: Plan, logits: Logits, sampled: Sampled) -> None:
+    def _publish(self, plan: SchedulePlan, logits: Logits, sampled: Sampled) -> None:
         now = self._clock()
         self._scheduler.advance(plan)
         for entry, places in logits.prompts:
@@ -272,7 +278,7 @@ class SiteEngine:
             if output.finish is not None:
                 self._forget(request)
 
-    def _isolate(self, plan: Plan, error: Exception) -> None:
+    def _isolate(self, plan: SchedulePlan, error: Exception) -> None:
         """The iteration failed as a whole: compute its entries one by one, and fail those that fail alone."""
         entries = plan.entries
         lost: set[int] = set()  # pages that hold nothing, which others of the plan may have meant to read
@@ -280,7 +286,7 @@ class SiteEngine:
             if not lost.isdisjoint(entry.request.pages):
                 self._scheduler.restart(entry.request)
                 continue
-            alone = Plan([entry]) if entry in plan.decodes else Plan([], [entry])
+            alone = SchedulePlan([entry]) if entry in plan.decodes else SchedulePlan([], [entry])
             try:
                 if len(entries) == 1:
                     raise error
@@ -293,8 +299,8 @@ class SiteEngine:
                 self._publish(alone, logits, sampled)
 
     def _fail(self, answer: Answer, error: str) -> None:
-        self._scheduler.distrust(answer.request)
-        self._arena.scrub([page for page in answer.request.pages if self._pool.references(page) == 1])
+        self._scheduler.invalidate(answer.request)
+        self._arena.zero_pages([page for page in answer.request.pages if self._pool.references(page) == 1])
         self._finish(answer, Finish.FAILED, error)
 
     def _finish(self, answer: Answer, finish: Finish, error: str = "") -> None:
@@ -314,7 +320,7 @@ class SiteEngine:
             self._going_on = None
             self._measure(plan, now - began)
 
-    def _measure(self, plan: Plan, seconds: float, unread: int = 0) -> None:
+    def _measure(self, plan: SchedulePlan, seconds: float, unread: int = 0) -> None:
         """`unread`: of the tokens it gave, those of answers that had ended."""
         decodes, prefills = plan.decodes, plan.prefills
         read = sum([start for _, start, _, _ in decodes]) + len(decodes)
@@ -327,7 +333,7 @@ class SiteEngine:
         )
 
 
-def _memory(model: LoadedModel, settings: EngineSettings, *, paged: bool) -> tuple[int, PagePool, Arena]:
+def _memory(model: LoadedModel, settings: EngineSettings, *, paged: bool) -> tuple[int, PagePool, KVCache]:
     """The most tokens one request may have, the page pool and the memory behind it."""
     tokens = settings.kv_tokens
     if tokens is None:
@@ -337,6 +343,6 @@ def _memory(model: LoadedModel, settings: EngineSettings, *, paged: bool) -> tup
     if pages < 1:
         raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
     layers = model.layers if paged else []
-    arena = Arena(layers, pages, settings.page_size, model.dtype, model.device)
+    arena = KVCache(layers, pages, settings.page_size, model.dtype, model.device)
     pool = PagePool(pages, settings.page_size, Poison(arena) if settings.debug_poison else None)
     return min(model.context_tokens, pages * settings.page_size), pool, arena

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Admission, Finish, Output, Refused, Request, Sampling
+from site_engine.core.request import Admission, Finish, Output, Request, RequestRejected, Sampling
 from site_engine.errors import EngineBroken, NotServed, Reason
 
 log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class Worker:
             for request in group:
                 answers.append(self._engine.submit(request))
                 taken.append(request.id)
-        except Refused as refused:
+        except RequestRejected as refused:
             self._engine.release(taken)
             return NotServed(Reason[refused.reason.name], refused.message, refused.param)
         except Exception as exc:
@@ -243,7 +243,7 @@ class Worker:
         for request_id in request_ids:
             try:
                 self._engine.submit(self._live[request_id].request)
-            except Refused as refused:
+            except RequestRejected as refused:
                 self._publish([self._failed(request_id, refused.message)])
 
     # failures
@@ -265,7 +265,7 @@ class Worker:
         self._barren = 0
         try:
             self._engine.submit(Request(PROBE, [0], Sampling(max_tokens=1, temperature=0.0)))
-        except Refused as refused:
+        except RequestRejected as refused:
             log.info("the engine could not be probed: %s", refused.message)
 
     def _after_failure(self, exc: Exception) -> list[Output]:

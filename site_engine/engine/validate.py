@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import isfinite
 
-from site_engine.core.request import Refused, RefusedReason, Request, Sampling
+from site_engine.core.request import RejectionReason, Request, RequestRejected, Sampling
 
 
 def check(request: Request, *, limit_tokens: int, vocab_size: int) -> None:
-    """Raise Refused with the reason and the field for a request that can't be served as it is."""
+    """Raise RequestRejected with the reason and the field for a request that can't be served as it is."""
     if not request.prompt:
         raise _invalid("prompt", "the prompt is empty")
     if len(request.prompt) >= limit_tokens:
-        raise Refused(
-            RefusedReason.CONTEXT_LENGTH,
+        raise RequestRejected(
+            RejectionReason.CONTEXT_LENGTH,
             f"the prompt has {len(request.prompt)} tokens, but prompt and response together "
             f"may have at most {limit_tokens} here",
             "prompt",
@@ -54,5 +54,5 @@ def _check_numbers(sampling: Sampling) -> None:
             raise _invalid(name, f"{name} is {number}; it must be a number of at least {limit:g}")
 
 
-def _invalid(param: str, message: str) -> Refused:
-    return Refused(RefusedReason.INVALID, message, param)
+def _invalid(param: str, message: str) -> RequestRejected:
+    return RequestRejected(RejectionReason.INVALID, message, param)

@@ -9,8 +9,8 @@ import torch
 
 from site_engine.core.page_pool import PagePool
 from site_engine.core.request import Request
-from site_engine.core.scheduler import Entry, Plan
-from site_engine.model.kv_cache import Arena, LayerShape
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
+from site_engine.model.kv_cache import KVCache, LayerShape
 from site_engine.model.runner import Forward, PackedRunner
 
 PROMPT_TOKENS = (37, 12, 1)
@@ -34,7 +34,7 @@ def largest_difference(
 ) -> float:
     """Of the engine's logits from `expected`, [tokens, vocabulary] per prompt, relative to the largest."""
     pool = PagePool(sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts), PAGE_TOKENS)
-    arena = Arena(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
+    arena = KVCache(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
     runner = PackedRunner(forward, arena, slots=len(prompts), pages_per_row=pool.capacity)
     requests = [Request(str(row), ids) for row, ids in enumerate(prompts)]
     for row, request in enumerate(requests):
@@ -49,17 +49,17 @@ def largest_difference(
     return worst
 
 
-def _next_plan(requests: Sequence[Request]) -> Plan:
+def _next_plan(requests: Sequence[Request]) -> SchedulePlan:
     """All prompts go on at once: some still in chunks, some already token by token."""
-    plan = Plan()
+    plan = SchedulePlan()
     for request in requests:
         start, left = request.computed, len(request.tokens) - request.computed
         if left > DECODED_TOKENS:
             length = min(CHUNK_TOKENS, left - DECODED_TOKENS)
-            plan.prefills.append(Entry(request, start, length, samples=True))
+            plan.prefills.append(ScheduledChunk(request, start, length, samples=True))
         elif left:
             length = 1
-            plan.decodes.append(Entry(request, start, length, samples=True))
+            plan.decodes.append(ScheduledChunk(request, start, length, samples=True))
         else:
             continue
         request.computed += length

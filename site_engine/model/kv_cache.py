@@ -17,7 +17,7 @@ class LayerShape(NamedTuple):
     value_dim: int
 
 
-class Arena:
+class KVCache:
     """Pages 0 to `pages` of every layer; page 0 is the trash page. Zeros first: dead slots must be finite.
 
     Without layers it holds nothing and costs nothing.
@@ -78,7 +78,7 @@ class Arena:
         for room in (*self.keys, *self.values):
             room.index_fill_(0, index, number)
 
-    def scrub(self, pages: list[int]) -> None:
+    def zero_pages(self, pages: list[int]) -> None:
         """After a failed iteration: what it wrote may not be finite, and masked slots are multiplied by 0."""
         if pages:
             self.fill(pages, 0.0)
@@ -87,7 +87,7 @@ class Arena:
 class Poison:
     """The debug mode of a pool: a freed page holds NaN, so that any read of it shows in the answer."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: KVCache) -> None:
         self._arena = arena
 
     def taken(self, pages: list[int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from site_engine.model.kv_cache import Arena
+from site_engine.model.kv_cache import KVCache
 
 TRIAL_PAGES = 64
 
@@ -14,7 +14,7 @@ TRIAL_PAGES = 64
 class HostSwap:
     """At most `tokens` tokens; takes what `worth` finds cheaper to copy twice than to compute again."""
 
-    def __init__(self, arena: Arena, tokens: int, worth: Callable[[int], bool]) -> None:
+    def __init__(self, arena: KVCache, tokens: int, worth: Callable[[int], bool]) -> None:
         self.used_tokens = 0
         self._arena = arena
         self._limit_tokens = tokens
@@ -29,7 +29,7 @@ class HostSwap:
         self.used_tokens += room
         return True
 
-    def bring_back(self, request_id: str, pages: list[int], skip: int) -> None:
+    def swap_in(self, request_id: str, pages: list[int], skip: int) -> None:
         kept = self._kept[request_id]
         count = kept[0].shape[0]
         self._arena.copy_in([one[skip:] for one in kept], pages[skip:count])
@@ -39,7 +39,7 @@ class HostSwap:
         self.used_tokens -= self._kept.pop(request_id)[0].shape[0] * self._arena.page_size
 
 
-def copy_seconds_per_token(arena: Arena, clock: Callable[[], float]) -> float:
+def copy_seconds_per_token(arena: KVCache, clock: Callable[[], float]) -> float:
     """Measured: some pages out and in again. The second round counts, the first one warms up."""
     pages = list(range(1, min(TRIAL_PAGES, arena.keys[0].shape[0] - 1) + 1))
     for _ in range(2):

@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from site_engine.core.page_pool import TRASH_PAGE
+from site_engine.core.page_pool import NULL_PAGE
 from site_engine.core.request import Request
-from site_engine.core.scheduler import Entry, Plan
+from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.model import attention_context
-from site_engine.model.kv_cache import Arena
+from site_engine.model.kv_cache import KVCache
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
 
 WORTH_A_GROUP_TOKENS = 4096  # of padding
@@ -27,27 +27,27 @@ class Logits(NamedTuple):
 
     sampled: list[Request]
     rows: torch.Tensor
-    prompts: list[tuple[Entry, torch.Tensor]]
+    prompts: list[tuple[ScheduledChunk, torch.Tensor]]
 
 
 class Runner(Protocol):
     """The engine's way through the model. What a plan computed before it failed may be computed again."""
 
-    def run(self, plan: Plan) -> Logits: ...
+    def run(self, plan: SchedulePlan) -> Logits: ...
 
 
 class PackedRunner:
     """Keeps the page table of every row between iterations, so that a decode step copies no lists."""
 
-    def __init__(self, forward: Forward, arena: Arena, *, slots: int, pages_per_row: int) -> None:
+    def __init__(self, forward: Forward, arena: KVCache, *, slots: int, pages_per_row: int) -> None:
         self._forward = forward
         self._arena = arena
         self._device = arena.device
-        self._tables = np.full((slots, pages_per_row), TRASH_PAGE, dtype=np.int64)
+        self._tables = np.full((slots, pages_per_row), NULL_PAGE, dtype=np.int64)
         self._lists: list[list[int]] = [[] for _ in range(slots)]  # whose pages a row's table shows
         self._shown = [0] * slots
 
-    def run(self, plan: Plan) -> Logits:
+    def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan. Running the same entries twice is harmless: they write the same numbers."""
         plan.decodes.sort(
             key=itemgetter(1)
@@ -62,19 +62,19 @@ class PackedRunner:
             raise RuntimeError(f"{step.layer} attention calls in a model of {len(self._arena.keys)}")
         return split(plan, rows)
 
-    def _show(self, plan: Plan) -> None:
+    def _show(self, plan: SchedulePlan) -> None:
         """Bring the rows' page tables up to date; past its pages a row points at the trash page."""
         lists, shown = self._lists, self._shown
         for request, _, _, _ in plan.entries:
             row, pages = request.row, request.pages
             if lists[row] is not pages:
-                self._tables[row] = TRASH_PAGE
+                self._tables[row] = NULL_PAGE
                 lists[row], shown[row] = pages, 0
             if shown[row] < len(pages):
                 self._tables[row, shown[row] : len(pages)] = pages[shown[row] :]
                 shown[row] = len(pages)
 
-    def _packed(self, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    def _packed(self, plan: SchedulePlan) -> tuple[np.ndarray, np.ndarray]:
         ids = [request.tokens[start] for request, start, _, _ in plan.decodes]
         positions = [np.array([start for _, start, _, _ in plan.decodes], dtype=np.int64)]
         for request, start, length, _ in plan.prefills:
@@ -82,7 +82,7 @@ class PackedRunner:
             positions.append(np.arange(start, start + length))
         return np.array(ids, dtype=np.int64), np.concatenate(positions)
 
-    def _layout(self, plan: Plan) -> tuple[list[int], np.ndarray]:
+    def _layout(self, plan: SchedulePlan) -> tuple[list[int], np.ndarray]:
         """Where each chunk begins among the packed tokens, and which tokens' logits are wanted."""
         at = len(plan.decodes)
         wanted, begins = list(range(at)), []
@@ -95,7 +95,7 @@ class PackedRunner:
             at += entry.length
         return begins, np.array(wanted or [0], dtype=np.int64)
 
-    def _context(self, plan: Plan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
+    def _context(self, plan: SchedulePlan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
         page_size = self._arena.page_size
         rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
         owners = [rows, *(np.full(entry.length, entry.request.row) for entry in plan.prefills)]
@@ -109,7 +109,7 @@ class PackedRunner:
             self._arena, self._tensor(pages * page_size + positions % page_size), groups, chunks
         )
 
-    def _chunk(self, entry: Entry, begin: int) -> Chunk:
+    def _chunk(self, entry: ScheduledChunk, begin: int) -> Chunk:
         kv_len = entry.start + entry.length
         pages = self._tables[entry.request.row, : -(-kv_len // self._arena.page_size)]
         return Chunk(begin, begin + entry.length, self._tensor(pages.copy()), kv_len)
@@ -135,10 +135,10 @@ def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np
     return groups
 
 
-def split(plan: Plan, rows: torch.Tensor) -> Logits:
+def split(plan: SchedulePlan, rows: torch.Tensor) -> Logits:
     sampled = [entry.request for entry in plan.decodes]
     picked = list(range(len(sampled)))
-    prompts: list[tuple[Entry, torch.Tensor]] = []
+    prompts: list[tuple[ScheduledChunk, torch.Tensor]] = []
     at = len(sampled)
     for entry in plan.prefills:
         begin = at
@@ -153,7 +153,7 @@ def split(plan: Plan, rows: torch.Tensor) -> Logits:
     return Logits(sampled, rows if len(picked) == rows.shape[0] else rows[picked], prompts)
 
 
-def wants_prompt(entry: Entry) -> bool:
+def wants_prompt(entry: ScheduledChunk) -> bool:
     """Log probabilities of the prompt itself: every place of the chunk that predicts a prompt token."""
     request = entry.request
     return request.sampling.prompt_logprobs and entry.start < request.prompt_len - 1

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.model.attention_context import Scoring
-from site_engine.model.kv_cache import Arena
+from site_engine.model.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Chunk:
 class ReferenceContext:
     """One iteration. `slots` [tokens]: where each packed token's key and value go."""
 
-    def __init__(self, arena: Arena, slots: torch.Tensor, groups: list[Rows], chunks: list[Chunk]) -> None:
+    def __init__(self, arena: KVCache, slots: torch.Tensor, groups: list[Rows], chunks: list[Chunk]) -> None:
         self.layer = 0
         self._arena = arena
         self._slots = slots

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 Work = Callable[[], object]
 
 
-class Turns:
+class FairExecutor:
     """Whoever has little to do waits for one piece of each other tenant's work at most, not for all of it."""
 
     def __init__(self, name: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, Prompt, TextPrompt
-from site_engine.text.fair_executor import Turns
+from site_engine.text.fair_executor import FairExecutor
 from site_engine.text.tool_call_parser import Calling
 from site_engine.text.tool_format import LLAMA, Tools, format_of, guided_source, hidden
 
@@ -65,7 +65,7 @@ class Prompts:
         self._post = post
         self._waiting: dict[Future[Any], str] = {}  # with the tenant
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-        self._compiling = Turns("grammars")
+        self._compiling = FairExecutor("grammars")
         self._grammars = grammars
         self._form = format_of(_template(tokenizer))
         self._shown = {} if self._form is None else hidden(self._form, tokenizer)

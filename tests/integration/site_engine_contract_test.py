@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from site_engine.core.request import Finish, Output, Refused, RefusedReason, Request, Sampling
+from site_engine.core.request import Finish, Output, RejectionReason, Request, RequestRejected, Sampling
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.engine.engine_thread import Engine
 from site_engine.model import loader
@@ -133,14 +133,14 @@ def test_only_what_has_not_started_can_be_released_and_comes_back(engine: Engine
 
 def test_refusals_name_their_reason_and_leave_nothing(engine: Engine) -> None:
     free = engine.load().kv_free_tokens
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         engine.submit(request("long", length=CONTEXT_TOKENS))
-    assert (refused.value.reason, refused.value.param) == (RefusedReason.CONTEXT_LENGTH, "prompt")
+    assert (refused.value.reason, refused.value.param) == (RejectionReason.CONTEXT_LENGTH, "prompt")
     for i in range(PENDING):
         engine.submit(request(f"r{i}"))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         engine.submit(request("full"))
-    assert refused.value.reason is RefusedReason.FULL
+    assert refused.value.reason is RejectionReason.FULL
     drain(engine)
     assert at_rest(engine, free)
 

@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from site_engine.core.request import Finish, Refused, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.core.request import (
+    Finish,
+    RemainingCurve,
+    RemainingPoint,
+    Request,
+    RequestRejected,
+    Sampling,
+)
 from site_engine.engine.engine import SiteEngine
 from site_engine.errors import NotServed, Reason
 from site_engine.model.grammar_bitmask import Masks
@@ -177,7 +184,7 @@ def test_tokens_that_do_not_fit_the_schema_cannot_be_resumed_from() -> None:
     resumed = guided("a", 3)
     resumed.resumed = [5, 5, 5]
     resumed.__post_init__()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         engine.submit(resumed)
     assert refused.value.param == "resume"
     assert_idle(engine)

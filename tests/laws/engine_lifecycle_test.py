@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.core.request import Finish, Refused, RefusedReason, Request, Sampling
+from site_engine.core.request import Finish, RejectionReason, Request, RequestRejected, Sampling
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from tests.support.engine_models import (
     CONTEXT,
@@ -95,11 +95,11 @@ def test_a_released_request_may_come_back() -> None:
 
 def test_an_oversize_prompt_is_refused_with_both_numbers() -> None:
     engine = engine_for(family("llama").served)
-    with pytest.raises(Refused, match=rf"{CONTEXT + 3}.*{CONTEXT}") as refused:
+    with pytest.raises(RequestRejected, match=rf"{CONTEXT + 3}.*{CONTEXT}") as refused:
         engine.submit(greedy("too long", [1] * (CONTEXT + 3), 1))
-    assert refused.value.reason is RefusedReason.CONTEXT_LENGTH
+    assert refused.value.reason is RejectionReason.CONTEXT_LENGTH
     small = engine_for(family("llama").served, kv_tokens=32)
-    with pytest.raises(Refused, match=r"40.*32"):
+    with pytest.raises(RequestRejected, match=r"40.*32"):
         small.submit(greedy("never fits", [1] * 40, 1))
     assert_idle(engine)
 
@@ -120,18 +120,18 @@ def test_an_oversize_prompt_is_refused_with_both_numbers() -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused_with_its_field(request_: Request, param: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         engine_for(family("llama").served).submit(request_)
-    assert (refused.value.reason, refused.value.param) == (RefusedReason.INVALID, param)
+    assert (refused.value.reason, refused.value.param) == (RejectionReason.INVALID, param)
 
 
 def test_a_full_queue_refuses_and_the_limit_of_tokens_is_clipped() -> None:
     engine = engine_for(family("llama").served, max_pending=2)
     assert engine.submit(greedy("a", [1] * 10, 10_000)).max_tokens == CONTEXT - 10
     assert engine.submit(Request("b", [1] * 10)).position == 1
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRejected) as refused:
         engine.submit(greedy("c", [1], 1))
-    assert refused.value.reason is RefusedReason.FULL
+    assert refused.value.reason is RejectionReason.FULL
 
 
 def test_one_bad_forward_fails_the_request_that_causes_it_and_no_other() -> None:

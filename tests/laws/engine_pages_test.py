@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.core.page_pool import TRASH_PAGE, PagePool
+from site_engine.core.page_pool import NULL_PAGE, PagePool
 from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
 
 torch.set_num_threads(1)
@@ -33,7 +33,7 @@ def test_references_equal_holders_at_every_step(seed: int, pages: int) -> None:
         elif holders:
             pool.drop(holders.pop(rnd.randrange(len(holders))))
         held = [page for pages_ in holders for page in pages_]
-        assert TRASH_PAGE not in held
+        assert NULL_PAGE not in held
         assert pool.used == len(set(held))
         assert all(pool.references(page) == held.count(page) for page in range(1, pages + 1))
 
@@ -73,7 +73,7 @@ def test_no_page_is_lost_under_load_with_cancels_and_preemptions(seed: int) -> N
             pool.references(page) == held[page] + (page in cached) for page in range(1, pool.capacity + 1)
         )
         assert pool.idle == len(cached - set(held))
-        assert scheduler.promised == sum(request.promised for request in scheduler.running)
+        assert scheduler.reserved_pages == sum(request.reserved_pages for request in scheduler.running)
         assert all(request.row >= 0 for request in scheduler.running)
         assert len({request.row for request in scheduler.running}) == len(scheduler.running)
     drain(engine, collected)

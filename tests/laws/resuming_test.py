@@ -19,7 +19,7 @@ from gateway.prompt import Chat, Message, Prompt
 from gateway.query.state import Story
 from gateway.routing.failover import Setback, tries, ways_on
 from site_engine import messages as m
-from site_engine.core.request import Lane, Refused, RemainingCurve, Sampling
+from site_engine.core.request import Lane, RemainingCurve, RequestRejected, Sampling
 from site_engine.errors import NotServed
 from site_engine.federation.attempts import Desk
 from site_engine.remote.dialects import VLLM
@@ -208,7 +208,7 @@ def test_an_answer_in_json_goes_on_after_its_text_and_only_after_what_it_may_be(
     schema = json.dumps({**one, "additionalProperties": False})
     added, last = at_a_site(resumed('{"x": 1', 5, guided_json=schema, sampling=PLAIN), grammars)
     assert (added, last.finish) == ("7}", "stop")
-    with pytest.raises(Refused, match="not what was asked for"):
+    with pytest.raises(RequestRejected, match="not what was asked for"):
         at_a_site(resumed('{"y": 1', 5, guided_json=schema, sampling=PLAIN), grammars)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from site_engine.core.load import IterationCost, LoadFigures
-from site_engine.core.request import Admission, Finish, Output, Refused, RefusedReason, Request
+from site_engine.core.request import Admission, Finish, Output, RejectionReason, Request, RequestRejected
 from site_engine.messages import Hello, Model
 
 CONTEXT_TOKENS = 64
@@ -56,9 +56,9 @@ class FakeEngine:
         room = CONTEXT_TOKENS - len(request.prompt)
         if room < 1:
             message = f"{len(request.prompt)} prompt tokens do not fit the context of {CONTEXT_TOKENS}"
-            raise Refused(RefusedReason.CONTEXT_LENGTH, message, "prompt")
+            raise RequestRejected(RejectionReason.CONTEXT_LENGTH, message, "prompt")
         if len(self.pending) >= self.max_pending:
-            raise Refused(RefusedReason.FULL, f"{self.max_pending} requests wait already")
+            raise RequestRejected(RejectionReason.FULL, f"{self.max_pending} requests wait already")
         self.pending[request.id] = request
         return Admission(len(self.pending) - 1, min(room, _limit(request)))
 

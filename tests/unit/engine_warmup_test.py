@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from site_engine.core.scheduler import Plan
+from site_engine.core.scheduler import SchedulePlan
 from site_engine.engine.warmup import warm_up
 from site_engine.model.runner import Logits
 from tests.support.engine_models import VOCAB, Ticks, assert_idle, engine_for, family, greedy
@@ -46,7 +46,7 @@ def test_an_iteration_takes_until_the_next_begins_however_unevenly_its_floor_is_
     clock, run = engine._clock, engine._runner.run
     assert isinstance(clock, Ticks)
 
-    def every_other_takes_longer(plan: Plan) -> Logits:
+    def every_other_takes_longer(plan: SchedulePlan) -> Logits:
         clock.now_s += 0.03 * (turn % 2)
         return run(plan)
 
