@@ -263,7 +263,7 @@ class Soak:
         return {
             "open_requests": len(self.book.open) + load.running + load.pending,
             "pages": pool.capacity - pool.free,
-            "promised_pages": scheduler.promised,
+            "promised_pages": scheduler.reserved_pages,
             "slots": SETTINGS.slots - scheduler.free_slots,
             "swapped_tokens": swap.used_tokens,
             "queued_tokens": load.pending_prompt_tokens,

@@ -55,11 +55,10 @@ def check(engine: AheadEngine, forced: Forced) -> str:
     prompts = [len(ids) - CHECKED_STEPS for ids in forced.sequences]
     half = CHECKED_ROWS // 2
     later = range(half, CHECKED_ROWS)
-    plans = [
-        SchedulePlan([], [ScheduledChunk(requests[i], 0, prompts[i], True) for i in range(half)]),
-        SchedulePlan([], [ScheduledChunk(requests[i], 0, prompts[i] // 2, False) for i in range(half, CHECKED_ROWS)]),
-        SchedulePlan([], [ScheduledChunk(requests[i], prompts[i] // 2, -(-prompts[i] // 2), True) for i in later]),
-    ]  # fmt: skip
+    whole = [ScheduledChunk(requests[i], 0, prompts[i], True) for i in range(half)]
+    first = [ScheduledChunk(requests[i], 0, prompts[i] // 2, False) for i in later]
+    second = [ScheduledChunk(requests[i], prompts[i] // 2, -(-prompts[i] // 2), True) for i in later]
+    plans = [SchedulePlan([], chunks) for chunks in (whole, first, second)]
     plans += [
         SchedulePlan(
             [ScheduledChunk(request, prompts[i] + step, 1, True) for i, request in enumerate(requests)]

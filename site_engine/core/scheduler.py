@@ -231,7 +231,7 @@ class Scheduler:
         return new if back is None or (new is not None and new.lane < back.lane) else back
 
     def _room_for(self, request: Request) -> bool:
-        """Whether what it is expected to need is free and not reserved for others. Alone, it always starts."""
+        """Return whether the pages that `request` needs in all are free; a lone request always starts."""
         need = self._expected_pages(request) - len(request.pages)
         return not self.running or need <= self.pool.available - self.reserved_pages
 

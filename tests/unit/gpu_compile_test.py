@@ -11,7 +11,7 @@ import pytest
 
 from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
-SCRIPT = Path(__file__).parents[1] / "kernel_compile.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "kernel_compile.py"
 
 
 @pytest.mark.parametrize("architecture", ["80", "90"])

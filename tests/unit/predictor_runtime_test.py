@@ -112,7 +112,7 @@ def test_a_missing_a_damaged_and_a_foreign_artifact_say_why(tmp_path: Path) -> N
 
 def test_serving_loads_neither_torch_nor_scikit_learn() -> None:
     program = (
-        "import sys; from predictor import runtime; onnx_forecaster.load();"
+        "import sys; from predictor import onnx_forecaster; onnx_forecaster.load();"
         "print(sorted({'torch', 'sklearn', 'scipy', 'pandas', 'transformers', 'onnx'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
