@@ -13,8 +13,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor import features
-from predictor.data import augment, dataset, views
-from predictor.data.answers import COLUMN, Answers, answers_of
+from predictor.data import augment, dataset, lexical_scores
+from predictor.data.answer_texts import COLUMN, Answers, answers_of
 from predictor.data.augment import Asked
 from predictor.wordpiece import LONGEST_PIECES, MARKS, Pieces
 
@@ -84,7 +84,7 @@ def prepare(
     place = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
     bags = [features.bag(text) for text in prompts.prompt]
     train_prompt = parts.train.prompt_id.map(place).to_numpy(dtype=np.int64)
-    learned = views.fit(parts.train, train_prompt, bags, seed, progress)
+    learned = lexical_scores.fit(parts.train, train_prompt, bags, seed, progress)
 
     texts = prompts.prompt.to_numpy()
     parents = np.unique(train_prompt)

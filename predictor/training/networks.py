@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.training.lexical import Head, HeadConfig
+from predictor.training.length_head import Head, HeadConfig
 from predictor.wordpiece import LONGEST_PIECES, WIDTH_STEP
 
 

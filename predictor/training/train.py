@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from predictor import artifact, features
-from predictor.data import augment, dataset, labels, prepare, views
-from predictor.data.sources import MODEL_LICENCES, UNSTATED
+from predictor.data import augment, dataset, labels, lexical_scores, prepare
+from predictor.data.licences import MODEL_LICENCES, UNSTATED
 from predictor.errors import DataError
-from predictor.training import export, learn, lexical, networks
+from predictor.training import export, length_head, networks, train_loop
 from predictor.training.distillation import synthetic_prompts, teachers
-from predictor.training.finish import Trained, finish, places
-from predictor.training.plan import LANGUAGE_PLANS, PLANS, Plan
+from predictor.training.distillation.recipes import LANGUAGE_PLANS, PLANS, Plan
+from predictor.training.finalize import Trained, finish, places
 
 Progress = Callable[[str], None]
 KINDS = ("lexical", *PLANS)
@@ -90,10 +90,11 @@ def _demand_enough(data: Path, parts: dataset.Split) -> None:
         raise DataError(f"{data} has a model {prepare.UNKNOWN_NAME}: that is what all others are called")
     calibration, held_out = (part[part.model.isin(known)] for part in (parts.calibration, parts.held_out))
     prompts = [part.prompt_id.nunique() for part in (parts.train, calibration, held_out)]
-    if prompts[0] < views.FOLDS or not prompts[1] or not prompts[2]:
+    if prompts[0] < lexical_scores.FOLDS or not prompts[1] or not prompts[2]:
         raise DataError(
             f"{data} has {prompts[0]} prompts to learn from, {prompts[1]} to calibrate and {prompts[2]} to "
-            f"measure on, answered by models learned from; at least {views.FOLDS}, 1 and 1 are needed"
+            "measure on, answered by models learned from; "
+            f"at least {lexical_scores.FOLDS}, 1 and 1 are needed"
         )
 
 
@@ -118,22 +119,22 @@ def _lexical(
     prompts = frame.drop_duplicates("prompt_id")
     names = (prepare.UNKNOWN_NAME, *sorted(parts.train.model.unique()))
     rows_a_step = max(32, min(1024, len(parts.train) // 200))
-    config = lexical.HeadConfig(seed=seed, batch_rows=rows_a_step)
+    config = length_head.HeadConfig(seed=seed, batch_rows=rows_a_step)
     progress(f"reading {len(prompts)} prompts")
     bags = [features.bag(text) for text in prompts.prompt]
     owner = places(parts.train.prompt_id, prompts.prompt_id)
-    learned = views.fit(parts.train, owner, bags, seed, progress)
+    learned = lexical_scores.fit(parts.train, owner, bags, seed, progress)
     scores = learned.scores(bags, learned.folds)
     inputs = np.concatenate([scores, np.stack([bag.dense for bag in bags])], axis=1).astype(np.float32)
-    rows = lexical.Rows(
+    rows = length_head.Rows(
         owner,
         places(parts.train.model, names),
         labels.soft_targets(parts.train.response_tokens.to_numpy(), edges, config.spread_octaves),
         dataset.row_weights(parts.train),
     )
-    head = lexical.fit(inputs, rows, len(names), config, progress)
+    head = length_head.fit(inputs, rows, len(names), config, progress)
     even = np.ones(len(names), dtype=np.float32)
-    graph = export.lexical_graph(learned.table, lexical.state_of(head), even)
+    graph = export.lexical_graph(learned.table, length_head.state_of(head), even)
     told = {**asdict(config), "views": list(learned.names)}
     return Trained(graph, name, "lexical", names, edges, told)
 
@@ -165,7 +166,9 @@ def _distilled(  # noqa: PLR0917 - private, and each is of another type
     torch.manual_seed(plan.seed)
     net = teachers.with_head(networks.Trimmed(plan.kept, lessons.encoder), data, edges)
     rows = data.rows(prepare.TRAIN, prepare.MADE)
-    learn.fit(net, data, rows, edges, plan.student, taught=lessons.taught, device=device, progress=progress)
+    train_loop.fit(
+        net, data, rows, edges, plan.student, taught=lessons.taught, device=device, progress=progress
+    )
     _learn_models(net.cpu(), data, edges, plan.models, progress)
     graph = graph_of(net, data.table, plan.kept)
     began_from = Path(encoder).name
@@ -221,17 +224,17 @@ def _learn_models(
     net: networks.LengthNet,
     data: prepare.Prepared,
     edges: tuple[int, ...],
-    config: lexical.HeadConfig,
+    config: length_head.HeadConfig,
     progress: Progress,
 ) -> None:
     """Tunes the head on every row of prompts that many models answered, while it rehearses the rest."""
     rows = data.rows(prepare.TRAIN)
-    inputs, owner = learn.inputs_of(net, data, data.prompt[rows])
+    inputs, owner = train_loop.inputs_of(net, data, data.prompt[rows])
     answers = np.bincount(owner)[owner]
     model = data.model[rows]
     target = labels.soft_targets(data.length[rows], edges, config.spread_octaves)
     few = answers <= FEW_MODELS
-    said = lexical.logits_of(net.head, inputs, owner[few], model[few])
+    said = length_head.logits_of(net.head, inputs, owner[few], model[few])
     target[few] = torch.softmax(torch.tensor(said), 1).numpy()
     weight = (1.0 / np.sqrt(answers)).astype(np.float32)
-    lexical.tune(net.head, inputs, lexical.Rows(owner, model, target, weight), config, progress)
+    length_head.tune(net.head, inputs, length_head.Rows(owner, model, target, weight), config, progress)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from predictor.data import labels
-from predictor.training import calibrate, lexical, onnx_head
+from predictor.training import calibrate, length_head, onnx_head
 
 Progress = Callable[[str], None]
 OWN_SHARPNESS_ROWS = 25
@@ -46,8 +46,8 @@ class Weights(NamedTuple):
 
     def logits(self, rows: Outcomes) -> NDArray[np.float64]:
         """Before they are sharpened `[rows, ranges]`."""
-        net = lexical.head_from(self.head)
-        return lexical.logits_of(net, rows.inputs, rows.prompt, rows.model).astype(np.float64)
+        net = length_head.head_from(self.head)
+        return length_head.logits_of(net, rows.inputs, rows.prompt, rows.model).astype(np.float64)
 
     def reached(self, rows: Outcomes, shift: calibrate.Floats | float = 0.0) -> NDArray[np.float64]:
         """What share the p90 of each row is thought to reach before it is bent."""
@@ -74,7 +74,7 @@ class Lesson:
         if steps == 0:
             return self.begin.head
         both = own if self.rehearsed is None else joined(own, self.rehearsed)
-        config = lexical.HeadConfig(
+        config = length_head.HeadConfig(
             epochs=max(1, steps * BATCH_ROWS // len(both.prompt)),
             batch_rows=BATCH_ROWS,
             learning_rate=MODELS_RATE if self.rehearsed is None else HEAD_RATE,
@@ -85,10 +85,10 @@ class Lesson:
         if self.rehearsed is not None:
             target = np.concatenate([target, softmax(self.begin.logits(self.rehearsed), axis=1)])
         weight = np.ones(len(both.prompt), dtype=np.float32)
-        rows = lexical.Rows(both.prompt, both.model, target.astype(np.float32), weight)
-        net, alone = lexical.head_from(self.begin.head), self.rehearsed is None
-        tuned = lexical.tune(net, both.inputs, rows, config, self.progress, only_models=alone)
-        return self._kept(lexical.state_of(tuned), own)
+        rows = length_head.Rows(both.prompt, both.model, target.astype(np.float32), weight)
+        net, alone = length_head.head_from(self.begin.head), self.rehearsed is None
+        tuned = length_head.tune(net, both.inputs, rows, config, self.progress, only_models=alone)
+        return self._kept(length_head.state_of(tuned), own)
 
     def _kept(self, tuned: dict[str, onnx_head.Array], own: Outcomes) -> dict[str, onnx_head.Array]:
         """Without a rehearsal nothing keeps the other models where they were, so they are put back."""

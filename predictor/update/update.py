@@ -19,7 +19,7 @@ from predictor import artifact as artifacts
 from predictor.data import dataset, labels
 from predictor.errors import DataError, RefusedUpdate
 from predictor.evaluation import metrics
-from predictor.training import calibrate, lexical, onnx_head
+from predictor.training import calibrate, length_head, onnx_head
 from predictor.update.head_training import Lesson, Outcomes, Weights, best_steps, calibrated
 
 Progress = Callable[[str], None]
@@ -146,7 +146,7 @@ def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
     return Outcomes(
         onnx_head.inputs_of(served.graph, served.vocabulary, list(prompts.prompt), progress),
         frame.prompt_id.map(place).to_numpy(dtype=np.int64),
-        frame.model.str.casefold().map(row).fillna(lexical.UNKNOWN_MODEL).to_numpy(dtype=np.int64),
+        frame.model.str.casefold().map(row).fillna(length_head.UNKNOWN_MODEL).to_numpy(dtype=np.int64),
         frame.response_tokens.to_numpy(dtype=np.int64),
     )
 
@@ -170,12 +170,12 @@ def _nearest(
     """The known model with the least log loss on some rows of another."""
     chosen = slice(0, NEAREST_ROWS)
     if len(rows.length) == 0:
-        return lexical.UNKNOWN_MODEL
-    net, label = lexical.head_from(head), labels.range_of(rows.length[chosen], edges)
+        return length_head.UNKNOWN_MODEL
+    net, label = length_head.head_from(head), labels.range_of(rows.length[chosen], edges)
     losses = []
     for candidate, factor in enumerate(sharpness):
         served = np.full(len(label), candidate)
-        logits = lexical.logits_of(net, rows.inputs, rows.prompt[chosen], served).astype(np.float64)
+        logits = length_head.logits_of(net, rows.inputs, rows.prompt[chosen], served).astype(np.float64)
         losses.append(calibrate.log_loss(logits * factor, label))
     return int(np.argmin(losses))
 
@@ -213,7 +213,7 @@ def _serving(served: Served) -> Weights:
 
 def _as_known(rows: Outcomes, known: int) -> Outcomes:
     """The rows as the artifact in force sees them: to it a new model is an unknown one."""
-    return replace(rows, model=np.where(rows.model < known, rows.model, lexical.UNKNOWN_MODEL))
+    return replace(rows, model=np.where(rows.model < known, rows.model, length_head.UNKNOWN_MODEL))
 
 
 def _demand_better(before: Figures, after: Figures) -> None:

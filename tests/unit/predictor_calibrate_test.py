@@ -7,7 +7,7 @@ from scipy.special import softmax
 
 from predictor import features
 from predictor.evaluation import metrics
-from predictor.training import calibrate, export, lexical, onnx_head
+from predictor.training import calibrate, export, length_head, onnx_head
 
 EDGES = (0, 10, 20, 40, 80, 160, 320)
 
@@ -68,7 +68,9 @@ def test_the_graph_bends_as_training_does() -> None:
     random = np.random.default_rng(4)
     views, models, ranges = 3, 2, len(EDGES) - 1
     width = views + features.DENSE
-    state = lexical.state_of(lexical.Head(lexical.HeadConfig(hidden=8, model_width=4), width, models, ranges))
+    state = length_head.state_of(
+        length_head.Head(length_head.HeadConfig(hidden=8, model_width=4), width, models, ranges)
+    )
     table = random.normal(size=(features.SLOTS, views)).astype(np.float32)
     even = np.ones(models, dtype=np.float32)
     reached = np.array([0.95, 0.8, 0.88], dtype=np.float32)
@@ -86,6 +88,6 @@ def test_the_graph_bends_as_training_does() -> None:
     rows = np.array([0, 1, 0])
     (served,) = onnxruntime.InferenceSession(graph).run(None, {**known, "owner": np.arange(3), "model": rows})
     inputs = onnx_head.inputs_of(graph, (), texts)
-    logits = lexical.logits_of(lexical.head_from(state), inputs, np.arange(3), rows)
+    logits = length_head.logits_of(length_head.head_from(state), inputs, np.arange(3), rows)
     shown = kinds.reached_by(onnx_head.standardised(state, inputs), shift[rows].astype(np.float64))
     assert served == pytest.approx(calibrate.bent(softmax(logits, axis=1), shown), abs=1e-5)

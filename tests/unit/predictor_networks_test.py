@@ -7,8 +7,8 @@ import torch
 from transformers import BertConfig, BertModel
 
 from predictor import features
-from predictor.data import views
-from predictor.training import export, lexical, networks
+from predictor.data import lexical_scores
+from predictor.training import export, length_head, networks
 from predictor.wordpiece import padded
 
 PIECES = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 10], [2, 3, 0, 0, 0]])
@@ -73,9 +73,9 @@ def test_the_graph_reads_as_the_net_does(merged: int, encoder: BertModel) -> Non
     table[features.PADDING_SLOT] = 0.0
     batch = features.batch(bags)
     side = torch.tensor(
-        np.concatenate([views.matrix_of(bags) @ table, batch.dense], axis=1).astype(np.float32)
+        np.concatenate([lexical_scores.matrix_of(bags) @ table, batch.dense], axis=1).astype(np.float32)
     )
-    net = networks.LengthNet(body, lexical.HeadConfig(hidden=16), side, MODELS, RANGES).eval()
+    net = networks.LengthNet(body, length_head.HeadConfig(hidden=16), side, MODELS, RANGES).eval()
     model = np.array([0, 1, 2])
     with torch.no_grad():
         truth = torch.softmax(

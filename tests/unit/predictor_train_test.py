@@ -8,16 +8,16 @@ import pytest
 
 from mico.cli import main
 from predictor.artifact import KINDS
-from predictor.data.sources import UNSTATED
+from predictor.data.licences import UNSTATED
 from predictor.errors import DataError
 from predictor.onnx_forecaster import Features, OnnxForecaster
+from predictor.training.auxiliary_tasks import Masked
+from predictor.training.distillation.recipes import Plan
 from predictor.training.distillation.synthetic_prompts import Asking
-from predictor.training.foretell import Masked
-from predictor.training.learn import Recipe
-from predictor.training.lexical import HeadConfig
+from predictor.training.length_head import HeadConfig
 from predictor.training.networks import LayerConfig, TrimmedConfig
-from predictor.training.plan import Plan
 from predictor.training.train import train
+from predictor.training.train_loop import Recipe
 from tests.support.fakes import pretrained
 
 ONE_PASS = Recipe(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.data.answers import OCTAVES, SHAPES, Answers
+from predictor.data.answer_texts import OCTAVES, SHAPES, Answers
 from predictor.errors import DataError
-from predictor.training.foretell import HIDDEN, Beside
+from predictor.training.auxiliary_tasks import HIDDEN, Beside
 from predictor.training.networks import LengthNet
 from predictor.wordpiece import padded
 

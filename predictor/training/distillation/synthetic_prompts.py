@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from predictor.data.augment import Asked
 from predictor.training.distillation.lm_teacher import Reader, Tokens
-from predictor.training.learn import Descent, Draw, Recipe
+from predictor.training.train_loop import Descent, Draw, Recipe
 
 Progress = Callable[[str], None]
 MOST_TRIES = 4

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from predictor.data.prepare import TRAIN, Prepared
-from predictor.training import foretell, learn, lexical, networks
+from predictor.training import auxiliary_tasks, length_head, networks, train_loop
 from predictor.training.distillation import ensemble, lm_teacher
-from predictor.training.plan import Plan
+from predictor.training.distillation.recipes import Plan
 
 Progress = Callable[[str], None]
 HEAD_HIDDEN = 256
@@ -36,7 +36,7 @@ class Said(NamedTuple):
 class Lessons(NamedTuple):
     """What all teachers together say, and the first encoder as it was tuned, which a student begins from."""
 
-    taught: learn.Taught
+    taught: train_loop.Taught
     encoder: nn.Module
 
 
@@ -75,7 +75,7 @@ def teach(  # noqa: PLR0917 - each is of another type
     unread_by = [each.unread for each in said]
     target = ensemble.targets(together, probabilities, data, unread_by, plan.unread_share)
     reads = [each.read for each in said if each.read is not None]
-    return Lessons(learn.Taught(target, np.concatenate(reads, axis=1)), first)
+    return Lessons(train_loop.Taught(target, np.concatenate(reads, axis=1)), first)
 
 
 def chats_of(data: Prepared, tokens: lm_teacher.Tokens) -> Prepared:
@@ -96,8 +96,8 @@ def fold_of(data: Prepared, number: int, folds: int) -> NDArray[np.bool_]:
 def encoder_teacher(  # noqa: PLR0917 - each is of another type
     data: Prepared,
     encoder: str,
-    recipe: learn.Recipe,
-    masked: foretell.Masked,
+    recipe: train_loop.Recipe,
+    masked: auxiliary_tasks.Masked,
     edges: tuple[int, ...],
     device: str,
     progress: Progress,
@@ -106,17 +106,17 @@ def encoder_teacher(  # noqa: PLR0917 - each is of another type
     torch.manual_seed(recipe.seed)
     body, beside = networks.Teacher(encoder), None
     if data.answers is not None:
-        loss = foretell.read_masked(body.encoder, data, data.answers, masked, device)
+        loss = auxiliary_tasks.read_masked(body.encoder, data, data.answers, masked, device)
         progress(f"masked pieces: loss {loss:.3f}")
-        beside = foretell.AnswerTask(data.answers, body.width, len(data.models), len(data.vocabulary))
+        beside = auxiliary_tasks.AnswerTask(data.answers, body.width, len(data.models), len(data.vocabulary))
     net, rows = with_head(body, data, edges), data.rows(TRAIN)
-    return learn.fit(net, data, rows, edges, recipe, beside=beside, device=device, progress=progress)
+    return train_loop.fit(net, data, rows, edges, recipe, beside=beside, device=device, progress=progress)
 
 
 def language_teacher(  # noqa: PLR0917 - each is of another type
     chats: Prepared,
     language_model: str,
-    recipe: learn.Recipe,
+    recipe: train_loop.Recipe,
     edges: tuple[int, ...],
     device: str,
     progress: Progress,
@@ -127,24 +127,24 @@ def language_teacher(  # noqa: PLR0917 - each is of another type
     if chats.answers is not None:
         beside = lm_teacher.AnswerBeginnings(chats.answers, body, len(chats.models))
     net, rows = with_head(body, chats, edges), chats.rows(TRAIN)
-    return learn.fit(net, chats, rows, edges, recipe, beside=beside, device=device, progress=progress)
+    return train_loop.fit(net, chats, rows, edges, recipe, beside=beside, device=device, progress=progress)
 
 
 def with_head(body: nn.Module, data: Prepared, edges: tuple[int, ...]) -> networks.LengthNet:
     """A net with a new head, which sees lexical scores as the training prompts have them."""
     seen = torch.tensor(data.side[np.unique(data.prompt[data.rows(TRAIN)])])
-    config = lexical.HeadConfig(hidden=HEAD_HIDDEN)
+    config = length_head.HeadConfig(hidden=HEAD_HIDDEN)
     return networks.LengthNet(body, config, seen, len(data.models), len(edges) - 1)
 
 
 def _said(
     net: networks.LengthNet, data: Prepared, unread: NDArray[np.bool_], matched: bool, device: str
 ) -> Said:
-    logits = learn.logits_of(net, data, np.arange(len(data.prompt)), device=device)
+    logits = train_loop.logits_of(net, data, np.arange(len(data.prompt)), device=device)
     probabilities = torch.softmax(torch.tensor(logits), 1).half().numpy()
     if not matched:
         return Said(probabilities, None, unread)
-    inputs, _ = learn.inputs_of(net, data, np.arange(len(data.pieces)), device=device)
+    inputs, _ = train_loop.inputs_of(net, data, np.arange(len(data.pieces)), device=device)
     read = inputs[:, : net.body.width]
     standard = ((read - read.mean(axis=0)) / (read.std(axis=0) + 1e-6)).astype(np.float16)
     return Said(probabilities, standard, unread)

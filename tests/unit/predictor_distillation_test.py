@@ -12,9 +12,9 @@ from predictor.data.augment import Asked
 from predictor.data.prepare import CALIBRATION, HELD_OUT, MADE, TRAIN, Prepared
 from predictor.errors import DataError
 from predictor.evaluation import metrics
-from predictor.training import learn, train
+from predictor.training import train, train_loop
 from predictor.training.distillation import ensemble, lm_teacher, synthetic_prompts, teachers
-from predictor.training.learn import Recipe
+from predictor.training.train_loop import Recipe
 from tests.support.fakes import pretrained
 
 EDGES = labels.log_spaced_edges()
@@ -93,7 +93,7 @@ def test_it_foretells_that_stories_are_longer_than_questions(chats: Prepared, mo
     told: list[str] = []
     net = teachers.language_teacher(chats, model, LESSON, EDGES, "cpu", told.append)
     rows = chats.rows(HELD_OUT)
-    found = torch.softmax(torch.tensor(learn.logits_of(net, chats, rows)), 1).numpy()
+    found = torch.softmax(torch.tensor(train_loop.logits_of(net, chats, rows)), 1).numpy()
     mean = metrics.expected(found, EDGES)
     story = np.array([chats.texts[prompt].startswith("Write") for prompt in chats.prompt[rows]])
     assert len(rows) > 40 and mean[story].min() > 2 * mean[~story].max()
@@ -139,7 +139,7 @@ def test_a_fold_left_out_is_not_read(chats: Prepared, model: str) -> None:
     once, said = replace(LESSON, epochs=1), []
     for data in (chats, other):
         net = teachers.language_teacher(data.without(unread), model, once, EDGES, "cpu", silent)
-        said.append(learn.logits_of(net, chats, np.arange(len(chats.prompt))))
+        said.append(train_loop.logits_of(net, chats, np.arange(len(chats.prompt))))
     assert own.sum() > 50
     np.testing.assert_array_equal(said[0], said[1])
 
@@ -147,7 +147,7 @@ def test_a_fold_left_out_is_not_read(chats: Prepared, model: str) -> None:
 def test_an_epoch_comes_twice_to_a_prompt_that_was_answered(chats: Prepared) -> None:
     rows = chats.rows(TRAIN, MADE)
     visits = np.where(chats.length > 0, 2, 1)
-    draw = learn.Draw(chats.pieces, chats.prompt, rows, replace(LESSON, batch_prompts=7), visits)
+    draw = train_loop.Draw(chats.pieces, chats.prompt, rows, replace(LESSON, batch_prompts=7), visits)
     drawn = list(draw.epoch())
     times = np.bincount(np.concatenate([each.prompts for each in drawn]), minlength=len(chats.pieces))
     assert len(drawn) == draw.batches

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.data.answers import OCTAVES, SHAPES, Answers
+from predictor.data.answer_texts import OCTAVES, SHAPES, Answers
 from predictor.data.prepare import TRAIN, Prepared
 from predictor.training.networks import LengthNet
 

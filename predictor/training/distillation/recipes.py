@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from predictor.training import foretell, learn, lexical, networks
+from predictor.training import auxiliary_tasks, length_head, networks, train_loop
 from predictor.training.distillation import synthetic_prompts
 
-ENCODER = learn.Recipe(
+ENCODER = train_loop.Recipe(
     epochs=4,
     batch_prompts=160,
     body_rate=1.2e-4,
@@ -19,7 +19,7 @@ ENCODER = learn.Recipe(
     averaged=0.995,
     seed=21,
 )
-LANGUAGE_MODEL = learn.Recipe(
+LANGUAGE_MODEL = train_loop.Recipe(
     epochs=3,
     batch_prompts=128,
     body_rate=1e-4,
@@ -28,7 +28,7 @@ LANGUAGE_MODEL = learn.Recipe(
     averaged=0.995,
     beside=1.0,
 )
-STUDENT = learn.Recipe(
+STUDENT = train_loop.Recipe(
     epochs=28,
     batch_prompts=512,
     body_rate=5e-4,
@@ -41,9 +41,9 @@ STUDENT = learn.Recipe(
     moved_share=0.3,
     seed=3,
 )
-MASKED = foretell.Masked()
+MASKED = auxiliary_tasks.Masked()
 ASKING = synthetic_prompts.Asking()
-MODELS = lexical.HeadConfig(epochs=2, learning_rate=5e-4, input_noise=0.1, hidden_dropout=0.2)
+MODELS = length_head.HeadConfig(epochs=2, learning_rate=5e-4, input_noise=0.1, hidden_dropout=0.2)
 KEPT = networks.TrimmedConfig()
 LARGE = networks.TrimmedConfig((networks.LayerConfig(12, 1280),) * 6)
 
@@ -52,17 +52,17 @@ LARGE = networks.TrimmedConfig((networks.LayerConfig(12, 1280),) * 6)
 class Plan:
     """How an encoder is distilled: teachers, the student taught by them all, then its head on many models."""
 
-    encoders: tuple[learn.Recipe, ...] = (ENCODER, replace(ENCODER, rows_per_prompt=10, seed=22))
-    language_models: tuple[learn.Recipe, ...] = ()
+    encoders: tuple[train_loop.Recipe, ...] = (ENCODER, replace(ENCODER, rows_per_prompt=10, seed=22))
+    language_models: tuple[train_loop.Recipe, ...] = ()
     folds: bool = False
     """Whether each teacher of a kind leaves out its own fold of the training prompts."""
     unread_share: float = 0.7
     """Of what a training prompt's rows are told to be: by those that never read it; the rest is by all."""
     matched: int = 2
     """What so many teachers of each kind read, the student is to guess."""
-    student: learn.Recipe = STUDENT
-    masked: foretell.Masked = MASKED
-    models: lexical.HeadConfig = MODELS
+    student: train_loop.Recipe = STUDENT
+    masked: auxiliary_tasks.Masked = MASKED
+    models: length_head.HeadConfig = MODELS
     kept: networks.TrimmedConfig = KEPT
     kept_pieces: int = 16_000
     """So many of the vocabulary's pieces, the commonest."""

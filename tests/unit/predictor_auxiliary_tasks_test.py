@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from predictor.data.answers import FIRST_PIECES, Answers, answers_of
-from predictor.training.foretell import AnswerTask
+from predictor.data.answer_texts import FIRST_PIECES, Answers, answers_of
+from predictor.training.auxiliary_tasks import AnswerTask
 from predictor.wordpiece import END, LINE, PAD, PARAGRAPH, START, UNKNOWN, Pieces
 
 PIECES = Pieces((PAD, LINE, PARAGRAPH, UNKNOWN, START, END, "yes", "no", ".", "-"))

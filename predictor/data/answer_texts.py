@@ -1,6 +1,6 @@
 """How answers begin and what shape they have, where a corpus has their texts in its column `answer`.
 
-Does not learn from them: `predictor/training/foretell.py` does.
+Does not learn from them: `predictor/training/auxiliary_tasks.py` does.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from predictor.data.labels import soft_targets
 from predictor.data.prepare import Prepared
-from predictor.training.foretell import Beside
-from predictor.training.lexical import UNKNOWN_MODEL
+from predictor.training.auxiliary_tasks import Beside
+from predictor.training.length_head import UNKNOWN_MODEL
 from predictor.training.networks import LengthNet
 from predictor.wordpiece import LONGEST_PIECES, UNKNOWN, WIDTH_STEP
 

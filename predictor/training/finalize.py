@@ -17,10 +17,10 @@ from scipy.special import softmax
 
 from predictor import artifact
 from predictor.data import dataset
-from predictor.data.sources import LICENCES, UNSTATED
+from predictor.data.licences import LICENCES, UNSTATED
 from predictor.evaluation import metrics
 from predictor.onnx_forecaster import Features, OnnxForecaster
-from predictor.training import calibrate, lexical, onnx_head
+from predictor.training import calibrate, length_head, onnx_head
 
 Progress = Callable[[str], None]
 ALIASES = {"mico-demo": "text-davinci-003"}
@@ -90,8 +90,8 @@ def _calibrated(trained: Trained, rows: pd.DataFrame) -> bytes:
     inputs = onnx_head.inputs_of(trained.graph, trained.vocabulary, list(prompts.prompt))
     served = places(rows.model, trained.models)
     head = onnx_head.head_of(trained.graph)
-    net = lexical.head_from(head)
-    logits = lexical.logits_of(net, inputs, places(rows.prompt_id, prompts.prompt_id), served)
+    net = length_head.head_from(head)
+    logits = length_head.logits_of(net, inputs, places(rows.prompt_id, prompts.prompt_id), served)
     factors = calibrate.sharpness_by_model(
         logits.astype(np.float64),
         rows.response_tokens.to_numpy(dtype=np.int64),
@@ -115,7 +115,7 @@ def _bent(trained: Trained, graph: bytes, parts: dataset.Split) -> tuple[bytes, 
     prompts = rows.drop_duplicates("prompt_id")
     owner, served = places(rows.prompt_id, prompts.prompt_id), places(rows.model, trained.models)
     inputs = onnx_head.inputs_of(graph, trained.vocabulary, list(prompts.prompt))
-    logits = lexical.logits_of(lexical.head_from(head), inputs, owner, served).astype(np.float64)
+    logits = length_head.logits_of(length_head.head_from(head), inputs, owner, served).astype(np.float64)
     probabilities = softmax(logits * onnx_head.sharpness_of(graph)[served][:, None], axis=1)
     known, source = onnx_head.standardised(head, inputs)[owner], rows.source.to_numpy(dtype=str)
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
