@@ -24,7 +24,7 @@ from infra.terraform.tests.workspace import SCHEMAS, SOURCE, Workspace, copy_tre
 from site_engine.config import SiteConfig
 
 MODULES = sorted(f"modules/{path.name}" for path in (SOURCE / "modules").iterdir())
-ROOTS = sorted(f"roots/{path.name}" for path in (SOURCE / "roots").iterdir())
+ROOTS = sorted(f"roots/{path.name}" for path in (SOURCE / "roots").iterdir() if path.is_dir())
 POOLS = [module for module in MODULES if module.startswith("modules/pool-")]
 CLOUD_ROOTS = [root for root in ROOTS if root != "roots/local"]
 MIRROR = "MICO_TERRAFORM_MIRROR"
@@ -80,6 +80,13 @@ def test_a_pool_keeps_the_contract(pool: str) -> None:
     )
     assert body is not None
     assert sorted(re.findall(r"^    (\w+) +=", body[1], re.M)) == SHAPE
+
+
+@pytest.mark.parametrize("root", [root for root in ROOTS if root.startswith("roots/site-")])
+def test_the_sites_share_one_interface(root: str) -> None:
+    shared = SOURCE / root / "site.tf"
+    assert shared.is_symlink()
+    assert shared.resolve() == SOURCE / "roots/site.tf"
 
 
 @pytest.mark.parametrize("pool", POOLS)

@@ -13,6 +13,11 @@ provider "aws" {
   default_tags { tags = { project = "mico", site = var.site.name } }
 }
 
+locals {
+  cloud     = "aws"
+  secret_id = aws_secretsmanager_secret.site.arn
+}
+
 resource "aws_secretsmanager_secret" "site" {
   name                    = "mico/site/${var.site.name}"
   description             = "What an engine reads at start: a JSON object from name to text"
@@ -21,29 +26,8 @@ resource "aws_secretsmanager_secret" "site" {
 
 resource "aws_secretsmanager_secret_version" "site" {
   secret_id                = aws_secretsmanager_secret.site.id
-  secret_string_wo         = jsonencode(merge(var.secrets, { MICO_SITE_TOKEN = var.token }))
+  secret_string_wo         = local.secret
   secret_string_wo_version = var.token_version
-}
-
-module "machine" {
-  source  = "../../modules/cloud-init"
-  cloud   = "aws"
-  secrets = [aws_secretsmanager_secret.site.arn]
-  container = {
-    image = var.image
-    args  = ["site"]
-    gpu   = true
-    settings = merge({
-      MICO_SITE_POOL     = var.site.name # every machine joins as the pool and its own host name
-      MICO_SITE_CLOUD    = "aws"
-      MICO_SITE_REGION   = var.site.region
-      MICO_SITE_GATEWAYS = join(",", var.gateways)
-      MICO_SITE_TLS      = "true"
-      MICO_SITE_MODEL    = var.model
-      MICO_SITE_DRAIN_S  = "22" # ends by itself before the container is killed
-      HF_HOME            = "/var/lib/mico/models"
-    }, var.settings)
-  }
 }
 
 module "pool" {
@@ -51,9 +35,4 @@ module "pool" {
   pool      = merge(var.site, { role = "engine" })
   user_data = module.machine.user_data
   secrets   = [aws_secretsmanager_secret.site.arn]
-}
-
-output "pool" {
-  description = "The site's pool."
-  value       = module.pool.pool
 }

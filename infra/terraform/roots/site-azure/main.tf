@@ -26,6 +26,9 @@ provider "azurerm" {
 data "azurerm_client_config" "current" {}
 
 locals {
+  cloud     = "azure"
+  secret_id = azurerm_key_vault_secret.site.versionless_id
+
   tags  = { project = "mico", site = var.site.name }
   vault = "mico-${substr(sha256("${var.subscription_id}/${var.site.name}"), 0, 16)}" # unique in the whole of Azure
 }
@@ -57,30 +60,9 @@ resource "azurerm_key_vault_secret" "site" {
   name             = "site"
   key_vault_id     = azurerm_key_vault.site.id
   content_type     = "application/json"
-  value_wo         = jsonencode(merge(var.secrets, { MICO_SITE_TOKEN = var.token }))
+  value_wo         = local.secret
   value_wo_version = var.token_version
   depends_on       = [azurerm_role_assignment.writer]
-}
-
-module "machine" {
-  source  = "../../modules/cloud-init"
-  cloud   = "azure"
-  secrets = [azurerm_key_vault_secret.site.versionless_id]
-  container = {
-    image = var.image
-    args  = ["site"]
-    gpu   = true
-    settings = merge({
-      MICO_SITE_POOL     = var.site.name # every machine joins as the pool and its own host name
-      MICO_SITE_CLOUD    = "azure"
-      MICO_SITE_REGION   = var.site.region
-      MICO_SITE_GATEWAYS = join(",", var.gateways)
-      MICO_SITE_TLS      = "true"
-      MICO_SITE_MODEL    = var.model
-      MICO_SITE_DRAIN_S  = "22" # ends by itself before the container is killed
-      HF_HOME            = "/var/lib/mico/models"
-    }, var.settings)
-  }
 }
 
 module "pool" {
@@ -90,9 +72,4 @@ module "pool" {
   secrets        = [azurerm_key_vault_secret.site.resource_versionless_id]
   ssh_public_key = var.ssh_public_key
   tags           = local.tags
-}
-
-output "pool" {
-  description = "The site's pool."
-  value       = module.pool.pool
 }

@@ -20,6 +20,11 @@ provider "google" {
   default_labels = { project = "mico", site = var.site.name }
 }
 
+locals {
+  cloud     = "gcp"
+  secret_id = google_secret_manager_secret.site.id
+}
+
 resource "google_secret_manager_secret" "site" {
   secret_id = "mico-site-${var.site.name}"
   replication {
@@ -31,29 +36,8 @@ resource "google_secret_manager_secret" "site" {
 
 resource "google_secret_manager_secret_version" "site" {
   secret                 = google_secret_manager_secret.site.id
-  secret_data_wo         = jsonencode(merge(var.secrets, { MICO_SITE_TOKEN = var.token }))
+  secret_data_wo         = local.secret
   secret_data_wo_version = var.token_version
-}
-
-module "machine" {
-  source  = "../../modules/cloud-init"
-  cloud   = "gcp"
-  secrets = [google_secret_manager_secret.site.id]
-  container = {
-    image = var.image
-    args  = ["site"]
-    gpu   = true
-    settings = merge({
-      MICO_SITE_POOL     = var.site.name # every machine joins as the pool and its own host name
-      MICO_SITE_CLOUD    = "gcp"
-      MICO_SITE_REGION   = var.site.region
-      MICO_SITE_GATEWAYS = join(",", var.gateways)
-      MICO_SITE_TLS      = "true"
-      MICO_SITE_MODEL    = var.model
-      MICO_SITE_DRAIN_S  = "22" # ends by itself before the container is killed
-      HF_HOME            = "/var/lib/mico/models"
-    }, var.settings)
-  }
 }
 
 module "pool" {
@@ -61,9 +45,4 @@ module "pool" {
   pool      = merge(var.site, { role = "engine" })
   user_data = module.machine.user_data
   secrets   = [google_secret_manager_secret.site.secret_id]
-}
-
-output "pool" {
-  description = "The site's pool."
-  value       = module.pool.pool
 }

@@ -1,3 +1,9 @@
+# The half of a site that is the same on every cloud, linked into each root site-* so that it cannot drift: the variables, the
+# first boot of a machine, the output. A link, as for modules/contract, and not a module: then an operator's tfvars, the
+# addresses in existing states and `terraform output` are those of the root itself, and no variable is declared twice.
+#
+# The root's main.tf gives `local.cloud`, `local.secret_id` (what a machine reads at boot), the secret and module `pool`.
+
 variable "site" {
   description = "The site's name, where it is, and its machines: the pool contract of modules/contract, without the role."
   type = object({
@@ -52,4 +58,34 @@ variable "token_version" {
   description = "Raise it when the token or another secret changes; that is what makes Terraform write them."
   type        = number
   default     = 1
+}
+
+locals {
+  secret = jsonencode(merge(var.secrets, { MICO_SITE_TOKEN = var.token })) # ephemeral: only for write-only arguments
+}
+
+module "machine" {
+  source  = "../../modules/cloud-init"
+  cloud   = local.cloud
+  secrets = [local.secret_id]
+  container = {
+    image = var.image
+    args  = ["site"]
+    gpu   = true
+    settings = merge({
+      MICO_SITE_POOL     = var.site.name # every machine joins as the pool and its own host name
+      MICO_SITE_CLOUD    = local.cloud
+      MICO_SITE_REGION   = var.site.region
+      MICO_SITE_GATEWAYS = join(",", var.gateways)
+      MICO_SITE_TLS      = "true"
+      MICO_SITE_MODEL    = var.model
+      MICO_SITE_DRAIN_S  = "22" # ends by itself before the container is killed
+      HF_HOME            = "/var/lib/mico/models"
+    }, var.settings)
+  }
+}
+
+output "pool" {
+  description = "The site's pool."
+  value       = module.pool.pool
 }
