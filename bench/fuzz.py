@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 
 from bench.support.asking import closed_loop, stats
-from bench.support.contenders import Contender, Place, mico, upstream
-from bench.support.mischief import Draw, Findings, campaign, huge_in_chunks, one
-from bench.support.upstream import MODEL
+from tests.support.fuzzing import Draw, Findings, campaign, huge_in_chunks, one
+from tests.support.gateway_process import Contender, Place, mico, upstream
+from tests.support.scripted_upstream import MODEL
 
 PARTS = 10
 SETTLED_WITHIN_S = 30.0

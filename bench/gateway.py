@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.asking import Connection, Tally, closed_loop, open_loop, quantile_ms, request, stats
-from bench.support.contenders import CONTENDERS, Contender, Place, mico, process, tools_of, upstream
+from bench.support.contenders import CONTENDERS, tools_of
+from tests.support.gateway_process import Contender, Place, mico, process, upstream
 
 UNARY_TOKENS = 16
 STREAM_TOKENS = 150

@@ -28,7 +28,6 @@ from typing import Any
 import httpx
 from sqlalchemy import select
 
-from bench.support.stand_in import TOKEN, StandIn
 from gateway.quotas.limits import WINDOW_S, Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.database import open_engine
@@ -38,7 +37,8 @@ from mico.local.plan import free_port, toml
 from migrations import upgrade
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request
 from site_engine.core.request_queue import AdmissionQueue
-from tests.integration.store_databases.server import PostgresServer, find_binaries
+from tests.support.postgres_server import PostgresServer, find_binaries
+from tests.support.stand_in_site import TOKEN, StandIn
 
 PEPPER = "a pepper for measurements, long enough"
 ANSWER_TOKENS = 20

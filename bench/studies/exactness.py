@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from bench.support.families import VOCAB, random_model, tiny_config
 from bench.support.peers import Room, run_continuous
 from bench.support.workload import Query
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling
@@ -30,6 +29,7 @@ from site_engine.dense import DenseEngine
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.model.kv_swap import HostSwap
 from site_engine.model.loader import LoadedModel, from_model
+from tests.support.model_families import VOCAB, random_model, tiny_config
 
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt_neo", "mixtral", "gpt_oss", "deepseek_v3")
 NOT_CONTINUOUS = ("gpt_neo", "deepseek_v3")  # transformers' continuous batching fails on these

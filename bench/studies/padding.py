@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import transformers
 
-from bench.support.families import random_model
 from mico.simulation import workloads
 from mico.simulation.queries import Query
 from site_engine.core.request import Request, Sampling
@@ -35,6 +34,7 @@ from site_engine.model import attention_context
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.model.runner import Logits, Runner
 from site_engine.model.torch_attention import ReferenceContext
+from tests.support.model_families import random_model
 
 QUERIES = 200
 VOCAB = 16

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httptools
 
-from bench.support.upstream import MODEL, words
+from tests.support.scripted_upstream import MODEL, prompt, words
 
 FIRST_WORD = b'"w0 '
 ANSWER_WITHIN_S = 60.0
@@ -34,10 +34,6 @@ class Tally:
     replies: list[Reply] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     frames: int = 0
-
-
-def prompt(tokens: int, number: int, *, paced: bool) -> str:
-    return f"{tokens} tokens {'paced' if paced else 'at once'}, please; this is query {number}."
 
 
 def request(key: str, tokens: int, number: int, *, paced: bool, stream: bool) -> bytes:

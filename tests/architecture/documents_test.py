@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import typer.main
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+PROSE = [*DOCUMENTS, *sorted((ROOT / "bench").rglob("*.md")), *sorted((ROOT / "infra").rglob("*.md"))]
+PROGRAM = re.compile(r"python -m ([a-z_][\w.]*)|`((?:bench|tests)\.[a-z_][\w.]*)")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 
 
@@ -28,10 +31,16 @@ def test_the_file_map_names_what_exists_and_all_that_stands_at_the_top() -> None
     } == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     targets = LINK.findall(document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_quoted_programs_exist(document: Path) -> None:
+    quoted = {one or other for one, other in PROGRAM.findall(document.read_text())}
+    assert [name for name in sorted(quoted) if not exists(name.rstrip("."))] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -50,6 +59,14 @@ def test_python_examples_parse(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_examples_name_commands_and_options_that_exist(document: Path) -> None:
     assert [problem for line in command_lines(document) for problem in unknown_parts(line)] == []
+
+
+def exists(module: str) -> bool:
+    """Return whether a module of this repository or an installed package exists, without importing it."""
+    top, place = module.partition(".")[0], ROOT / module.replace(".", "/")
+    if (ROOT / top).is_dir():
+        return place.is_dir() or place.with_suffix(".py").exists()
+    return find_spec(top) is not None
 
 
 def file_map() -> list[str]:

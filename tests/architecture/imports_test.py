@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +17,15 @@ def test_import_contracts_hold() -> None:
     lint_imports = Path(sys.executable).parent / "lint-imports"
     run = subprocess.run([lint_imports, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_no_test_imports_the_benchmarks() -> None:
+    assert importing("bench", "tests") == []
+
+
+def test_nothing_that_is_shipped_imports_the_tests_or_the_benchmarks() -> None:
+    shipped = ("mico", "gateway", "site_engine", "predictor", "wire", "migrations")
+    assert [file for name in ("tests", "bench") for file in importing(name, *shipped)] == []
 
 
 def test_the_gateway_process_loads_neither_torch_nor_scikit_learn() -> None:
@@ -41,6 +53,27 @@ def test_help_loads_nothing_heavy() -> None:
         "onnxruntime",
     }
     assert loaded_by("from mico.cli import main", "main(['--help'])") & heavy == set()
+
+
+def importing(package: str, *folders: str) -> list[str]:
+    """Return the files under `folders` that import `package` or run one of its modules as a program."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    return [str(file.relative_to(ROOT)) for file in files if package in set(imported(file))]
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Yield the top-level package of each import of a file, and of each module that it names after `-m`."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+        elif isinstance(node, ast.Tuple | ast.List | ast.Call):
+            values = node.args if isinstance(node, ast.Call) else node.elts
+            words = [value.value if isinstance(value, ast.Constant) else None for value in values]
+            for option, module in pairwise(words):
+                if option == "-m" and isinstance(module, str):
+                    yield module.split(".")[0]
 
 
 def loaded_by(*statements: str) -> set[str]:

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bench.support.mischief import CASES, Draw, Findings, campaign, complaint, huge_in_chunks, one
 from gateway.domain import Delta, Finish, Piece, Query, Usage
 from gateway.http.app import create_http
 from gateway.http.server import http_server
 from tests.support.fakes.edge import KEY, MODEL, OPENING, Script
 from tests.support.fakes.federation import until
+from tests.support.fuzzing import CASES, Draw, Findings, campaign, complaint, huge_in_chunks, one
 
 TOKENS = 40
 ERROR = b'{"error":{"message":"","type":"","param":null,"code":null}}'

@@ -16,7 +16,6 @@ import torch
 import transformers
 from pydantic import BaseModel, Field
 
-from bench.support.families import random_model
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from site_engine.app import serve
@@ -26,6 +25,7 @@ from site_engine.model.loader import LoadedModel, from_model
 from site_engine.native import Loaded
 from tests.support.fakes.edge import CALLERS, Edge, Script, on_loopback
 from tests.support.fakes.federation import TOKEN, Scene, scene, until
+from tests.support.model_families import random_model
 from tests.support.tool_models import tool_tokenizer
 
 torch.set_num_threads(1)

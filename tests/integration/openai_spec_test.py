@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from bench.support.contenders import Contender, Place, mico, upstream
+from tests.support.gateway_process import Contender, Place, mico, upstream
 from tests.support.openai_spec import SERVED, from_file, from_types, write
 
 CHECKS = (

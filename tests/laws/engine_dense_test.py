@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.support.families import random_model, tiny_config
 from site_engine.core.request import Finish, RemainingCurve, RemainingPoint
 from site_engine.core.request_queue import POLICIES
 from site_engine.dense import DenseEngine
@@ -28,6 +27,7 @@ from tests.support.engine_models import (
     gather,
     greedy,
 )
+from tests.support.model_families import random_model, tiny_config
 
 torch.set_num_threads(1)
 TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))

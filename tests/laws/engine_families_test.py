@@ -1,4 +1,4 @@
-"""Families with every peculiarity of attention are served exactly; `python -m bench.support.families` tries
+"""Families with every peculiarity of attention are served exactly; `python -m bench.studies.families` tries
 all."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.support.families import Verdict, try_family
+from tests.support.model_families import Verdict, try_family
 
 torch.set_num_threads(1)
 

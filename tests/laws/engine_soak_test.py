@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bench.studies.soak import Sample, Soak, growth
 from tests.support.engine_models import assert_idle, family
+from tests.support.soak import Sample, Soak, growth
 
 torch.set_num_threads(1)
 

@@ -12,10 +12,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bench.support.families import random_model
 from site_engine.core.request import Output, Request, Sampling
 from site_engine.engine.engine import EngineSettings, SiteEngine
 from site_engine.model.loader import LoadedModel, from_model
+from tests.support.model_families import random_model
 
 VOCAB = 320
 CONTEXT = 192

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
-from bench.support.families import random_model
 from site_engine.core.request import Request, Sampling
 from site_engine.model.loader import CannotServe, from_model, load
 from tests.support.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
+from tests.support.model_families import random_model
 
 torch.set_num_threads(1)
 

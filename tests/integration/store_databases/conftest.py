@@ -12,7 +12,7 @@ import pytest
 from gateway.store import keys
 from gateway.store.tables import metadata
 from migrations import upgrade
-from tests.integration.store_databases.server import PostgresServer, find_binaries
+from tests.support.postgres_server import PostgresServer, find_binaries
 
 _numbers = count(1)
 

@@ -12,8 +12,8 @@ from gateway.quotas.leases import Leases
 from gateway.quotas.limits import Kind, Scope, WhenAway
 from gateway.store.audit import Act
 from gateway.store.store import open_store
-from tests.integration.store_databases.server import PostgresServer
 from tests.support.fakes.federation import scene, until
+from tests.support.postgres_server import PostgresServer
 
 QUERIES = 200
 ACT = Act("test", "test")

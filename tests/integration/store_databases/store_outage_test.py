@@ -24,8 +24,8 @@ from gateway.store.queries import Reads
 from gateway.store.recorder import Recorder
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
-from tests.integration.store_databases.server import PostgresServer
 from tests.support.fakes.store import outcome
+from tests.support.postgres_server import PostgresServer
 
 QUERIES = 5_000
 DEADLINE_S = 30.0

@@ -21,7 +21,7 @@ from gateway.store.database import open_engine
 from gateway.store.errors import StoreUnavailable
 from gateway.store.slices import SliceTable
 from gateway.store.tables import quotas, replicas
-from tests.integration.store_databases.server import PostgresServer
+from tests.support.postgres_server import PostgresServer
 
 CALLER = Caller("key-1", "shop")
 TOKENS = LimitId(Scope.TENANT, "shop", Kind.TOKENS)

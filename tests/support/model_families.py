@@ -1,25 +1,15 @@
-"""Which model families the engine serves exactly: tiny random models of every causal type transformers knows.
-
-`python -m bench.support.families [TYPE ...]` prints a line per type and a summary as JSON; five minutes for
-all.
-"""
+"""Tiny random models of the causal types that transformers knows, and a check that the engine serves them."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import logging
 import random
 import time
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from site_engine.core.request import Request, Sampling
 from site_engine.engine.engine import EngineSettings, SiteEngine
@@ -162,28 +152,3 @@ def _generate(model: Any, prompt: list[int], length: int, *, use_cache: bool) ->
         )
     found: list[int] = answer[0, len(prompt) :].tolist()
     return found
-
-
-def sweep(model_types: list[str]) -> Iterator[tuple[str, Verdict]]:
-    for model_type in model_types:
-        yield model_type, try_family(model_type)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.support.families", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("types", metavar="TYPE", nargs="*", help="as transformers names it; without one, all")
-    types = parser.parse_args().types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity(logging.CRITICAL)
-    count: Counter[str] = Counter()
-    for model_type, verdict in sweep(types):
-        count[verdict.kind] += 1
-        print(f"{model_type:28s} {verdict.kind:8s} {verdict.detail[:150]}", flush=True)
-    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, **count}))
-    return 1 if count["wrong"] else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -19,8 +19,8 @@ from typing import Any
 import grpc
 import httptools
 
-from bench.support.stand_in import TOKEN, due, hello, report
 from site_engine.federation.codec import each_of
+from tests.support.stand_in_site import TOKEN, due, hello, report
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -32,6 +32,10 @@ REDIAL_S = 0.2
 
 def words(count: int) -> list[str]:
     return [f"w{number} " for number in range(count)]
+
+
+def prompt(tokens: int, number: int, *, paced: bool) -> str:
+    return f"{tokens} tokens {'paced' if paced else 'at once'}, please; this is query {number}."
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.support.asking import prompt
+from tests.support.scripted_upstream import prompt
 
 ANSWERED_WITHIN_S = 60.0
 HUGE_BYTES = 10**9

@@ -1,4 +1,4 @@
-"""Every benchmark says what it is and what it takes, and measures nothing meanwhile."""
+"""Every benchmark describes itself and its options under --help, and measures nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+BENCH = Path(__file__).parents[1]
 PROGRAMS = [file.stem for file in sorted(BENCH.glob("*.py")) if "def main(" in file.read_text()]
 
 

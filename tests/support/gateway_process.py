@@ -1,0 +1,161 @@
+"""Start a gateway process in front of the scripted upstream, and read its CPU time and memory from /proc."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import sysconfig
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from gateway.quotas.limits import Kind, Scope
+from gateway.store.audit import Act
+from gateway.store.store import open_store
+from mico.local.plan import free_port, toml
+from migrations import upgrade
+from tests.support.stand_in_site import TOKEN
+
+PEPPER = "a pepper for measurements, long enough"
+READY_WITHIN_S = 180.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+ACT = Act("bench", "measurement")
+UNREACHED = {Kind.TOKENS: 10**10, Kind.REQUESTS: 10**8, Kind.QUERIES: 10**5}
+
+
+@dataclass(slots=True)
+class Contender:
+    """A running gateway. `cpu_s` and `rss_mib` are of its whole process tree, from /proc."""
+
+    name: str
+    port: int
+    key: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    @property
+    def pids(self) -> list[int]:
+        found, new = [], [self.process.pid]
+        while new:
+            found += new
+            new = [int(child) for pid in new for child in _children(pid)]
+        return found
+
+    def cpu_s(self) -> float:
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids]
+        return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS_PER_S
+
+    def threads(self) -> dict[str, float]:
+        """CPU-seconds by thread of the first process."""
+        found = {}
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            name, _, fields = (task / "stat").read_text().rpartition(")")
+            spent = fields.split()
+            found[name.replace(" (", " ")] = (int(spent[11]) + int(spent[12])) / TICKS_PER_S
+        return found
+
+    def rss_mib(self) -> float:
+        pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids]
+        return round(sum(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
+def _children(pid: int) -> list[str]:
+    threads = Path(f"/proc/{pid}/task")
+    return [child for each in threads.iterdir() for child in (each / "children").read_text().split()]
+
+
+@dataclass(slots=True)
+class Place:
+    """Where everything runs: a folder for logs and settings, and the ports of the upstream.
+
+    `python` is that of Mico's gateway, which finds the packages of this one.
+    """
+
+    folder: Path
+    tools: Path
+    python: str = sys.executable
+    upstream_port: int = field(default_factory=free_port)
+    link_port: int = field(default_factory=free_port)
+
+
+@asynccontextmanager
+async def process(name: str, place: Place, *command: object) -> AsyncIterator[asyncio.subprocess.Process]:
+    log = place.folder / f"{name}.log"
+    with log.open("ab") as out:
+        started = await asyncio.create_subprocess_exec(
+            *map(str, command), stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.terminate()
+            try:
+                await asyncio.wait_for(started.wait(), 40)
+            except TimeoutError:
+                started.kill()
+                await started.wait()
+
+
+@asynccontextmanager
+async def upstream(place: Place, iteration_ms: float) -> AsyncIterator[None]:
+    ports = ("--http-port", place.upstream_port, "--join", f"127.0.0.1:{place.link_port}")
+    pace = ("--iteration-ms", iteration_ms)
+    async with process(
+        "upstream", place, sys.executable, "-m", "tests.support.scripted_upstream", *ports, *pace
+    ) as started:
+        await answering(f"http://127.0.0.1:{place.upstream_port}/health", started, place.folder)
+        yield
+
+
+async def answering(url: str, started: asyncio.subprocess.Process, folder: Path) -> None:
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + READY_WITHIN_S
+    async with httpx.AsyncClient(timeout=5) as client:
+        while started.returncode is None and loop.time() < deadline_s:
+            try:
+                if (await client.get(url)).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass  # it has not opened its port yet
+            await asyncio.sleep(0.2)
+    raise SystemExit(f"{url} did not answer; see {folder}")
+
+
+@asynccontextmanager
+async def mico(
+    place: Place, log_level: str = "INFO", *, quotas: bool = True, predictor: Path | None = None
+) -> AsyncIterator[Contender]:
+    """As it is shipped: auth, forecasts, decisions and usage on SQLite, and quotas that nobody reaches."""
+    folder = place.folder / "mico"
+    folder.mkdir(exist_ok=True)
+    port, url = free_port(), f"sqlite+aiosqlite:///{folder}/mico.db"
+    settings = {
+        "http_port": port,
+        "grpc_port": place.link_port,
+        "database_url": url,
+        "folder": str(folder),
+        "site_tokens": [TOKEN],
+        "key_pepper": PEPPER,
+        "log_level": log_level,
+    }
+    if predictor is not None:
+        settings["predictor"] = str(predictor)
+    (folder / "gateway.toml").write_text(toml(settings))
+    packages = os.pathsep.join((str(Path.cwd()), sysconfig.get_path("platlib")))
+    python = (
+        (place.python,) if place.python == sys.executable else ("env", f"PYTHONPATH={packages}", place.python)
+    )
+    command = (*python, "-m", "mico", "gateway", "--config", folder / "gateway.toml")
+    await asyncio.to_thread(upgrade, url)
+    async with open_store(url, folder, pepper=PEPPER, serving=False) as store:
+        _, secret = await store.keys.create_key("bench", "shop", act=ACT)
+        if quotas:
+            await store.quotas.set_quotas(Scope.TENANT, "shop", UNREACHED, ACT)
+    async with process("mico", place, *command) as started:
+        await answering(f"http://127.0.0.1:{port}/ready", started, place.folder)
+        yield Contender("mico", port, secret, started, place.folder / "mico.log")
