@@ -26,6 +26,8 @@ from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
+from gateway.http.batches import batch_routes
+from gateway.http.files import file_routes
 from gateway.http.server import HttpServer, http_server
 from gateway.listeners import Doors, open_doors
 from gateway.query.answer import answer
@@ -93,13 +95,13 @@ async def serve(config: GatewayConfig) -> int:
         open_batches(
             config.database_url,
             config.name,
-            backend=(backend := _backend(config, core, store)),
             gateway=core.gateway,
             caller=store.keys.unrevoked,
         ) as batches,
     ):
         core.metrics.also(scaler)
         core.watch.pools = scaler.pools
+        backend = _backend(config, core, store)
         server = _http(
             config,
             core,
@@ -256,7 +258,11 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
 
 def _batch_routes(backend: Backend, office: Office, batches: Batches) -> list[HTTPRouteHandler]:
     access = Access(backend, office.still_valid, office.session_key)
-    return [*batches.routes, *batch_reads(access, batches.ledger)]
+    return [
+        *file_routes(backend, batches.files, batches.limits),
+        *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
+        *batch_reads(access, batches.ledger),
+    ]
 
 
 def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:

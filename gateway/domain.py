@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -349,6 +349,9 @@ class Usage(msgspec.Struct, frozen=True):
 
 Piece = Opening | Delta | Usage
 """An answer is Opening, Delta …, Usage. It raises a MicoError where it cannot go on."""
+
+Answer = Callable[[Query], AsyncGenerator[Piece, None]]
+"""Yields the pieces of the answer to a query. Closing the generator cancels the query at its site."""
 
 
 # ---- an attempt that broke -----------------------------------------------------------------------

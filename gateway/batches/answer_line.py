@@ -10,19 +10,19 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from gateway.batches.context import BatchContext
 from gateway.batches.reading import Wanted
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
-from gateway.http.backend import Backend
 from gateway.openai import unary_response
 from gateway.openai.chat_request import read_chat
 from gateway.openai.completion_request import read_completion
 from gateway.openai.error_body import translate
 from gateway.openai.events import together
 from gateway.openai.fields import Fields, Problems
+from gateway.openai.frames import one_line
 from gateway.openai.request import Asked, check_model, queries
 from gateway.openai.shapes import CHAT, TEXT, Head, Shape
-from gateway.openai.sse import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ ENDPOINTS: Final = {
 }
 
 
-def asked_of(endpoint: Endpoint, body: dict[str, object], backend: Backend) -> Asked:
+def asked_of(endpoint: Endpoint, body: dict[str, object], context: BatchContext) -> Asked:
     """Raises BadRequest, as the endpoint itself would."""
     problems = Problems()
     asked = endpoint.read(Fields(body, problems))
     problems.raise_any()
-    check_model(asked, backend.models())
+    check_model(asked, context.models())
     return asked
 
 
 def line_queries(
     asked: Asked,
     caller: Caller,
-    backend: Backend,
+    context: BatchContext,
     *,
     query_id: str,
     toward: str | None = None,
@@ -61,7 +61,7 @@ def line_queries(
         caller,
         query_id=query_id,
         request_id=query_id,
-        received_s=backend.clock(),
+        received_s=context.clock(),
         timeout_s=within_s,
         traceparent="",
     )
@@ -72,18 +72,18 @@ async def ask(
     endpoint: Endpoint,
     wanted: Wanted,
     caller: Caller,
-    backend: Backend,
+    context: BatchContext,
     *,
     query_id: str,
     toward: str | None,
     within_s: float,
 ) -> bytes:
     """The body of the answer. Raises what the endpoint would translate for a client."""
-    asked = asked_of(endpoint, wanted.body, backend)
-    asking = line_queries(asked, caller, backend, query_id=query_id, toward=toward, within_s=within_s)
-    async with aclosing(together(backend.answer, asking)) as pieces:
+    asked = asked_of(endpoint, wanted.body, context)
+    asking = line_queries(asked, caller, context, query_id=query_id, toward=toward, within_s=within_s)
+    async with aclosing(together(context.answer, asking)) as pieces:
         answer = await unary_response.gather(pieces, asked.choices)
-    created_s = int(backend.unix_time())
+    created_s = int(context.unix_time())
     head = Head(endpoint.shape.id_prefix + query_id, created_s, asked.model, answer.opening.fingerprint)
     return answer.body(endpoint.shape, head, asked.sampling.logprobs is not None)
 

@@ -1,31 +1,37 @@
-"""What running batches needs of the rest of the gateway: one frozen object."""
+"""Everything of the gateway that running batches needs, as one frozen object."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from gateway.batches.files import Files
 from gateway.batches.ledger import Ledger
 from gateway.batches.values import BatchLimits
-from gateway.domain import Caller, Query, Site
-from gateway.http.backend import Backend
+from gateway.domain import Answer, Caller, Model, Query, Site
 from predictor.forecast import Forecast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """`known_models`: those that any site serves or served; none as long as sites may still be joining.
-    `caller` looks a key up by its id, without I/O: who it let in, also after its time; None once revoked.
-    `dispatched`: whether a query, by its id, has been given to a site by now.
+class BatchContext:
+    """`models`: those that sites serve now. `known_models`: those that any site serves or served; empty as
+    long as sites may still be joining.
+
+    `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
+    key is revoked. `dispatched` returns whether the query with this id has been given to a site. `clock` is
+    monotonic, `unix_time` dates what is stored.
     """
 
-    backend: Backend
-    files: Files
-    ledger: Ledger
-    sites: Callable[[], Sequence[Site]]
+    answer: Answer
+    models: Callable[[], Sequence[Model]]
     known_models: Callable[[], Collection[str]]
+    sites: Callable[[], Sequence[Site]]
     forecast: Callable[[Query], Awaitable[Forecast]]
     caller: Callable[[str], Caller | None]
     dispatched: Callable[[str], bool]
+    files: Files
+    ledger: Ledger
+    clock: Callable[[], float] = time.monotonic
+    unix_time: Callable[[], float] = time.time
     limits: BatchLimits = field(default_factory=BatchLimits)

@@ -1,4 +1,4 @@
-"""Files and batches go when their time is over, in small steps and by whichever replica comes first."""
+"""Removes expired files and batches, in small steps; every replica does so, in any order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ ROUND_S: Final = 600.0
 AT_ONCE: Final = 50
 
 
-async def sweep(files: Files, ledger: Ledger, kept_s: float) -> int:
-    """Removes what is too old and what a replica that died left behind. The number of files and batches."""
+async def remove_expired(files: Files, ledger: Ledger, kept_s: float) -> int:
+    """Remove what is too old and what a replica that died left behind.
+
+    Returns the number of files and batches removed.
+    """
     removed = 0
     for batch_id in await ledger.with_leftovers(AT_ONCE):
         await ledger.remove_lines(batch_id)
@@ -34,10 +37,10 @@ async def sweep(files: Files, ledger: Ledger, kept_s: float) -> int:
     return removed
 
 
-async def sweep_for_ever(files: Files, ledger: Ledger, kept_s: float) -> None:
+async def expire_for_ever(files: Files, ledger: Ledger, kept_s: float) -> None:
     while True:
         try:
-            if removed := await sweep(files, ledger, kept_s):
+            if removed := await remove_expired(files, ledger, kept_s):
                 log.info("removed %d files and batches that were too old", removed)
         except (SQLAlchemyError, OSError) as exc:
             log.warning("old files and batches stay for a while: %s", reason(exc))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.batches.answer_line import never_ran
-from gateway.batches.context import Means
+from gateway.batches.context import BatchContext
 from gateway.batches.files import FileWriter
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.values import Batch, BatchStatus, Fault, File, Purpose
@@ -20,33 +20,33 @@ _NEVER_RAN: Final = {
 }
 
 
-async def refuse(batch: Batch, faults: list[Fault], means: Means) -> None:
+async def refuse(batch: Batch, faults: list[Fault], context: BatchContext) -> None:
     """The input file is no batch."""
     errors = [fault._asdict() for fault in faults]
-    now = means.backend.unix_time()
-    await means.ledger.change(
+    now = context.unix_time()
+    await context.ledger.change(
         batch.id, (BatchStatus.VALIDATING,), status=BatchStatus.FAILED, failed_at=now, errors=errors
     )
 
 
-async def close(batch: Batch, means: Means, *, cancelled: bool) -> None:
+async def close(batch: Batch, context: BatchContext, *, cancelled: bool) -> None:
     """Raises LeaseLost."""
     if not cancelled:
         going = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING)
-        now = means.backend.unix_time()
+        now = context.unix_time()
         status = BatchStatus.FINALIZING
-        cancelled = not await means.ledger.change(batch.id, going, status=status, finalizing_at=now)
+        cancelled = not await context.ledger.change(batch.id, going, status=status, finalizing_at=now)
     unanswered = BatchStatus.CANCELLED if cancelled else BatchStatus.EXPIRED
-    output, errors = _Side(batch, means), _Side(batch, means)
+    output, errors = _Side(batch, context), _Side(batch, context)
     try:
-        missing = await _sort(batch, means, unanswered, output, errors)
+        missing = await _sort(batch, context, unanswered, output, errors)
         files = await output.end("output"), await errors.end("error")
     except BaseException:
         await _discard(output, errors)
         raise
     never_began = not batch.total
     status = unanswered if cancelled or missing or never_began else BatchStatus.COMPLETED
-    ended = await means.ledger.end(  # if this breaks off, it may have taken effect: the files stay
+    ended = await context.ledger.end(  # if this breaks off, it may have taken effect: the files stay
         batch.id,
         status,
         shown=[file for file in files if file is not None],
@@ -55,12 +55,12 @@ async def close(batch: Batch, means: Means, *, cancelled: bool) -> None:
         total=output.lines + errors.lines,  # one that was cancelled while it was read has none yet
         completed=output.lines,
         failed=errors.lines,
-        at=means.backend.unix_time(),
+        at=context.unix_time(),
     )
     if not ended:
         await _discard(output, errors)
         raise LeaseLost(batch.id)
-    await means.ledger.remove_lines(batch.id)
+    await context.ledger.remove_lines(batch.id)
 
 
 async def _discard(output: _Side, errors: _Side) -> None:
@@ -68,10 +68,12 @@ async def _discard(output: _Side, errors: _Side) -> None:
     await errors.discard()
 
 
-async def _sort(batch: Batch, means: Means, unanswered: BatchStatus, output: _Side, errors: _Side) -> int:
+async def _sort(
+    batch: Batch, context: BatchContext, unanswered: BatchStatus, output: _Side, errors: _Side
+) -> int:
     """Each line goes to one of the two files; returns how many have no outcome."""
     missing = 0
-    async for page in means.ledger.outcomes(batch.id):
+    async for page in context.ledger.outcomes(batch.id):
         for number, custom_id, outcome in page:
             if outcome is None:
                 missing += 1
@@ -85,15 +87,15 @@ async def _sort(batch: Batch, means: Means, unanswered: BatchStatus, output: _Si
 class _Side:
     """One of the two files, which is there only if it has lines."""
 
-    def __init__(self, batch: Batch, means: Means) -> None:
+    def __init__(self, batch: Batch, context: BatchContext) -> None:
         self._batch = batch
-        self._means = means
+        self._context = context
         self._writer: FileWriter | None = None
         self.lines = 0
 
     async def add(self, line: bytes) -> None:
         if self._writer is None:
-            self._writer = await self._means.files.begin(self._batch.tenant)
+            self._writer = await self._context.files.begin(self._batch.tenant)
         await self._writer.write(line)
         self.lines += 1
 

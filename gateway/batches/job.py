@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.batches import answer_line, finalize
 from gateway.batches.capacity import room, share, spread
-from gateway.batches.context import Means
+from gateway.batches.context import BatchContext
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.reading import Raw, read_line
 from gateway.batches.validating import NoBatch, validated
@@ -56,11 +56,13 @@ class Put(NamedTuple):
 class Job:
     """`batch` is kept up to date by the runner. `sharers`: how many batches this replica runs now."""
 
-    def __init__(self, batch: Batch, means: Means, flight: Flight, sharers: Callable[[], int]) -> None:
+    def __init__(
+        self, batch: Batch, context: BatchContext, flight: Flight, sharers: Callable[[], int]
+    ) -> None:
         self.batch = batch
         self.closing = False  # from here on nothing of it runs: its end is being written
         self.ending = False  # this process is about to end: nothing new starts
-        self._means = means
+        self._context = context
         self._flight = flight
         self._sharers = sharers
         self._queue: deque[Line] = deque()
@@ -83,7 +85,7 @@ class Job:
         if self.batch.ended or self.ending:
             return
         self.closing = True
-        await finalize.close(self.batch, self._means, cancelled=self._cancelled)
+        await finalize.close(self.batch, self._context, cancelled=self._cancelled)
         log.info("batch %s is over", self.batch.id)
 
     @property
@@ -92,27 +94,27 @@ class Job:
 
     @property
     def _over(self) -> bool:
-        return self._cancelled or self._means.backend.unix_time() >= self.batch.expires_at
+        return self._cancelled or self._context.unix_time() >= self.batch.expires_at
 
     # ---- validate
 
     async def _validate(self) -> None:
-        means, batch = self._means, self.batch
+        context, batch = self._context, self.batch
         try:
-            model, lines = await validated(batch, means)
+            model, lines = await validated(batch, context)
         except NoBatch as no_batch:
             self.closing = True
-            await finalize.refuse(batch, no_batch.faults, means)
+            await finalize.refuse(batch, no_batch.faults, context)
             self.batch = replace(batch, status=BatchStatus.FAILED)
             return
-        await means.ledger.add_lines(batch.id, lines)
+        await context.ledger.add_lines(batch.id, lines)
         began = {
             "status": BatchStatus.IN_PROGRESS,
-            "in_progress_at": means.backend.unix_time(),
+            "in_progress_at": context.unix_time(),
             "model": model,
             "total": len(lines),
         }
-        going_on = await means.ledger.change(batch.id, (BatchStatus.VALIDATING,), **began)
+        going_on = await context.ledger.change(batch.id, (BatchStatus.VALIDATING,), **began)
         status = BatchStatus.IN_PROGRESS if going_on else BatchStatus.CANCELLING
         self.batch = replace(batch, status=status, model=model, total=len(lines))
 
@@ -134,13 +136,13 @@ class Job:
         """From the place where the last page ended. What runs again is held here."""
         if self._read_all or len(self._queue) >= PAGE_LINES:
             return
-        page = await self._means.ledger.waiting(self.batch.id, self._last_place, PAGE_LINES)
+        page = await self._context.ledger.waiting(self.batch.id, self._last_place, PAGE_LINES)
         self._queue += page
         self._last_place = page[-1].place if page else self._last_place
         self._read_all = len(page) < PAGE_LINES
 
     def _start(self) -> None:
-        now_s = self._means.backend.clock()
+        now_s = self._context.clock()
         if now_s < self._paused_until_s:
             return
         free = self._free(now_s)
@@ -162,13 +164,13 @@ class Job:
     def _free(self, now_s: float) -> list[tuple[Site, int]]:
         starting: dict[str, int] = {}
         for query_id, site in self._flight.items():
-            if not self._means.dispatched(query_id):
+            if not self._context.dispatched(query_id):
                 starting[site] = starting.get(site, 0) + 1
-        return room(self._means.sites(), self.batch.model or "", starting, now_s)
+        return room(self._context.sites(), self.batch.model or "", starting, now_s)
 
     def _window(self, most: int, now_s: float) -> list[Line]:
         """The lines that start now: those whose turn comes again, then the next in order."""
-        limits = self._means.limits
+        limits = self._context.limits
         most = min(most, limits.in_flight // max(1, self._sharers()) - len(self._running))
         held = sum(line.size for line in self._running.values())
         window: list[Line] = []
@@ -187,7 +189,7 @@ class Job:
 
     def _is_unknown(self) -> bool:
         """Whether it is certain that no site serves the model: then each line is told so."""
-        known = self._means.known_models()
+        known = self._context.known_models()
         return bool(known) and self.batch.model not in known
 
     async def _collect(self) -> None:
@@ -210,7 +212,7 @@ class Job:
                 del self._running[task]
 
     def _put_back(self, put: Put) -> None:
-        until_s = self._means.backend.clock() + put.wait_s
+        until_s = self._context.clock() + put.wait_s
         heappush(self._again, (until_s, put.line.number, put.line))
         if put.all_wait:
             self._paused_until_s = max(self._paused_until_s, until_s)
@@ -219,7 +221,7 @@ class Job:
         """However long the database is away: nothing new starts meanwhile."""
         while True:
             try:
-                await self._means.ledger.write(self.batch.id, outcomes, again)
+                await self._context.ledger.write(self.batch.id, outcomes, again)
                 return
             except AWAY as exc:
                 log.warning("outcomes of batch %s wait for the database: %s", self.batch.id, reason(exc))
@@ -238,7 +240,7 @@ class Job:
         answered = {each.number for each in outcomes}
         again = [replace(line, runs=line.runs + 1) for line in left.values() if line.number not in answered]
         with suppress(LeaseLost, *AWAY):
-            await self._means.ledger.write(self.batch.id, outcomes, again)
+            await self._context.ledger.write(self.batch.id, outcomes, again)
 
     # ---- one line
 
@@ -248,7 +250,7 @@ class Job:
         except (BudgetSpent, AboveQuota) as spent:
             return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, spent))
         except (TooMany, Overloaded, NoSite, Ending) as full:
-            if isinstance(full, NoSite) and self._free(self._means.backend.clock()):
+            if isinstance(full, NoSite) and self._free(self._context.clock()):
                 return self._broke(line, query_id, full)  # others could run: it is this line
             wait_s = full.retry_after_s or BACKOFF_S
             return Put(replace(line, runs=line.runs + 1), wait_s, all_wait=True)
@@ -261,27 +263,27 @@ class Job:
         return Outcome(line.number, False, answer_line.answered(line.custom_id, query_id, body))
 
     async def _ask(self, line: Line, query_id: str, site: str) -> bytes:
-        means, batch = self._means, self.batch
-        caller = means.caller(batch.key_id)
+        context, batch = self._context, self.batch
+        caller = context.caller(batch.key_id)
         if caller is None:
             raise Unauthenticated("The API key that submitted this batch was revoked.")
-        data = await means.files.read(batch.input_file_id, line.begins, line.size)
-        wanted = read_line(Raw(line.number, line.begins, data), batch.endpoint, means.limits)
+        data = await context.files.read(batch.input_file_id, line.begins, line.size)
+        wanted = read_line(Raw(line.number, line.begins, data), batch.endpoint, context.limits)
         return await answer_line.ask(
             answer_line.ENDPOINTS[batch.endpoint],
             wanted,
             caller,
-            means.backend,
+            context,
             query_id=query_id,
             toward=site or None,
-            within_s=max(1.0, batch.expires_at - means.backend.unix_time()),
+            within_s=max(1.0, batch.expires_at - context.unix_time()),
         )
 
     def _broke(self, line: Line, query_id: str, broken: Exception) -> Outcome | Put:
         if not isinstance(broken, MicoError):
             log.error("line %d of batch %s failed", line.number, self.batch.id, exc_info=broken)
         failures = line.failures + 1
-        if failures >= self._means.limits.failures:
+        if failures >= self._context.limits.failures:
             return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, broken))
         again = replace(line, runs=line.runs + 1, failures=failures)
         return Put(again, BACKOFF_S * 2**failures, all_wait=False)

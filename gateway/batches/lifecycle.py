@@ -1,37 +1,36 @@
-"""Files and batches of one replica, opened and closed as one."""
+"""Opens and closes everything that batches of one replica consist of: files, ledger, runner, expiry."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final, NamedTuple
 from uuid import uuid4
 
-from litestar.handlers import HTTPRouteHandler
-
-from gateway.batches.context import Means
-from gateway.batches.expiry import sweep_for_ever
+from gateway.batches.context import BatchContext
+from gateway.batches.expiry import expire_for_ever
 from gateway.batches.files import Files
 from gateway.batches.ledger import LEASE_S, Ledger
-from gateway.batches.runner import LOOK_EVERY_S, Runner
+from gateway.batches.runner import POLL_S, Runner
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
-from gateway.http.backend import Backend
-from gateway.http.batches import batch_routes
-from gateway.http.files import file_routes
+from gateway.query.answer import answer
 from gateway.query.context import Gateway
 from gateway.store.database import open_engine
 
 LIMITS: Final = BatchLimits()
 FINISH_WITHIN_S: Final = 10.0
-"""For the lines that run when a replica ends; those that take longer run again elsewhere."""
+"""Time for the lines that run when a replica ends; those that take longer run again elsewhere."""
 
 
 class Batches(NamedTuple):
-    routes: list[HTTPRouteHandler]
-    runner: Runner
+    files: Files
     ledger: Ledger
+    runner: Runner
+    limits: BatchLimits
 
 
 @asynccontextmanager
@@ -39,45 +38,44 @@ async def open_batches(
     url: str,
     replica: str,
     *,
-    backend: Backend,
     gateway: Gateway,
     caller: Callable[[str], Caller | None],
+    unix_time: Callable[[], float] = time.time,
     limits: BatchLimits = LIMITS,
     lease_s: float = LEASE_S,
-    look_every_s: float = LOOK_EVERY_S,
+    poll_s: float = POLL_S,
 ) -> AsyncIterator[Batches]:
-    """With connections of its own: a large file never keeps the keys or the record of usage waiting."""
+    """Open connections of their own: a large file never delays the lookup of keys or the record of usage."""
     engine = open_engine(url)
-    files = Files(engine, backend.unix_time)
-    ledger = Ledger(engine, f"{replica}-{uuid4().hex}", backend.unix_time, lease_s)
+    files = Files(engine, unix_time)
+    ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, lease_s)
     directory = gateway.directory
 
     def dispatched(query_id: str) -> bool:
         story = gateway.stories.get(query_id) or gateway.stories.get(f"{query_id}-0")
         return story is not None and story.current is not None
 
-    means = Means(
-        backend=backend,
-        files=files,
-        ledger=ledger,
-        sites=lambda: directory.sites,
+    context = BatchContext(
+        answer=partial(answer, gateway),
+        models=lambda: list(directory.served.values()),
         known_models=lambda: directory.models if gateway.complete else (),
+        sites=lambda: directory.sites,
         forecast=gateway.forecasts.ahead,
         caller=caller,
         dispatched=dispatched,
+        files=files,
+        ledger=ledger,
+        clock=gateway.clock,
+        unix_time=unix_time,
         limits=limits,
     )
-    runner = Runner(means, look_every_s)
+    runner = Runner(context, poll_s)
     runner.start()
-    sweeping = asyncio.create_task(sweep_for_ever(files, ledger, limits.kept_s))
-    routes = [
-        *file_routes(backend, files, limits),
-        *batch_routes(backend, ledger, limits, runner.look_now),
-    ]
+    expiring = asyncio.create_task(expire_for_ever(files, ledger, limits.kept_s))
     try:
-        yield Batches(routes, runner, ledger)
+        yield Batches(files, ledger, runner, limits)
     finally:
         await runner.close(FINISH_WITHIN_S)
-        sweeping.cancel()
-        await asyncio.gather(sweeping, return_exceptions=True)
+        expiring.cancel()
+        await asyncio.gather(expiring, return_exceptions=True)
         await engine.dispose()

@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import Final
 
-from gateway.batches.context import Means
+from gateway.batches.context import BatchContext
 from gateway.batches.job import AWAY, Flight, Job
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.values import Batch
@@ -15,14 +15,14 @@ from gateway.store.database import reason
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S: Final = 2.0
+POLL_S: Final = 2.0
 """How soon what was submitted or cancelled elsewhere is noticed. A lease outlives several looks."""
 
 
 class Runner:
-    def __init__(self, means: Means, look_every_s: float = LOOK_EVERY_S) -> None:
-        self._means = means
-        self._look_every_s = look_every_s
+    def __init__(self, context: BatchContext, poll_s: float = POLL_S) -> None:
+        self._context = context
+        self._poll_s = poll_s
         self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._flight: Flight = {}
         self._draining = False
@@ -36,7 +36,7 @@ class Runner:
     def start(self) -> None:
         self._watching = asyncio.create_task(self._watch(), name="batches")
 
-    def look_now(self) -> None:
+    def wake(self) -> None:
         """Something was submitted or cancelled here."""
         self._wanted.set()
 
@@ -60,7 +60,7 @@ class Runner:
         await asyncio.gather(*tasks, return_exceptions=True)
         for batch_id in self._jobs:
             with suppress(*AWAY):
-                await self._means.ledger.release(batch_id)
+                await self._context.ledger.release(batch_id)
 
     async def _watch(self) -> None:
         while True:
@@ -71,7 +71,7 @@ class Runner:
             except Exception:
                 log.exception("a look at the batches went wrong in an unforeseen way; the next one follows")
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._look_every_s):
+                async with asyncio.timeout(self._poll_s):
                     await self._wanted.wait()
             self._wanted.clear()
 
@@ -79,8 +79,8 @@ class Runner:
         """Renew our leases, take new ones, learn what was cancelled, let go of what another took."""
         for batch_id in [batch_id for batch_id, (_, task) in self._jobs.items() if task.done()]:
             del self._jobs[batch_id]
-        most = len(self._jobs) if self._draining else self._means.limits.replica_batches
-        held = {batch.id: batch for batch in await self._means.ledger.lease(most)}
+        most = len(self._jobs) if self._draining else self._context.limits.replica_batches
+        held = {batch.id: batch for batch in await self._context.ledger.lease(most)}
         for batch_id, (job, task) in self._jobs.items():
             if batch_id not in held and not job.closing and not task.cancelling():
                 task.cancel()
@@ -90,7 +90,7 @@ class Runner:
     def _tell(self, batch: Batch) -> None:
         """A job knows best how far it is; what it can't know is that somebody cancelled."""
         if batch.id not in self._jobs and not self._draining:
-            job = Job(batch, self._means, self._flight, lambda: len(self._jobs))
+            job = Job(batch, self._context, self._flight, lambda: len(self._jobs))
             self._jobs[batch.id] = job, asyncio.create_task(self._run(job), name=batch.id)
         elif batch.id in self._jobs and batch.cancelling_at is not None:
             self._jobs[batch.id][0].batch = batch
@@ -99,7 +99,7 @@ class Runner:
         try:
             await job.run()
             if self._draining:
-                await self._means.ledger.release(job.batch.id)
+                await self._context.ledger.release(job.batch.id)
         except LeaseLost:
             log.warning("batch %s is run by another replica now", job.batch.id)
         except AWAY as exc:

@@ -9,7 +9,7 @@ from typing import Final
 
 from gateway.batches import reading
 from gateway.batches.answer_line import ENDPOINTS, asked_of, line_queries
-from gateway.batches.context import Means
+from gateway.batches.context import BatchContext
 from gateway.batches.order import order
 from gateway.batches.reading import BadLine, Raw, Wanted
 from gateway.batches.values import Batch, Fault, Line
@@ -37,20 +37,20 @@ class Seen:
     lines: list[Line] = field(default_factory=list)
 
 
-async def validated(batch: Batch, means: Means) -> tuple[str, list[Line]]:
+async def validated(batch: Batch, context: BatchContext) -> tuple[str, list[Line]]:
     """The batch's model, and its lines in the order of running. Raises NoBatch."""
     seen, waiting = Seen(), list[tuple[Raw, Wanted]]()
     try:
-        async for raw in _raw_lines(batch, means):
-            if (wanted := _read(raw, batch, means, seen)) is not None:
+        async for raw in _raw_lines(batch, context):
+            if (wanted := _read(raw, batch, context, seen)) is not None:
                 waiting.append((raw, wanted))
             if len(waiting) == AT_ONCE:
-                await _forecast(waiting, batch, means, seen)
+                await _forecast(waiting, batch, context, seen)
             if len(seen.faults) >= FAULTS_TOLD:
                 break
     except BadLine as bad:
         seen.faults.append(bad.fault)
-    await _forecast(waiting, batch, means, seen)
+    await _forecast(waiting, batch, context, seen)
     if not seen.lines and not seen.faults:
         seen.faults.append(Fault("empty_file", "The input file has no lines."))
     if seen.faults:
@@ -59,22 +59,22 @@ async def validated(batch: Batch, means: Means) -> tuple[str, list[Line]]:
     return seen.model, [replace(seen.lines[index], place=place) for place, index in enumerate(turns)]
 
 
-async def _raw_lines(batch: Batch, means: Means) -> AsyncIterator[Raw]:
-    file = await means.files.get(batch.tenant, batch.input_file_id)
+async def _raw_lines(batch: Batch, context: BatchContext) -> AsyncIterator[Raw]:
+    file = await context.files.get(batch.tenant, batch.input_file_id)
     if file is None:
         raise NoBatch([Fault("invalid_file", f"The input file {batch.input_file_id} does not exist.")])
     count = 0
-    async for raw in reading.lines(means.files.parts(file), means.limits.line_bytes):
+    async for raw in reading.lines(context.files.parts(file), context.limits.line_bytes):
         count += 1
-        if count > means.limits.lines:
-            raise NoBatch([Fault("too_many_lines", f"A batch has at most {means.limits.lines} lines.")])
+        if count > context.limits.lines:
+            raise NoBatch([Fault("too_many_lines", f"A batch has at most {context.limits.lines} lines.")])
         yield raw
 
 
-def _read(raw: Raw, batch: Batch, means: Means, seen: Seen) -> Wanted | None:
+def _read(raw: Raw, batch: Batch, context: BatchContext, seen: Seen) -> Wanted | None:
     """Notes what is wrong with the line by itself and beside those before it."""
     try:
-        wanted = reading.read_line(raw, batch.endpoint, means.limits)
+        wanted = reading.read_line(raw, batch.endpoint, context.limits)
     except BadLine as bad:
         seen.faults.append(bad.fault)
         return None
@@ -94,18 +94,20 @@ def _read(raw: Raw, batch: Batch, means: Means, seen: Seen) -> Wanted | None:
     return wanted
 
 
-async def _forecast(waiting: list[tuple[Raw, Wanted]], batch: Batch, means: Means, seen: Seen) -> None:
-    seen.lines += await asyncio.gather(*(_line(raw, wanted, batch, means) for raw, wanted in waiting))
+async def _forecast(
+    waiting: list[tuple[Raw, Wanted]], batch: Batch, context: BatchContext, seen: Seen
+) -> None:
+    seen.lines += await asyncio.gather(*(_line(raw, wanted, batch, context) for raw, wanted in waiting))
     waiting.clear()
 
 
-async def _line(raw: Raw, wanted: Wanted, batch: Batch, means: Means) -> Line:
+async def _line(raw: Raw, wanted: Wanted, batch: Batch, context: BatchContext) -> Line:
     """A body that will be refused costs nothing and is expected to."""
     asker = Caller(batch.key_id, batch.tenant)
     try:
-        asked = asked_of(ENDPOINTS[batch.endpoint], wanted.body, means.backend)
-        asking = line_queries(asked, asker, means.backend, query_id=batch.id)
-        lengths = [await _expected(query, means) for query in asking]
+        asked = asked_of(ENDPOINTS[batch.endpoint], wanted.body, context)
+        asking = line_queries(asked, asker, context, query_id=batch.id)
+        lengths = [await _expected(query, context) for query in asking]
     except MicoError:
         asking, lengths = [], []
     return Line(
@@ -119,7 +121,7 @@ async def _line(raw: Raw, wanted: Wanted, batch: Batch, means: Means) -> Line:
     )
 
 
-async def _expected(query: Query, means: Means) -> float:
-    forecast, most = await means.forecast(query), query.sampling.max_tokens
+async def _expected(query: Query, context: BatchContext) -> float:
+    forecast, most = await context.forecast(query), query.sampling.max_tokens
     capped = forecast if most is None else forecast.capped(most)
     return capped.expected() * query.sampling.n

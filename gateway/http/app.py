@@ -11,7 +11,7 @@ from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
 from gateway.http.backend import Backend
-from gateway.http.error_handler import problem_of
+from gateway.http.error_handler import log_and_translate
 from gateway.http.exchange import Envelope, Exchange
 from gateway.http.generation import generating, generation_routes
 from gateway.http.health import health_routes
@@ -51,7 +51,7 @@ def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = 
 
 
 def _refuse(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
-    problem = problem_of(exc, Exchange.of(request.scope))
+    problem = log_and_translate(exc, Exchange.of(request.scope))
     headers = {name.decode(): value.decode() for name, value in problem.headers}
     return Response(
         problem.body(), status_code=problem.status, headers=headers, media_type="application/json"

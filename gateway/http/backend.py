@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.domain import Caller, Model, Piece, Query
+from gateway.domain import Answer, Caller, Model
 from gateway.http.rate_headers import ShownQuota, no_quota
 from gateway.ids import hex_ids
 from gateway.security.login_limiter import Failures
-
-Answer = Callable[[Query], AsyncGenerator[Piece, None]]
-"""Yields Opening, Delta …, Usage, or raises a MicoError. Closing it cancels the query at its site."""
 
 
 class Readiness(NamedTuple):

@@ -1,26 +1,51 @@
-"""What failed becomes a response: the log line of what nobody expected, then the error in OpenAI's shape."""
+"""Turns exceptions into responses in OpenAI's error shape, and logs those that nobody expected."""
 
 from __future__ import annotations
 
 import logging
 
+from litestar.exceptions import HTTPException
 from litestar.types import Send
 
+from gateway.errors import MicoError
 from gateway.http.exchange import Exchange
-from gateway.openai.error_body import Problem, is_unexpected, translate
+from gateway.openai.error_body import INVALID_REQUEST, Problem, translate
 
 log = logging.getLogger(__name__)
 
+_FRAMEWORK_CODES = {404: "unknown_url", 405: "method_not_supported", 413: "request_too_large"}
+_FRAMEWORK_MESSAGES = {
+    "Not Found": "There is no such URL here.",
+    "Method Not Allowed": "This URL exists, but not for this method; the Allow header names the right ones.",
+}
+"""Replacements for the framework's own phrases, which do not say what to do."""
 
-def problem_of(exc: Exception, exchange: Exchange) -> Problem:
+
+def translate_exception(exc: BaseException, request_id: str) -> Problem:
+    """Translate any exception, including the framework's."""
+    if isinstance(exc, HTTPException) and exc.status_code < 500:
+        return _translate_framework_error(exc)
+    return translate(exc, request_id)
+
+
+def is_unexpected(exc: BaseException) -> bool:
+    """Return whether `exc` is neither an error of the tree nor a refusal by the framework."""
+    if isinstance(exc, HTTPException):
+        return exc.status_code >= 500
+    return not isinstance(exc, MicoError)
+
+
+def log_and_translate(exc: Exception, exchange: Exchange) -> Problem:
     if is_unexpected(exc):
         log.error("request %s failed", exchange.request_id, exc_info=exc)
-    return translate(exc, exchange.request_id)
+    return translate_exception(exc, exchange.request_id)
 
 
-async def refuse(exc: Exception, exchange: Exchange, send: Send) -> None:
-    """Raises it again once a status was sent: then only a cut connection can tell of it."""
-    problem = problem_of(exc, exchange)
+async def send_error(exc: Exception, exchange: Exchange, send: Send) -> None:
+    """Send the response for `exc`. Raises `exc` again if a status was sent before: the server then cuts the
+    connection, which is the only way left to report the failure.
+    """
+    problem = log_and_translate(exc, exchange)
     if exchange.status:
         raise exc
     body = problem.body()
@@ -31,3 +56,18 @@ async def refuse(exc: Exception, exchange: Exchange, send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _translate_framework_error(exc: HTTPException) -> Problem:
+    """Translate Litestar's own refusals: unknown paths, wrong methods, broken parameters and forms."""
+    headers = tuple((name.lower().encode(), value.encode()) for name, value in (exc.headers or {}).items())
+    message = _FRAMEWORK_MESSAGES.get(exc.detail, exc.detail)
+    code = _FRAMEWORK_CODES.get(exc.status_code)
+    return Problem(exc.status_code, message, INVALID_REQUEST, code, _param_of(exc), headers)
+
+
+def _param_of(exc: HTTPException) -> str | None:
+    extra = exc.extra
+    first = extra[0] if isinstance(extra, list) and extra else None
+    key = first.get("key") if isinstance(first, dict) else None
+    return key if isinstance(key, str) else None

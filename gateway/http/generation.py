@@ -16,17 +16,18 @@ from gateway.http.auth import caller_of
 from gateway.http.backend import Backend
 from gateway.http.body import ClientGone, read_json
 from gateway.http.disconnect import while_connected
-from gateway.http.error_handler import refuse
+from gateway.http.error_handler import is_unexpected, send_error, translate_exception
 from gateway.http.exchange import Exchange, header, safe_header_value
+from gateway.http.sse import EventStream
 from gateway.openai import unary_response
 from gateway.openai.chat_request import read_chat
 from gateway.openai.completion_request import read_completion
-from gateway.openai.error_body import Header, is_unexpected, translate
+from gateway.openai.error_body import Header
 from gateway.openai.events import Pieces, stopped_short, together
 from gateway.openai.fields import Fields, Problems
+from gateway.openai.frames import frame
 from gateway.openai.request import Asked, check_model, queries
 from gateway.openai.shapes import CHAT, TEXT, Head, Shape
-from gateway.openai.sse import EventStream, frame
 from gateway.openai.stream_response import Chunks
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ class Generation:
         exchange = Exchange.of(scope)
         try:
             await self._answer(scope, receive, send, exchange)
-        except Exception as exc:  # noqa: BLE001 - told to the client, and logged where nobody expected it
-            await refuse(exc, exchange, send)
+        except Exception as exc:  # noqa: BLE001 - becomes a response, and is logged if unexpected
+            await send_error(exc, exchange, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         exchange.caller = caller = await caller_of(scope, self.backend)
@@ -133,7 +134,7 @@ class Generation:
                     raise
                 if is_unexpected(exc):
                     log.exception("request %s failed in its stream", exchange.request_id)
-                last = frame(translate(exc, exchange.request_id).body())
+                last = frame(translate_exception(exc, exchange.request_id).body())
             await events.end(last)
 
     async def _relay(self, asked: Asked, pieces: Pieces, exchange: Exchange, events: EventStream) -> None:

@@ -8,9 +8,8 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from gateway.domain import Delta, Opening, Piece, Query, Usage
+from gateway.domain import Answer, Delta, Opening, Piece, Query, Usage
 from gateway.errors import UpstreamLost
-from gateway.http.backend import Answer
 
 QUEUE_PIECES = 64
 """Per prompt; a slow reader then holds back the answers themselves."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from gateway.domain import Delta, Finish, Opening, Piece, Usage
+from gateway.openai.frames import one_line
 from gateway.openai.request import Streaming
 from gateway.openai.shapes import Head, Shape, usage_fields
-from gateway.openai.sse import one_line
 from gateway.openai.tool_calls import call_news
 
 _json = msgspec.json.Encoder().encode

@@ -86,7 +86,7 @@ async def left_over(here: Replica) -> int:
 
     from gateway.store.tables import file_parts, files
 
-    ledger: Any = here.batches.runner._means.ledger
+    ledger: Any = here.batches.runner._context.ledger
     async with ledger._engine.connect() as connection:
         counts = [await connection.scalar(select(func.count()).select_from(t)) for t in (files, file_parts)]
     return sum(counts)
@@ -305,7 +305,7 @@ def test_a_large_file_streams_in_and_out(play: Callable[..., None]) -> None:
         kind = {"content-type": "multipart/form-data; boundary=b"}
         file = (await here.raw("POST", "/v1/files", content=body(), headers=kind)).json()
         assert file["bytes"] == size, file
-        files: Any = here.batches.runner._means.files
+        files: Any = here.batches.runner._context.files
         stored = await files.get("tenant-1", file["id"])
         pieces = 0
         async for part in files.parts(stored):

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.admin.dashboard.pages import page_routes
-from gateway.domain import Delta, Piece, Query
+from gateway.domain import Answer, Delta, Piece, Query
 from gateway.http.app import create_http
-from gateway.http.backend import Answer, Readiness
+from gateway.http.backend import Readiness
 from gateway.http.server import Limits, http_server
 from gateway.security.login_limiter import MOST, Failures
 from tests.support.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say

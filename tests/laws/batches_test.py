@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.batches.capacity import room, share, spread
-from gateway.batches.expiry import sweep
+from gateway.batches.expiry import remove_expired
 from gateway.batches.files import Files, Page
 from gateway.batches.job import Job, Put
 from gateway.batches.ledger import LeaseLost, Ledger
@@ -112,8 +112,8 @@ class Due(float):
 
 def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_are_due() -> None:
     now_s = 0.0
-    means: Any = SimpleNamespace(backend=SimpleNamespace(clock=lambda: now_s))
-    job = Job(batch(), means, {}, lambda: 1)
+    context: Any = SimpleNamespace(clock=lambda: now_s)
+    job = Job(batch(), context, {}, lambda: 1)
     waits_s = [Due(10.0 + number * 7 % 1_000) for number in range(1_000)]
     for number, wait_s in enumerate(waits_s):
         job._put_back(Put(line(number), wait_s, all_wait=False))
@@ -279,12 +279,12 @@ def test_what_is_too_old_goes_and_what_a_batch_reads_stays(url: str) -> None:
             await ledger.add_lines(each.id, [line(1)])
         assert await ledger.end("over", BatchStatus.COMPLETED, at=now)
         now = 500.0
-        assert await sweep(files, ledger, 100.0) == 1  # the batch that is over
+        assert await remove_expired(files, ledger, 100.0) == 1  # the batch that is over
         assert [each.id for each in await files.listed("t", None, Page(9, newest_first=False))] == sorted(
             [kept.id, read.id]
         )
         now = 90_000.0
-        assert await sweep(files, ledger, 100.0) == 2  # the file nobody reads, and the one never finished
+        assert await remove_expired(files, ledger, 100.0) == 2  # one that nobody reads, one never finished
         assert [each.id for each in await files.listed("t", None, Page(9))] == [read.id]
         assert [each.id for each in await ledger.listed("t", Page(9))] == ["going"]
         assert await files.read(read.id, 65_530, 20) == b"x" * 20

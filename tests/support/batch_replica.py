@@ -22,6 +22,8 @@ from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
+from gateway.http.batches import batch_routes
+from gateway.http.files import file_routes
 from gateway.query.answer import answer
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
@@ -33,7 +35,7 @@ CALLERS = {
 }
 CALLERS_BY_ID = {caller.key_id: caller for caller in CALLERS.values()}
 LEASE_S = 0.6
-LOOK_EVERY_S = 0.05
+POLL_S = 0.05
 
 
 @dataclass
@@ -95,7 +97,7 @@ class Replica:
     async def die(self) -> None:
         """As `kill -9` would, as far as the database can tell: no outcome, no release, no more looks."""
         runner: Any = self.batches.runner
-        ledger = runner._means.ledger
+        ledger = runner._context.ledger
 
         async def gone(*_: object, **__: object) -> None:
             raise OperationalError("", {}, OSError("this process is dead"))
@@ -158,18 +160,21 @@ async def replica(
             open_batches(
                 url,
                 name,
-                backend=backend,
                 gateway=here.gateway,
                 caller=caller,
+                unix_time=backend.unix_time,
                 limits=BatchLimits(**limits),
                 lease_s=LEASE_S,
-                look_every_s=LOOK_EVERY_S,
+                poll_s=POLL_S,
             )
         )
         access = Access(backend, CALLERS_BY_ID.get, b"session key")
-        transport = httpx2.ASGITransport(
-            create_http(backend, [*batches.routes, *batch_reads(access, batches.ledger)])
-        )
+        routes = [
+            *file_routes(backend, batches.files, batches.limits),
+            *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
+            *batch_reads(access, batches.ledger),
+        ]
+        transport = httpx2.ASGITransport(create_http(backend, routes))
         http = await stack.enter_async_context(httpx2.AsyncClient(transport=transport))
         this = Replica(here, batches, http, passed_s)
         this.open.set()

@@ -7,7 +7,8 @@ import gc
 import weakref
 from typing import Any
 
-from gateway.openai.sse import DONE, KEEP_ALIVE, EventStream
+from gateway.http.sse import KEEP_ALIVE, EventStream
+from gateway.openai.frames import DONE
 
 
 class Wire:

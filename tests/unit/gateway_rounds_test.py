@@ -76,7 +76,7 @@ async def old_batches_are_removed(once: Once) -> None:
             return []
 
     nothing: Any = Empty()
-    sweeping = asyncio.create_task(expiry.sweep_for_ever(nothing, nothing, 1.0))
+    sweeping = asyncio.create_task(expiry.expire_for_ever(nothing, nothing, 1.0))
     await once.again.wait()
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)

@@ -137,7 +137,7 @@ def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
             await asked_at_least(first, 5)
             first.open.clear()
             finished = await settled(first, batch_id)
-            ledger, lease = runner._means.ledger, runner._means.ledger.lease
+            ledger, lease = runner._context.ledger, runner._context.ledger.lease
 
             async def away(*_: object) -> None:
                 raise OperationalError("", {}, OSError("the database is away"))
@@ -163,7 +163,7 @@ def test_an_answer_that_was_not_written_down_yet_is_not_asked_for_again(
     async def main() -> None:
         tried = asyncio.Event()
         async with replica(url, name="r1") as first:
-            ledger: Any = first.batches.runner._means.ledger
+            ledger: Any = first.batches.runner._context.ledger
             write = ledger.write
 
             async def away(*_: object) -> None:
@@ -189,7 +189,7 @@ def test_a_batch_that_ended_keeps_its_files_though_nobody_here_heard_of_it(
     async def main() -> None:
         async with replica(url) as here:
             runner: Any = here.batches.runner
-            ledger, end, told = runner._means.ledger, runner._means.ledger.end, list[bool]()
+            ledger, end, told = runner._context.ledger, runner._context.ledger.end, list[bool]()
 
             async def unheard(*given: Any, **values: Any) -> None:
                 told.append(await end(*given, **values))
@@ -208,7 +208,7 @@ def test_a_look_that_goes_wrong_is_not_the_last(url: str, monkeypatch: pytest.Mo
     async def main() -> None:
         async with replica(url) as here:
             runner: Any = here.batches.runner
-            ledger, lease = runner._means.ledger, runner._means.ledger.lease
+            ledger, lease = runner._context.ledger, runner._context.ledger.lease
 
             async def unforeseen(*_: object) -> None:
                 monkeypatch.setattr(ledger, "lease", lease)
@@ -274,7 +274,7 @@ def test_a_batch_that_is_cancelled_while_it_is_read_counts_its_lines(
     async def main() -> None:
         async with replica(url) as here:
             runner: Any = here.batches.runner
-            ledger = runner._means.ledger
+            ledger = runner._context.ledger
             add_lines = ledger.add_lines
 
             async def meanwhile(batch_id: str, lines: Any) -> None:
@@ -297,7 +297,7 @@ def test_nobody_sees_the_files_of_an_end_that_was_not_written_down(
 
     async def main() -> None:
         async with replica(url, name="r1") as first:
-            ledger: Any = first.batches.runner._means.ledger
+            ledger: Any = first.batches.runner._context.ledger
             reached = asyncio.Event()
 
             async def dies(*_: object, **__: object) -> None:
@@ -425,12 +425,12 @@ def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
         async for piece in answer(gateway, query):
             yield piece
 
-    monkeypatch.setattr("tests.support.batch_replica.answer", limited)
+    monkeypatch.setattr("gateway.batches.lifecycle.answer", limited)
 
     async def main() -> None:
         async with replica(url) as here:
             runner: Any = here.batches.runner
-            ledger, away = runner._means.ledger, iter([True, False, True, True, False, False, True])
+            ledger, away = runner._context.ledger, iter([True, False, True, True, False, False, True])
             write = ledger.write
 
             async def sometimes(*given: Any) -> None:

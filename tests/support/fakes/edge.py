@@ -15,9 +15,9 @@ import openai
 import uvicorn
 from openai.types.shared import ErrorObject
 
-from gateway.domain import Caller, Delta, Finish, Model, Opening, Piece, Query, TokenLogprob, Usage
+from gateway.domain import Answer, Caller, Delta, Finish, Model, Opening, Piece, Query, TokenLogprob, Usage
 from gateway.http.app import create_http
-from gateway.http.backend import Answer, Backend, Readiness
+from gateway.http.backend import Backend, Readiness
 
 KEY = "mico-secret"
 MODEL = "demo"

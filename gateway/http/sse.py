@@ -13,26 +13,14 @@ from typing import Self
 from litestar.types import Send
 
 from gateway.openai.error_body import Header
+from gateway.openai.frames import DONE
 
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-
-
-def frame(body: bytes) -> bytes:
-    return b"data: " + one_line(body) + b"\n\n"
-
-
-def one_line(body: bytes) -> bytes:
-    """JSON whose strings no client takes for the end of a line: many end lines at U+0085, U+2028, U+2029."""
-    if body.isascii():
-        return body
-    body = body.replace(b"\xc2\x85", b"\\u0085")
-    return body.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
 
 
 class EventStream:
