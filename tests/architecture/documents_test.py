@@ -18,6 +18,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 PROSE = [*DOCUMENTS, *sorted((ROOT / "bench").rglob("*.md")), *sorted((ROOT / "infra").rglob("*.md"))]
 PROGRAM = re.compile(r"python -m ([a-z_][\w.]*)|`((?:bench|tests)\.[a-z_][\w.]*)")
+NAMED_TEST = re.compile(r"`(tests/[\w/]+_test\.py)::(test_\w+)`")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 
 
@@ -59,6 +60,18 @@ def test_python_examples_parse(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_examples_name_commands_and_options_that_exist(document: Path) -> None:
     assert [problem for line in command_lines(document) for problem in unknown_parts(line)] == []
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "api-promises.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| Promise ")]
+    assert [row for row in rows if not NAMED_TEST.search(row)] == []
+    named = NAMED_TEST.findall(page)
+    assert [f"{file}::{name}" for file, name in named if name not in names_of_tests(ROOT / file)] == []
+
+
+def names_of_tests(file: Path) -> set[str]:
+    return set(re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.M)) if file.exists() else set()
 
 
 def exists(module: str) -> bool:

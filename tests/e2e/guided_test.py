@@ -24,16 +24,14 @@ CITY = {
 }
 
 
-def test_row_40_the_command_line_holds_an_answer_to_a_schema(
-    federation: LocalFederation, tmp_path: Path
-) -> None:
+def test_the_command_line_holds_an_answer_to_a_schema(federation: LocalFederation, tmp_path: Path) -> None:
     file = tmp_path / "city.json"
     file.write_text(json.dumps(CITY))
     said = mico(federation.folder.path, "chat", "-q", "Where to?", "--json-schema", str(file))
     jsonschema.validate(json.loads(said), CITY)
 
 
-def test_row_39_tools_of_a_model_without_them_are_refused(federation: LocalFederation) -> None:
+def test_the_command_line_refuses_tools_of_a_model_without_them(federation: LocalFederation) -> None:
     tool = {"type": "function", "function": {"name": "now"}}
     with federation.sdk() as sdk, pytest.raises(openai.BadRequestError, match="call functions") as refused:
         sdk.chat.completions.create(

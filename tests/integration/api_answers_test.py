@@ -35,7 +35,7 @@ def chat_completion(response: Any) -> ChatCompletion:
     return ChatCompletion.model_validate(response.json(), strict=True)
 
 
-def test_row_43_who_answered_what_and_when() -> None:
+def test_a_completion_has_an_id_a_time_and_the_requested_model() -> None:
     completion = chat_completion(chat(model=NESTED)[0])
     assert completion.id.startswith("chatcmpl-")
     assert completion.object == "chat.completion"
@@ -43,7 +43,7 @@ def test_row_43_who_answered_what_and_when() -> None:
     assert completion.model == NESTED
 
 
-def test_row_44_choices_in_order_whatever_finished_first() -> None:
+def test_choices_are_sorted_by_index_whichever_finished_first() -> None:
     pieces = [
         OPENING,
         Delta(2, "c", 1, finish=Finish.STOP),
@@ -61,18 +61,18 @@ def test_row_44_choices_in_order_whatever_finished_first() -> None:
         assert choice["logprobs"] is choice["message"]["refusal"] is None
 
 
-def test_row_45_without_calls_there_is_no_tool_calls_field() -> None:
+def test_tool_calls_is_absent_without_calls() -> None:
     response, _ = chat()
     assert "tool_calls" not in response.text
     assert "tool_calls" not in chat(stream=True)[0].text
 
 
 @pytest.mark.parametrize("finish", list(Finish))
-def test_row_46_finish_reasons_are_openais(finish: Finish) -> None:
+def test_finish_reasons_are_openais(finish: Finish) -> None:
     assert chat_completion(chat(say("x", finish=finish))[0]).choices[0].finish_reason == finish.value
 
 
-def test_row_46_an_answer_that_was_cut_is_not_a_success() -> None:
+def test_an_answer_without_a_finish_reason_is_a_502() -> None:
     response, _ = chat(play(OPENING, Delta(0, "half", 1)))
     assert error_of(response, 502)["code"] == "upstream_lost"
     assert response.headers["x-should-retry"] == "false"
@@ -80,17 +80,17 @@ def test_row_46_an_answer_that_was_cut_is_not_a_success() -> None:
 
 @pytest.mark.parametrize("pieces", [[], [OPENING], [OPENING, Delta(0, "x", 1, finish=Finish.STOP)]])
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_61_no_ending_but_the_right_one(pieces: list[Any], stream: bool) -> None:
+def test_an_answer_that_ends_in_any_other_way_is_an_error(pieces: list[Any], stream: bool) -> None:
     response, _ = chat(play(*pieces), stream=stream)
     assert '"code":"upstream_lost"' in response.text
 
 
-def test_row_48_usage_adds_up() -> None:
+def test_usage_adds_up() -> None:
     usage = chat(say("a", "b", "c"))[0].json()["usage"]
     assert usage == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
 
-def test_row_49_logprobs() -> None:
+def test_logprobs_have_openais_shape() -> None:
     response, _ = chat(say("Hi", "é"), logprobs=True, top_logprobs=2)
     chat_completion(response)
     logprobs = response.json()["choices"][0]["logprobs"]
@@ -100,7 +100,7 @@ def test_row_49_logprobs() -> None:
     assert [top["token"] for top in logprobs["content"][0]["top_logprobs"]] == ["a", "b"]
 
 
-def test_row_49_an_impossible_token_has_a_finite_logprob() -> None:
+def test_an_impossible_token_has_a_finite_logprob() -> None:
     token = TokenLogprob("x", b"x", float("-inf"))
     response, _ = chat(
         play(OPENING, Delta(0, "x", 1, finish=Finish.STOP, logprobs=(token,)), Usage(7, 1)), logprobs=True
@@ -108,7 +108,7 @@ def test_row_49_an_impossible_token_has_a_finite_logprob() -> None:
     assert response.json()["choices"][0]["logprobs"]["content"][0]["logprob"] == -9999.0
 
 
-def test_row_50_parse_raises_on_a_cut_answer() -> None:
+def test_the_sdks_parse_raises_on_finish_reason_length() -> None:
     async def scenario(edge: Edge) -> None:
         with pytest.raises(openai.LengthFinishReasonError):
             await edge.sdk.chat.completions.parse(**chat_body())
@@ -133,7 +133,7 @@ def prompt_of(query: Query) -> Any:
         ([[1, 2], [3]], [(1, 2), (3,)]),
     ],
 )
-def test_row_65_the_kinds_of_prompts(prompt: Any, prompts: list[Any]) -> None:
+def test_a_prompt_is_a_text_a_list_of_texts_or_token_ids(prompt: Any, prompts: list[Any]) -> None:
     response, script = text(prompt=prompt, n=2)
     Completion.model_validate(response.json(), strict=True)
     assert [query.prompt for query in script.queries] == prompts
@@ -160,13 +160,13 @@ def test_row_65_the_kinds_of_prompts(prompt: Any, prompts: list[Any]) -> None:
         ([None], "prompt.0"),
     ],
 )
-def test_row_65_other_prompts_are_refused(prompt: Any, param: str) -> None:
+def test_prompts_of_other_kinds_are_refused(prompt: Any, param: str) -> None:
     response, script = text(prompt=prompt)
     assert error_of(response, 400)["param"] == param
     assert not script.queries
 
 
-def test_row_65_the_number_of_choices_is_bounded() -> None:
+def test_prompts_times_n_is_bounded() -> None:
     response, script = text(prompt=["x"] * 65, n=2)
     error = error_of(response, 400)
     assert error["param"] == "prompt"
@@ -188,7 +188,7 @@ def echoing(query: Query) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_65_the_index_is_prompt_times_n_plus_k(stream: bool) -> None:
+def test_the_index_of_a_choice_is_prompt_times_n_plus_k(stream: bool) -> None:
     response, _ = text(echoing, prompt=["p1", "p2", "p3"], n=2, stream=stream)
     chunks = events_of(response.content) if stream else [response.json()]
     texts = [""] * 6
@@ -204,7 +204,7 @@ def test_row_65_the_index_is_prompt_times_n_plus_k(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_65_one_refused_prompt_refuses_all(stream: bool) -> None:
+def test_one_refused_prompt_refuses_the_request(stream: bool) -> None:
     def answer(query: Query) -> Any:
         failing = fail(ContextTooLong("2000 tokens do not fit into 1024."))
         return failing(query) if query.prompt == "long" else say("x")(query)
@@ -214,13 +214,13 @@ def test_row_65_one_refused_prompt_refuses_all(stream: bool) -> None:
     assert len(script.ended) == 3
 
 
-def test_row_66_the_default_is_sixteen_tokens() -> None:
+def test_the_default_max_tokens_of_a_text_completion_is_16() -> None:
     assert text()[1].query.sampling.max_tokens == 16
     assert text(max_tokens=None)[1].query.sampling.max_tokens == 16
     assert text(max_tokens=40)[1].query.sampling.max_tokens == 40
 
 
-def test_row_66_an_echo_alone_costs_no_token() -> None:
+def test_an_echo_alone_generates_no_token() -> None:
     echoed = play(OPENING, Delta(0, "Once", 0, finish=Finish.LENGTH), Usage(7, 0))
     response, script = text(echoed, echo=True, max_tokens=0)
     assert script.query.sampling.max_tokens == 0
@@ -228,7 +228,7 @@ def test_row_66_an_echo_alone_costs_no_token() -> None:
     assert response.json()["usage"]["total_tokens"] == 7
 
 
-def test_row_66_logprobs_with_an_echoed_prompt() -> None:
+def test_text_completion_logprobs_cover_an_echoed_prompt() -> None:
     def token(text: str, logprob: float | None) -> TokenLogprob:
         top = () if logprob is None else (TokenLogprob("z", b"z", -0.1),)
         return TokenLogprob(text, text.encode(), logprob, top)
@@ -256,11 +256,11 @@ def test_row_66_logprobs_with_an_echoed_prompt() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [-1, 6, True])
-def test_row_66_logprobs_are_zero_to_five(logprobs: Any) -> None:
+def test_text_completion_logprobs_are_zero_to_five(logprobs: Any) -> None:
     assert error_of(text(logprobs=logprobs)[0], 400)["param"] == "logprobs"
 
 
-def test_row_67_the_shape_of_a_text_completion() -> None:
+def test_a_text_completion_has_openais_shape() -> None:
     response, _ = text()
     completion = Completion.model_validate(response.json(), strict=True)
     assert completion.id.startswith("cmpl-")
@@ -269,7 +269,7 @@ def test_row_67_the_shape_of_a_text_completion() -> None:
     assert completion.choices[0].finish_reason == "stop"
 
 
-def test_row_67_a_streamed_text_completion() -> None:
+def test_a_streamed_text_completion_has_openais_shape() -> None:
     response, _ = text(
         say("a", "b", finish=Finish.LENGTH), stream=True, stream_options={"include_usage": True}
     )
@@ -285,7 +285,7 @@ def test_row_67_a_streamed_text_completion() -> None:
 # ---- models ----
 
 
-def test_row_68_the_models() -> None:
+def test_models_are_listed_with_their_context_length() -> None:
     async def scenario(edge: Edge) -> None:
         body = (await edge.http.get("/v1/models")).json()
         assert body["object"] == "list"
@@ -305,7 +305,7 @@ def test_row_68_the_models() -> None:
     run(scenario)
 
 
-def test_row_68_a_key_sees_what_it_may_use() -> None:
+def test_a_key_lists_only_the_models_it_may_use() -> None:
     async def scenario(edge: Edge) -> None:
         narrow = edge.sdk.with_options(api_key="narrow")
         assert [model.id async for model in narrow.models.list()] == [MODEL]
@@ -316,7 +316,7 @@ def test_row_68_a_key_sees_what_it_may_use() -> None:
     assert isinstance(get("/v1/models").json()["error"], dict)
 
 
-def test_row_69_a_model_whose_name_has_slashes() -> None:
+def test_a_model_is_retrieved_by_a_name_with_slashes() -> None:
     async def scenario(edge: Edge) -> None:
         assert (await edge.sdk.models.retrieve(NESTED)).id == NESTED
         assert (await edge.http.get(f"/v1/models/{NESTED}")).json()["id"] == NESTED

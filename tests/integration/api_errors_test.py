@@ -39,7 +39,7 @@ TREE = [
 
 @pytest.mark.parametrize(("error", "status", "code", "raised"), TREE)
 @pytest.mark.parametrize("stream", [False, True])
-def test_rows_12_to_16_every_failure_has_its_status(
+def test_every_failure_has_its_status(
     error: errors.MicoError, status: int, code: str, raised: type[openai.APIStatusError], stream: bool
 ) -> None:
     async def scenario(edge: Edge) -> None:
@@ -65,7 +65,7 @@ def test_no_error_of_the_tree_is_forgotten() -> None:
     assert translate(errors.MicoError("?"), "id").status == 500
 
 
-def test_row_13_an_unknown_model_is_named() -> None:
+def test_an_unknown_model_is_named() -> None:
     response, _ = chat(fail(errors.ModelNotFound("The model 'nope' is not served here.")), model="nope")
     error = error_of(response, 404)
     assert (error["param"], "nope" in error["message"]) == ("model", True)
@@ -76,7 +76,7 @@ def test_row_13_an_unknown_model_is_named() -> None:
     ("wait_s", "seconds", "milliseconds"),
     [(2.5, "3", "2500"), (0.0, "1", "1"), (1e6, "120", "120000"), (120.0, "120", "120000")],
 )
-def test_rows_14_15_18_when_to_come_again(
+def test_retry_after_is_sent_and_capped(
     error: type[errors.MicoError], wait_s: float, seconds: str, milliseconds: str
 ) -> None:
     response, _ = chat(fail(error("Wait.", retry_after_s=wait_s)))
@@ -85,7 +85,7 @@ def test_rows_14_15_18_when_to_come_again(
     assert "x-should-retry" not in response.headers
 
 
-def test_rows_14_15_there_is_always_a_time() -> None:
+def test_a_429_or_503_always_has_a_retry_after() -> None:
     for error in (errors.TooMany("x"), errors.Overloaded("x"), errors.NoSite("x")):
         assert int(chat(fail(error))[0].headers["retry-after"]) >= 1
 
@@ -103,7 +103,7 @@ def failing_first(error: errors.MicoError, times: int) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_17_the_sdk_retries_twice_and_gets_its_answer(stream: bool) -> None:
+def test_the_sdk_retries_twice_and_gets_its_answer(stream: bool) -> None:
     async def scenario(edge: Edge) -> None:
         sdk = edge.sdk.with_options(max_retries=2)
         raw = await sdk.chat.completions.with_raw_response.create(**chat_body(stream=stream))
@@ -115,7 +115,7 @@ def test_row_17_the_sdk_retries_twice_and_gets_its_answer(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [errors.UpstreamLost("Lost."), errors.DeadlinePassed("Late.")])
-def test_row_19_paid_work_is_not_repeated(error: errors.MicoError) -> None:
+def test_no_retry_is_advised_when_it_would_repeat_paid_work(error: errors.MicoError) -> None:
     async def scenario(edge: Edge) -> None:
         with pytest.raises(openai.InternalServerError):
             await edge.sdk.with_options(max_retries=2).chat.completions.create(**chat_body())
@@ -123,7 +123,7 @@ def test_row_19_paid_work_is_not_repeated(error: errors.MicoError) -> None:
     assert len(run(scenario, fail(error)).queries) == 1
 
 
-def test_row_12_rights_are_judged_further_in() -> None:
+def test_a_refusal_by_the_query_layer_is_a_403() -> None:
     """The edge hands the caller on with the query; it does not decide who may use what."""
     response, script = chat(fail(errors.Forbidden(f"This key may not use '{MODEL}'.")))
     assert error_of(response, 403)["code"] == "permission_denied"

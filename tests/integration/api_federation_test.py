@@ -82,7 +82,7 @@ def test_two_prompts_are_two_queries_and_one_answer() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_row_24_leaving_is_felt_at_the_site(stream: bool, started: bool) -> None:
+def test_a_disconnect_cancels_the_request_at_the_site(stream: bool, started: bool) -> None:
     async def scenario(here: Scene, edge: Edge, port: int) -> None:
         site = await here.site("alpha")
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -105,7 +105,7 @@ def test_row_24_leaving_is_felt_at_the_site(stream: bool, started: bool) -> None
     play(scenario)
 
 
-def test_row_32_a_prompt_that_a_site_finds_too_long() -> None:
+def test_a_prompt_that_a_site_finds_too_long_is_a_400() -> None:
     async def scenario(here: Scene, edge: Edge, _: int) -> None:
         site = await here.site("alpha")
         asking = asyncio.create_task(edge.sdk.chat.completions.create(**ASK, stream=True))
@@ -123,7 +123,7 @@ def test_row_32_a_prompt_that_a_site_finds_too_long() -> None:
     play(scenario)
 
 
-def test_row_12_and_13_models_that_are_not_there_or_not_allowed() -> None:
+def test_a_federation_refuses_absent_and_forbidden_models() -> None:
     async def scenario(here: Scene, edge: Edge, _: int) -> None:
         await here.site("alpha")
         with pytest.raises(openai.NotFoundError, match="nope") as missing:
@@ -137,7 +137,7 @@ def test_row_12_and_13_models_that_are_not_there_or_not_allowed() -> None:
     play(scenario)
 
 
-def test_row_60_a_site_that_breaks_mid_stream() -> None:
+def test_a_site_that_breaks_mid_stream_ends_the_stream_with_an_error() -> None:
     async def scenario(here: Scene, edge: Edge, _: int) -> None:
         site = await here.site("alpha")
         asking = asyncio.create_task(edge.sdk.completions.create(model="m", prompt="x", n=2, stream=True))

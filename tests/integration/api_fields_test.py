@@ -32,40 +32,40 @@ def turns(*messages: dict[str, Any]) -> tuple[Message, ...]:
 
 
 @pytest.mark.parametrize("model", [None, ""])
-def test_row_25_a_model_is_required(model: str | None) -> None:
+def test_a_model_is_required(model: str | None) -> None:
     error = refused("model", model=model)
     if model is None:
         assert error["code"] == "missing_required_parameter"
 
 
 @pytest.mark.parametrize("messages", [None, [], "Hi", {"role": "user"}])
-def test_row_26_messages_are_a_list_of_at_least_one(messages: Any) -> None:
+def test_messages_are_a_list_of_at_least_one(messages: Any) -> None:
     refused("messages", messages=messages)
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
-def test_row_27_the_five_roles(role: str) -> None:
+def test_five_roles_are_accepted(role: str) -> None:
     (turn,) = turns({"role": role, "content": "x", "tool_call_id": "call_1", "name": "Ann"})
     assert (turn.role, turn.content, turn.name) == (role, "x", "Ann")
     assert turn.tool_call_id == ("call_1" if role == "tool" else "")
 
 
 @pytest.mark.parametrize("role", ["function", "User", 1, None])
-def test_row_27_other_roles_are_refused(role: Any) -> None:
+def test_other_roles_are_refused(role: Any) -> None:
     refused("messages.0.role", messages=[{"role": role, "content": "x"}])
 
 
-def test_row_27_a_tool_message_names_its_call() -> None:
+def test_a_tool_message_names_its_call() -> None:
     refused("messages.0.tool_call_id", messages=[{"role": "tool", "content": "x"}])
 
 
-def test_row_28_text_parts_are_joined() -> None:
+def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert turns({"role": "user", "content": parts})[0].content == "one two"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_row_28_other_parts_are_refused_by_name(kind: str) -> None:
+def test_image_and_audio_parts_are_refused_by_name(kind: str) -> None:
     content = [{"type": "text", "text": "x"}, {"type": kind, kind: {}}]
     error = refused("messages.0.content.1.type", messages=[{"role": "user", "content": content}])
     assert kind in error["message"]
@@ -81,11 +81,11 @@ def test_row_28_other_parts_are_refused_by_name(kind: str) -> None:
         ([{"text": "x"}], "messages.0.content.0.type"),
     ],
 )
-def test_row_28_content_of_another_kind_is_refused(content: Any, param: str) -> None:
+def test_content_of_another_kind_is_refused(content: Any, param: str) -> None:
     refused(param, messages=[{"role": "user", "content": content}])
 
 
-def test_row_29_an_assistant_may_only_have_called_tools() -> None:
+def test_an_assistant_message_may_consist_of_tool_calls_alone() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     turn = turns({"role": "assistant", "content": None, "tool_calls": [call | {"index": 0}]})[0]
     assert turn.content == ""
@@ -104,31 +104,31 @@ def test_row_29_an_assistant_may_only_have_called_tools() -> None:
         ("x", "messages.0.tool_calls.0"),
     ],
 )
-def test_row_29_a_broken_tool_call_is_refused(call: Any, param: str) -> None:
+def test_a_malformed_tool_call_is_refused(call: Any, param: str) -> None:
     refused(param, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
 
 
 # ---- lengths ----
 
 
-def test_row_30_the_newer_limit_wins() -> None:
+def test_max_completion_tokens_wins_over_max_tokens() -> None:
     assert asked(max_tokens=5, max_completion_tokens=9).max_tokens == 9
     assert asked(max_tokens=5).max_tokens == 5
 
 
-def test_row_31_without_a_limit_the_context_is_the_limit() -> None:
+def test_without_a_limit_the_context_is_the_limit() -> None:
     assert asked().max_tokens is None
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_row_31_a_limit_over_the_context_is_refused_by_its_name(field: str) -> None:
+def test_a_limit_over_the_context_is_refused_by_its_name(field: str) -> None:
     error = refused(field, **{field: 1025})
     assert "1025" in error["message"] and "1024" in error["message"]
     assert asked(**{field: 1024}).max_tokens == 1024
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_32_a_prompt_over_the_context(stream: bool) -> None:
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(stream: bool) -> None:
     too_long = ContextTooLong("The prompt has 1100 tokens, the context 1024.", param="messages")
     response, _ = chat(fail(too_long), stream=stream)
     error = error_of(response, 400)
@@ -149,28 +149,28 @@ RANGES = [
 
 
 @pytest.mark.parametrize(("field", "low", "high"), RANGES)
-def test_row_33_ranges_hold_at_both_ends(field: str, low: float, high: float) -> None:
+def test_sampling_ranges_hold_at_both_ends(field: str, low: float, high: float) -> None:
     for value in (low, high):
         assert getattr(asked(**{field: value}), field) == value
     for value in (low - 1, high + 1, -1e300, 10**400):
         refused(field, **{field: value})
 
 
-def test_row_33_defaults_are_openais() -> None:
+def test_sampling_defaults_are_openais() -> None:
     assert asked() == Sampling()
 
 
-def test_row_35_seeds_reach_the_site_as_they_are() -> None:
+def test_seeds_reach_the_site_unchanged() -> None:
     assert asked(seed=42).seed == 42
     assert asked(seed=2**64 - 1).seed == 2**64 - 1
     refused("seed", seed=2**64)
 
 
-def test_row_35_a_negative_seed_is_a_seed_of_its_own() -> None:
+def test_a_negative_seed_is_a_distinct_seed() -> None:
     assert asked(seed=-1).seed == 2**64 - 1
 
 
-def test_row_35_the_fingerprint_names_the_revision() -> None:
+def test_the_fingerprint_names_the_model_revision() -> None:
     response, _ = chat()
     assert response.json()["system_fingerprint"] == "rev-1"
 
@@ -179,18 +179,18 @@ def test_row_35_the_fingerprint_names_the_revision() -> None:
     ("stop", "read"),
     [("a", ("a",)), (["a", "b"], ("a", "b")), (list("abcd"), tuple("abcd")), (None, ()), ([], ())],
 )
-def test_row_36_stop_strings(stop: Any, read: tuple[str, ...]) -> None:
+def test_stop_is_a_text_or_up_to_four(stop: Any, read: tuple[str, ...]) -> None:
     assert asked(stop=stop).stop == read
 
 
 @pytest.mark.parametrize(
     ("stop", "param"), [(list("abcde"), "stop"), (5, "stop"), ("", "stop.0"), (["a", 5], "stop.1")]
 )
-def test_row_36_other_stops_are_refused(stop: Any, param: str) -> None:
+def test_malformed_stops_are_refused(stop: Any, param: str) -> None:
     refused(param, stop=stop)
 
 
-def test_row_37_logprobs() -> None:
+def test_logprobs_are_read_within_their_bounds() -> None:
     assert asked(logprobs=True).logprobs == 0
     assert asked(logprobs=True, top_logprobs=20).logprobs == 20
     assert asked(logprobs=False).logprobs is None
@@ -199,7 +199,7 @@ def test_row_37_logprobs() -> None:
     refused("logprobs", logprobs=1)
 
 
-def test_row_38_stream_options_need_a_stream() -> None:
+def test_stream_options_need_a_stream() -> None:
     refused("stream_options", stream_options={"include_usage": True})
     refused("stream_options.include_usage", stream=True, stream_options={"include_usage": "yes"})
 
@@ -207,7 +207,7 @@ def test_row_38_stream_options_need_a_stream() -> None:
 # ---- what is refused, what is taken ----
 
 
-def test_row_40_plain_text_is_a_format() -> None:
+def test_a_text_response_format_changes_nothing() -> None:
     assert asked(response_format={"type": "text"}) == Sampling()
 
 
@@ -225,12 +225,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_row_40_what_would_be_missed_is_refused(field: str) -> None:
+def test_fields_that_cannot_be_honoured_are_refused(field: str) -> None:
     refused(field, **{field: REFUSED[field]})
     assert asked(**{field: None}) == Sampling()
 
 
-def test_row_41_fields_without_effect_are_taken() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     fields = {
         "user": "u-1",
         "metadata": {"a": "b"},
@@ -242,7 +242,7 @@ def test_row_41_fields_without_effect_are_taken() -> None:
     assert asked(**fields) == Sampling()
 
 
-def test_row_42_extras_are_honoured() -> None:
+def test_vllms_sampling_extras_are_honoured() -> None:
     extras = {
         "ignore_eos": True,
         "min_tokens": 3,
@@ -258,7 +258,7 @@ def test_row_42_extras_are_honoured() -> None:
     assert read.logit_bias == {17: -100.0, 18: 1.5}
 
 
-def test_row_42_priority_and_top_k_off() -> None:
+def test_priority_is_read_and_top_k_minus_one_is_off() -> None:
     _, script = chat(priority=3, top_k=-1)
     assert script.query.priority == 3
     assert script.query.sampling.top_k == 0
@@ -278,18 +278,18 @@ def test_row_42_priority_and_top_k_off() -> None:
         ({"priority": 2**31}, "priority"),
     ],
 )
-def test_row_42_extras_out_of_bounds_are_refused(fields: dict[str, Any], param: str) -> None:
+def test_sampling_extras_out_of_bounds_are_refused(fields: dict[str, Any], param: str) -> None:
     refused(param, **fields)
 
 
-def test_row_34_choices_count_the_prompt_once_and_sum_the_rest() -> None:
+def test_usage_counts_the_prompt_once_and_sums_the_choices() -> None:
     response, _ = chat(n=3)
     completion = ChatCompletion.model_validate(response.json(), strict=True)
     assert completion.usage is not None
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (7, 6)
 
 
-def test_row_66_suffix_and_best_of_are_refused() -> None:
+def test_suffix_and_best_of_are_refused() -> None:
     for field, value in (("suffix", "end"), ("best_of", 2)):
         response, script = text(**{field: value})
         assert error_of(response, 400)["param"] == field

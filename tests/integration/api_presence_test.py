@@ -81,7 +81,7 @@ async def leave(writer: Any) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("opens", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_24_a_client_that_leaves_ends_its_query(
+def test_a_disconnect_cancels_the_query(
     path: str, opens: bool, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(script: Script, port: int) -> None:
@@ -99,7 +99,7 @@ def test_row_24_a_client_that_leaves_ends_its_query(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_row_24_all_prompts_of_a_request_end_with_it() -> None:
+def test_a_disconnect_cancels_every_prompt_of_the_request() -> None:
     async def scenario(script: Script, port: int) -> None:
         script.answer = held = Held(opens=True, parties=3)
         _, writer = await send(port, "/v1/completions", prompt=["a", "b", "c"])
@@ -110,7 +110,7 @@ def test_row_24_all_prompts_of_a_request_end_with_it() -> None:
     play(scenario, Script())
 
 
-def test_row_24_a_client_that_leaves_within_its_body_asks_nothing() -> None:
+def test_a_disconnect_within_the_body_starts_no_query() -> None:
     async def scenario(script: Script, port: int) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
@@ -125,7 +125,7 @@ def test_row_24_a_client_that_leaves_within_its_body_asks_nothing() -> None:
     play(scenario, Script())
 
 
-def test_row_24_a_client_that_stays_is_not_cancelled() -> None:
+def test_a_connected_client_is_not_cancelled() -> None:
     async def scenario(script: Script, port: int) -> None:
         script.answer = held = Held(opens=False)
         reader, writer = await send(port)
@@ -137,7 +137,7 @@ def test_row_24_a_client_that_stays_is_not_cancelled() -> None:
     play(scenario, Script())
 
 
-def test_row_62_a_silent_stream_is_kept_alive() -> None:
+def test_an_idle_stream_is_kept_alive() -> None:
     async def scenario(script: Script, port: int) -> None:
         script.answer = held = Held(opens=True)
         reader, writer = await send(port, stream=True)
@@ -151,7 +151,7 @@ def test_row_62_a_silent_stream_is_kept_alive() -> None:
     play(scenario, Script(settings={"keep_alive_s": 0.01}))
 
 
-def test_row_62_a_busy_stream_has_no_comments() -> None:
+def test_a_busy_stream_has_no_keep_alive_comments() -> None:
     async def scenario(script: Script, port: int) -> None:
         reader, writer = await send(port, stream=True)
         assert b"keep-alive" not in (await reader.read()).split(b"\r\n\r\n", 1)[1]
@@ -161,7 +161,7 @@ def test_row_62_a_busy_stream_has_no_comments() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_row_62_a_long_wait_for_the_first_token_is_kept_alive(fails: bool) -> None:
+def test_a_long_wait_for_the_first_token_is_kept_alive(fails: bool) -> None:
     """From then on an error can only be an event, and the headers cannot name the site."""
 
     async def scenario(script: Script, port: int) -> None:
@@ -181,7 +181,7 @@ def test_row_62_a_long_wait_for_the_first_token_is_kept_alive(fails: bool) -> No
     play(scenario, Script(settings={"first_byte_s": 0.01}))
 
 
-def test_row_62_the_sdk_reads_past_comments() -> None:
+def test_the_sdk_skips_keep_alive_comments() -> None:
     async def main() -> None:
         script = Script(settings={"keep_alive_s": 0.001})
         async with asyncio.timeout(DEADLINE_S), on_loopback(script) as (edge, port):

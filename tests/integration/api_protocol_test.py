@@ -35,7 +35,7 @@ JSON_ROUTES = [CHAT, "/v1/completions"]
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"]
 )
-def test_row_1_another_content_type(path: str, content_type: str) -> None:
+def test_another_content_type_is_refused(path: str, content_type: str) -> None:
     async def scenario(edge: Edge) -> None:
         response = await edge.post(path, chat_body(), content_type=content_type)
         assert "application/json" in error_of(response, 400)["message"]
@@ -43,7 +43,7 @@ def test_row_1_another_content_type(path: str, content_type: str) -> None:
     assert not run(scenario).queries
 
 
-def test_row_1_json_may_name_its_charset() -> None:
+def test_json_may_name_its_charset() -> None:
     async def scenario(edge: Edge) -> None:
         response = await edge.post(CHAT, chat_body(), content_type="Application/JSON; charset=utf-8")
         assert response.status_code == 200
@@ -56,18 +56,18 @@ BROKEN = [b"", b"{", b"{'a': 1}", b"\xff", b"NaN", b"[" * 100_000, b'{"model":' 
 
 @pytest.mark.parametrize("body", BROKEN)
 @pytest.mark.parametrize("path", JSON_ROUTES)
-def test_row_2_a_body_that_is_not_json(path: str, body: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(path: str, body: bytes) -> None:
     response, script = post(path, body)
     assert error_of(response, 400)["code"] == "invalid_json"
     assert not script.queries
 
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b'"x"', b"null", b"true"])
-def test_row_2_json_that_is_not_an_object(body: bytes) -> None:
+def test_json_that_is_not_an_object_is_refused(body: bytes) -> None:
     error_of(post(CHAT, body)[0], 400)
 
 
-def test_row_3_unknown_fields_are_ignored_and_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "gateway"):
         response, script = chat(surprise={"deep": [1]}, another=5)
     assert response.status_code == 200
@@ -113,13 +113,13 @@ OPTIONAL = [
 ]
 
 
-def test_row_4_null_means_omitted() -> None:
+def test_null_means_omitted() -> None:
     response, script = chat(**dict.fromkeys(OPTIONAL))
     assert response.status_code == 200
     assert script.query.sampling == chat()[1].query.sampling
 
 
-def test_row_5_integral_floats_are_integers() -> None:
+def test_integral_floats_are_integers() -> None:
     _, script = chat(n=2.0, max_tokens=5.0, seed=7.0, top_k=1e1)
     sampling = script.query.sampling
     read = (sampling.n, sampling.max_tokens, sampling.seed, sampling.top_k)
@@ -129,15 +129,15 @@ def test_row_5_integral_floats_are_integers() -> None:
 
 @pytest.mark.parametrize("field", ["n", "max_tokens", "seed", "top_logprobs", "temperature", "top_p"])
 @pytest.mark.parametrize("value", [True, "1", [1], {}])
-def test_row_5_nothing_else_passes_for_a_number(field: str, value: Any) -> None:
+def test_nothing_else_passes_for_a_number(field: str, value: Any) -> None:
     assert refused(field, logprobs=True, **{field: value})["code"] == "invalid_type"
 
 
-def test_row_5_fractions_are_not_integers() -> None:
+def test_fractions_are_not_integers() -> None:
     refused("n", n=1.5)
 
 
-def test_row_6_unknown_paths_and_wrong_methods() -> None:
+def test_unknown_paths_and_wrong_methods_have_the_error_shape() -> None:
     assert error_of(get("/v1/nothing"), 404)["type"] == "invalid_request_error"
     for path, allowed in ((CHAT, "POST"), ("/v1/models", "GET")):
         wrong = get(path, "DELETE")
@@ -146,7 +146,7 @@ def test_row_6_unknown_paths_and_wrong_methods() -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_row_7_a_body_over_the_limit(announced: bool) -> None:
+def test_a_body_over_the_limit_is_a_413(announced: bool) -> None:
     body = b" " * 2000
 
     async def chunks() -> Any:
@@ -161,7 +161,7 @@ def test_row_7_a_body_over_the_limit(announced: bool) -> None:
     assert not run(scenario, body_limit_bytes=1999).queries
 
 
-def test_row_8_an_unexpected_failure_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_failure_reveals_nothing(caplog: pytest.LogCaptureFixture) -> None:
     response, _ = chat(fail(RuntimeError("secret at /srv/gateway/app.py, <object at 0x7f00>")))
     error = error_of(response, 500)
     assert error["type"] == "server_error"
@@ -175,7 +175,7 @@ def test_row_8_an_unexpected_failure_tells_nothing(caplog: pytest.LogCaptureFixt
     )
 
 
-def test_row_8_in_a_stream_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_failure_in_a_stream_reveals_nothing(caplog: pytest.LogCaptureFixture) -> None:
     response, _ = chat(fail(RuntimeError("secret"), after=[OPENING, Delta(0, "x", 1)]), stream=True)
     assert response.status_code == 200
     assert "secret" not in response.text
@@ -183,7 +183,7 @@ def test_row_8_in_a_stream_too(caplog: pytest.LogCaptureFixture) -> None:
     assert any(record.exc_info for record in caplog.records)
 
 
-def test_row_9_endpoints_added_later_fail_in_the_same_shape() -> None:
+def test_every_endpoint_has_the_error_shape() -> None:
     @route_get("/later/{number:int}", sync_to_thread=False)
     def later(number: FromPath[int], wanted: FromQuery[int]) -> None:
         raise ClientException("Not like this.")
@@ -202,14 +202,14 @@ def test_row_9_endpoints_added_later_fail_in_the_same_shape() -> None:
     run(scenario, handlers=[later, broken])
 
 
-def test_row_10_at_most_ten_problems_are_told() -> None:
+def test_at_most_ten_problems_are_listed() -> None:
     messages = [{"role": "nobody", "content": "x"} for _ in range(12)]
     error = refused("messages.0.role", messages=messages, n=0)
     assert error["message"].count("must be one of") == 10
     assert "3 more" in error["message"]
 
 
-def test_row_10_what_was_sent_is_echoed_in_short() -> None:
+def test_invalid_input_is_echoed_in_at_most_200_characters() -> None:
     error = refused("temperature", temperature="x" * 5000)
     assert 150 < error["message"].count("x") <= 200
     assert len(refused("n", n=10**3000)["message"]) < 400
@@ -221,7 +221,7 @@ def test_row_10_what_was_sent_is_echoed_in_short() -> None:
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", CHAT), ("POST", "/v1/completions"), ("GET", "/v1/models")]
 )
-def test_row_11_without_a_good_key(method: str, path: str, authorization: str | None) -> None:
+def test_a_missing_or_wrong_key_is_a_401(method: str, path: str, authorization: str | None) -> None:
     async def scenario(edge: Edge) -> None:
         del edge.http.headers["authorization"]
         headers = {} if authorization is None else {"authorization": authorization.encode("latin-1")}
@@ -234,7 +234,7 @@ def test_row_11_without_a_good_key(method: str, path: str, authorization: str | 
     assert not run(scenario).queries
 
 
-def test_row_11_the_scheme_has_no_case_and_probes_need_no_key() -> None:
+def test_the_bearer_scheme_is_case_insensitive_and_probes_need_no_key() -> None:
     async def scenario(edge: Edge) -> None:
         assert (await edge.post(CHAT, chat_body(), authorization="bearer  mico-secret ")).status_code == 200
 
@@ -244,7 +244,7 @@ def test_row_11_the_scheme_has_no_case_and_probes_need_no_key() -> None:
 
 
 @pytest.mark.parametrize("sent", ["my-id-17", "a b/c:d", "x" * 128])
-def test_row_20_a_proper_request_id_is_echoed(sent: str) -> None:
+def test_a_valid_request_id_is_echoed(sent: str) -> None:
     async def scenario(edge: Edge) -> None:
         for stream in (False, True):
             response = await edge.post(CHAT, chat_body(stream=stream), x_request_id=sent)
@@ -255,7 +255,7 @@ def test_row_20_a_proper_request_id_is_echoed(sent: str) -> None:
 
 
 @pytest.mark.parametrize("sent", ["", "x" * 129, "t\tab", "caf\xe9"])
-def test_row_20_else_one_is_made(sent: str) -> None:
+def test_an_invalid_request_id_is_replaced(sent: str) -> None:
     async def scenario(edge: Edge) -> None:
         headers = {"x-request-id": sent.encode("latin-1"), "content-type": "application/json"}
         response = await edge.http.post(CHAT, json=chat_body(), headers=headers)
@@ -277,13 +277,13 @@ def test_row_20_else_one_is_made(sent: str) -> None:
         ("GET", "/v1/models"),
     ],
 )
-def test_row_20_every_response_has_an_id(method: str, path: str) -> None:
+def test_every_response_has_a_request_id(method: str, path: str) -> None:
     response = get(path, method)
     assert len(response.headers["x-request-id"]) == 32
     assert int(response.headers["openai-processing-ms"]) >= 0
 
 
-def test_row_20_the_sdk_shows_it() -> None:
+def test_the_sdk_exposes_the_request_id() -> None:
     async def scenario(edge: Edge) -> None:
         completion = await edge.sdk.chat.completions.create(**chat_body())
         assert completion._request_id is not None
@@ -293,7 +293,7 @@ def test_row_20_the_sdk_shows_it() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_row_22_where_it_came_from_and_how_long_it_took(stream: bool) -> None:
+def test_headers_name_the_site_the_attempts_and_the_times(stream: bool) -> None:
     times = iter([10.0, *[10.25] * 50])
 
     async def scenario(edge: Edge) -> None:
@@ -306,7 +306,7 @@ def test_row_22_where_it_came_from_and_how_long_it_took(stream: bool) -> None:
     run(scenario, clock=lambda: next(times))
 
 
-def test_row_23_the_sdks_own_headers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_sdks_own_headers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(edge: Edge) -> None:
         sdk = edge.sdk.with_options(organization="org-1", project="proj-1")
         await sdk.chat.completions.create(**chat_body())
@@ -324,7 +324,7 @@ def test_row_23_the_sdks_own_headers_are_logged(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("path", JSON_ROUTES)
-def test_row_51_the_headers_of_a_stream(path: str) -> None:
+def test_a_stream_has_event_stream_headers(path: str) -> None:
     response, _ = post(path, chat_body(prompt="x", stream=True))
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-cache"
@@ -332,13 +332,13 @@ def test_row_51_the_headers_of_a_stream(path: str) -> None:
     assert "content-encoding" not in response.headers
 
 
-def test_row_77_health_is_empty() -> None:
+def test_health_is_200_and_empty() -> None:
     response = get("/health")
     assert (response.status_code, response.content) == (200, b"")
     assert get("/health", "HEAD").status_code == 200
 
 
-def test_row_77_ready_says_why_not() -> None:
+def test_ready_is_503_with_a_reason_while_no_site_can_serve() -> None:
     async def scenario(edge: Edge) -> None:
         assert (await edge.http.get("/ready")).status_code == 200
         edge.script.readiness = Readiness(False, "No site has joined yet.")
@@ -348,12 +348,12 @@ def test_row_77_ready_says_why_not() -> None:
     run(scenario)
 
 
-def test_row_78_version() -> None:
+def test_version_is_the_packages() -> None:
     assert get("/version").json() == {"version": "9.8.7"}
 
 
 @pytest.mark.parametrize("base", ["http://edge/v1", "http://edge/v1/"])
-def test_row_80_a_base_url_with_and_without_its_slash(base: str) -> None:
+def test_a_base_url_works_with_and_without_its_slash(base: str) -> None:
     async def scenario(edge: Edge) -> None:
         sdk = edge.sdk.with_options(base_url=base)
         assert (await sdk.chat.completions.create(**chat_body())).model == MODEL
@@ -364,7 +364,7 @@ def test_row_80_a_base_url_with_and_without_its_slash(base: str) -> None:
     run(scenario)
 
 
-def test_row_80_preflights_need_no_key() -> None:
+def test_preflights_need_no_key() -> None:
     wanted = {"origin": "https://app.example", "access-control-request-method": "POST"}
     wanted["access-control-request-headers"] = "authorization,content-type,x-stainless-os"
     response = get(CHAT, "OPTIONS", **wanted)
@@ -374,7 +374,7 @@ def test_row_80_preflights_need_no_key() -> None:
     assert get(CHAT, "OPTIONS").status_code == 204
 
 
-def test_row_80_a_page_may_read_answers_and_errors() -> None:
+def test_a_web_page_may_read_answers_and_errors() -> None:
     async def scenario(edge: Edge) -> None:
         for body in (chat_body(), chat_body(stream=True), chat_body(n=0)):
             response = await edge.post(CHAT, body, origin="https://app.example")

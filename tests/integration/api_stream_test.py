@@ -41,7 +41,7 @@ def chunks_of(answer: Any = None, **fields: Any) -> list[dict[str, Any]]:
     return events
 
 
-def test_row_52_frames_are_events_and_the_last_says_done() -> None:
+def test_a_stream_is_data_frames_that_end_with_done() -> None:
     response, _ = chat(say("é\n\ndata: x\r\n", "\u2028 😀"), stream=True)
     texts = [event["choices"][0]["delta"].get("content", "") for event in events_of(response.content)]
     assert "".join(texts) == "é\n\ndata: x\r\n\u2028 😀"
@@ -55,13 +55,13 @@ def test_no_frame_has_what_clients_take_for_the_end_of_a_line() -> None:
     assert response.content.decode().splitlines() == response.content.decode().split("\n")[:-1]
 
 
-def test_row_53_an_error_before_the_first_token_has_its_status() -> None:
+def test_an_error_before_the_first_token_has_its_status() -> None:
     response, _ = chat(fail(Overloaded("All sites are full.", retry_after_s=3)), stream=True)
     assert error_of(response, 503)["code"] == "overloaded"
     assert response.headers["retry-after"] == "3"
 
 
-def test_row_54_every_choice_begins_with_its_role() -> None:
+def test_every_choice_begins_with_its_role() -> None:
     seen: set[int] = set()
     for chunk in chunks_of(n=3):
         choice = chunk["choices"][0]
@@ -73,7 +73,7 @@ def test_row_54_every_choice_begins_with_its_role() -> None:
     assert seen == {0, 1, 2}
 
 
-def test_row_55_one_choice_a_chunk_under_one_head() -> None:
+def test_a_chunk_has_one_choice_under_a_constant_head() -> None:
     chunks = chunks_of(n=3)
     assert {len(chunk["choices"]) for chunk in chunks} == {1}
     heads = {(c["id"], c["created"], c["model"], c["object"], c["system_fingerprint"]) for c in chunks}
@@ -83,7 +83,7 @@ def test_row_55_one_choice_a_chunk_under_one_head() -> None:
 
 
 @pytest.mark.parametrize("finish", list(Finish))
-def test_row_56_every_choice_ends_once(finish: Finish) -> None:
+def test_every_choice_of_a_stream_ends_once(finish: Finish) -> None:
     last: dict[int, dict[str, Any]] = {}
     ends = []
     for chunk in chunks_of(say("a", "b", finish=finish), n=2):
@@ -93,7 +93,7 @@ def test_row_56_every_choice_ends_once(finish: Finish) -> None:
     assert all((choice["delta"], choice["finish_reason"]) == ({}, finish.value) for choice in last.values())
 
 
-def test_row_57_usage_comes_in_a_chunk_of_its_own() -> None:
+def test_usage_comes_in_a_chunk_of_its_own() -> None:
     *chunks, last = chunks_of(stream_options=WITH_USAGE)
     assert all("usage" in chunk and chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
@@ -101,11 +101,11 @@ def test_row_57_usage_comes_in_a_chunk_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}])
-def test_row_58_usage_only_when_asked_for(fields: dict[str, Any]) -> None:
+def test_usage_is_absent_unless_requested(fields: dict[str, Any]) -> None:
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks_of(**fields))
 
 
-def test_row_59_usage_in_each_chunk_grows() -> None:
+def test_continuous_usage_grows_in_each_chunk() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = chunks_of(say("a", "b"), n=2, stream_options=options)
     counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
@@ -117,7 +117,7 @@ def test_row_59_usage_in_each_chunk_grows() -> None:
 LOST = fail(UpstreamLost("Site alpha was lost."), after=[OPENING, Delta(0, "Hel", 1)])
 
 
-def test_row_60_a_lost_site_is_an_event_then_done() -> None:
+def test_a_lost_site_is_an_error_event_then_done() -> None:
     response, _ = chat(LOST, stream=True)
     *chunks, last = events_of(response.content)
     assert chunks[-1]["choices"][0]["delta"] == {"content": "Hel"}
@@ -131,7 +131,7 @@ def test_row_60_a_lost_site_is_an_event_then_done() -> None:
     }
 
 
-def test_row_60_the_sdk_raises_it() -> None:
+def test_the_sdk_raises_on_a_lost_site() -> None:
     async def scenario(edge: Edge) -> None:
         said = []
         with pytest.raises(openai.APIError) as raised:
@@ -143,20 +143,20 @@ def test_row_60_the_sdk_raises_it() -> None:
     run(scenario, LOST)
 
 
-def test_row_61_an_answer_without_an_end_is_an_error() -> None:
+def test_a_stream_without_a_finish_reason_is_an_error() -> None:
     for pieces in ([Delta(0, "half", 1)], [Delta(0, "half", 1), Usage(7, 1)]):
         response, _ = chat(play(OPENING, *pieces), stream=True)
         assert events_of(response.content)[-1]["error"]["code"] == "upstream_lost"
 
 
-def test_row_63_a_character_is_never_split() -> None:
+def test_a_character_is_never_split() -> None:
     whole = "naïve 日本語 👩‍👩‍👧 e\u0301"
     texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks_of(say(*whole))]
     assert "".join(texts) == whole
     assert "\ufffd" not in "".join(texts)
 
 
-def test_row_64_a_failover_before_the_first_token_only_shows_in_the_attempts() -> None:
+def test_a_failover_before_the_first_token_shows_only_in_the_attempts() -> None:
     response, _ = chat(say("x", opening=replace(OPENING, site="beta", attempts=2)), stream=True)
     assert response.headers["x-mico-attempts"] == "2"
     assert response.headers["x-mico-site"] == "beta"

@@ -53,13 +53,13 @@ def prompt(**fields: Any) -> Chat:
         ({"tool_choice": NAMED}, "named", "add"),
     ],
 )
-def test_row_39_tools_reach_the_site(fields: dict[str, Any], choice: str, name: str) -> None:
+def test_tools_reach_the_site(fields: dict[str, Any], choice: str, name: str) -> None:
     asked = prompt(tools=[ADD], **fields)
     assert json.loads(asked.tools_json) == [ADD]
     assert (asked.tool_choice, asked.tool_name, asked.single_tool_call) == (choice, name, False)
 
 
-def test_row_39_none_means_that_there_are_no_tools() -> None:
+def test_tool_choice_none_sends_no_tools() -> None:
     assert prompt(tools=[ADD], tool_choice="none").tools_json == ""
     assert prompt(tool_choice="none").tools_json == ""
     assert prompt(tools=None, tool_choice=None).tools_json == ""
@@ -88,11 +88,11 @@ def test_row_39_none_means_that_there_are_no_tools() -> None:
         ("function_call", {"function_call": "auto"}),
     ],
 )
-def test_row_39_tools_that_make_no_sense(param: str, fields: dict[str, Any]) -> None:
+def test_malformed_tools_are_refused(param: str, fields: dict[str, Any]) -> None:
     refused(param, **fields)
 
 
-def test_row_39_a_model_that_calls_nothing_is_named_with_the_way_out() -> None:
+def test_a_model_without_tools_is_named_with_an_alternative() -> None:
     response, script = post("/v1/chat/completions", chat_body(model=NESTED, tools=[ADD]))
     error = error_of(response, 400)
     assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
@@ -114,7 +114,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         ({"type": "json_schema", "json_schema": {"name": "n"}}, {}),
     ],
 )
-def test_row_40_a_format_reaches_the_site_as_a_schema(response_format: Any, schema: Any) -> None:
+def test_a_response_format_reaches_the_site_as_a_schema(response_format: Any, schema: Any) -> None:
     _, script = chat(response_format=response_format)
     assert json.loads(script.query.sampling.guided_json) == schema
 
@@ -136,11 +136,11 @@ def test_row_40_a_format_reaches_the_site_as_a_schema(response_format: Any, sche
         ),
     ],
 )
-def test_row_40_a_format_that_cannot_be_enforced_is_refused(param: str, response_format: Any) -> None:
+def test_a_response_format_that_cannot_be_enforced_is_refused(param: str, response_format: Any) -> None:
     refused(param, response_format=response_format)
 
 
-def test_row_40_a_model_that_no_site_can_guide_is_named() -> None:
+def test_a_model_without_structured_output_is_named() -> None:
     response, script = chat(model=NESTED, response_format={"type": "json_object"})
     error = error_of(response, 400)
     assert (error["param"], error["code"]) == ("response_format", "unsupported_parameter")
@@ -154,7 +154,7 @@ def test_row_40_a_model_that_no_site_can_guide_is_named() -> None:
         ("/v1/completions", {"model": NESTED, "prompt": "x", "logprobs": 1}),
     ],
 )
-def test_row_37_a_model_that_tells_no_logprobs_is_named(path: str, body: dict[str, Any]) -> None:
+def test_a_model_without_logprobs_is_named(path: str, body: dict[str, Any]) -> None:
     response, script = post(path, body)
     error = error_of(response, 400)
     assert (error["param"], error["code"]) == ("logprobs", "unsupported_parameter")
@@ -162,7 +162,7 @@ def test_row_37_a_model_that_tells_no_logprobs_is_named(path: str, body: dict[st
     assert not script.queries
 
 
-def test_row_41_one_call_at_most() -> None:
+def test_parallel_tool_calls_false_allows_one_call() -> None:
     assert prompt(tools=[ADD], parallel_tool_calls=False).single_tool_call
     assert not prompt(tools=[ADD], parallel_tool_calls=True).single_tool_call
     assert chat(parallel_tool_calls=False)[1].query.sampling == Sampling()
@@ -178,7 +178,7 @@ CALLS = play(
 )
 
 
-def test_row_45_calls_in_a_whole_answer() -> None:
+def test_tool_calls_have_openais_shape() -> None:
     response, _ = chat(CALLS, tools=[ADD])
     completion = ChatCompletion.model_validate(response.json(), strict=True)
     (choice,) = completion.choices
@@ -191,7 +191,7 @@ def test_row_45_calls_in_a_whole_answer() -> None:
     ]
 
 
-def test_row_45_an_answer_of_calls_alone_has_null_content() -> None:
+def test_an_answer_of_calls_alone_has_null_content() -> None:
     only = play(
         OPENING,
         Delta(0, "", 1, finish=Finish.TOOL_CALLS, tool_calls=(ToolCall(0, "c", "add", "{}"),)),
@@ -202,7 +202,7 @@ def test_row_45_an_answer_of_calls_alone_has_null_content() -> None:
     assert "tool_calls" not in chat()[0].json()["choices"][0]["message"]
 
 
-def test_row_47_calls_in_a_stream() -> None:
+def test_streamed_tool_calls_have_openais_shape() -> None:
     response, _ = chat(CALLS, tools=[ADD], stream=True)
     events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
     for event in events:
@@ -223,7 +223,7 @@ def test_row_47_calls_in_a_stream() -> None:
     assert json.loads(events[-1])["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_row_47_the_sdk_joins_a_streamed_call() -> None:
+def test_the_sdk_joins_a_streamed_call() -> None:
     joined: list[Sequence[Any]] = []
 
     async def scenario(edge: Edge) -> None:

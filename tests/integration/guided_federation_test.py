@@ -150,7 +150,7 @@ def arguments(call: Any) -> dict[str, Any]:
     return found
 
 
-def test_row_40_an_answer_satisfies_its_schema() -> None:
+def test_an_answer_satisfies_its_schema() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.site("a")
         for at in range(3):
@@ -171,7 +171,7 @@ def test_row_40_an_answer_satisfies_its_schema() -> None:
     play(scenario)
 
 
-def test_row_40_a_schema_that_cannot_be_enforced_costs_no_token() -> None:
+def test_a_schema_that_cannot_be_enforced_costs_no_token() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.site("a")
         wrong = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "strin"}}}
@@ -186,7 +186,7 @@ def test_row_40_a_schema_that_cannot_be_enforced_costs_no_token() -> None:
 
 
 @pytest.mark.parametrize("family", ["hermes", "mistral", "llama"])
-def test_row_47_forced_calls(family: str) -> None:
+def test_a_forced_call_has_openais_finish_reason(family: str) -> None:
     async def scenario(stage: Stage) -> None:
         await stage.site("a", family)
         named = {"type": "function", "function": {"name": "weather"}}
@@ -210,7 +210,7 @@ def test_row_47_forced_calls(family: str) -> None:
     play(scenario)
 
 
-def test_row_47_a_call_that_the_model_chose() -> None:
+def test_a_call_chosen_by_the_model_has_finish_reason_tool_calls() -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     begins = tool_tokenizer("hermes").convert_tokens_to_ids("<tool_call>")
 
@@ -231,7 +231,7 @@ def test_row_47_a_call_that_the_model_chose() -> None:
     play(scenario)
 
 
-def test_row_39_a_model_without_tools_is_refused_before_any_site() -> None:
+def test_a_model_without_tools_is_refused_before_any_site() -> None:
     async def scenario(stage: Stage) -> None:
         await stage.site("a", "none")
         listed = (await stage.edge.http.get("/v1/models")).json()["data"][0]

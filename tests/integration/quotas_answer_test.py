@@ -208,11 +208,12 @@ TOLD = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_tells_of_the_quotas_in_its_headers(stream: bool) -> None:
+def test_rate_limit_headers_show_the_quota(stream: bool) -> None:
     async def scenario(edge: Edge) -> None:
         response = await edge.chat(stream=stream)
         assert response.status_code == 200
-        assert {name: response.headers[name] for name in TOLD} == TOLD
+        headers = response.headers.items()
+        assert {name: value for name, value in headers if name.startswith("x-ratelimit-")} == TOLD
 
     run(scenario, shown_quota=shown)
 
@@ -234,7 +235,8 @@ def test_a_full_quota_is_openai_s_429_with_the_time_to_wait(
         assert (body["code"], body["message"]) == (code, error.message)
         assert response.headers["retry-after"] == ("120" if retry else "3")
         assert response.headers.get("x-should-retry") == retry
-        assert {name: response.headers[name] for name in TOLD} == TOLD
+        headers = response.headers.items()
+        assert {name: value for name, value in headers if name.startswith("x-ratelimit-")} == TOLD
 
     run(scenario, fail(error), shown_quota=shown)
 

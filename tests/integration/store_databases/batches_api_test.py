@@ -29,7 +29,7 @@ def run(url: str, scenario: Callable[[Replica], Awaitable[None]], **limits: Any)
     asyncio.run(main())
 
 
-def test_row_70_an_upload_is_processed_or_refused_by_name(url: str) -> None:
+def test_an_upload_is_processed_or_refused_by_name(url: str) -> None:
     async def scenario(here: Replica) -> None:
         file = await here.sdk().files.create(file=("in.jsonl", ONE), purpose="batch")
         assert (file.status, file.bytes, file.purpose) == ("processed", len(ONE), "batch")
@@ -49,7 +49,7 @@ def test_row_70_an_upload_is_processed_or_refused_by_name(url: str) -> None:
     run(url, scenario, file_bytes=4000)
 
 
-def test_row_71_files_are_listed_read_and_deleted(url: str) -> None:
+def test_files_are_listed_read_and_deleted(url: str) -> None:
     async def scenario(here: Replica) -> None:
         ids = [await here.upload(jsonl(chat_line(number))) for number in range(3)]
         listed = (await here.raw("GET", "/v1/files?limit=2&order=asc")).json()
@@ -76,7 +76,9 @@ def test_row_71_files_are_listed_read_and_deleted(url: str) -> None:
         ({"completion_window": "1h"}, "completion_window"),
     ],
 )
-def test_row_72_a_batch_of_something_unknown_is_refused(url: str, change: dict[str, str], param: str) -> None:
+def test_a_batch_of_an_unknown_file_or_endpoint_is_refused(
+    url: str, change: dict[str, str], param: str
+) -> None:
     async def scenario(here: Replica) -> None:
         file_id = await here.upload(ONE)
         asked = BATCH | {"input_file_id": file_id} | change
@@ -88,7 +90,7 @@ def test_row_72_a_batch_of_something_unknown_is_refused(url: str, change: dict[s
     run(url, scenario)
 
 
-def test_rows_73_to_74_states_times_and_lines(url: str) -> None:
+def test_a_batch_has_states_times_and_lines(url: str) -> None:
     async def scenario(here: Replica) -> None:
         wrong = chat_line(1, messages=[])
         done = await here.ended(await here.submit(jsonl(chat_line(0), wrong)))
@@ -110,7 +112,7 @@ def test_rows_73_to_74_states_times_and_lines(url: str) -> None:
     run(url, scenario)
 
 
-def test_row_75_cancelling_keeps_what_is_finished_and_lists_turn_their_pages(url: str) -> None:
+def test_cancelling_keeps_finished_results_and_lists_are_paged(url: str) -> None:
     async def scenario(here: Replica) -> None:
         done = await here.submit(ONE)
         await here.ended(done)
@@ -128,7 +130,7 @@ def test_row_75_cancelling_keeps_what_is_finished_and_lists_turn_their_pages(url
     run(url, scenario)
 
 
-def test_row_76_a_file_of_too_many_lines_fails(url: str) -> None:
+def test_a_file_of_too_many_lines_fails(url: str) -> None:
     async def scenario(here: Replica) -> None:
         batch = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(4)))))
         assert batch.status == "failed"

@@ -1,0 +1,33 @@
+"""Endpoints of OpenAI's and vLLM's that the gateway does not serve are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fakes.edge import error_of, get, post
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/v1/rerank", "reranking"),
+        ("/v1/images/generations", "images"),
+        ("/v1/audio/speech", "audio"),
+        ("/v1/audio/transcriptions", "audio"),
+        ("/v1/moderations", "moderation"),
+        ("/v1/responses", "responses"),
+    ],
+)
+def test_unsupported_openai_endpoints_are_named(path: str, what: str) -> None:
+    for response in (post(path, {"model": "demo", "input": "x"})[0], get(path)):
+        error = error_of(response, 404)
+        assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "not_found", None)
+        assert what in error["message"]
+        assert "/v1/chat/completions" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_tokenize_endpoints_are_refused_with_a_reason(path: str) -> None:
+    error = error_of(post(path, {"model": "demo", "prompt": "x"})[0], 404)
+    assert "tokenizers live at the sites" in error["message"]
