@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,11 +16,6 @@ from mico.terminal import Terminal
 
 if TYPE_CHECKING:
     from mico.client import Client
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable names.")]
-BaseUrl = Annotated[str | None, typer.Option(help="The gateway, such as http://127.0.0.1:8080/v1.")]
-ApiKey = Annotated[str | None, typer.Option(help="The API key; MICO_API_KEY keeps it out of the history.")]
-Database = Annotated[str | None, typer.Option(help="sqlite:///FILE or postgresql://USER@HOST/NAME.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ import typer
 
 from gateway.wording import several
 from mico.errors import Away, CommandFailed, ExitCode
+from mico.options import GatewayOptions, Json, RequestFile, with_option_groups
 from mico.outputs import make_way
-from mico.session import ApiKey, BaseUrl, Json, Session, session
+from mico.session import Session, session
 
 if TYPE_CHECKING:
     from mico.client import Client
@@ -29,10 +30,6 @@ ENDPOINT = "/v1/chat/completions"
 FAULTS_SHOWN = 10
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="As in mico batch list.")]
-InputFile = Annotated[
-    Path | None, typer.Argument(metavar="FILE", help="One request a line, in OpenAI's form.")
-]
-InputOption = Annotated[Path | None, typer.Option("--input", "-i", help="Another way to name FILE.")]
 Endpoint = Annotated[str, typer.Option(help="What every line asks: this path.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Where answers go; those with errors beside them.")
@@ -40,43 +37,41 @@ Output = Annotated[
 
 
 @app.command("run")
+@with_option_groups
 def run(
     context: typer.Context,
     *,
-    file: InputFile = None,
-    source: InputOption = None,
+    requests: RequestFile,
     output: Output = None,
     endpoint: Endpoint = ENDPOINT,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Submit, wait and fetch. Ctrl-C leaves the batch running and says how to go on."""
     here = session(context)
-    client = here.client(base_url, api_key)
-    requests = named(file, source)
-    answers = output or requests.with_suffix(".out.jsonl")
+    client = here.client(*gateway)
+    source = request_file(*requests)
+    answers = output or source.with_suffix(".out.jsonl")
     for place in (answers, beside(answers)):
-        make_way(place, read=requests)
-    batch = send(here, client, requests, endpoint)
+        make_way(place, read=source)
+    batch = send(here, client, source, endpoint)
     here.terminal.say(f"{batch['id']} is submitted")
     finish(here, client, batch["id"], answers, as_json)
 
 
 @app.command("submit")
+@with_option_groups
 def submit(
     context: typer.Context,
     *,
-    file: InputFile = None,
-    source: InputOption = None,
+    requests: RequestFile,
     endpoint: Endpoint = ENDPOINT,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Upload and submit; prints the id."""
     here = session(context)
-    batch = send(here, here.client(base_url, api_key), named(file, source), endpoint)
+    batch = send(here, here.client(*gateway), request_file(*requests), endpoint)
     if as_json:
         here.terminal.json(batch)
     else:
@@ -84,17 +79,17 @@ def submit(
 
 
 @app.command("list")
+@with_option_groups
 def list_batches(
     context: typer.Context,
     *,
     limit: Annotated[int, typer.Option(min=1, max=100, help="The newest so many.")] = 20,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """The newest batches and how far they are."""
     here = session(context)
-    found = here.client(base_url, api_key).get(f"/v1/batches?limit={limit}")["data"]
+    found = here.client(*gateway).get(f"/v1/batches?limit={limit}")["data"]
     if as_json:
         here.terminal.json(found)
     elif found:
@@ -104,17 +99,17 @@ def list_batches(
 
 
 @app.command("show")
+@with_option_groups
 def show(
     context: typer.Context,
     *,
     batch_id: BatchId,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """All that is known of one batch."""
     here = session(context)
-    batch = here.client(base_url, api_key).get(path_of(batch_id))
+    batch = here.client(*gateway).get(path_of(batch_id))
     if as_json:
         here.terminal.json(batch)
         return
@@ -122,17 +117,17 @@ def show(
 
 
 @app.command("cancel")
+@with_option_groups
 def cancel(
     context: typer.Context,
     *,
     batch_id: BatchId,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """End a batch. What it has answered can be fetched."""
     here = session(context)
-    batch = here.client(base_url, api_key).post(f"{path_of(batch_id)}/cancel", {})
+    batch = here.client(*gateway).post(f"{path_of(batch_id)}/cancel", {})
     if as_json:
         here.terminal.json(batch)
     else:
@@ -140,19 +135,19 @@ def cancel(
 
 
 @app.command("fetch")
+@with_option_groups
 def fetch(
     context: typer.Context,
     *,
     batch_id: BatchId,
     output: Output = None,
     wait: Annotated[bool, typer.Option("--wait", help="Until it is over, as mico batch run does.")] = False,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Write the answers of a batch that is over to a file."""
     here = session(context)
-    client = here.client(base_url, api_key)
+    client = here.client(*gateway)
     target = output or Path(f"{batch_id}.out.jsonl")
     make_way(target)
     batch = client.get(path_of(batch_id))
@@ -171,7 +166,7 @@ def path_of(batch_id: str) -> str:
     return f"/v1/batches/{quote(batch_id, safe='')}"
 
 
-def named(file: Path | None, source: Path | None) -> Path:
+def request_file(file: Path | None, source: Path | None) -> Path:
     """The one file that was named, in either way; it is there."""
     one = source if file is None else file
     if one is None or (file is not None and source is not None):

@@ -15,7 +15,8 @@ import typer
 
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
-from mico.session import ApiKey, BaseUrl, Session, session
+from mico.options import GatewayOptions, with_option_groups
+from mico.session import Session, session
 from mico.terminal import seconds
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Answer:
         )
 
 
+@with_option_groups
 def chat(
     context: typer.Context,
     *,
@@ -59,12 +61,11 @@ def chat(
         typer.Option("--json-schema", exists=True, dir_okay=False, help="The answer must satisfy this file."),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show times, speed and site.")] = False,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
 ) -> None:
     """Talk to a model; piped input is one question."""
     here = session(context)
-    client = here.client(base_url, api_key)
+    client = here.client(*gateway)
     chosen = here.settings.value("model", model) or first_model(client)
     limits = {
         "max_completion_tokens": max_tokens,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from mico.session import Json, session
+from mico.options import Json
+from mico.session import session
 from mico.settings import SETTINGS
 
 app = typer.Typer(help="Settings.", no_args_is_help=True)

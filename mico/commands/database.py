@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mico.errors import CommandFailed
-from mico.session import Database, Json, Session, session
+from mico.options import Database, Json
+from mico.session import Session, session
 from mico.terminal import seconds
 
 if TYPE_CHECKING:

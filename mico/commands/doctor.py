@@ -16,7 +16,8 @@ import typer
 
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
-from mico.session import ApiKey, BaseUrl, Json, Session, session
+from mico.options import GatewayOptions, Json, with_option_groups
+from mico.session import Session, session
 
 LOW_DISK_BYTES = 2 * 2**30
 CLOCKS_WITHIN_S = 1.0
@@ -38,12 +39,11 @@ class Finding:
     repair: str = ""
 
 
-def doctor(
-    context: typer.Context, base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Json = False
-) -> None:
+@with_option_groups
+def doctor(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """Look at this machine and at the federation: each line ok, warn or fail, with the repair."""
     here = session(context)
-    findings = [*machine(here), *local(here), *federation(here, base_url, api_key)]
+    findings = [*machine(here), *local(here), *federation(here, gateway)]
     if as_json:
         here.terminal.json([asdict(finding) for finding in findings])
     else:
@@ -69,16 +69,16 @@ def local(here: Session) -> Iterator[Finding]:
     yield processes(here)
 
 
-def federation(here: Session, base_url: str | None, api_key: str | None) -> Iterator[Finding]:
+def federation(here: Session, gateway: GatewayOptions) -> Iterator[Finding]:
     """The gateway, the key and the sites; what can't be asked without the one before is left out."""
-    client = here.client(base_url, api_key)
+    client = here.client(*gateway)
     health = attempt("gateway", lambda: f"{client.root} answers, version {client.get('/version')['version']}")
     yield health
     if health.verdict is Verdict.OK:
         yield attempt(
             "API key", lambda: f"accepted; {several(len(client.get('/v1/models')['data']), 'model')}"
         )
-        yield from sites(here, base_url, api_key)
+        yield from sites(here, gateway)
 
 
 def python() -> Finding:
@@ -173,9 +173,9 @@ def processes(here: Session) -> Finding:
     return Finding("processes", Verdict.OK, f"{len(running.processes)} run")
 
 
-def sites(here: Session, base_url: str | None, api_key: str | None) -> Iterator[Finding]:
+def sites(here: Session, gateway: GatewayOptions) -> Iterator[Finding]:
     try:
-        listed = here.client(base_url, api_key).get("/admin/api/sites")["sites"]
+        listed = here.client(*gateway).get("/admin/api/sites")["sites"]
     except CommandFailed as failure:
         yield Finding("sites", Verdict.WARN, failure.cause, "mico keys create NAME --admin")
         return

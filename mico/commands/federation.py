@@ -10,7 +10,8 @@ import typer
 
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
-from mico.session import Json, Session, session
+from mico.options import Json
+from mico.session import Session, session
 
 if TYPE_CHECKING:
     from mico.local.folder import Running

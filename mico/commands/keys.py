@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from mico.errors import CommandFailed
-from mico.session import Database, Json, Session, session
+from mico.options import AuditReason, Database, Json, KeyId
+from mico.session import Session, session
 
 if TYPE_CHECKING:
     from gateway.store.audit import Act
@@ -36,9 +37,6 @@ def named(name: str) -> str:
     return name
 
 
-Reason = Annotated[str, typer.Option(help="Why; the audit keeps it.")]
-
-
 @app.command("create")
 def create(
     context: typer.Context,
@@ -51,7 +49,7 @@ def create(
     days: Annotated[
         float | None, typer.Option(min=0.01, max=LONGEST_DAYS, help="Ends by itself after so many days.")
     ] = None,
-    reason: Reason = "",
+    reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
@@ -77,9 +75,9 @@ def create(
 def rotate(
     context: typer.Context,
     *,
-    key_id: Annotated[str, typer.Argument(help="The id, as in mico keys list.")],
+    key_id: KeyId,
     overlap: Annotated[str, typer.Option(help="How long the old key still works: 10m, 1h, 1d.")] = "1d",
-    reason: Reason = "",
+    reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
@@ -136,8 +134,8 @@ def list_keys(context: typer.Context, database: Database = None, as_json: Json =
 @app.command("revoke")
 def revoke(
     context: typer.Context,
-    key_id: Annotated[str, typer.Argument(help="The id, as in mico keys list.")],
-    reason: Reason = "",
+    key_id: KeyId,
+    reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:

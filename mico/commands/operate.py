@@ -1,4 +1,4 @@
-"""`mico sites drain | pause | resume | weight | pin-off | unpin`: the acts of the page, by the same API."""
+"""`mico sites drain | pause | resume | weight | pin-off | unpin`: the dashboard's orders, by the same API."""
 
 from __future__ import annotations
 
@@ -10,154 +10,133 @@ import typer
 
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
-from mico.session import ApiKey, BaseUrl, Json, Session, session
+from mico.options import DryRun, GatewayOptions, Json, OrderOptions, SiteName, with_option_groups
+from mico.session import Session, session
 from mico.terminal import seconds
 
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-LONGEST_S = 36_500 * 86_400
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MAX_DURATION_S = 36_500 * 86_400
 
-Name = Annotated[str, typer.Argument(help="As in mico sites list.")]
 Reason = Annotated[str, typer.Option(help="Why. Everyone sees it, and the audit keeps it.")]
-For = Annotated[str | None, typer.Option("--for", help="Ends by itself after 90s, 30m, 2h, 1d.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do it even where it hurts.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")]
 
 
+@with_option_groups
 def drain(
     context: typer.Context,
+    name: SiteName,
     *,
-    name: Name,
     reason: Reason = "",
-    lasts: For = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    order: OrderOptions,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """No new queries there; what runs finishes."""
-    body = {"reason": reason, "for_s": ends_after(lasts)}
-    act(session(context), (base_url, api_key), name, "drain", body, yes=yes, dry_run=dry_run, as_json=as_json)
+    body = {"reason": reason, "for_s": ends_after(order.lasts)}
+    send_order(session(context), gateway, name, "drain", body, order=order, as_json=as_json)
 
 
+@with_option_groups
 def pause(
     context: typer.Context,
+    name: SiteName,
     *,
-    name: Name,
     reason: Reason = "",
     within: Annotated[str, typer.Option(help="What still runs after this long moves elsewhere.")] = "60s",
-    lasts: For = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    order: OrderOptions,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Drain with a deadline: what still runs then moves to other sites."""
-    body = {"reason": reason, "for_s": ends_after(lasts), "within_s": duration(within)}
-    act(session(context), (base_url, api_key), name, "pause", body, yes=yes, dry_run=dry_run, as_json=as_json)
+    body = {"reason": reason, "for_s": ends_after(order.lasts), "within_s": duration(within)}
+    send_order(session(context), gateway, name, "pause", body, order=order, as_json=as_json)
 
 
+@with_option_groups
 def resume(
     context: typer.Context,
+    name: SiteName,
     *,
-    name: Name,
     reason: Reason = "",
     dry_run: DryRun = False,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Take queries there again."""
-    body = {"reason": reason}
-    act(session(context), (base_url, api_key), name, "resume", body, dry_run=dry_run, as_json=as_json)
+    order = OrderOptions(dry_run=dry_run)
+    send_order(session(context), gateway, name, "resume", {"reason": reason}, order=order, as_json=as_json)
 
 
+@with_option_groups
 def weight(
     context: typer.Context,
+    name: SiteName,
     *,
-    name: Name,
     percent: Annotated[float, typer.Argument(min=0, max=100, help="Of its usual part; 100 is normal.")],
     reason: Reason = "",
-    lasts: For = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    order: OrderOptions,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Give a site a smaller part of the queries."""
-    body = {"reason": reason, "for_s": ends_after(lasts), "weight": percent}
-    act(
-        session(context), (base_url, api_key), name, "weight", body, yes=yes, dry_run=dry_run, as_json=as_json
-    )
+    body = {"reason": reason, "for_s": ends_after(order.lasts), "weight": percent}
+    send_order(session(context), gateway, name, "weight", body, order=order, as_json=as_json)
 
 
+@with_option_groups
 def pin_off(
     context: typer.Context,
+    name: SiteName,
     *,
-    name: Name,
     model: Annotated[str, typer.Argument(help="The model that gets no new queries there.")],
     reason: Reason = "",
-    lasts: For = None,
-    yes: Yes = False,
-    dry_run: DryRun = False,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    order: OrderOptions,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Take one model off a site."""
-    body = {"reason": reason, "for_s": ends_after(lasts), "model": model}
-    where = (base_url, api_key)
-    act(session(context), where, name, "pin-off", body, yes=yes, dry_run=dry_run, as_json=as_json)
+    body = {"reason": reason, "for_s": ends_after(order.lasts), "model": model}
+    send_order(session(context), gateway, name, "pin-off", body, order=order, as_json=as_json)
 
 
+@with_option_groups
 def unpin(
     context: typer.Context,
+    name: SiteName,
     *,
-    name: Name,
     model: Annotated[str, typer.Argument(help="The model to put back.")],
     reason: Reason = "",
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Put a model back on a site."""
-    act(
-        session(context),
-        (base_url, api_key),
-        name,
-        "unpin",
-        {"reason": reason, "model": model},
-        as_json=as_json,
-    )
+    body = {"reason": reason, "model": model}
+    send_order(session(context), gateway, name, "unpin", body, order=OrderOptions(), as_json=as_json)
 
 
-def act(
+def send_order(
     here: Session,
-    gateway: tuple[str | None, str | None],
+    gateway: GatewayOptions,
     site: str,
     verb: str,
     body: dict[str, Any],
     *,
-    yes: bool = False,
-    dry_run: bool = False,
-    as_json: bool = False,
+    order: OrderOptions,
+    as_json: bool,
 ) -> None:
-    """The numbers first; then, unless they hurt and nobody says yes, the act."""
+    """Preview the order; then carry it out, unless its warnings are not accepted. Raises CommandFailed."""
     from urllib.parse import quote
 
     client, path = here.client(*gateway), f"/admin/api/sites/{quote(site, safe='')}/{verb}"
-    if not body["reason"] and not dry_run:
+    if not body["reason"] and not order.dry_run:
         raise CommandFailed("an act needs a reason", tip="--reason WHY", exit_code=ExitCode.WRONG_USAGE)
     answer = client.post(path, {**body, "dry_run": True})
-    if not dry_run:
-        confirm(here, answer["preview"]["warnings"], yes=yes)
+    if not order.dry_run:
+        confirm(here, answer["preview"]["warnings"], yes=order.yes)
         answer = client.post(path, body)
     if as_json:
         here.terminal.json(answer)
     else:
-        tell(here, answer)
+        print_answer(here, answer)
 
 
 def confirm(here: Session, warnings: list[str], *, yes: bool) -> None:
@@ -171,7 +150,7 @@ def confirm(here: Session, warnings: list[str], *, yes: bool) -> None:
         raise CommandFailed("nothing was changed")
 
 
-def tell(here: Session, answer: dict[str, Any]) -> None:
+def print_answer(here: Session, answer: dict[str, Any]) -> None:
     preview = answer["preview"]
     here.terminal.say(("done: " if answer["done"] else "would do: ") + preview["text"])
     if preview["left"]:
@@ -180,7 +159,7 @@ def tell(here: Session, answer: dict[str, Any]) -> None:
 
 
 def ends_after(text: str | None) -> float:
-    """0 where nothing is said: until somebody says otherwise."""
+    """Return the duration of an order in seconds; 0 without a text: until another order."""
     if text is None:
         return 0.0
     seconds = duration(text)
@@ -194,13 +173,13 @@ def ends_after(text: str | None) -> float:
 
 
 def duration(text: str) -> float:
-    """90s, 30m, 2h or 1d in seconds."""
+    """Return 90s, 30m, 2h or 1d in seconds. Raises CommandFailed for another text."""
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([smhd]?)", text.strip(), re.ASCII)
     if not found:
         raise CommandFailed(
             f"{text!r} is no length of time", tip="such as 90s, 30m, 2h", exit_code=ExitCode.WRONG_USAGE
         )
-    seconds = float(found[1]) * SECONDS[found[2] or "s"]
-    if seconds > LONGEST_S:
+    seconds = float(found[1]) * UNIT_SECONDS[found[2] or "s"]
+    if seconds > MAX_DURATION_S:
         raise CommandFailed(f"{text} is too long", tip="at most 36500d", exit_code=ExitCode.WRONG_USAGE)
     return seconds

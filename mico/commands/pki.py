@@ -13,7 +13,8 @@ import typer
 
 from gateway.wording import several
 from mico.errors import CommandFailed
-from mico.session import Database, Json, session
+from mico.options import Database, Json
+from mico.session import session
 
 if TYPE_CHECKING:
     from gateway.store.certificates import Registered

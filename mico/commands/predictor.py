@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mico.errors import CommandFailed
+from mico.options import Json
 from mico.outputs import make_folder, make_room, make_way
-from mico.session import Json, Session, session
+from mico.session import Session, session
 
 if TYPE_CHECKING:
     from predictor.onnx_forecaster import OnnxForecaster

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mico.commands.keys import Reason, act, moment, named, visit
+from mico.commands.keys import act, moment, named, visit
 from mico.errors import CommandFailed, ExitCode
-from mico.session import Database, Json, session
+from mico.options import AuditReason, Database, Json
+from mico.session import session
 
 if TYPE_CHECKING:
     from gateway.store.quota_book import Quota, Tenant
@@ -47,7 +48,7 @@ def set_tenant(
     best_priority: Annotated[
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="No query of it goes before others of this one.")
     ] = 0,
-    reason: Reason = "",
+    reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
@@ -85,7 +86,7 @@ def set_quotas(
     tokens_per_min: Amount = None,
     concurrent_queries: Amount = None,
     tokens_per_month: Amount = None,
-    reason: Reason = "",
+    reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:

@@ -9,7 +9,8 @@ import typer
 
 from mico.commands.keys import SECONDS_A_DAY, moment, visit
 from mico.errors import CommandFailed, ExitCode
-from mico.session import Database, Json, session
+from mico.options import Database, Json, Limit
+from mico.session import session
 
 if TYPE_CHECKING:
     from gateway.operator_orders import Entry
@@ -51,7 +52,7 @@ def usage(
 def audit(
     context: typer.Context,
     *,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")] = 20,
+    limit: Limit = 20,
     database: Database = None,
     as_json: Json = False,
 ) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mico.errors import CommandFailed, ExitCode
+from mico.options import Json
 from mico.outputs import make_folder
-from mico.session import Json, Session, session
+from mico.session import Session, session
 
 if TYPE_CHECKING:
     from mico.simulation.compare import Comparison

@@ -9,19 +9,19 @@ import typer
 
 from mico.commands.keys import moment
 from mico.errors import CommandFailed
-from mico.session import ApiKey, BaseUrl, Json, session
+from mico.options import GatewayOptions, Json, Limit, SiteName, with_option_groups
+from mico.session import session
 from mico.terminal import seconds
 
 app = typer.Typer(help="The sites of the federation.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_sites(
-    context: typer.Context, base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Json = False
-) -> None:
+@with_option_groups
+def list_sites(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """Every site: where it is, its state, and how loaded it is."""
     here = session(context)
-    sites = here.client(base_url, api_key).get("/admin/api/sites")["sites"]
+    sites = here.client(*gateway).get("/admin/api/sites")["sites"]
     if as_json:
         here.terminal.json(sites)
     elif sites:
@@ -31,16 +31,16 @@ def list_sites(
 
 
 @app.command("show")
+@with_option_groups
 def show_site(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="As in mico sites list.")],
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    name: SiteName,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Everything the gateway knows of one site."""
     here = session(context)
-    sites = here.client(base_url, api_key).get("/admin/api/sites")["sites"]
+    sites = here.client(*gateway).get("/admin/api/sites")["sites"]
     site = next((site for site in sites if site["name"] == name), None)
     if site is None:
         names = ", ".join(site["name"] for site in sites) or "none"
@@ -52,19 +52,19 @@ def show_site(
 
 
 @app.command("events")
+@with_option_groups
 def site_events(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="A site's, also of one that is gone.")],
     *,
-    limit: Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")] = 20,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    limit: Limit = 20,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """When a site joined, left and why, what operators did; as every gateway saw it, newest first."""
     here = session(context)
     path = f"/admin/api/sites/{quote(name, safe='')}/events?limit={limit}"
-    events = here.client(base_url, api_key).get(path)["events"]
+    events = here.client(*gateway).get(path)["events"]
     if as_json:
         here.terminal.json([{**event, "at": moment(event["at"])} for event in events])
     elif events:
@@ -74,12 +74,11 @@ def site_events(
         here.terminal.say(f"nothing is kept of a site {name}")
 
 
-def models(
-    context: typer.Context, base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Json = False
-) -> None:
+@with_option_groups
+def models(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """The models that can be asked now."""
     here = session(context)
-    found = here.client(base_url, api_key).get("/v1/models")["data"]
+    found = here.client(*gateway).get("/v1/models")["data"]
     if as_json:
         here.terminal.json(found)
         return

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mico.errors import CommandFailed
-from mico.session import ApiKey, BaseUrl, Json, session
+from mico.options import GatewayOptions, Json, with_option_groups
+from mico.session import session
 
 if TYPE_CHECKING:
     from mico.client import Client
@@ -21,6 +22,7 @@ LOOK_S = 5.0
 """While it waits no key is heard."""
 
 
+@with_option_groups
 def top(
     context: typer.Context,
     *,
@@ -28,13 +30,12 @@ def top(
         int | None, typer.Option("-n", min=1, help="How often; without it until you press q.")
     ] = None,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
-    base_url: BaseUrl = None,
-    api_key: ApiKey = None,
+    gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Sites, load and events, live; s sorts, d drains, p pauses, q quits. -n 1 --json is for scripts."""
     here = session(context)
-    client = here.client(base_url, api_key)
+    client = here.client(*gateway)
     if as_json:
         looked = 0
         while times is None or looked < times:

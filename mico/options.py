@@ -1,0 +1,91 @@
+"""Options that several commands share, each declared once, and groups of options that go together.
+
+Imports nothing heavy: every command imports this module.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable names.")]
+Database = Annotated[str | None, typer.Option(help="sqlite:///FILE or postgresql://USER@HOST/NAME.")]
+Limit = Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")]
+AuditReason = Annotated[str, typer.Option(help="Why; the audit keeps it.")]
+SiteName = Annotated[str, typer.Argument(help="As in mico sites list.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")]
+KeyId = Annotated[str, typer.Argument(help="The id, as in mico keys list.")]
+
+
+class GatewayOptions(NamedTuple):
+    """The gateway that a command sends requests to; unpack it into `Session.client`."""
+
+    base_url: Annotated[str | None, typer.Option(help="The gateway, such as http://127.0.0.1:8080/v1.")] = (
+        None
+    )
+    api_key: Annotated[
+        str | None, typer.Option(help="The API key; MICO_API_KEY keeps it out of the history.")
+    ] = None
+
+
+class OrderOptions(NamedTuple):
+    """An operator's order to a site: how long it lasts, and how it is carried out."""
+
+    lasts: Annotated[str | None, typer.Option("--for", help="Ends by itself after 90s, 30m, 2h, 1d.")] = None
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it even where it hurts.")] = False
+    dry_run: DryRun = False
+
+
+class RequestFile(NamedTuple):
+    """A file of requests for a batch, named by position or by option."""
+
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="One request a line, in OpenAI's form.")
+    ] = None
+    source: Annotated[Path | None, typer.Option("--input", "-i", help="Another way to name FILE.")] = None
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Expand each parameter whose type is a NamedTuple, an option group, into the options of its fields.
+
+    Typer derives a command's options from the function's signature and knows no groups. The returned function
+    has the expanded signature, in the same order; `command` receives one tuple per group.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: each.annotation
+        for name, each in signature.parameters.items()
+        if isinstance(each.annotation, type) and issubclass(each.annotation, tuple)
+    }
+
+    @wraps(command)
+    def expanded(**options: Any) -> None:
+        for name, group in groups.items():
+            options[name] = group(*(options.pop(field) for field in group._fields))
+        command(**options)
+
+    def parameters() -> Iterator[inspect.Parameter]:
+        for name, each in signature.parameters.items():
+            if name in groups:
+                yield from _fields_as_parameters(groups[name])
+            else:
+                yield each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+
+    vars(expanded)["__signature__"] = signature.replace(parameters=list(parameters()))
+    return expanded
+
+
+def _fields_as_parameters(group: Any) -> Iterator[inspect.Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    for name in group._fields:
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=group._field_defaults[name],
+            annotation=types[name],
+        )
