@@ -25,14 +25,14 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from litestar import get
 
-from gateway.admin.routes import Office, admin_routes
+from gateway.admin.routes import AdminContext, admin_routes
 from gateway.domain import Caller, Credit, IterationCost, LoadReport, Model, SiteIdentity
 from gateway.federation.directory import Directory
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.http.server import http_server
 from gateway.telemetry.history import Sample
-from gateway.telemetry.publisher import Watch
+from gateway.telemetry.publisher import SnapshotPublisher
 from mico.local.plan import free_port
 from tests.support.browser import Browser, find_chromium
 
@@ -66,7 +66,7 @@ INJECTED = """
 
 
 class Yesterday:
-    """A keeper that kept a whole day of every site."""
+    """A history store that holds a whole day of every site."""
 
     def __init__(self, sites: int) -> None:
         self.sites = sites
@@ -119,10 +119,10 @@ async def serve(port: int, sites: int) -> None:
     """The gateway's page without its queries, until it is killed."""
     directory = Directory()
     fill(directory, sites)
-    watch = Watch(directory, "bench", keeper=Yesterday(sites))
+    publisher = SnapshotPublisher(directory, "bench", history_store=Yesterday(sites))
     now = time.time()
     for second in range(900, 0, -1):
-        watch.history.add(sample_at(now - second, sites))
+        publisher.history.add(sample_at(now - second, sites))
     caller = Caller("key", "ops", admin=True)
     backend = Backend(
         answer=lambda _: (_ for _ in ()).throw(NotImplementedError),
@@ -131,10 +131,10 @@ async def serve(port: int, sites: int) -> None:
         ready=lambda: Readiness(True, ""),
         version="0",
     )
-    office = Office(
+    context = AdminContext(
         directory=directory,
-        watch=watch,
-        desk=None,
+        publisher=publisher,
+        order_service=None,
         reads=None,
         still_valid=lambda _: caller,
         session_key=b"k" * 32,
@@ -148,9 +148,9 @@ async def serve(port: int, sites: int) -> None:
     async def quotas() -> dict[str, list[str]]:
         return {"quotas": []}
 
-    app = create_http(backend, [*admin_routes(backend, office), batches, quotas])
+    app = create_http(backend, [*admin_routes(backend, context), batches, quotas])
     server = http_server(app, host="127.0.0.1", port=port, end_within_s=1)
-    await watch.start()
+    await publisher.start()
     serving = asyncio.create_task(server.serve())
     seq = 0
     while not serving.done():

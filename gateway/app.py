@@ -1,4 +1,4 @@
-"""One gateway process: everything is composed here, started in order and ended in the reverse order."""
+"""Compose one gateway process: start its parts in order and end them in the reverse order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
-from gateway.admin.order_service import Desk
-from gateway.admin.routes import Office, admin_routes
+from gateway.admin.order_service import OrderService
+from gateway.admin.routes import AdminContext, admin_routes
 from gateway.batches.lifecycle import Batches, open_batches
 from gateway.config import ConfigError, GatewayConfig
 from gateway.domain import Outcome, SiteState
@@ -29,7 +29,7 @@ from gateway.http.backend import Backend, Readiness
 from gateway.http.batches import batch_routes
 from gateway.http.files import file_routes
 from gateway.http.server import HttpServer, http_server
-from gateway.listeners import Doors, open_doors
+from gateway.listeners import ListenerCredentials, load_credentials
 from gateway.query.answer import answer
 from gateway.query.context import Gateway
 from gateway.query.forecasting import Forecasts
@@ -40,8 +40,8 @@ from gateway.scaling.scaler import scaling
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
-from gateway.telemetry.publisher import Watch
-from gateway.telemetry.replicas import Others
+from gateway.telemetry.publisher import SnapshotPublisher
+from gateway.telemetry.replicas import SummaryExchange
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
 from predictor.hot_reload import CurrentForecaster
@@ -54,26 +54,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REJOIN_S = 15.0
-"""By then every site has dialled again: the longest a site rests between two tries, and a little more."""
+"""By then every site has dialled again: the longest pause of a site between two tries, and a little more."""
 FAREWELL_S = 2.0
-"""For clients to take the error that ends their answers, once the time to drain is up."""
+"""Time for clients to receive the error that ends their answers, once the time to drain is up."""
 SILENT_S = 2.0
-"""So long a silence of the database is told to who asks whether the gateway is ready."""
+"""After this long a silence of the database, the readiness answer says that it is away."""
 COLLECT = (5_000, 20, 20)
-"""In 1,000 queries 3 collections, 4 ms together; by Python's own thresholds 70, 27 ms together."""
+"""In 1,000 queries 3 collections, 4 ms merge_summaries; by Python's own thresholds 70, 27 ms merge_summaries.
+"""
 
 
 class Core(NamedTuple):
-    """What answers queries, and what is told of every one."""
+    """The parts that answer queries, and those that observe every outcome."""
 
     gateway: Gateway
     metrics: Metrics
-    watch: Watch
+    publisher: SnapshotPublisher
     leases: Leases
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT; then end the queries in flight, for at most `drain_s`. The exit code."""
+    """Serve until SIGTERM or SIGINT, then drain the queries in flight for at most `drain_s`; return the exit
+    code.
+    """
     logs.configure(config.log_level)
     try:
         import uvloop
@@ -89,9 +92,11 @@ async def serve(config: GatewayConfig) -> int:
     async with (
         open_store(config.database_url, config.folder, name=config.name, pepper=pepper) as store,
         _traces(config) as traces,
-        _core(config, store, doors := await open_doors(config, store.certificates), traces) as core,
+        _core(
+            config, store, credentials := await load_credentials(config, store.certificates), traces
+        ) as core,
         scaling(lambda: core.gateway.directory.sites, _scaling_plan(config), core.gateway.clock) as scaler,
-        _office(core, store) as office,
+        _admin(core, store) as admin,
         open_batches(
             config.database_url,
             config.name,
@@ -99,15 +104,15 @@ async def serve(config: GatewayConfig) -> int:
             caller=store.keys.unrevoked,
         ) as batches,
     ):
-        core.metrics.also(scaler)
-        core.watch.pools = scaler.pools
+        core.metrics.register(scaler)
+        core.publisher.pools = scaler.pools
         backend = _backend(config, core, store)
         server = _http(
             config,
             core,
             backend,
-            [*admin_routes(backend, office), *_batch_routes(backend, office, batches)],
-            doors,
+            [*admin_routes(backend, admin), *_batch_routes(backend, admin, batches)],
+            credentials,
         )
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
@@ -117,7 +122,7 @@ async def serve(config: GatewayConfig) -> int:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             log.info("draining %d queries for at most %.0f s", core.gateway.live, config.drain_s)
-            core.watch.close()  # or the pages that listen would hold the server up
+            core.publisher.close()  # or listening pages would keep the server from ending
             batches.runner.drain()
             server.should_exit = True
             asyncio.get_running_loop().call_later(config.drain_s, core.gateway.end)
@@ -129,30 +134,32 @@ async def serve(config: GatewayConfig) -> int:
 
 @asynccontextmanager
 async def _core(
-    config: GatewayConfig, store: Store, doors: Doors, traces: Traces | None
+    config: GatewayConfig, store: Store, credentials: ListenerCredentials, traces: Traces | None
 ) -> AsyncIterator[Core]:
     directory = Directory()
     settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
     loop = asyncio.get_running_loop()
     gateway_clock = loop.time
-    federation = Federation(settings, directory, gateway_clock, doors.certificates)
+    federation = Federation(settings, directory, gateway_clock, credentials.certificates)
     histogram = HistogramForecaster()
     kept = OutcomeLog(config.outcomes) if config.outcomes else None
     forecasts = Forecasts(_forecaster(config, histogram), histogram, kept=kept)
     forecasts.start()
 
     metrics = Metrics(directory, lambda: gateway.live)
-    metrics.also(forecasts)
-    watch = Watch(directory, config.name, clock=gateway_clock, keeper=store.figures)
+    metrics.register(forecasts)
+    publisher = SnapshotPublisher(directory, config.name, clock=gateway_clock, history_store=store.snapshots)
 
     def record(outcome: Outcome) -> None:
-        """Usage before the end of the answer is sent; what only watches comes after, and costs no record."""
+        """Record usage before the end of the answer is sent; observers run after that and can cost no
+        record.
+        """
         store.recorder.record(outcome, directory.cloud_of(outcome.site))
         loop.call_soon(observe, outcome)
 
     def observe(outcome: Outcome) -> None:
         metrics.observe(outcome)
-        watch.observe(outcome)
+        publisher.observe(outcome)
         if traces is not None:
             traces.observe(outcome)
         forecasts.observe(outcome)
@@ -174,18 +181,18 @@ async def _core(
         complete_s=gateway_clock() + REJOIN_S,
     )
     if traces is not None:
-        gateway.traced = traces.toward
+        gateway.traced = traces.inject
     address = f"{config.grpc_host}:{config.grpc_port}"
     try:
-        server, port, mutual_port = await listen(federation, address, doors.link, doors.mutual)
+        server, port, mutual_port = await listen(federation, address, credentials.link, credentials.mutual)
     except RuntimeError as exc:
-        where = address if doors.mutual is None else f"{address} and {doors.mutual[0]}"
+        where = address if credentials.mutual is None else f"{address} and {credentials.mutual[0]}"
         raise ConfigError(f"sites can't join at {where}: taken, or not of this machine") from exc
     log.info("sites join at %s:%d", config.grpc_host, port)
     if mutual_port is not None:
         log.info("sites with a certificate join at %s:%d", config.grpc_host, mutual_port)
     try:
-        yield Core(gateway, metrics, watch, leases)
+        yield Core(gateway, metrics, publisher, leases)
     finally:
         await server.stop(grace=1.0)
         await gateway.settled()
@@ -195,7 +202,7 @@ async def _core(
 
 @asynccontextmanager
 async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
-    """None, and nothing imported, unless a collector is named."""
+    """Yield None, and import nothing, unless a collector is configured."""
     if not config.otlp_url:
         yield None
         return
@@ -211,33 +218,37 @@ async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
 
 
 @asynccontextmanager
-async def _office(core: Core, store: Store) -> AsyncIterator[Office]:
-    """What operators look at and act through."""
-    gateway, watch = core.gateway, core.watch
-    desk = Desk(store.orders, gateway.directory, gateway.federation.links, watch)
-    others = Others(store.figures, watch.replica, lambda: watch.said, watch.events.add)
-    watch.others = lambda: others.summaries
-    watch.certificate_until = store.certificates.expires_at
-    watch.keep = partial(store.recorder.happened, replica=watch.replica)
-    await watch.remember(store.read.seen_by)
-    await desk.start()
-    await watch.start()
-    asking = asyncio.create_task(others.run())
+async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
+    """Run what operators read and act through: the publisher, the orders and the exchange between
+    replicas.
+    """
+    gateway, publisher = core.gateway, core.publisher
+    order_service = OrderService(store.orders, gateway.directory, gateway.federation.links, publisher)
+    exchange = SummaryExchange(
+        store.snapshots, publisher.replica, lambda: publisher.own_summary, publisher.events.add
+    )
+    publisher.replica_summaries = lambda: exchange.summaries
+    publisher.certificate_until = store.certificates.expires_at
+    publisher.store_event = partial(store.recorder.record_event, replica=publisher.replica)
+    await publisher.restore_events(store.read.seen_by)
+    await order_service.start()
+    await publisher.start()
+    exchanging = asyncio.create_task(exchange.run())
     try:
-        yield Office(
+        yield AdminContext(
             directory=gateway.directory,
-            watch=watch,
-            desk=desk,
+            publisher=publisher,
+            order_service=order_service,
             reads=store.read,
             still_valid=store.keys.still_valid,
             session_key=store.keys.session_key,
             store=store,
         )
     finally:
-        watch.close()
-        asking.cancel()
-        await desk.close()
-        await asyncio.gather(asking, *watch.saving, return_exceptions=True)
+        publisher.close()
+        exchanging.cancel()
+        await order_service.close()
+        await asyncio.gather(exchanging, *publisher.saving, return_exceptions=True)
 
 
 def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
@@ -248,7 +259,9 @@ def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:
-    """Without a usable model the histogram of what was answered forecasts, and its name says so."""
+    """Load the forecaster; without a usable model the histogram of past answers forecasts, under its own
+    name.
+    """
     try:
         return CurrentForecaster(config.predictor)
     except ArtifactError:
@@ -256,8 +269,8 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
         return histogram
 
 
-def _batch_routes(backend: Backend, office: Office, batches: Batches) -> list[HTTPRouteHandler]:
-    access = Access(backend, office.still_valid, office.session_key)
+def _batch_routes(backend: Backend, admin: AdminContext, batches: Batches) -> list[HTTPRouteHandler]:
+    access = Access(backend, admin.still_valid, admin.session_key)
     return [
         *file_routes(backend, batches.files, batches.limits),
         *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
@@ -292,7 +305,11 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
 
 
 def _http(
-    config: GatewayConfig, core: Core, backend: Backend, routes: Sequence[HTTPRouteHandler], doors: Doors
+    config: GatewayConfig,
+    core: Core,
+    backend: Backend,
+    routes: Sequence[HTTPRouteHandler],
+    credentials: ListenerCredentials,
 ) -> HttpServer:
     @get("/metrics")
     async def export() -> Response[bytes]:
@@ -303,7 +320,7 @@ def _http(
         host=config.host,
         port=config.http_port,
         end_within_s=config.drain_s + FAREWELL_S,
-        certificate=doors.http,
+        certificate=credentials.http,
     )
 
 

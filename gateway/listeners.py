@@ -1,4 +1,4 @@
-"""What this gateway shows and demands at its ports: certificates, and who issues those of sites."""
+"""Load the TLS credentials of this gateway's ports, and the authority that issues sites' certificates."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 from gateway.config import ConfigError, GatewayConfig
 from gateway.federation.site_auth import Certificates
 from gateway.security.pki.authority import Authority, PkiError
-from gateway.security.pki.own import OwnPair
+from gateway.security.pki.server_certificate import SelfIssuedCertificate
 from gateway.security.tls import CertificateFiles, PairSource, grpc_credentials
-from gateway.store.certificates import CertificateRegister
+from gateway.store.certificates import CertificateRegistry
 
 
-class Doors(NamedTuple):
-    """`http`: for TLS in front of clients. `link`: credentials of the port for tokens; `mutual`: the port for
-    certificates and its credentials. None where there is no TLS, or no such port.
+class ListenerCredentials(NamedTuple):
+    """Credentials by listener; None where there is no TLS, or no such port.
+
+    `http` is for clients. `link` is for sites that join with a token; `mutual` is the address for sites with
+    a certificate, and its credentials.
     """
 
     http: CertificateFiles | None
@@ -23,19 +25,19 @@ class Doors(NamedTuple):
     certificates: Certificates | None
 
 
-async def open_doors(config: GatewayConfig, register: CertificateRegister) -> Doors:
-    """Raises ConfigError, StoreUnavailable."""
+async def load_credentials(config: GatewayConfig, registry: CertificateRegistry) -> ListenerCredentials:
+    """Read or issue the certificates. Raises ConfigError, StoreUnavailable."""
     files = _files(config)
     if config.pki is None:
-        return Doors(files, grpc_credentials(files) if files else None, None, None)
+        return ListenerCredentials(files, grpc_credentials(files) if files else None, None, None)
     try:
         authority = Authority.open(config.pki)
     except PkiError as exc:
         raise ConfigError(f"pki: {exc}") from exc
-    await register.start()
-    shown: PairSource = files or OwnPair(authority, config.tls_names)
+    await registry.start()
+    shown: PairSource = files or SelfIssuedCertificate(authority, config.tls_names)
     mutual = f"{config.grpc_host}:{config.mtls_port}", grpc_credentials(shown, authority.pem)
-    return Doors(files, grpc_credentials(shown), mutual, Certificates(authority, register))
+    return ListenerCredentials(files, grpc_credentials(shown), mutual, Certificates(authority, registry))
 
 
 def _files(config: GatewayConfig) -> CertificateFiles | None:

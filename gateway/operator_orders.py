@@ -1,4 +1,6 @@
-"""What operators order of sites, and what that makes of a site. Pure values; times are unix seconds."""
+"""Operators' orders for sites, and the standing that they give a site. Pure values; times are unix
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from enum import StrEnum
 from gateway.domain import SiteState, Standing
 
 SERVICE, WEIGHT, MODEL = "service", "weight", "model "
-"""Subjects of orders: a site has at most one order of each, and `MODEL` takes a model's name behind it."""
-REASON_CHARS = 300
+"""Subjects of orders: a site has at most one order of each. A model's name follows `MODEL`."""
+MAX_REASON_CHARS = 300
 
 
 class Verb(StrEnum):
@@ -24,8 +26,9 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One act of an operator. `weight` is a percentage; `for_s` 0 means until somebody says otherwise;
-    `within_s` is how long a pause leaves what runs at its site before it moves.
+    """One act of an operator. `weight` is a percentage. `for_s` 0 means until another act lifts it.
+
+    `within_s` is how long a pause leaves running queries at the site before they move.
     """
 
     verb: Verb
@@ -39,7 +42,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What stands until it is lifted or `until_at` has passed."""
+    """An order in force until it is lifted or `until_at` has passed. Queries move at `move_at`, if it
+    is set.
+    """
 
     site: str
     subject: str
@@ -50,13 +55,13 @@ class Order:
     until_at: float | None = None
     move_at: float | None = None
 
-    def stands(self, now: float) -> bool:
+    def is_active(self, now: float) -> bool:
         return self.until_at is None or now < self.until_at
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the audit: who did what to which site, why, what it was before and is now."""
+class AuditEntry:
+    """One entry of the audit: who did what to which site, why, and the values before and after."""
 
     id: str
     at: float
@@ -69,9 +74,9 @@ class Entry:
     until_at: float | None = None
 
 
-def reason_of(text: str) -> str:
-    """As it is kept and shown: one line of so many characters, and nothing that a database can't keep."""
-    return "".join(filter(str.isprintable, " ".join(text.split())))[:REASON_CHARS].strip()
+def clean_reason(text: str) -> str:
+    """Return the reason as it is stored and shown: one printable line of at most MAX_REASON_CHARS."""
+    return "".join(filter(str.isprintable, " ".join(text.split())))[:MAX_REASON_CHARS].strip()
 
 
 def subject_of(action: Action) -> str:
@@ -81,7 +86,7 @@ def subject_of(action: Action) -> str:
 
 
 def order_of(action: Action, who: str, now: float) -> Order | None:
-    """The order that an act puts in the place of the one on its subject; None where it only lifts that."""
+    """Return the order that replaces the one on the act's subject; None where the act only lifts that one."""
     if action.verb in (Verb.RESUME, Verb.UNPIN) or (action.verb is Verb.WEIGHT and action.weight >= 100):
         return None
     values = {Verb.WEIGHT: f"{action.weight:g}", Verb.PIN_OFF: "off"}
@@ -98,15 +103,15 @@ def order_of(action: Action, who: str, now: float) -> Order | None:
 
 
 def standings(orders: Iterable[Order], now: float) -> dict[str, Standing]:
-    """What all orders that stand now make of each site."""
+    """Return the standing of every site that has an active order."""
     found: dict[str, Standing] = {}
     for order in orders:
-        if order.stands(now):
-            found[order.site] = _with(found.get(order.site, Standing()), order)
+        if order.is_active(now):
+            found[order.site] = _apply(found.get(order.site, Standing()), order)
     return found
 
 
-def _with(standing: Standing, order: Order) -> Standing:
+def _apply(standing: Standing, order: Order) -> Standing:
     if order.subject == SERVICE:
         state = SiteState.PAUSED if order.value == Verb.PAUSE else SiteState.DRAINING
         return replace(standing, state=state)

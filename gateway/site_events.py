@@ -1,4 +1,4 @@
-"""What happened lately, as sentences: sites that came, left or went quiet, what operators did, what moved."""
+"""Keep recent events as sentences: sites that joined, left or went silent, operators' acts, moved queries."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from gateway.domain import SiteState
 
-MOST_KEPT = 200
+MAX_EVENTS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`at` is unix time. `kind`: state, operator, offload or failover. `who` is empty but for operators."""
+    """One event. `at` is unix time; `kind` is state, operator, offload or failover; `who` is set for
+    operators only.
+    """
 
     at: float
     kind: str
@@ -34,39 +36,41 @@ _TEXTS = {
 
 
 class EventLog:
-    """Newest first. Bounded: the oldest go."""
+    """The newest MAX_EVENTS events."""
 
     def __init__(self) -> None:
-        self._kept: deque[Event] = deque(maxlen=MOST_KEPT)
+        self._kept: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._states: dict[str, tuple[str, SiteState]] = {}
 
     def add(self, event: Event) -> None:
         self._kept.append(event)
 
-    def latest(self, most: int = MOST_KEPT) -> list[Event]:
+    def newest(self, limit: int = MAX_EVENTS) -> list[Event]:
+        """Return the newest events, newest first."""
         by_time = sorted(self._kept, key=lambda event: event.at)
-        return by_time[::-1][:most]
+        return by_time[::-1][:limit]
 
-    def states(
+    def record_states(
         self, now: float, sites: Iterable[tuple[str, str, SiteState]], why_left: Mapping[str, str]
     ) -> list[Event]:
-        """(name, boot id, state) of every site that is listed, and why those that are down left.
+        """Record the state changes since the last call as events, and return them.
 
-        What changed since the last call is noted, and comes back.
+        `sites` yields (name, boot id, state) of every listed site; `why_left` says why sites that are down
+        left.
         """
         seen: dict[str, tuple[str, SiteState]] = {}
-        news: list[Event] = []
+        changes: list[Event] = []
         for name, boot_id, state in sites:
             boot_before, before = self._states.get(name, ("", None))
             seen[name] = (boot_id, state)
             if before is None or (before is SiteState.DOWN and state is not SiteState.DOWN):
-                news.append(Event(now, "state", name, "joined" if before is None else "joined again"))
+                changes.append(Event(now, "state", name, "joined" if before is None else "joined again"))
             elif boot_before != boot_id:
-                news.append(Event(now, "state", name, "was restarted and joined again", bad=True))
+                changes.append(Event(now, "state", name, "was restarted and joined again", bad=True))
             if before is not state and not (before is None and state is SiteState.READY):
                 text, bad = _TEXTS[state]
                 why = f": {why_left[name]}" if state is SiteState.DOWN and name in why_left else ""
-                news.append(Event(now, "state", name, text + why, bad=bad))
+                changes.append(Event(now, "state", name, text + why, bad=bad))
         self._states = seen
-        self._kept.extend(news)
-        return news
+        self._kept.extend(changes)
+        return changes

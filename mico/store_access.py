@@ -23,7 +23,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
     from gateway.store.database import reason
     from gateway.store.errors import StoreError, StoreUnavailable
-    from gateway.store.quota_book import NoSuch
+    from gateway.store.quota_table import NoSuch
     from gateway.store.store import open_store
 
     async def visit() -> T:

@@ -90,7 +90,7 @@ class Access:
         return hmac.new(self._session_key, claim, sha256).hexdigest()
 
 
-def rest_of(request: AnyRequest, prefix: str) -> str:
+def path_after(request: AnyRequest, prefix: str) -> str:
     """Of the path as it was sent: a name keeps its slashes, of which the framework makes one out of two."""
     return unquote(request.scope["raw_path"].decode("ascii")).removeprefix(prefix)
 

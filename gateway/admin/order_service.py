@@ -1,4 +1,4 @@
-"""Where operators' acts become orders: written down, shared with the other replicas, carried out here."""
+"""Turn operators' acts into orders: stored, shared with the other replicas and carried out here."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from gateway.domain import SiteState
 from gateway.errors import BadRequest, Overloaded
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
-from gateway.operator_orders import SERVICE, Action, Entry, Order, Verb, order_of, standings, subject_of
+from gateway.operator_orders import SERVICE, Action, AuditEntry, Order, Verb, order_of, standings, subject_of
 from gateway.routing.failover import same_weights
 from gateway.site_events import Event
 from gateway.store.database import reason
-from gateway.store.orders import OrderBook
-from gateway.telemetry.publisher import Watch
+from gateway.store.orders import OrderTable
+from gateway.telemetry.publisher import SnapshotPublisher
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
-LOOK_WITHIN_S = 2.0
-"""A database that is silent keeps no order from ending on time."""
-ENTRIES_SHOWN = 50
+REFRESH_S = 1.0
+REFRESH_TIMEOUT_S = 2.0
+"""Bounds a refresh, so that orders end on time although the database is silent."""
+MAX_ENTRIES_SHOWN = 50
 
 
-class Desk:
-    """While the database is away what was ordered last stays good, and ends on time."""
+class OrderService:
+    """Applies the orders in force. While the database is away the last known ones hold, and end on time."""
 
     def __init__(
         self,
-        book: OrderBook,
+        table: OrderTable,
         directory: Directory,
         links: Mapping[str, Link],
-        watch: Watch,
+        publisher: SnapshotPublisher,
         *,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self.orders: list[Order] = []
-        self._book = book
+        self._table = table
         self._directory = directory
         self._links = links
-        self._watch = watch
+        self._publisher = publisher
         self._unix_time = unix_time
-        self._told: set[str] = set()
-        self._first_look = True
-        self._looking = asyncio.Lock()
+        self._published: set[str] = set()
+        self._first_refresh = True
+        self._refreshing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._look()
-        self._task = asyncio.create_task(self._look_for_ever())
+        await self._refresh()
+        self._task = asyncio.create_task(self._refresh_for_ever())
 
     async def close(self) -> None:
         if self._task is not None:
@@ -64,8 +64,12 @@ class Desk:
                 await self._task
 
     def preview(self, action: Action) -> Preview:
-        """Raises BadRequest where the act makes no sense."""
-        sites = self._watch.tick().sites if self._watch.snapshot is None else self._watch.snapshot.sites
+        """Return the expected effect of an act. Raises BadRequest where the act makes no sense."""
+        sites = (
+            self._publisher.tick().sites
+            if self._publisher.snapshot is None
+            else self._publisher.snapshot.sites
+        )
         site = next((site for site in sites if site.name == action.site), None)
         if site is None:
             names = ", ".join(site.name for site in sites) or "none"
@@ -78,11 +82,14 @@ class Desk:
         return preview(action, sites)
 
     async def act(self, action: Action, who: str) -> Preview:
-        """Raises BadRequest, or Overloaded when it could not be written down: then nothing has changed."""
+        """Store the act's order, apply it and return the expected effect.
+
+        Raises BadRequest; Overloaded when the database is away: then nothing has changed.
+        """
         expected, now = self.preview(action), self._unix_time()
         order = order_of(action, who, now)
         try:
-            await self._book.change(
+            await self._table.change(
                 action.site,
                 subject_of(action),
                 order,
@@ -93,38 +100,40 @@ class Desk:
             )
         except (SQLAlchemyError, OSError) as exc:
             raise Overloaded(f"nothing was changed: the database is away ({reason(exc)})") from exc
-        await self._look()
+        await self._refresh()
         return expected
 
-    async def _look_for_ever(self) -> None:
+    async def _refresh_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(REFRESH_S)
             try:
-                await self._look()
+                await self._refresh()
             except Exception:
-                log.exception("looking for orders went wrong in an unforeseen way")
+                log.exception("a refresh of the orders went wrong in an unforeseen way")
 
-    async def _look(self) -> None:
-        """One at a time: what an older look found must not undo what was ordered meanwhile."""
-        async with self._looking:
+    async def _refresh(self) -> None:
+        """Read and apply the orders, one refresh at a time: an older one must not undo an order given
+        meanwhile.
+        """
+        async with self._refreshing:
             try:
-                async with asyncio.timeout(LOOK_WITHIN_S):
-                    found = await self._book.orders()
-                    if self._first_look or found != self.orders:
-                        self._tell(await self._book.entries(ENTRIES_SHOWN))
-                self.orders, self._first_look = found, False
+                async with asyncio.timeout(REFRESH_TIMEOUT_S):
+                    found = await self._table.orders()
+                    if self._first_refresh or found != self.orders:
+                        self._publish(await self._table.entries(MAX_ENTRIES_SHOWN))
+                self.orders, self._first_refresh = found, False
             except (SQLAlchemyError, OSError) as exc:
-                log.warning("orders are as of the last look at the database: %s", reason(exc))
+                log.warning("orders are as of the last refresh: %s", reason(exc))
             now = self._unix_time()
             self._directory.ordered(standings(self.orders, now))
-            self._move_what_is_due(now)
-            await self._remove_what_has_passed(now)
+            self._move_due(now)
+            await self._expire_orders(now)
 
-    def _move_what_is_due(self, now: float) -> None:
+    def _move_due(self, now: float) -> None:
         for order in self.orders:
             due = order.subject == SERVICE and order.move_at is not None and order.move_at <= now
             link = self._links.get(order.site)
-            if due and link is not None and order.stands(now):
+            if due and link is not None and order.is_active(now):
                 link.move_away(self._served_elsewhere(order.site), f"{order.site} was paused by an operator")
 
     def _served_elsewhere(self, site: str) -> set[str]:
@@ -141,20 +150,20 @@ class Desk:
             if model not in other.pinned_off and (mine is None or same_weights(mine, other.identity, model))
         }
 
-    async def _remove_what_has_passed(self, now: float) -> None:
+    async def _expire_orders(self, now: float) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_WITHIN_S):
+            async with asyncio.timeout(REFRESH_TIMEOUT_S):
                 for order in self.orders:
-                    if not order.stands(now):
+                    if not order.is_active(now):
                         with suppress(SQLAlchemyError, OSError):
-                            await self._book.expire(order, now)
+                            await self._table.expire(order, now)
 
-    def _tell(self, entries: list[Entry]) -> None:
-        """What was done at any replica becomes an event here, once."""
+    def _publish(self, entries: list[AuditEntry]) -> None:
+        """Add an event for each audit entry of any replica, once."""
         for entry in entries:
-            if entry.id not in self._told:
-                self._watch.events.add(event_of(entry))
-        self._told = {entry.id for entry in entries}
+            if entry.id not in self._published:
+                self._publisher.events.add(event_of(entry))
+        self._published = {entry.id for entry in entries}
 
 
 def _verb_text(action: Action) -> str:
@@ -163,7 +172,8 @@ def _verb_text(action: Action) -> str:
     return f"{action.verb.value} {action.model}".strip()
 
 
-def event_of(entry: Entry) -> Event:
+def event_of(entry: AuditEntry) -> Event:
+    """Return the entry as an operator's event."""
     until = ""
     if entry.until_at is not None and entry.until_at > entry.at:
         for_s = entry.until_at - entry.at

@@ -1,4 +1,4 @@
-"""What the page and `mico top` read: the newest snapshot, the plots' history, events, one query's story."""
+"""Serve what the page and `mico top` read: snapshot, history of the plots, events, one query's decisions."""
 
 from __future__ import annotations
 
@@ -10,72 +10,77 @@ from litestar import Response, get
 from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 
-from gateway.admin.access import Access, AnyRequest, rest_of
+from gateway.admin.access import Access, AnyRequest, path_after
 from gateway.admin.order_service import event_of
 from gateway.errors import BadRequest
 from gateway.http.files import answering, page_of
-from gateway.store.queries import Explained, Reads, SiteStory
+from gateway.store.queries import Explained, Reads, SiteHistory
 from gateway.telemetry.history import columns
-from gateway.telemetry.publisher import Watch
+from gateway.telemetry.publisher import SnapshotPublisher
 
 WINDOWS_MIN = (15, 60, 360, 1440)
-EVENTS_DEFAULT, EVENTS_MOST = 100, 1_000
+DEFAULT_EVENTS, MAX_EVENTS = 100, 1_000
 
 
-def read_routes(access: Access, watch: Watch, reads: Reads | None) -> list[HTTPRouteHandler]:
+def read_routes(access: Access, publisher: SnapshotPublisher, reads: Reads | None) -> list[HTTPRouteHandler]:
     @get("/admin/api/overview")
     async def overview(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
-        return _json_bytes(watch.encoded)
+        return _json_bytes(publisher.encoded)
 
     @get("/admin/api/history")
-    async def history(request: AnyRequest) -> Response[bytes]:
+    async def plot_history(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
         minutes = request.query_params.get("minutes", "15")
-        return _json_bytes(msgspec.json.encode(history_of(watch, minutes)))
+        return _json_bytes(msgspec.json.encode(history_of(publisher, minutes)))
 
     @get("/admin/api/events")
     async def events(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
-        return _json_bytes(msgspec.json.encode({"events": watch.events.latest()}))
+        return _json_bytes(msgspec.json.encode({"events": publisher.events.newest()}))
 
     @get("/admin/api/sites/{place:path}")
     async def site_events(request: AnyRequest) -> Response[bytes]:
-        """`place` is a site's name, which may have slashes, and "events"."""
+        """Events of one site: `place` is its name, which may have slashes, then "/events"."""
         await access.operator(request)
-        name, _, what = rest_of(request, "/admin/api/sites/").rpartition("/")
-        if what != "events" or not name:
+        name, _, suffix = path_after(request, "/admin/api/sites/").rpartition("/")
+        if suffix != "events" or not name:
             raise NotFoundException
-        most = page_of(request, EVENTS_DEFAULT, EVENTS_MOST).limit
+        limit = page_of(request, DEFAULT_EVENTS, MAX_EVENTS).limit
         with answering():
-            story = await reads.site(name, most) if reads else SiteStory([], [])
-        return _json_bytes(msgspec.json.encode({"events": told(story)[:most]}))
+            history = await reads.site(name, limit) if reads else SiteHistory([], [])
+        return _json_bytes(msgspec.json.encode({"events": event_dicts(history)[:limit]}))
 
     @get("/admin/api/decisions/{request_id:path}")
     async def decisions(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
-        request_id = rest_of(request, "/admin/api/decisions/")
+        request_id = path_after(request, "/admin/api/decisions/")
         with answering():
             found: list[Explained] = await reads.explain(request_id) if reads else []
         return _json_bytes(msgspec.json.encode({"queries": found}))
 
-    return [overview, history, events, site_events, decisions]
+    return [overview, plot_history, events, site_events, decisions]
 
 
-def history_of(watch: Watch, asked: str) -> dict[str, Any]:
-    """Seconds for the shortest window, else minutes. Raises BadRequest for one that nothing is kept for."""
+def history_of(publisher: SnapshotPublisher, window: str) -> dict[str, Any]:
+    """Return the columns of a window given in minutes: samples a second for the shortest, else a minute.
+
+    Raises BadRequest for an unknown window.
+    """
     known = {str(minutes): minutes for minutes in WINDOWS_MIN}
-    if asked not in known:
+    if window not in known:
         raise BadRequest(f"minutes is one of {', '.join(known)}", param="minutes")
-    minutes, kept = known[asked], watch.history
-    since = watch.unix_time() - minutes * 60
+    minutes, kept = known[window], publisher.history
+    since = publisher.unix_time() - minutes * 60
     return columns(kept.seconds(since) if minutes == WINDOWS_MIN[0] else kept.minutes(since))
 
 
-def told(story: SiteStory) -> list[dict[str, Any]]:
-    """Newest first. `replica` saw it and `who` did it: of each event one is empty."""
-    seen = [{**msgspec.structs.asdict(event), "who": ""} for event in story.events]
-    done = [{**asdict(event_of(entry)), "id": entry.id, "replica": ""} for entry in story.entries]
+def event_dicts(history: SiteHistory) -> list[dict[str, Any]]:
+    """Return events of the site and acts on it, newest first. Either `replica` (saw it) or `who` (did it) is
+    set.
+    """
+    seen = [{**msgspec.structs.asdict(event), "who": ""} for event in history.events]
+    done = [{**asdict(event_of(entry)), "id": entry.id, "replica": ""} for entry in history.entries]
     return sorted(seen + done, key=lambda event: event["at"], reverse=True)
 
 

@@ -8,14 +8,14 @@ import msgspec
 from litestar import get, post
 from litestar.handlers import HTTPRouteHandler
 
-from gateway.admin.access import Access, AnyRequest, rest_of
-from gateway.admin.order_service import Desk
+from gateway.admin.access import Access, AnyRequest, path_after
+from gateway.admin.order_service import OrderService
 from gateway.domain import Site
 from gateway.errors import BadRequest
 from gateway.federation.directory import Directory
 from gateway.http.backend import Backend
 from gateway.http.body import decode_as
-from gateway.operator_orders import SERVICE, Action, Order, Verb, reason_of
+from gateway.operator_orders import SERVICE, Action, Order, Verb, clean_reason
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.snapshot import shown_state
 
@@ -34,29 +34,29 @@ class Asked(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def site_routes(
-    access: Access, backend: Backend, directory: Directory, desk: Desk | None
+    access: Access, backend: Backend, directory: Directory, order_service: OrderService | None
 ) -> list[HTTPRouteHandler]:
     @get("/admin/api/sites")
     async def list_sites(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
-        orders = desk.orders if desk else []
+        orders = order_service.orders if order_service else []
         return {"sites": [describe(site, backend.clock(), orders) for site in directory.sites]}
 
     @post("/admin/api/sites/{place:path}", status_code=200)
     async def act(request: AnyRequest) -> dict[str, Any]:
         """`place` is a site's name, which may have slashes, and a verb."""
         operator = await access.acting(request)
-        name, _, verb = rest_of(request, "/admin/api/sites/").rpartition("/")
+        name, _, verb = path_after(request, "/admin/api/sites/").rpartition("/")
         asked = decode_as(await request.body() or b"{}", Asked, "the body of an act is not understood")
         action = action_of(name, verb, asked)
-        assert desk is not None
+        assert order_service is not None
         if asked.dry_run:
-            return {"done": False, "preview": msgspec.to_builtins(desk.preview(action))}
+            return {"done": False, "preview": msgspec.to_builtins(order_service.preview(action))}
         if not action.reason:
             raise BadRequest("Say why: the reason is shown to everyone and kept.", param="reason")
-        return {"done": True, "preview": msgspec.to_builtins(await desk.act(action, operator.who))}
+        return {"done": True, "preview": msgspec.to_builtins(await order_service.act(action, operator.who))}
 
-    return [list_sites, act] if desk else [list_sites]
+    return [list_sites, act] if order_service else [list_sites]
 
 
 def action_of(name: str, verb: str, asked: Asked) -> Action:
@@ -71,7 +71,9 @@ def action_of(name: str, verb: str, asked: Asked) -> Action:
     for field in ("for_s", "within_s"):
         if not 0 <= getattr(asked, field) <= LONGEST_S:
             raise BadRequest(f"{field} is from 0 to {LONGEST_S:.0f} seconds", param=field)
-    return Action(Verb(verb), name, reason_of(asked.reason), weight, asked.model, asked.for_s, asked.within_s)
+    return Action(
+        Verb(verb), name, clean_reason(asked.reason), weight, asked.model, asked.for_s, asked.within_s
+    )
 
 
 def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:

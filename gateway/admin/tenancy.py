@@ -16,13 +16,13 @@ from gateway.admin.access import Access, AnyRequest
 from gateway.errors import BadRequest, NotFound, Overloaded
 from gateway.http.body import decode_as
 from gateway.http.files import page_of
-from gateway.operator_orders import reason_of
+from gateway.operator_orders import clean_reason
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.database import reason
 from gateway.store.key_table import NAMES, KeyInfo, is_name
 from gateway.store.queries import TotalBy
-from gateway.store.quota_book import LARGEST, NoSuch, Quota
+from gateway.store.quota_table import LARGEST, NoSuch, Quota
 from gateway.store.store import Store
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ async def body_of(request: AnyRequest, kind: type[T]) -> T:
 
 def act(who: str, why: str) -> Act:
     """Raises BadRequest without a reason."""
-    text = reason_of(why)
+    text = clean_reason(why)
     if not text:
         raise BadRequest("Say why: the reason is kept in the audit.", param="reason")
     return Act(who, text)

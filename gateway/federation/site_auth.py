@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from gateway.security.login_limiter import Failures
+from gateway.security.login_limiter import LoginLimiter
 from gateway.security.pki import invitation
 from gateway.security.pki.authority import Authority, PkiError, SiteCertificate, read_site
 from gateway.security.pki.invitation import Invitation
@@ -91,7 +91,7 @@ class Entrance:
 
     tokens: tuple[str, ...]
     certificates: Certificates | None = None
-    failures: Failures = field(default_factory=Failures)
+    login_limiter: LoginLimiter = field(default_factory=LoginLimiter)
 
     def identify(self, context: Any) -> SiteCertificate | None:
         """Who wants to join; None: one of ours, by token. Raises Refusal."""
@@ -151,9 +151,9 @@ class Entrance:
 
     def _failed(self, context: Any, reason: str) -> Refusal:
         address = host(context.peer())
-        if self.failures.wait_s(address):
+        if self.login_limiter.wait_s(address):
             return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many failed attempts; try again later")
-        self.failures.note(address)
+        self.login_limiter.record_failure(address)
         log.warning("somebody at %s was turned away: %s", address, reason)
         return Refusal(grpc.StatusCode.UNAUTHENTICATED, reason)
 

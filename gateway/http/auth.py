@@ -29,7 +29,7 @@ async def owner_of(secret: str, backend: Backend, address: str) -> Caller:
     """
     if secret.isascii():
         caller = backend.authenticate(secret)
-        if caller is None and not backend.failures.wait_s(address):
+        if caller is None and not backend.login_limiter.wait_s(address):
             caller = await backend.look_again(secret)
         if caller is not None:
             return caller
@@ -37,10 +37,10 @@ async def owner_of(secret: str, backend: Backend, address: str) -> Caller:
 
 
 def failed(backend: Backend, address: str, message: str) -> Unauthenticated | TooMany:
-    wait_s = backend.failures.wait_s(address)
+    wait_s = backend.login_limiter.wait_s(address)
     if wait_s:
         return TooMany("Too many requests without a good key came from your address.", retry_after_s=wait_s)
-    backend.failures.note(address)
+    backend.login_limiter.record_failure(address)
     return Unauthenticated(message)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from gateway.domain import Answer, Caller, Model
 from gateway.http.rate_headers import ShownQuota, no_quota
 from gateway.ids import hex_ids
-from gateway.security.login_limiter import Failures
+from gateway.security.login_limiter import LoginLimiter
 
 
 class Readiness(NamedTuple):
@@ -41,7 +41,7 @@ class Backend:
     clock: Callable[[], float] = time.monotonic
     unix_time: Callable[[], float] = time.time
     new_id: Callable[[], str] = field(default_factory=hex_ids)
-    failures: Failures = field(default_factory=Failures)  # to authenticate
+    login_limiter: LoginLimiter = field(default_factory=LoginLimiter)  # to authenticate
     timeout_s: float = 600.0
     body_limit_bytes: int = 8 * 1024 * 1024
     keep_alive_s: float = 15.0

@@ -9,7 +9,7 @@ from uuid import uuid4
 from sqlalchemy import insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.operator_orders import Entry
+from gateway.operator_orders import AuditEntry
 from gateway.store.tables import audit, keys
 
 AT_THE_COMMAND_LINE = "command line"
@@ -26,7 +26,7 @@ async def note(
     connection: AsyncConnection, act: Act, now: float, *, action: str, before: str, after: str
 ) -> None:
     who = await signature(connection, act.who)
-    entry = Entry(uuid4().hex, now, who, "", action, act.reason, before, after)
+    entry = AuditEntry(uuid4().hex, now, who, "", action, act.reason, before, after)
     await connection.execute(insert(audit), asdict(entry))
 
 

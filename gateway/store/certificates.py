@@ -40,7 +40,7 @@ class Registered:
     reason: str
 
 
-class CertificateRegister:
+class CertificateRegistry:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._known: Mapping[str, Registered] = {}

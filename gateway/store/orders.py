@@ -8,14 +8,14 @@ from uuid import uuid4
 from sqlalchemy import ColumnElement, and_, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.operator_orders import Entry, Order
+from gateway.operator_orders import AuditEntry, Order
 from gateway.store.audit import signature
 from gateway.store.tables import audit, site_orders
 
 EXPIRY = "expired"
 
 
-class OrderBook:
+class OrderTable:
     """May raise SQLAlchemy's errors: its callers are people and a loop that tries again."""
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -25,15 +25,15 @@ class OrderBook:
         async with self._engine.connect() as connection:
             return [Order(**row._mapping) for row in await connection.execute(select(site_orders))]
 
-    async def entries(self, most: int) -> list[Entry]:
+    async def entries(self, most: int) -> list[AuditEntry]:
         """Newest first."""
         newest = select(audit).order_by(audit.c.at.desc(), audit.c.id).limit(most)
         async with self._engine.connect() as connection:
-            return [Entry(**row._mapping) for row in await connection.execute(newest)]
+            return [AuditEntry(**row._mapping) for row in await connection.execute(newest)]
 
     async def change(
         self, site: str, subject: str, order: Order | None, *, action: str, who: str, reason: str, now: float
-    ) -> Entry:
+    ) -> AuditEntry:
         """Put `order` in the place of the one on this subject, or lift that when it is None.
 
         `who` is the id of a key; the key's name is written beside it, for people.
@@ -45,7 +45,7 @@ class OrderBook:
             await connection.execute(delete(site_orders).where(_on(site, subject)))
             if order is not None:
                 await connection.execute(insert(site_orders), asdict(order))
-            entry = Entry(
+            entry = AuditEntry(
                 id=uuid4().hex,
                 at=now,
                 who=who,
@@ -67,7 +67,7 @@ class OrderBook:
             if removed.rowcount:
                 reason = f"the time that {order.who} set has passed"
                 before, after = f"{order.subject}: {order.value}", f"{order.subject}: default"
-                entry = Entry(
+                entry = AuditEntry(
                     uuid4().hex, now, order.who, order.site, EXPIRY, reason, before, after, order.until_at
                 )
                 await connection.execute(insert(audit), asdict(entry))

@@ -10,7 +10,7 @@ from sqlalchemy import Row, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.domain import Attempt
-from gateway.operator_orders import Entry
+from gateway.operator_orders import AuditEntry
 from gateway.site_events import Event
 from gateway.store.rows import DecisionRow, EventRow, UsageRow, attempt_of, event_of
 from gateway.store.tables import audit, decisions, site_events, usage
@@ -36,11 +36,11 @@ class Total:
     completion_tokens: int
 
 
-class SiteStory(NamedTuple):
+class SiteHistory(NamedTuple):
     """What happened to one site, and what operators did to it; each newest first."""
 
     events: list[EventRow]
-    entries: list[Entry]
+    entries: list[AuditEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,15 @@ class Reads:
             found = await connection.execute(sums)
             return [Total(who, queries, int(prompt), int(answer)) for who, queries, prompt, answer in found]
 
-    async def site(self, name: str, most: int) -> SiteStory:
+    async def site(self, name: str, most: int) -> SiteHistory:
         """As all replicas saw it; at most `most` of each."""
         events = select(site_events).where(site_events.c.site == name)
         entries = select(audit).where(audit.c.site == name)
         async with self._engine.connect() as connection:
             seen = await connection.execute(events.order_by(*NEWEST).limit(most))
             done = await connection.execute(entries.order_by(audit.c.at.desc(), audit.c.id).limit(most))
-            return SiteStory(
-                [EventRow(**row._mapping) for row in seen], [Entry(**row._mapping) for row in done]
+            return SiteHistory(
+                [EventRow(**row._mapping) for row in seen], [AuditEntry(**row._mapping) for row in done]
             )
 
     async def seen_by(self, replica: str, since: float, most: int) -> list[Event]:

@@ -139,7 +139,7 @@ class Recorder:
             return
         self._append(journal, line)
 
-    def happened(self, event: Event, replica: str) -> None:
+    def record_event(self, event: Event, replica: str) -> None:
         """Never blocks, and takes no room that usage needs."""
         journal = self._started
         if self.has_room:

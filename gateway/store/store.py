@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gateway.store.certificates import CertificateRegister
+from gateway.store.certificates import CertificateRegistry
 from gateway.store.database import check_schema, open_engine
-from gateway.store.figures import Figures
 from gateway.store.keys import KeyRing
-from gateway.store.orders import OrderBook
+from gateway.store.orders import OrderTable
 from gateway.store.pepper import Pepper
 from gateway.store.queries import Reads
-from gateway.store.quota_book import QuotaBook
+from gateway.store.quota_table import QuotaTable
 from gateway.store.recorder import Recorder
 from gateway.store.retention import Keep, Retention
 from gateway.store.slices import SliceTable
+from gateway.store.snapshots import SnapshotTable
 from gateway.store.writer import DatabaseWriter
 
 KEEP: Final = Keep()
@@ -29,10 +29,10 @@ class Store:
     keys: KeyRing
     recorder: Recorder
     read: Reads
-    orders: OrderBook
-    figures: Figures
-    certificates: CertificateRegister
-    quotas: QuotaBook
+    orders: OrderTable
+    snapshots: SnapshotTable
+    certificates: CertificateRegistry
+    quotas: QuotaTable
     slices: SliceTable
 
 
@@ -53,7 +53,7 @@ async def open_store(
     must be there (`migrations.upgrade(url)`). Raises StoreError.
     """
     engine = open_engine(url)
-    certificates = CertificateRegister(engine)
+    certificates = CertificateRegistry(engine)
     keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
     retention = Retention(engine, keep)
@@ -67,10 +67,10 @@ async def open_store(
             keys=keys,
             recorder=recorder,
             read=Reads(engine),
-            orders=OrderBook(engine),
-            figures=Figures(engine),
+            orders=OrderTable(engine),
+            snapshots=SnapshotTable(engine),
             certificates=certificates,
-            quotas=QuotaBook(engine),
+            quotas=QuotaTable(engine),
             slices=SliceTable(engine, name),
         )
     finally:

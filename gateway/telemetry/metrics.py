@@ -60,8 +60,8 @@ class Metrics:
         self._by_site = (self._requests, self._tokens, self._ttft, self._itl, self._queue)
         registry.register(self)
 
-    def also(self, collector: Collector) -> None:
-        """Export what another part of the gateway counts."""
+    def register(self, collector: Collector) -> None:
+        """Export the metrics of another part of the gateway, too."""
         self._registry.register(collector)
 
     def text(self) -> bytes:

@@ -1,4 +1,4 @@
-"""One snapshot of the federation a second, for everyone who looks: built once and encoded once."""
+"""Publish one snapshot of the federation a second: built once and encoded once for all listeners."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
 import msgspec
 
-from gateway.domain import Outcome
+from gateway.domain import Outcome, Site
 from gateway.federation.directory import Directory
 from gateway.site_events import Event, EventLog
 from gateway.telemetry.banner import banner
 from gateway.telemetry.history import History, Sample
 from gateway.telemetry.recent import Move, Recent
-from gateway.telemetry.replicas import Summary, together
+from gateway.telemetry.replicas import Summary, merge_summaries
 from gateway.telemetry.snapshot import (
     Pool,
     Rates,
@@ -34,29 +34,29 @@ from gateway.wording import several
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
-EVENTS_SHOWN = 60
-REMEMBERED_S = 24 * 3600.0
-MOVES_SHARED = 20
-MOVES_SHARED_S = 60.0
+SNAPSHOT_INTERVAL_S = 1.0
+MAX_EVENTS_SHOWN = 60
+RESTORED_S = 24 * 3600.0
+MAX_SHARED_MOVES = 20
+SHARED_MOVES_S = 60.0
 
 
-class Keeper(Protocol):
-    """Where minutes outlive the process; `gateway.store.figures.Figures` is one."""
+class HistoryStore(Protocol):
+    """Store of minute samples that outlives the process; implemented by `gateway.store.snapshots`."""
 
     async def save(self, minute: int, sample: dict[str, object]) -> None: ...
     async def since(self, minute: int) -> list[tuple[int, dict[str, object]]]: ...
 
 
-class Watch:
-    """`clock` is the gateway's monotonic clock, `unix_time` dates what people see.
+class SnapshotPublisher:
+    """Builds snapshots. `clock` is the gateway's monotonic clock; `unix_time` dates what people see.
 
-    `others` is what the other replicas say of their queries, by name; `pools` and `certificate_until` are
-    asked at every look, too. `keep` is told what this replica saw happen to sites: of queries that moved
-    only failovers, since offloads are daily business and their decisions are kept.
+    `replica_summaries` (the query summaries of the other replicas, by name), `pools` and `certificate_until`
+    are called for every snapshot. `store_event` receives the site events that this replica saw; of moved
+    queries only failovers, because offloads are routine and their decisions are stored anyway.
 
-    A listener awaits `after(seq)`: it gets the newest snapshot, so one that is slow skips some, and nothing
-    is queued for anybody. After `close` it gets None.
+    A listener awaits `after(seq)` and gets the newest snapshot: a slow listener skips some, and nothing is
+    queued for any of them. After `close` listeners get None.
     """
 
     def __init__(
@@ -66,63 +66,65 @@ class Watch:
         *,
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
-        keeper: Keeper | None = None,
+        history_store: HistoryStore | None = None,
     ) -> None:
         self.boot_id = secrets.token_hex(4)
         self.events = EventLog()
         self.recent = Recent()
-        self.history = History(self._minute_is_over)
+        self.history = History(self._on_minute)
         self.replica = replica
         self._directory = directory
         self._clock = clock
         self.unix_time = unix_time
-        self._keeper = keeper
+        self._history_store = history_store
         self._rates = Rates()
-        self._moves: deque[Event] = deque(maxlen=MOVES_SHARED)
-        self.others: Callable[[], Mapping[str, Summary]] = dict
+        self._moves: deque[Event] = deque(maxlen=MAX_SHARED_MOVES)
+        self.replica_summaries: Callable[[], Mapping[str, Summary]] = dict
         self.pools: Callable[[], list[Pool]] = list
         self.certificate_until: Callable[[str], float] = no_certificate
-        self.keep: Callable[[Event], None] = not_kept
-        self._news = asyncio.Event()
+        self.store_event: Callable[[Event], None] = discard
+        self._published = asyncio.Event()
         self._closed = False
-        self._ticking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self.saving: set[asyncio.Task[None]] = set()
         self.encoded = b""
-        self.said = Summary()  # by this replica at the last look
+        self.own_summary = Summary()  # of this replica, as of the last snapshot
         self.snapshot: Snapshot | None = None
 
     async def start(self) -> None:
-        """What was kept of the last day comes back first; without it the plots start empty."""
-        if self._keeper is not None:
+        """Restore the last day's history, then publish every second. Without a stored history plots start
+        empty.
+        """
+        if self._history_store is not None:
             try:
-                kept = await self._keeper.since(int(self.unix_time() // 60) - 24 * 60)
+                kept = await self._history_store.since(int(self.unix_time() // 60) - 24 * 60)
                 self.history.restore(msgspec.convert(sample, Sample) for _, sample in kept)
             except Exception:
                 log.exception("yesterday's figures could not be read")
         self.tick()
-        self._ticking = asyncio.create_task(self._tick_for_ever())
+        self._task = asyncio.create_task(self._tick_for_ever())
 
-    async def remember(self, seen_by: Callable[[str, float, int], Awaitable[list[Event]]]) -> None:
-        """What this replica saw in the last day, before it was started again."""
+    async def restore_events(self, seen_by: Callable[[str, float, int], Awaitable[list[Event]]]) -> None:
+        """Restore the events that this replica saw in the last day, before its restart."""
         try:
-            newest = await seen_by(self.replica, self.unix_time() - REMEMBERED_S, EVENTS_SHOWN)
+            newest = await seen_by(self.replica, self.unix_time() - RESTORED_S, MAX_EVENTS_SHOWN)
             for event in reversed(newest):
                 self.events.add(event)
         except Exception:
             log.exception("yesterday's events could not be read")
 
     def close(self) -> None:
-        """Every listener ends."""
+        """Stop publishing and end every listener."""
         self._closed = True
-        if self._ticking is not None:
-            self._ticking.cancel()
-        self._wake()
+        if self._task is not None:
+            self._task.cancel()
+        self._notify()
 
     def observe(self, outcome: Outcome) -> None:
         self.recent.observe(outcome, self.unix_time())
 
     def summary(self) -> Summary:
-        """What the queries of this replica alone say."""
+        """Summarize the recent queries of this replica alone."""
         now, recent = self.unix_time(), self.recent
         return Summary(
             failed_per_min=recent.failed_per_min(now),
@@ -130,82 +132,85 @@ class Watch:
             waits=recent.waits(now),
             routes=recent.routes(),
             quality=recent.quality(),
-            moves=[event for event in self._moves if event.at > now - MOVES_SHARED_S],
+            moves=[event for event in self._moves if event.at > now - SHARED_MOVES_S],
         )
 
     async def after(self, seq: int) -> Snapshot | None:
-        """The newest snapshot that is newer than `seq`; None once the watch is closed."""
+        """Wait for a snapshot newer than `seq` and return the newest; None once the publisher is closed."""
         while not self._closed and (self.snapshot is None or self.snapshot.seq <= seq):
-            await self._news.wait()
+            await self._published.wait()
         return None if self._closed else self.snapshot
 
     def tick(self) -> Snapshot:
-        """Look once. Synchronous: a picture of one moment."""
+        """Build and publish one snapshot. Synchronous, so that it shows a single moment."""
         now_s, now = self._clock(), self.unix_time()
         sites = self._directory.sites
         self.recent.forget(now)
-        states = ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites)
-        for changed in self.events.states(now, states, self._directory.why_left):
-            self.keep(changed)
-        for move, number in self.recent.take_moves():
-            self._moves.append(moved := _moved(now, move, number))
-            self.events.add(moved)
-            if moved.bad:
-                self.keep(moved)
-        others, self.said = self.others(), self.summary()
-        said = together([self.said, *others.values()])
+        self._record_events(sites, now_s, now)
+        of_others, self.own_summary = self.replica_summaries(), self.summary()
+        merged = merge_summaries([self.own_summary, *of_others.values()])
         rates = self._rates.observe(sites, now_s)
-        shown = views(sites, rates, said.waits, now_s, self.certificate_until)
-        summed = totals(shown, said.failed_per_min, said.ended_per_min)
+        shown = views(sites, rates, merged.waits, now_s, self.certificate_until)
+        summed = totals(shown, merged.failed_per_min, merged.ended_per_min)
         self.snapshot = Snapshot(
             seq=self.snapshot.seq + 1 if self.snapshot else 1,
             at=round(now, 3),
             replica=self.replica,
-            replicas=sorted({self.replica, *others}),
+            replicas=sorted({self.replica, *of_others}),
             banner=banner(shown, summed),
             totals=summed,
             clouds=by_cloud(shown),
             sites=shown,
             pools=self.pools(),
-            routes=said.routes,
-            quality=said.quality,
-            events=self.events.latest(EVENTS_SHOWN),
+            routes=merged.routes,
+            quality=merged.quality,
+            events=self.events.newest(MAX_EVENTS_SHOWN),
         )
         self.encoded = msgspec.json.encode(self.snapshot)
         self.history.add(self.snapshot.sample())
-        self._wake()
+        self._notify()
         return self.snapshot
+
+    def _record_events(self, sites: Sequence[Site], now_s: float, now: float) -> None:
+        states = ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites)
+        for event in self.events.record_states(now, states, self._directory.why_left):
+            self.store_event(event)
+        for move, number in self.recent.take_moves():
+            self._moves.append(event := _move_event(now, move, number))
+            self.events.add(event)
+            if event.bad:
+                self.store_event(event)
 
     async def _tick_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(SNAPSHOT_INTERVAL_S)
             try:
                 self.tick()
             except Exception:
                 log.exception("a snapshot went wrong in an unforeseen way; the page shows the one before")
 
-    def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self) -> None:
+        published, self._published = self._published, asyncio.Event()
+        published.set()
 
-    def _minute_is_over(self, minute: int, sample: Sample) -> None:
-        if self._keeper is not None:
-            task = asyncio.create_task(self._save(self._keeper, minute, sample))
+    def _on_minute(self, minute: int, sample: Sample) -> None:
+        if self._history_store is not None:
+            task = asyncio.create_task(self._save(self._history_store, minute, sample))
             self.saving.add(task)
             task.add_done_callback(self.saving.discard)
 
-    async def _save(self, keeper: Keeper, minute: int, sample: Sample) -> None:
+    async def _save(self, store: HistoryStore, minute: int, sample: Sample) -> None:
         try:
-            await keeper.save(minute, asdict(sample))
+            await store.save(minute, asdict(sample))
         except Exception:
             log.exception("a minute of figures could not be kept")
 
 
-def not_kept(_event: Event) -> None:
-    """Without a database."""
+def discard(_event: Event) -> None:
+    """Stores nothing: the default without a database."""
 
 
-def _moved(now: float, move: Move, number: int) -> Event:
+def _move_event(now: float, move: Move, number: int) -> Event:
     queries = several(number, "query", "queries")
     if move.kind == "offload":
         return Event(

@@ -1,6 +1,7 @@
-"""What the queries of all replicas say together, so that a page shows the federation whichever one serves it.
+"""Merge the query summaries of all replicas, so that the page shows the federation whichever replica serves
+it.
 
-Each replica writes its own summary down and reads the others'. Figures of sites need none of this: sites
+Each replica stores its own summary and reads those of the others. Does not share load figures of sites: sites
 report to every replica.
 """
 
@@ -19,20 +20,20 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.site_events import Event
 from gateway.store.database import reason
-from gateway.store.figures import Written
+from gateway.store.snapshots import ReplicaSummary
 from gateway.telemetry.recent import NO_WAITS, Quality, Route, SiteWaits
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 2.0
+EXCHANGE_INTERVAL_S = 2.0
 FRESH_S = 10.0
-"""A replica that has written nothing new for so long is no longer counted."""
-ROUTES_SHOWN = 12
+"""A replica whose summary has not changed for this long is no longer counted."""
+MAX_ROUTES_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the queries of the last minutes say. `moves` are offloads and failovers as events."""
+    """Summary of one replica's queries of the last minutes. `moves` are offloads and failovers as events."""
 
     failed_per_min: float = 0.0
     ended_per_min: float = 0.0
@@ -42,8 +43,8 @@ class Summary:
     moves: list[Event] = field(default_factory=list)
 
 
-def together(summaries: Sequence[Summary]) -> Summary:
-    """Counts are summed. Of waits and errors the worst replica's stands: it holds for all of them."""
+def merge_summaries(summaries: Sequence[Summary]) -> Summary:
+    """Sum the counts; of waits take the worst replica's, which bounds all of them."""
     attempts: Counter[tuple[str, str]] = Counter()
     for each in summaries:
         for route in each.routes:
@@ -52,13 +53,13 @@ def together(summaries: Sequence[Summary]) -> Summary:
     return Summary(
         failed_per_min=sum(each.failed_per_min for each in summaries),
         ended_per_min=sum(each.ended_per_min for each in summaries),
-        waits={site: _waits([each.waits.get(site, NO_WAITS) for each in summaries]) for site in sites},
-        routes=[Route(*key, number) for key, number in attempts.most_common(ROUTES_SHOWN)],
-        quality=_quality([each.quality for each in summaries if each.quality]),
+        waits={site: _merge_waits([each.waits.get(site, NO_WAITS) for each in summaries]) for site in sites},
+        routes=[Route(*key, number) for key, number in attempts.most_common(MAX_ROUTES_SHOWN)],
+        quality=_merge_quality([each.quality for each in summaries if each.quality]),
     )
 
 
-def _waits(waits: Sequence[SiteWaits]) -> SiteWaits:
+def _merge_waits(waits: Sequence[SiteWaits]) -> SiteWaits:
     return SiteWaits(
         ttft_p95_s=max((each.ttft_p95_s for each in waits if each.ttft_p95_s is not None), default=None),
         itl_p95_s=max((each.itl_p95_s for each in waits if each.itl_p95_s is not None), default=None),
@@ -66,7 +67,7 @@ def _waits(waits: Sequence[SiteWaits]) -> SiteWaits:
     )
 
 
-def _quality(found: Sequence[Quality]) -> Quality | None:
+def _merge_quality(found: Sequence[Quality]) -> Quality | None:
     if not found:
         return None
     answers = sum(each.answers for each in found)
@@ -79,65 +80,72 @@ def _quality(found: Sequence[Quality]) -> Quality | None:
     )
 
 
-class Shelf(Protocol):
-    """Where replicas leave word for each other; `gateway.store.figures.Figures` is one."""
+class SummaryStore(Protocol):
+    """Store through which replicas exchange summaries; implemented by `gateway.store.snapshots`."""
 
-    async def tell(self, mine: Written) -> list[Written]: ...
+    async def exchange(self, own: ReplicaSummary) -> list[ReplicaSummary]: ...
 
 
-class Others:
-    """`summaries` is what the other replicas said last, by name; `tell` is given their moves, each once."""
+class SummaryExchange:
+    """Writes this replica's summary and reads those of the others.
+
+    `summaries` holds the newest summary of every other replica, by name. `on_move` receives each of their
+    moves once.
+    """
 
     def __init__(
         self,
-        shelf: Shelf,
+        store: SummaryStore,
         replica: str,
-        own: Callable[[], Summary],
-        tell: Callable[[Event], None],
+        own_summary: Callable[[], Summary],
+        on_move: Callable[[Event], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self.summaries: dict[str, Summary] = {}
-        self._shelf = shelf
+        self._store = store
         self._replica = replica
-        self._own = own
-        self._tell = tell
+        self._own_summary = own_summary
+        self._on_move = on_move
         self._clock = clock
         self._unix_time = unix_time
         self._seen: dict[
             str, tuple[float, float]
-        ] = {}  # what each replica dated its word, and when it was new
-        self._told: dict[str, float] = {}
+        ] = {}  # the newest `at` of each replica, and when it was new
+        self._last_move_at: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Until cancelled. While the database is away the page is of this replica alone, and says so."""
+        """Exchange summaries until cancelled. While the database is away the page shows this replica
+        alone.
+        """
         while True:
             try:
-                await self.look()
+                await self.exchange()
             except (SQLAlchemyError, OSError) as exc:
                 self.summaries = {}
                 log.warning("the page is of this replica alone: %s", reason(exc))
             except Exception:
                 self.summaries = {}
-                log.exception("what other replicas say could not be understood")
-            await asyncio.sleep(EVERY_S)
+                log.exception("the summaries of other replicas could not be read")
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
 
-    async def look(self) -> None:
-        mine = Written(self._replica, self._unix_time(), asdict(self._own()))
-        found = {each.replica: each for each in await self._shelf.tell(mine)}
+    async def exchange(self) -> None:
+        """Exchange once."""
+        own = ReplicaSummary(self._replica, self._unix_time(), asdict(self._own_summary()))
+        found = {each.replica: each for each in await self._store.exchange(own)}
         fresh = self._fresh(found.values())
         self.summaries = {name: msgspec.convert(found[name].summary, Summary) for name in fresh}
         for name, summary in self.summaries.items():
-            self._pass_on(name, summary.moves)
+            self._forward_moves(name, summary.moves)
 
-    def _fresh(self, found: Collection[Written]) -> list[str]:
-        """Those whose word changed lately on our own clock: replicas' clocks need not agree.
+    def _fresh(self, found: Collection[ReplicaSummary]) -> list[str]:
+        """Return the replicas whose summary changed lately on our own clock: replicas' clocks need not agree.
 
-        A replica that is not found any more is forgotten.
+        Forgets replicas that are not found any more.
         """
-        now_s, seen = self._clock(), self._seen
-        self._told = {each.replica: self._told[each.replica] for each in found if each.replica in self._told}
+        now_s, seen, moves = self._clock(), self._seen, self._last_move_at
+        self._last_move_at = {each.replica: moves[each.replica] for each in found if each.replica in moves}
         self._seen = {
             each.replica: seen[each.replica]
             if seen.get(each.replica, (None,))[0] == each.at
@@ -146,9 +154,9 @@ class Others:
         }
         return [name for name, (_, new_s) in self._seen.items() if now_s - new_s <= FRESH_S]
 
-    def _pass_on(self, replica: str, moves: Sequence[Event]) -> None:
-        last = self._told.get(replica, 0.0)
+    def _forward_moves(self, replica: str, moves: Sequence[Event]) -> None:
+        last = self._last_move_at.get(replica, 0.0)
         for event in moves:
             if event.at > last:
-                self._tell(event)
-                self._told[replica] = max(event.at, self._told.get(replica, 0.0))
+                self._on_move(event)
+                self._last_move_at[replica] = max(event.at, self._last_move_at.get(replica, 0.0))

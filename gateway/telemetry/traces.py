@@ -53,7 +53,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("mico.gateway")
         self._received_at = 0.0
 
-    def toward(self, query: Query, attempt_id: str) -> Query:
+    def inject(self, query: Query, attempt_id: str) -> Query:
         """The query with the span of this attempt as its parent."""
         parent = self._parent(query.traceparent, query.id)
         wanted = self._provider.sampler.should_sample(

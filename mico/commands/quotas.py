@@ -12,7 +12,7 @@ from mico.options import AuditReason, Database, Json
 from mico.session import session
 
 if TYPE_CHECKING:
-    from gateway.store.quota_book import Quota, Tenant
+    from gateway.store.quota_table import Quota, Tenant
     from gateway.store.store import Store
 
 LIFTED = "none"
@@ -115,7 +115,7 @@ def set_quotas(
 def amount(kind: str, text: str) -> int | None:
     if text == LIFTED:
         return None
-    from gateway.store.quota_book import LARGEST
+    from gateway.store.quota_table import LARGEST
 
     whole = text.isascii() and text.isdecimal()
     if whole and len(text.lstrip("0")) <= len(str(LARGEST)) and int(text) <= LARGEST:

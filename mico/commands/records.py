@@ -13,7 +13,7 @@ from mico.options import Database, Json, Limit
 from mico.session import session
 
 if TYPE_CHECKING:
-    from gateway.operator_orders import Entry
+    from gateway.operator_orders import AuditEntry
     from gateway.store.queries import Total
     from gateway.store.store import Store
 
@@ -61,7 +61,7 @@ def audit(
 
     here = session(context)
 
-    async def work(store: Store) -> list[Entry]:
+    async def work(store: Store) -> list[AuditEntry]:
         return await store.orders.entries(limit)
 
     entries = visit(here, database, work)

@@ -18,22 +18,22 @@ import httpx2
 import pytest
 
 from gateway.admin.access import COOKIE, SESSION_S
-from gateway.admin.order_service import Desk
-from gateway.admin.routes import Office, admin_routes
-from gateway.admin.stream import columns_after, event, seen_before
+from gateway.admin.order_service import OrderService
+from gateway.admin.routes import AdminContext, admin_routes
+from gateway.admin.stream import columns_after, last_seen_seq, sse_event
 from gateway.domain import Caller, Delta, Piece
 from gateway.errors import NoSite
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.store.database import open_engine
-from gateway.store.figures import Figures
-from gateway.store.orders import OrderBook
+from gateway.store.orders import OrderTable
 from gateway.store.queries import Reads
 from gateway.store.recorder import Recorder
+from gateway.store.snapshots import SnapshotTable
 from gateway.store.writer import DatabaseWriter
-from gateway.telemetry.publisher import Watch
-from gateway.telemetry.replicas import Others
+from gateway.telemetry.publisher import SnapshotPublisher
+from gateway.telemetry.replicas import SummaryExchange
 from gateway.telemetry.snapshot import Snapshot
 from migrations import upgrade
 from tests.support.fakes.edge import error_of
@@ -49,12 +49,12 @@ class Replica:
     """One replica's operator side. `now` moves unix time; `callers` are the keys that are good now."""
 
     here: Scene
-    watch: Watch
-    desk: Desk
-    book: OrderBook
+    publisher: SnapshotPublisher
+    order_service: OrderService
+    book: OrderTable
     http: httpx2.AsyncClient
     callers: dict[str, Caller]
-    others: Others
+    exchange: SummaryExchange
     recorder: Recorder
     shift_s: list[float] = field(default_factory=lambda: [0.0])
 
@@ -71,7 +71,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Replica]:
+async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Replica]:
     engine = open_engine(url)
     shift = [0.0]
 
@@ -79,17 +79,19 @@ async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Repli
         return time.time() + shift[0]
 
     callers = {ADMIN: Caller("key-a", "ops", admin=True), USER: Caller("key-u", "shop")}
-    figures = Figures(engine)
-    watch = Watch(here.gateway.directory, name, unix_time=unix_time, keeper=figures)
-    others = Others(figures, name, watch.summary, watch.events.add, unix_time=unix_time)
-    watch.others = lambda: others.summaries
+    snapshots = SnapshotTable(engine)
+    publisher = SnapshotPublisher(here.gateway.directory, name, unix_time=unix_time, history_store=snapshots)
+    exchange = SummaryExchange(snapshots, name, publisher.summary, publisher.events.add, unix_time=unix_time)
+    publisher.replica_summaries = lambda: exchange.summaries
     reads = Reads(engine)
     recorder = Recorder(Path(mkdtemp(dir=Path(str(engine.url.database)).parent)), DatabaseWriter(engine))
     await recorder.start()
-    watch.keep = partial(recorder.happened, replica=name)
-    await watch.remember(reads.seen_by)
-    book = OrderBook(engine)
-    desk = Desk(book, here.gateway.directory, here.gateway.federation.links, watch, unix_time=unix_time)
+    publisher.store_event = partial(recorder.record_event, replica=name)
+    await publisher.restore_events(reads.seen_by)
+    book = OrderTable(engine)
+    order_service = OrderService(
+        book, here.gateway.directory, here.gateway.federation.links, publisher, unix_time=unix_time
+    )
     by_id = {caller.key_id: secret for secret, caller in callers.items()}
     backend = Backend(
         answer=partial(answer, here.gateway),
@@ -100,24 +102,24 @@ async def office(here: Scene, url: str, name: str = "g1") -> AsyncIterator[Repli
         clock=here.gateway.clock,
         unix_time=unix_time,
     )
-    doors = Office(
+    context = AdminContext(
         directory=here.gateway.directory,
-        watch=watch,
-        desk=desk,
+        publisher=publisher,
+        order_service=order_service,
         reads=reads,
         still_valid=lambda key_id: callers.get(by_id.get(key_id, "")),
         session_key=b"k" * 32,
     )
-    transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, doors)))
-    await desk.start()
-    await watch.start()
+    transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, context)))
+    await order_service.start()
+    await publisher.start()
     async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as http:
         try:
-            yield Replica(here, watch, desk, book, http, callers, others, recorder, shift)
+            yield Replica(here, publisher, order_service, book, http, callers, exchange, recorder, shift)
         finally:
-            watch.close()
-            await desk.close()
-            await asyncio.gather(*watch.saving)
+            publisher.close()
+            await order_service.close()
+            await asyncio.gather(*publisher.saving)
             await recorder.close()
             await engine.dispose()
 
@@ -132,9 +134,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at the database and snapshots, of which there is one a second; each look has its time."""
-    monkeypatch.setattr("gateway.admin.order_service.EVERY_S", 0.05)
-    monkeypatch.setattr("gateway.admin.order_service.LOOK_WITHIN_S", DEADLINE_S)
-    monkeypatch.setattr("gateway.telemetry.publisher.EVERY_S", 0.05)
+    monkeypatch.setattr("gateway.admin.order_service.REFRESH_S", 0.05)
+    monkeypatch.setattr("gateway.admin.order_service.REFRESH_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr("gateway.telemetry.publisher.SNAPSHOT_INTERVAL_S", 0.05)
 
 
 @pytest.fixture
@@ -145,8 +147,8 @@ def url(template: bytes, tmp_path: Path) -> str:
 
 def play(url: str, scenario: Callable[[Replica], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), scene() as here, office(here, url) as desk:
-            await scenario(desk)
+        async with asyncio.timeout(60), scene() as here, open_replica(here, url) as operator:
+            await scenario(operator)
 
     asyncio.run(main())
 
@@ -161,7 +163,7 @@ def test_a_drained_site_gets_nothing_new_finishes_what_runs_and_is_resumed(url: 
         site = await o.here.site("a")
         running = asyncio.create_task(text_of(o.here))
         assign = await site.assigned()
-        o.watch.tick()
+        o.publisher.tick()
         done = await o.act("a", "drain")
         assert done.json()["preview"]["refused_models"] == ["m"]
         assert await o.state("a") == "draining"
@@ -190,7 +192,7 @@ def test_a_pause_moves_what_still_runs_once_its_time_has_passed(url: str) -> Non
         await slow.step(assign, "Hel", 3)
         await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
         other = await o.here.site("b")
-        o.watch.tick()
+        o.publisher.tick()
         assert (await o.act("a", "pause", within_s=60)).status_code == 200
         assert await o.state("a") == "paused"
         assert other.inbox.empty()
@@ -213,7 +215,7 @@ def test_what_can_not_go_on_elsewhere_is_left_to_finish(url: str) -> None:
         await site.step(assign, "x", 1)
         await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
         await o.here.site("b")
-        o.watch.tick()
+        o.publisher.tick()
         await o.act("a", "pause", within_s=0)
         await site.finish(assign, "y", 2)
         await site.finish(assign, "z", 1, index=1)
@@ -231,7 +233,7 @@ def test_a_pause_moves_nothing_to_other_weights(url: str) -> None:
         await site.step(assign, "Hel", 3)
         await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
         other = await o.here.site("b", revision="rev-2")
-        o.watch.tick()
+        o.publisher.tick()
         await o.act("a", "pause", within_s=0)
         await site.finish(assign, "lo", 5)
         assert (await running, other.inbox.empty()) == ("Hello", True)
@@ -242,12 +244,12 @@ def test_a_pause_moves_nothing_to_other_weights(url: str) -> None:
 def test_an_order_ends_by_itself_and_the_audit_says_so(url: str) -> None:
     async def scenario(o: Replica) -> None:
         await o.here.site("a")
-        o.watch.tick()
+        o.publisher.tick()
         await o.act("a", "weight", weight=0, for_s=600)
         assert o.here.gateway.directory.sites[0].weight == 0
         o.pass_time(601)
         await until(lambda: o.here.gateway.directory.sites[0].weight == 1.0, "the weight is back")
-        await until(lambda: o.desk.orders == [], "the order is removed")
+        await until(lambda: o.order_service.orders == [], "the order is removed")
         assert [entry.action for entry in await o.book.entries(10)] == ["expired", "weight 0"]
 
     play(url, scenario)
@@ -258,16 +260,17 @@ def test_an_order_holds_at_every_replica_and_after_a_restart(url: str) -> None:
         async with asyncio.timeout(60), scene() as first, scene() as second:
             for here in (first, second):
                 await here.site("a")
-            async with office(first, url) as one, office(second, url) as two:
-                one.watch.tick()
+            async with open_replica(first, url) as one, open_replica(second, url) as two:
+                one.publisher.tick()
                 assert (await one.act("a", "pin-off", model="m")).status_code == 200
                 await until(lambda: "m" in second.gateway.directory.sites[0].pinned_off, "the other replica")
                 await until(
-                    lambda: any(e.kind == "operator" for e in two.watch.events.latest()), "its event there"
+                    lambda: any(e.kind == "operator" for e in two.publisher.events.newest()),
+                    "its event there",
                 )
-            async with office(second, url) as reborn:
+            async with open_replica(second, url) as reborn:
                 assert second.gateway.directory.sites[0].pinned_off == {"m"}
-                assert [e.who for e in reborn.watch.events.latest() if e.kind == "operator"] == ["key-a"]
+                assert [e.who for e in reborn.publisher.events.newest() if e.kind == "operator"] == ["key-a"]
 
     asyncio.run(main())
 
@@ -277,21 +280,21 @@ def test_a_page_shows_the_queries_of_every_replica(url: str) -> None:
         async with asyncio.timeout(60), scene() as first, scene() as second:
             site = await first.site("a")
             await second.site("a")
-            async with office(first, url) as one, office(second, url, "g2") as two:
+            async with open_replica(first, url) as one, open_replica(second, url, "g2") as two:
                 running = asyncio.create_task(text_of(first))
                 await site.finish(await site.assigned(), "hello", 5)
                 await running
-                one.watch.observe(first.outcomes[0])
-                await one.others.look()
-                await two.others.look()
-                one.watch.tick()
-                shown = two.watch.tick()
+                one.publisher.observe(first.outcomes[0])
+                await one.exchange.exchange()
+                await two.exchange.exchange()
+                one.publisher.tick()
+                shown = two.publisher.tick()
                 assert shown.replicas == ["g1", "g2"]
                 assert shown.totals.ended_per_min == 1.0
                 assert [(r.site, r.attempts) for r in shown.routes] == [("a", 1)]
                 assert shown.sites[0].ttft_p95_s is not None
-                await one.others.look()
-                assert one.watch.tick().totals.ended_per_min == 1.0
+                await one.exchange.exchange()
+                assert one.publisher.tick().totals.ended_per_min == 1.0
 
     asyncio.run(main())
 
@@ -314,7 +317,7 @@ def test_an_act_that_makes_no_sense_is_refused(
 ) -> None:
     async def scenario(o: Replica) -> None:
         await o.here.site("a")
-        o.watch.tick()
+        o.publisher.tick()
         refused = await o.act(site, verb, **body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         assert await o.book.entries(5) == []
@@ -336,23 +339,23 @@ def test_when_and_why_a_site_left_is_told_by_every_replica_and_after_a_restart(u
 
     async def main() -> None:
         async with asyncio.timeout(60), scene() as there:
-            async with scene() as here, office(here, url) as o, office(there, url, "g2") as other:
+            async with scene() as here, open_replica(here, url) as o, open_replica(there, url, "g2") as other:
                 site = await here.site("a")
-                o.watch.tick()
+                o.publisher.tick()
                 await site.close()
                 await until(lambda: here.gateway.directory.why_left, "the site has left")
-                o.watch.tick()
+                o.publisher.tick()
                 await site.join()
-                o.watch.tick()
+                o.publisher.tick()
                 await o.act("a", "drain")
                 await until(lambda: o.recorder.pending == 0, "all events stored")
                 for replica in (o, other):
                     assert [each for each in await story(replica, "a") if each in told] == told
                     assert await story(replica, "a", 1) == (await story(replica, "a"))[-1:]
                     assert await story(replica, "b") == []
-            async with office(there, url) as again:
+            async with open_replica(there, url) as again:
                 assert [each for each in await story(again, "a") if each in told] == told
-                shown = [event.text for event in reversed(again.watch.events.latest())]
+                shown = [event.text for event in reversed(again.publisher.events.newest())]
                 assert [text for text in shown if text in texts] == texts
 
     asyncio.run(main())
@@ -396,7 +399,7 @@ async def sign_in(o: Replica, **more: Any) -> httpx2.Response:
 def test_a_session_is_a_cookie_that_acts_only_from_our_own_page(url: str) -> None:
     async def scenario(o: Replica) -> None:
         await o.here.site("a")
-        o.watch.tick()
+        o.publisher.tick()
         cookie = (await sign_in(o)).headers["set-cookie"]
         for word in ("HttpOnly", "SameSite=strict", "Path=/admin", f"Max-Age={SESSION_S}"):
             assert word.lower() in cookie.lower()
@@ -423,7 +426,7 @@ def test_a_session_is_a_cookie_that_acts_only_from_our_own_page(url: str) -> Non
 def test_a_site_is_drained_and_told_of_whatever_its_name(url: str, name: str) -> None:
     async def scenario(o: Replica) -> None:
         await o.here.site(name)
-        o.watch.tick()
+        o.publisher.tick()
         quoted = quote(name, safe="")
         assert (await o.act(quoted, "drain")).status_code == 200
         assert await o.state(name) == "draining"
@@ -465,10 +468,10 @@ def test_a_cookie_stays_on_tls_however_many_proxies_there_are(
     "body", [b'{"key":"\xff"}', b'{"\xff":1}', b"\xff", b"", b"[]", b'{"key":1}', b'{"key":' + b"[" * 9999]
 )
 def test_a_body_that_is_no_json_of_ours_is_the_clients_mistake(url: str, body: bytes) -> None:
-    async def scenario(desk: Replica) -> None:
+    async def scenario(operator: Replica) -> None:
         kind = {"content-type": "application/json"}
         for path, headers in (("session", {}), ("sites/a/drain", BEARER)):
-            answer = await desk.http.post(f"/admin/api/{path}", content=body, headers={**kind, **headers})
+            answer = await operator.http.post(f"/admin/api/{path}", content=body, headers={**kind, **headers})
             assert error_of(answer, 400)["type"] == "invalid_request_error"
 
     play(url, scenario)
@@ -506,27 +509,27 @@ def test_a_session_may_be_for_looking_only(url: str) -> None:
     play(url, scenario)
 
 
-def test_a_listener_gets_the_newest_skips_what_it_missed_and_ends_with_the_watch(url: str) -> None:
+def test_a_listener_gets_the_newest_skips_what_it_missed_and_ends_with_the_publisher(url: str) -> None:
     async def scenario(o: Replica) -> None:
-        first = await o.watch.after(0)
+        first = await o.publisher.after(0)
         assert first is not None
-        waiting = asyncio.create_task(o.watch.after(first.seq + 2))
+        waiting = asyncio.create_task(o.publisher.after(first.seq + 2))
         for _ in range(3):
-            o.watch.tick()
+            o.publisher.tick()
         newest = await waiting
         assert newest is not None
         assert newest.seq == first.seq + 3
-        assert json.loads(o.watch.encoded)["seq"] == newest.seq
-        missed = json.loads(columns_after(o.watch, first.seq + 1))
+        assert json.loads(o.publisher.encoded)["seq"] == newest.seq
+        missed = json.loads(columns_after(o.publisher, first.seq + 1))
         assert (missed["resumed"], len(missed["columns"]["at"])) == (True, 2)
-        boot_id = o.watch.boot_id
-        assert seen_before(o.watch, f"{boot_id}-{first.seq}") == first.seq
+        boot_id = o.publisher.boot_id
+        assert last_seen_seq(o.publisher, f"{boot_id}-{first.seq}") == first.seq
         for unheard_of in (f"{boot_id}-²", f"{boot_id}-{'9' * 5000}", f"{boot_id}-{newest.seq + 9}", boot_id):
-            assert seen_before(o.watch, unheard_of) == 0, "it would wait for what may never come"
-        everything = json.loads(columns_after(o.watch, seen_before(o.watch, "other-9")))
+            assert last_seen_seq(o.publisher, unheard_of) == 0, "it would wait for what may never come"
+        everything = json.loads(columns_after(o.publisher, last_seen_seq(o.publisher, "other-9")))
         assert (everything["resumed"], len(everything["columns"]["at"])) == (False, newest.seq)
-        last = asyncio.create_task(o.watch.after(newest.seq))
-        o.watch.close()
+        last = asyncio.create_task(o.publisher.after(newest.seq))
+        o.publisher.close()
         assert await last is None
 
     play(url, scenario)
@@ -535,17 +538,17 @@ def test_a_listener_gets_the_newest_skips_what_it_missed_and_ends_with_the_watch
 def test_the_stream_opens_with_history_then_snapshots_with_ids_and_ends(url: str) -> None:
     async def scenario(o: Replica) -> None:
         await o.here.site("a")
-        o.watch.tick()
-        after, listened = o.watch.after, list[int]()
+        o.publisher.tick()
+        after, listened = o.publisher.after, list[int]()
 
         def listen(seq: int) -> Awaitable[Snapshot | None]:
             listened.append(seq)
             return after(seq)
 
-        o.watch.after = listen  # type: ignore[method-assign, assignment]
+        o.publisher.after = listen  # type: ignore[method-assign, assignment]
         reading = asyncio.create_task(o.http.get("/admin/stream", headers=BEARER))
         await until(lambda: len(listened) > 1, "a snapshot was sent, and the next is waited for")
-        o.watch.close()
+        o.publisher.close()
         answered = await reading
         assert answered.headers["content-type"].startswith("text/event-stream")
         assert "content-encoding" not in answered.headers
@@ -553,8 +556,8 @@ def test_the_stream_opens_with_history_then_snapshots_with_ids_and_ends(url: str
         assert blocks[0].startswith("retry: 2000\nevent: history\ndata: ")
         ids = [block.splitlines()[0] for block in blocks[1:] if block]
         assert ids
-        assert all(line.startswith(f"id: {o.watch.boot_id}-") for line in ids)
-        assert event("x", b"{}") == b"event: x\ndata: {}\n\n"
+        assert all(line.startswith(f"id: {o.publisher.boot_id}-") for line in ids)
+        assert sse_event("x", b"{}") == b"event: x\ndata: {}\n\n"
 
     play(url, scenario)
 
@@ -564,19 +567,21 @@ def test_the_snapshot_shows_load_where_it_is_and_minutes_outlive_the_process(url
         site = await o.here.site("a", seconds_per_token=0.1)
         await site.report(token_load=200.0, running=2, tokens_per_s=40.0)
         await until(lambda: o.here.gateway.directory.sites[0].load.running == 2, "the report")
-        shown = o.watch.tick().sites[0]
+        shown = o.publisher.tick().sites[0]
         assert (shown.capacity_tokens, shown.load, shown.running) == (400, 0.5, 2)
         o.pass_time(60)
-        o.watch.tick()
-        keeper = Figures(open_engine(url))
-        await asyncio.gather(*o.watch.saving)
-        assert {"a": 0.5} in [minute["load"] for _, minute in await keeper.since(0)]  # or one just before
-        async with office(o.here, url) as reborn:
+        o.publisher.tick()
+        history_store = SnapshotTable(open_engine(url))
+        await asyncio.gather(*o.publisher.saving)
+        assert {"a": 0.5} in [
+            minute["load"] for _, minute in await history_store.since(0)
+        ]  # or one just before
+        async with open_replica(o.here, url) as reborn:
             answered = await reborn.http.get("/admin/api/history?minutes=1440", headers=BEARER)
             assert 0.5 in answered.json()["load"]["a"]
             wrong = await reborn.http.get("/admin/api/history?minutes=7", headers=BEARER)
             assert wrong.json()["error"]["param"] == "minutes"
-        await keeper._engine.dispose()
+        await history_store._engine.dispose()
 
     play(url, scenario)
 

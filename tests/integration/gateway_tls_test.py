@@ -14,7 +14,7 @@ import pytest
 from gateway.config import ConfigError, GatewayConfig
 from gateway.http.app import create_http
 from gateway.http.server import http_server
-from gateway.listeners import open_doors
+from gateway.listeners import load_credentials
 from gateway.security.pki.authority import Authority
 from gateway.security.tls import CertificateFiles, grpc_credentials
 from tests.support.fakes.edge import Script
@@ -120,7 +120,7 @@ def test_a_gateway_does_not_start_with_a_certificate_that_it_cannot_show(
     tmp_path: Path, authority: Authority
 ) -> None:
     async def opened(**settings: object) -> None:
-        await open_doors(GatewayConfig(site_tokens=("t",), **settings), None)  # type: ignore[arg-type]
+        await load_credentials(GatewayConfig(site_tokens=("t",), **settings), None)  # type: ignore[arg-type]
 
     chain, key = put(authority, tmp_path)
     other = authority.issue_server(["x"], datetime.now(UTC))

@@ -15,7 +15,7 @@ from gateway.domain import Answer, Delta, Piece, Query
 from gateway.http.app import create_http
 from gateway.http.backend import Readiness
 from gateway.http.server import Limits, http_server
-from gateway.security.login_limiter import MOST, Failures
+from gateway.security.login_limiter import MAX_FAILURES, LoginLimiter
 from tests.support.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say
 
 QUICK = Limits(connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
@@ -229,17 +229,18 @@ def test_wrong_keys_are_looked_up_only_so_often_and_a_good_one_still_passes() ->
 
     async def main() -> None:
         script = Script(
-            answer=say("Hello"), settings={"look_again": look_again, "failures": Failures(lambda: 0.0)}
+            answer=say("Hello"),
+            settings={"look_again": look_again, "login_limiter": LoginLimiter(lambda: 0.0)},
         )
         async with in_process(script) as edge:
             body = chat_body()
-            for _ in range(int(MOST)):
+            for _ in range(int(MAX_FAILURES)):
                 error_of(await edge.post("/v1/chat/completions", body, authorization="Bearer wrong"), 401)
             for wrong in ("Bearer wrong", "Basic x", ""):
                 refused = await edge.post("/v1/chat/completions", body, authorization=wrong)
                 assert error_of(refused, 429)["code"] == "rate_limit_exceeded"
                 assert int(refused.headers["retry-after"]) == 1
-            assert len(looked) == int(MOST)
+            assert len(looked) == int(MAX_FAILURES)
             assert (await edge.chat()).status_code == 200
 
     asyncio.run(main())
@@ -260,6 +261,6 @@ def test_who_forges_the_address_it_comes_from_is_counted_where_it_comes_from() -
             forged = f"x-forwarded-for: 10.0.1.{number}\r\nx-real-ip: 10.0.1.{number}\r\n"
             writer.write(f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{forged}\r\n".encode())
             statuses.append((await answered(reader))[9:12])
-        assert set(statuses[: int(MOST)]) == {b"401"}
+        assert set(statuses[: int(MAX_FAILURES)]) == {b"401"}
 
     play(scenario, replace(QUICK, slow_s=10.0))

@@ -20,10 +20,10 @@ from gateway.domain import SiteState
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.federation.site_auth import Certificates
-from gateway.security.login_limiter import MOST, Failures
+from gateway.security.login_limiter import MAX_FAILURES, LoginLimiter
 from gateway.security.pki import invitation
 from gateway.security.pki.authority import CSR_BYTES_MAX, Authority
-from gateway.security.pki.own import OwnPair
+from gateway.security.pki.server_certificate import SelfIssuedCertificate
 from gateway.security.tls import grpc_credentials
 from gateway.store.store import Store, open_store
 from site_engine.app import serve
@@ -99,7 +99,7 @@ def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
             settings = FederationSettings("east", (), heartbeat_s=60.0)
             clock = asyncio.get_running_loop().time
             here.federation = Federation(settings, Directory(), clock, certificates, looking_often)
-            shown = OwnPair(authority, ("127.0.0.1",))
+            shown = SelfIssuedCertificate(authority, ("127.0.0.1",))
             server, port, mutual_port = await listen(
                 here.federation,
                 "127.0.0.1:0",
@@ -345,15 +345,15 @@ def test_who_was_revoked_elsewhere_a_moment_ago_gets_nothing_newer(tmp_path: Pat
 
 def test_who_fails_too_often_is_told_only_that(tmp_path: Path) -> None:
     async def scenario(here: Scene) -> None:
-        here.federation._entrance.failures = Failures(lambda: 0.0)
+        here.federation._entrance.login_limiter = LoginLimiter(lambda: 0.0)
         identity = identity_of(here.config("alpha", join_secret="mico-join-wrong"))
         assert identity is not None
         reasons = []
-        for _ in range(int(MOST) + 2):
+        for _ in range(int(MAX_FAILURES) + 2):
             with pytest.raises(LinkLost) as caught:
                 await identity.renew()
             reasons.append("RESOURCE_EXHAUSTED" in str(caught.value))
-        assert reasons == [False] * int(MOST) + [True] * 2
+        assert reasons == [False] * int(MAX_FAILURES) + [True] * 2
         identity = identity_of(here.config("alpha", join_secret=here.invite("alpha")))
         assert identity is not None
         await identity.renew()  # who can say who it is is let in all the same

@@ -51,8 +51,8 @@ def exported() -> dict[str, set[str]]:
     models = {"m": Model("m", "1", 100, 0, "test")}
     directory.join(SiteIdentity("a", "boot", "aws", "r", models, slots=4, kv_capacity_tokens=100), 0.0)
     metrics = Metrics(directory, lambda: 0)
-    metrics.also(scaler(directory))
-    metrics.also(forecasts := Forecasts(HistogramForecaster(), HistogramForecaster()))
+    metrics.register(scaler(directory))
+    metrics.register(forecasts := Forecasts(HistogramForecaster(), HistogramForecaster()))
     ends = ("released", "lost", "finished")
     attempts = tuple(
         Attempt(Decision("q", end, "a", "mico", "why", (), {}, 0.0), end, 5, 9, 0.2) for end in ends

@@ -13,9 +13,9 @@ from gateway.admin import order_service
 from gateway.admin.order_service import event_of
 from gateway.domain import Credit, LoadReport, SiteIdentity, SiteState, Standing
 from gateway.federation.directory import Directory
-from gateway.operator_orders import Action, Entry, Order, Verb, order_of, standings
-from gateway.store.orders import OrderBook
-from gateway.telemetry.publisher import Watch
+from gateway.operator_orders import Action, AuditEntry, Order, Verb, order_of, standings
+from gateway.store.orders import OrderTable
+from gateway.telemetry.publisher import SnapshotPublisher
 from tests.support.fakes.federation import until
 
 A = SiteIdentity("a", "boot", "aws", "r", {}, slots=4, kv_capacity_tokens=100)
@@ -76,7 +76,7 @@ def test_what_only_lifts_leaves_no_order(verb: Verb) -> None:
     assert order_of(Action(Verb.WEIGHT, "a", "why", weight=100), "ann", 0.0) is None
 
 
-class SilentBook(OrderBook):
+class SilentBook(OrderTable):
     """It says once what was ordered, and then nothing more."""
 
     def __init__(self, order: Order) -> None:
@@ -89,7 +89,7 @@ class SilentBook(OrderBook):
             await asyncio.Event().wait()
         return [self.order]
 
-    async def entries(self, most: int) -> list[Entry]:
+    async def entries(self, most: int) -> list[AuditEntry]:
         return []
 
     async def expire(self, order: Order, now: float) -> None:
@@ -97,14 +97,16 @@ class SilentBook(OrderBook):
 
 
 def test_an_order_ends_on_time_though_the_database_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order_service, "EVERY_S", 0.01)
-    monkeypatch.setattr(order_service, "LOOK_WITHIN_S", 0.01)
+    monkeypatch.setattr(order_service, "REFRESH_S", 0.01)
+    monkeypatch.setattr(order_service, "REFRESH_TIMEOUT_S", 0.01)
     now = [0.0]
 
     async def main() -> None:
         here = directory()
         book = SilentBook(Order("a", "weight", "50", "ann", "why", given_at=0.0, until_at=100.0))
-        keeping = order_service.Desk(book, here, {}, Watch(here, "g1"), unix_time=lambda: now[0])
+        keeping = order_service.OrderService(
+            book, here, {}, SnapshotPublisher(here, "g1"), unix_time=lambda: now[0]
+        )
         await keeping.start()
         try:
             assert only(here)[1] == 0.5
@@ -133,24 +135,26 @@ class LateBook(SilentBook):
             await self.go.wait()
         return found
 
-    async def change(self, site: str, subject: str, order: Order | None, **act: object) -> Entry:
+    async def change(self, site: str, subject: str, order: Order | None, **act: object) -> AuditEntry:
         self.found = [order] if order is not None else []
-        return Entry("1", 0.0, "ann", site, "", "", "", "", None)
+        return AuditEntry("1", 0.0, "ann", site, "", "", "", "", None)
 
 
-def test_a_look_that_ends_late_does_not_undo_what_was_ordered_meanwhile(
+def test_a_refresh_that_ends_late_does_not_undo_what_was_ordered_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(order_service, "EVERY_S", 0.0)
+    monkeypatch.setattr(order_service, "REFRESH_S", 0.0)
 
     async def main() -> None:
         here, book = directory(), LateBook()
-        keeping = order_service.Desk(book, here, {}, watch := Watch(here, "g1"), unix_time=lambda: 0.0)
-        watch.tick()
+        keeping = order_service.OrderService(
+            book, here, {}, publisher := SnapshotPublisher(here, "g1"), unix_time=lambda: 0.0
+        )
+        publisher.tick()
         await keeping.start()
         try:
             await until(lambda: book.looks == 2, "a look has begun")
-            monkeypatch.setattr(order_service, "EVERY_S", 3600.0)  # no later one puts it right
+            monkeypatch.setattr(order_service, "REFRESH_S", 3600.0)  # no later one puts it right
             acting = asyncio.create_task(keeping.act(Action(Verb.WEIGHT, "a", "why", weight=50), "ann"))
             await until(lambda: book.found, "it is written down")
             book.go.set()
@@ -193,5 +197,5 @@ def test_an_order_counts_exactly_while_it_stands(given_orders: list[Order], now:
     ],
 )
 def test_an_act_is_told_with_its_reason_if_it_has_one(reason: str, until_at: float | None, text: str) -> None:
-    entry = Entry("1", 10.0, "ada", "a", "drain", reason, "", "", until_at)
+    entry = AuditEntry("1", 10.0, "ada", "a", "drain", reason, "", "", until_at)
     assert event_of(entry).text == text

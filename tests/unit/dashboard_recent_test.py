@@ -148,7 +148,7 @@ def test_events_tell_of_changes_once() -> None:
         (4.0, "boot", SiteState.DOWN),
         (5.0, "again", SiteState.READY),
     ):
-        kept += log.states(at, [("a", boot_id, state)], {"a": "silent for 5.0 s"})
+        kept += log.record_states(at, [("a", boot_id, state)], {"a": "silent for 5.0 s"})
     assert [event.text for event in kept] == [
         "joined",
         "is stale: its reports stopped",
@@ -156,5 +156,5 @@ def test_events_tell_of_changes_once() -> None:
         "joined again",
         "is ready",
     ]
-    assert log.latest() == kept[:2:-1] + kept[2::-1]
-    assert [event.at for event in log.latest(2)] == [5.0, 5.0]
+    assert log.newest() == kept[:2:-1] + kept[2::-1]
+    assert [event.at for event in log.newest(2)] == [5.0, 5.0]

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from gateway.batches import expiry
 from gateway.query.forecasting import Forecasts
 from gateway.store import certificates, retention
-from gateway.store.certificates import CertificateRegister
+from gateway.store.certificates import CertificateRegistry
 from gateway.store.retention import Keep, Retention
 from predictor.histogram import HistogramForecaster
 from predictor.hot_reload import CurrentForecaster
@@ -40,7 +40,7 @@ class Once:
 
 
 async def certificates_are_looked_at(once: Once) -> None:
-    class Register(CertificateRegister):
+    class Register(CertificateRegistry):
         async def refresh(self) -> None:
             once.call()
 

@@ -198,9 +198,9 @@ def test_the_last_room_is_for_queries_that_used_tokens_however_they_ended(tmp_pa
 def test_an_event_outlives_an_outage_and_the_process(tmp_path: Path) -> None:
     async def stopped(recorder: Recorder, writer: FakeWriter) -> None:
         writer.down = True
-        recorder.happened(LEFT, "g1")
+        recorder.record_event(LEFT, "g1")
         recorder.record(outcome("a"))
-        recorder.happened(BACK, "g1")
+        recorder.record_event(BACK, "g1")
         assert not await recorder.flush()
 
     async def started(recorder: Recorder, writer: FakeWriter) -> None:
@@ -220,9 +220,9 @@ def test_events_leave_the_last_room_to_usage(tmp_path: Path, caplog: pytest.LogC
     async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
         writer.down = True
         while recorder.has_room:
-            recorder.happened(LEFT, "g1")
+            recorder.record_event(LEFT, "g1")
         pending = recorder.pending
-        recorder.happened(LEFT, "g1")
+        recorder.record_event(LEFT, "g1")
         assert recorder.pending == pending
         recorder.record(outcome("in flight"))
         assert (recorder.pending, recorder.health.lost) == (pending + 1, 0)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegister
+from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, CertificateRegistry
 from gateway.store.store import open_store
 from tests.support.fakes.federation import until
 
 
-async def issue(register: CertificateRegister, site: str, at: float, *, renewal: bool) -> None:
+async def issue(register: CertificateRegistry, site: str, at: float, *, renewal: bool) -> None:
     await register.issued(site, serial=f"{at:.0f}", issued_at=at, expires_at=at + 100, renewal=renewal)
 
 

@@ -15,13 +15,13 @@ from gateway.store import keys, retention
 from gateway.store.audit import Act, note
 from gateway.store.database import open_engine
 from gateway.store.errors import StoreError
-from gateway.store.figures import Figures, Written
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
-from gateway.store.orders import OrderBook
+from gateway.store.orders import OrderTable
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
 from gateway.store.queries import Reads, TotalBy
 from gateway.store.retention import DAY_S, Keep, Retention
 from gateway.store.rows import EventRow, event_of, record_of
+from gateway.store.snapshots import ReplicaSummary, SnapshotTable
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
 from tests.support.fakes.store import RECEIVED_AT, outcome
@@ -295,13 +295,15 @@ def test_commands_work_beside_a_gateway_and_record_nothing(url: str, tmp_path: P
 def test_replicas_read_what_the_others_said_last(url: str) -> None:
     async def main() -> None:
         engine = open_engine(url)
-        figures = Figures(engine)
-        assert await figures.tell(Written("g1", 10_000.0, {"ended_per_min": 1.0})) == []
-        (seen,) = await figures.tell(Written("g2", 10_000.5, {"ended_per_min": 2.0}))
-        assert seen == Written("g1", 10_000.0, {"ended_per_min": 1.0})
-        (seen,) = await figures.tell(Written("g1", 10_002.0, {"ended_per_min": 3.0}))
+        snapshots = SnapshotTable(engine)
+        assert await snapshots.exchange(ReplicaSummary("g1", 10_000.0, {"ended_per_min": 1.0})) == []
+        (seen,) = await snapshots.exchange(ReplicaSummary("g2", 10_000.5, {"ended_per_min": 2.0}))
+        assert seen == ReplicaSummary("g1", 10_000.0, {"ended_per_min": 1.0})
+        (seen,) = await snapshots.exchange(ReplicaSummary("g1", 10_002.0, {"ended_per_min": 3.0}))
         assert seen.replica == "g2"
-        assert await figures.tell(Written("g2", 20_000.0, {})) == []  # who is gone for hours is forgotten
+        assert (
+            await snapshots.exchange(ReplicaSummary("g2", 20_000.0, {})) == []
+        )  # who is gone for hours is forgotten
         await engine.dispose()
 
     asyncio.run(main())
@@ -319,7 +321,7 @@ def test_the_audit_is_kept_for_its_own_time(url: str, monkeypatch: pytest.Monkey
         keeping = Retention(engine, Keep(audit_days=5), clock=lambda: 8.5 * DAY_S)
         assert await keeping.sweep() == 4
         assert await keeping.sweep() == 0
-        left = [entry.action for entry in await OrderBook(engine).entries(20)]
+        left = [entry.action for entry in await OrderTable(engine).entries(20)]
         assert left == [f"act {day}" for day in (8, 7, 6, 5, 4)]
         await engine.dispose()
 

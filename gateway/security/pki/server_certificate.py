@@ -10,7 +10,7 @@ from gateway.security.pki.authority import SERVER_LIFE, Authority
 from gateway.security.tls import Pair
 
 
-class OwnPair:
+class SelfIssuedCertificate:
     """A certificate that the gateway issues to itself, anew at half its life."""
 
     def __init__(

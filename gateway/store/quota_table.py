@@ -47,7 +47,7 @@ class NoSuch(StoreError):
     """There is no such tenant or key."""
 
 
-class QuotaBook:
+class QuotaTable:
     """May raise SQLAlchemy's errors: its callers are people."""
 
     def __init__(self, engine: AsyncEngine, *, clock: Callable[[], float] = time.time) -> None:
