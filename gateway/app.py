@@ -44,7 +44,7 @@ from gateway.telemetry.publisher import SnapshotPublisher
 from gateway.telemetry.replicas import SummaryExchange
 from predictor.errors import ArtifactError
 from predictor.histogram import HistogramForecaster
-from predictor.hot_reload import CurrentForecaster
+from predictor.hot_reload import HotReloadForecaster
 from predictor.onnx_forecaster import Forecaster
 from predictor.outcome_log import OutcomeLog
 
@@ -263,7 +263,7 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
     name.
     """
     try:
-        return CurrentForecaster(config.predictor)
+        return HotReloadForecaster(config.predictor)
     except ArtifactError:
         log.exception("no forecaster could be loaded; forecasts come from %s", histogram.name)
         return histogram

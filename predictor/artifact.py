@@ -20,7 +20,7 @@ from predictor.errors import ArtifactError
 FORMAT = 2
 GRAPH_FILE = "model.onnx"
 CARD_FILE = "card.json"
-FRESH = ".new"
+NEW_SUFFIX = ".new"
 """Ends the names of files that are about to take the place of others."""
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
@@ -62,14 +62,14 @@ class Artifact(NamedTuple):
     vocabulary: tuple[str, ...] = ()
 
 
-def folder_of(chosen: Path | None) -> Path:
+def resolve_folder(chosen: Path | None) -> Path:
     """The folder of what was chosen: a word of KINDS, or a folder; the default where nothing was."""
     if chosen is None:
         return SHIPPED / DEFAULT_NAME
     return SHIPPED / KINDS[str(chosen)] if str(chosen) in KINDS else chosen
 
 
-def vocabulary_bytes(pieces: Sequence[str]) -> bytes:
+def encode_vocabulary(pieces: Sequence[str]) -> bytes:
     """What `vocab.txt` holds."""
     return ("\n".join(pieces) + "\n").encode()
 
@@ -83,7 +83,7 @@ def read(folder: Path) -> Artifact:
     try:
         return _read(folder, CARD_FILE)
     except ArtifactError:
-        for card in (CARD_FILE + FRESH, CARD_FILE):  # again, for who writes now may have ended meanwhile
+        for card in (CARD_FILE + NEW_SUFFIX, CARD_FILE):  # again, for who writes now may have ended meanwhile
             with suppress(ArtifactError):
                 return _read(folder, card)
         raise
@@ -101,18 +101,18 @@ def _read(folder: Path, name: str) -> Artifact:
         raise ArtifactError(f"no predictor artifact in {folder}: {name} is missing") from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"the predictor artifact in {folder} cannot be read: {error}") from error
-    card = _card_of(values, folder)
-    graph = _part(folder, GRAPH_FILE, card.digest)
+    card = _parse_card(values, folder)
+    graph = _read_part(folder, GRAPH_FILE, card.digest)
     if not card.vocabulary_digest:
         return Artifact(card, graph)
-    vocabulary = _part(folder, VOCABULARY_FILE, card.vocabulary_digest)
+    vocabulary = _read_part(folder, VOCABULARY_FILE, card.vocabulary_digest)
     return Artifact(card, graph, tuple(vocabulary.decode("utf-8").removesuffix("\n").split("\n")))
 
 
-def _part(folder: Path, name: str, digest: str) -> bytes:
+def _read_part(folder: Path, name: str, digest: str) -> bytes:
     """A file with that digest: the one of that name, or the fresh one that was to take its place."""
     missing = True
-    for each in (name, name + FRESH):
+    for each in (name, name + NEW_SUFFIX):
         try:
             content = (folder / each).read_bytes()
         except FileNotFoundError:
@@ -138,34 +138,34 @@ def with_figures(card: Card, figures: dict[str, Any]) -> Card:
 
 
 def write(
-    folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = (), *, over: Card | None = None
+    folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = (), *, replacing: Card | None = None
 ) -> None:
     """Writes an artifact in the place of what was there, which stays until all of the new is on disk.
 
     `over` is the card that must be there still. Raises ArtifactError if it is another.
     """
-    parts = {VOCABULARY_FILE: vocabulary_bytes(vocabulary)} if vocabulary else {}
+    parts = {VOCABULARY_FILE: encode_vocabulary(vocabulary)} if vocabulary else {}
     parts[GRAPH_FILE] = graph
     parts[CARD_FILE] = (json.dumps(asdict(card), indent=1, ensure_ascii=False) + "\n").encode()
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
-        if over is not None and read_card(folder) != over:
+    with _exclusive_lock(folder):
+        if replacing is not None and read_card(folder) != replacing:
             raise ArtifactError(
                 f"another update wrote the artifact in {folder} meanwhile; start this one again"
             )
         try:
             for name, content in parts.items():
-                _write_through(folder / (name + FRESH), content)
+                _write_synced(folder / (name + NEW_SUFFIX), content)
         except OSError:
             for name in parts:
-                (folder / (name + FRESH)).unlink(missing_ok=True)
+                (folder / (name + NEW_SUFFIX)).unlink(missing_ok=True)
             raise
         for name in parts:  # the card last: until then it is the fresh one that fits
-            (folder / (name + FRESH)).replace(folder / name)
+            (folder / (name + NEW_SUFFIX)).replace(folder / name)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _exclusive_lock(folder: Path) -> Iterator[None]:
     """One writer at a time, where the file system can hold the others up."""
     opened = os.open(folder, os.O_RDONLY)
     try:
@@ -176,7 +176,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _write_through(file: Path, content: bytes) -> None:
+def _write_synced(file: Path, content: bytes) -> None:
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -185,14 +185,14 @@ def _write_through(file: Path, content: bytes) -> None:
 
 def export(folder: Path, out: Path) -> Card:
     """The artifact in `folder`, once its digests are right, written into `out`, which must hold none."""
-    whole = read(folder)
+    artifact = read(folder)
     if (out / CARD_FILE).exists():
         raise ArtifactError(f"{out} holds an artifact already")
-    write(out, whole.graph, whole.card, whole.vocabulary)
-    return whole.card
+    write(out, artifact.graph, artifact.card, artifact.vocabulary)
+    return artifact.card
 
 
-def _card_of(values: Any, folder: Path) -> Card:
+def _parse_card(values: Any, folder: Path) -> Card:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise ArtifactError(f"the card in {folder} is of format {found}; this version reads {FORMAT}")

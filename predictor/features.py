@@ -16,32 +16,32 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-READ_HEAD_CHARS = 3_000
-READ_TAIL_CHARS = 1_000
+HEAD_CHARS = 3_000
+TAIL_CHARS = 1_000
 """Of a longer text only the beginning and the end are read, where instructions stand."""
 
 WORD_SLOTS = 1 << 15
 PAIR_SLOTS = 1 << 16
 PADDING_SLOT = WORD_SLOTS + PAIR_SLOTS
 SLOTS = PADDING_SLOT + 1
-DENSE = 12
+DENSE_FEATURES = 12
 
 # Scripts written without spaces count by the character; of a number the first four digits count.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0e00-\u0e7f]|\d{1,4}|[^\W\d_]+|[^\w\s]|\n")
 _PLAIN_WORD = re.compile(r"[a-z]+|[0-9]{1,4}|[^\w\s]|\n")  # the same of lower-case ASCII, sooner
 
 
-KNOWN_WORDS = 50_000
-FEW_WORDS = 48
+MAX_CACHED_WORDS = 50_000
+SHORT_TEXT_WORDS = 48
 """So many are counted sooner one by one than by numpy, which is dear to begin with."""
-_CAPITALS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_CAPITAL_LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-_LEFT, _RIGHT = 0x9E3779B1, 0x85EBCA77
-_RAW = (0.0, *(1.0 + np.log(np.arange(1, 2 * FEW_WORDS))).tolist())
+_LEFT_FACTOR, _RIGHT_FACTOR = 0x9E3779B1, 0x85EBCA77
+_TF_WEIGHTS = (0.0, *(1.0 + np.log(np.arange(1, 2 * SHORT_TEXT_WORDS))).tolist())
 """The weight of a slot, before the norm, by how often it is met."""
-_NUMBER, _SIGN = 1 << 32, 1 << 33
-_known: dict[str, int] = {}
+_NUMBER_FLAG, _SIGN_FLAG = 1 << 32, 1 << 33
+_word_cache: dict[str, int] = {}
 """Of a word its hash, 32 bits, and above it whether it is a number or a sign."""
 
 
@@ -61,16 +61,16 @@ class Batch(NamedTuple):
     dense: NDArray[np.float32]
 
 
-def visible(text: str) -> str:
+def truncate(text: str) -> str:
     """The part of a text that is read."""
-    if len(text) <= READ_HEAD_CHARS + READ_TAIL_CHARS:
+    if len(text) <= HEAD_CHARS + TAIL_CHARS:
         return text
-    return f"{text[:READ_HEAD_CHARS]}\n{text[-READ_TAIL_CHARS:]}"
+    return f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
 
 
 def words(text: str) -> list[str]:
     """Lower-case words, numbers, signs and line ends, in order."""
-    lowered = visible(text).lower()
+    lowered = truncate(text).lower()
     return (_PLAIN_WORD if lowered.isascii() else _WORD).findall(lowered)
 
 
@@ -81,61 +81,66 @@ def bag(text: str) -> Bag:
 
 def bags(texts: Sequence[str]) -> list[Bag]:
     """Features of some texts, together, which costs less than one after another."""
-    found = [_told_of(words(text)) for text in texts]
-    if len(found) == 1 and len(found[0]) <= FEW_WORDS:
-        return [_short(texts[0], found[0])]
-    told = np.array([word for each in found for word in each], dtype=np.uint64)
-    owner = np.arange(len(texts)).repeat([len(each) for each in found])
+    codes_of_texts = [_word_codes(words(text)) for text in texts]
+    if len(codes_of_texts) == 1 and len(codes_of_texts[0]) <= SHORT_TEXT_WORDS:
+        return [_bag_of_short_text(texts[0], codes_of_texts[0])]
+    codes = np.array([code for each in codes_of_texts for code in each], dtype=np.uint64)
+    owner = np.arange(len(texts)).repeat([len(each) for each in codes_of_texts])
     numbers, signs = (
-        np.bincount(owner[(told & np.uint64(flag)) > 0], minlength=len(texts)) for flag in (_NUMBER, _SIGN)
+        np.bincount(owner[(codes & np.uint64(flag)) > 0], minlength=len(texts))
+        for flag in (_NUMBER_FLAG, _SIGN_FLAG)
     )
-    counted = zip(texts, map(len, found), numbers.tolist(), signs.tolist(), strict=True)
-    dense = np.array([_dense(*each) for each in counted], dtype=np.float32)
-    whose, slots, counts = _counted(told & np.uint64(_NUMBER - 1), owner)
+    counted = zip(texts, map(len, codes_of_texts), numbers.tolist(), signs.tolist(), strict=True)
+    dense = np.array([_dense_features(*each) for each in counted], dtype=np.float32)
+    slot_owner, slots, counts = _count_slots(codes & np.uint64(_NUMBER_FLAG - 1), owner)
     raw = 1.0 + np.log(counts)
-    norms = np.sqrt(np.bincount(whose, raw * raw, len(texts)))
-    weights: NDArray[np.float32] = (raw / norms[whose]).astype(np.float32)
-    ends = np.bincount(whose, minlength=len(texts)).cumsum().tolist()
+    norms = np.sqrt(np.bincount(slot_owner, raw * raw, len(texts)))
+    weights: NDArray[np.float32] = (raw / norms[slot_owner]).astype(np.float32)
+    ends = np.bincount(slot_owner, minlength=len(texts)).cumsum().tolist()
     spans = zip([0, *ends], ends, dense, strict=False)
-    return [Bag(slots[start:end], weights[start:end], own) for start, end, own in spans]
+    return [Bag(slots[start:end], weights[start:end], dense_row) for start, end, dense_row in spans]
 
 
-def _short(text: str, told: list[int]) -> Bag:
+def _bag_of_short_text(text: str, codes: list[int]) -> Bag:
     """What `bags` finds of one short text, to the last bit."""
-    hashes = [word & (_NUMBER - 1) for word in told]
+    hashes = [code & (_NUMBER_FLAG - 1) for code in codes]
     slots = [each % WORD_SLOTS for each in hashes]
     slots += [
-        WORD_SLOTS + (left * _LEFT + right * _RIGHT >> 7) % PAIR_SLOTS for left, right in pairwise(hashes)
+        WORD_SLOTS + (left * _LEFT_FACTOR + right * _RIGHT_FACTOR >> 7) % PAIR_SLOTS
+        for left, right in pairwise(hashes)
     ]
     counts: dict[int, int] = {}
     for slot in slots:
         counts[slot] = counts.get(slot, 0) + 1
-    which = sorted(counts)
-    raw = [_RAW[counts[slot]] for slot in which]
+    distinct = sorted(counts)
+    raw = [_TF_WEIGHTS[counts[slot]] for slot in distinct]
     squares = 0.0
     for each in raw:  # in order, and rounded each time: `sum` rounds less from Python 3.12 on
         squares += each * each
     norm = math.sqrt(squares)
-    numbers, signs = sum([word & _NUMBER > 0 for word in told]), sum([word & _SIGN > 0 for word in told])
+    numbers = sum([code & _NUMBER_FLAG > 0 for code in codes])
+    signs = sum([code & _SIGN_FLAG > 0 for code in codes])
     return Bag(
-        np.array(which, dtype=np.int64),
+        np.array(distinct, dtype=np.int64),
         np.array([each / norm for each in raw], dtype=np.float32),
-        np.array(_dense(text, len(told), numbers, signs), dtype=np.float32),
+        np.array(_dense_features(text, len(codes), numbers, signs), dtype=np.float32),
     )
 
 
-def _counted(
+def _count_slots(
     hashes: NDArray[np.uint64], owner: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Of each text the slots of its words and pairs of neighbours, each once: whose, which, how often."""
-    pairs = (hashes[:-1] * np.uint64(_LEFT) + hashes[1:] * np.uint64(_RIGHT)) >> np.uint64(7)
-    within = owner[:-1] == owner[1:]
-    of_words = hashes % np.uint64(WORD_SLOTS)
-    of_pairs = (pairs % np.uint64(PAIR_SLOTS) + np.uint64(WORD_SLOTS))[within]
-    slots = np.concatenate([of_words, of_pairs]).astype(np.int64)
-    keys, counts = np.unique(np.concatenate([owner, owner[:-1][within]]) * SLOTS + slots, return_counts=True)
-    whose, which = np.divmod(keys, SLOTS)
-    return whose, which, counts
+    pairs = (hashes[:-1] * np.uint64(_LEFT_FACTOR) + hashes[1:] * np.uint64(_RIGHT_FACTOR)) >> np.uint64(7)
+    same_text = owner[:-1] == owner[1:]
+    word_slots = hashes % np.uint64(WORD_SLOTS)
+    pair_slots = (pairs % np.uint64(PAIR_SLOTS) + np.uint64(WORD_SLOTS))[same_text]
+    slots = np.concatenate([word_slots, pair_slots]).astype(np.int64)
+    keys, counts = np.unique(
+        np.concatenate([owner, owner[:-1][same_text]]) * SLOTS + slots, return_counts=True
+    )
+    slot_owner, slot = np.divmod(keys, SLOTS)
+    return slot_owner, slot, counts
 
 
 def batch(bags: Sequence[Bag]) -> Batch:
@@ -145,52 +150,52 @@ def batch(bags: Sequence[Bag]) -> Batch:
         return Batch(one.slots[None], one.weights[None], one.dense[None])
     widths = np.array([len(each.slots) for each in bags])
     width = max(1, int(widths.max()))
-    full = np.arange(width) < widths[:, None]
+    occupied = np.arange(width) < widths[:, None]
     slots = np.full((len(bags), width), PADDING_SLOT, dtype=np.int64)
     weights = np.zeros((len(bags), width), dtype=np.float32)
-    slots[full] = np.concatenate([each.slots for each in bags])
-    weights[full] = np.concatenate([each.weights for each in bags])
+    slots[occupied] = np.concatenate([each.slots for each in bags])
+    weights[occupied] = np.concatenate([each.weights for each in bags])
     return Batch(slots, weights, np.stack([each.dense for each in bags]))
 
 
-def _told_of(found: list[str]) -> list[int]:
+def _word_codes(found: list[str]) -> list[int]:
     """What is known of some words; when too many are known, all are forgotten."""
-    told = list(map(_known.get, found))
-    if None not in told:
-        return cast(list[int], told)
-    if len(_known) >= KNOWN_WORDS:
-        _known.clear()
-    return [_known.get(word) or _learned(word) for word in found]
+    codes = list(map(_word_cache.get, found))
+    if None not in codes:
+        return cast(list[int], codes)
+    if len(_word_cache) >= MAX_CACHED_WORDS:
+        _word_cache.clear()
+    return [_word_cache.get(word) or _encode_word(word) for word in found]
 
 
-def _learned(word: str) -> int:
-    number, sign = word[0].isdigit() * _NUMBER, (not word[0].isalnum()) * _SIGN
-    told = _known[word] = crc32(word.encode("utf-8", "surrogatepass")) | number | sign
-    return told
+def _encode_word(word: str) -> int:
+    number, sign = word[0].isdigit() * _NUMBER_FLAG, (not word[0].isalnum()) * _SIGN_FLAG
+    code = _word_cache[word] = crc32(word.encode("utf-8", "surrogatepass")) | number | sign
+    return code
 
 
-def _capitals(text: str) -> int:
+def _count_capitals(text: str) -> int:
     if text.isascii():
-        return len(text) - len(text.encode().translate(None, _CAPITALS))
+        return len(text) - len(text.encode().translate(None, _CAPITAL_LETTERS))
     return sum(map(str.isupper, text))
 
 
-def _dense(text: str, found: int, numbers: int, signs: int) -> list[float]:
+def _dense_features(text: str, word_count: int, numbers: int, signs: int) -> list[float]:
     """Counts that words do not carry, each about 0 to 1; `found` words."""
-    read = visible(text)
+    read = truncate(text)
     length = max(1, len(read))
     lines = read.count("\n")
     return [
         math.log1p(len(text)) / 10.0,
-        math.log1p(found) / 6.0,
+        math.log1p(word_count) / 6.0,
         math.log1p(lines) / 4.0,
         math.log1p(numbers) / 4.0,
-        numbers / max(1, found),
-        signs / max(1, found),
-        _capitals(read) / length,
+        numbers / max(1, word_count),
+        signs / max(1, word_count),
+        _count_capitals(read) / length,
         0.0 if read.isascii() else sum(letter > "\x7f" for letter in read) / length,
         float(read.rstrip().endswith("?")),
         math.log1p(read.count("?")) / 3.0,
         float("```" in read or "def " in read),
-        float(not found),
+        float(not word_count),
     ]

@@ -13,9 +13,9 @@ from math import ceil
 from operator import mul
 from typing import NamedTuple
 
-LEAST_REMAINING_TOKENS = 1.0
+MIN_REMAINING_TOKENS = 1.0
 CURVE_POINTS = 24
-CURVE_LEAST_SURVIVAL = 1e-3
+CURVE_MIN_SURVIVAL = 1e-3
 """Beyond the length that one query in a thousand reaches, a curve says no more."""
 
 
@@ -37,36 +37,36 @@ class Forecast:
     edges: tuple[int, ...]
     probabilities: tuple[float, ...]
     source: str
-    reached: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    cumulative: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reached", tuple(accumulate(self.probabilities, initial=0.0)))
+        object.__setattr__(self, "cumulative", tuple(accumulate(self.probabilities, initial=0.0)))
 
     def expected(self, generated: int = 0) -> float:
         """E[L - t | L > t] with t = `generated`: the expected remaining tokens, at least 1."""
-        if generated <= self.edges[0] and self.reached[-1] > 0.0:
-            moment: float = sum(map(mul, self.probabilities, _centres(self.edges)))
-            return max(LEAST_REMAINING_TOKENS, moment / self.reached[-1] - generated)
+        if generated <= self.edges[0] and self.cumulative[-1] > 0.0:
+            moment: float = sum(map(mul, self.probabilities, _range_means(self.edges)))
+            return max(MIN_REMAINING_TOKENS, moment / self.cumulative[-1] - generated)
         mass = moment = 0.0
-        for low, high, probability in self._after(generated):
+        for low, high, probability in self._ranges_above(generated):
             mass += probability
             moment += probability * (low + high + 1) / 2
         if mass <= 0.0:
-            return LEAST_REMAINING_TOKENS
-        return max(LEAST_REMAINING_TOKENS, moment / mass - generated)
+            return MIN_REMAINING_TOKENS
+        return max(MIN_REMAINING_TOKENS, moment / mass - generated)
 
     def quantile(self, q: float, generated: int = 0) -> int:
         """The least length n with P(L <= n | L > generated) >= q; the whole length, not the rest."""
-        if generated <= self.edges[0] and self.reached[-1] > 0.0:
-            return self._inverse(q * self.reached[-1])
-        parts = self._after(generated)
+        if generated <= self.edges[0] and self.cumulative[-1] > 0.0:
+            return self._length_at(q * self.cumulative[-1])
+        parts = self._ranges_above(generated)
         target = q * sum(probability for _, _, probability in parts)
-        reached = 0.0
+        cumulative = 0.0
         for low, high, probability in parts:
-            if probability > 0.0 and reached + probability >= target:
-                share = max(0.0, (target - reached) / probability)
+            if probability > 0.0 and cumulative + probability >= target:
+                share = max(0.0, (target - cumulative) / probability)
                 return low + max(1, ceil(share * (high - low) - 1e-9))
-            reached += probability
+            cumulative += probability
         return max(generated + 1, parts[-1][1] if parts else 0)
 
     def capped(self, max_tokens: int) -> Forecast:
@@ -77,7 +77,7 @@ class Forecast:
         edges = [*self.edges[: bisect_left(self.edges, limit - 1)], limit - 1, limit]
         if edges[0] == edges[1]:
             edges = edges[1:]
-        below = [*self.reached[: len(edges) - 2], self.share_within(edges[-2])]
+        below = [*self.cumulative[: len(edges) - 2], self.share_within(edges[-2])]
         inner = [right - left for left, right in pairwise(below)]
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
@@ -98,33 +98,37 @@ class Forecast:
 
     def remaining_columns(self) -> tuple[list[int], list[float], list[int]]:
         """The same by column. Every query passes here, so it is one loop with few calls."""
-        reached, edges, probabilities = self.reached, self.edges, self.probabilities
-        total, last, above = reached[-1], len(probabilities), 1
-        moments = tuple(accumulate(map(mul, probabilities, _centres(edges)), initial=0.0))
+        cumulative, edges, probabilities = self.cumulative, self.edges, self.probabilities
+        total, last, index_p90 = cumulative[-1], len(probabilities), 1
+        moments = tuple(accumulate(map(mul, probabilities, _range_means(edges)), initial=0.0))
         starts, expected, p90 = [], [], []
         for index in self._curve_edges():
-            start, mass = edges[index], total - reached[index]
+            start, mass = edges[index], total - cumulative[index]
             rest = (moments[-1] - moments[index]) / mass - start
             target = total - 0.1 * mass
-            while reached[above] < target and above < last:  # it only ever rises
-                above += 1
-            low, within, here = edges[above - 1], target - reached[above - 1], probabilities[above - 1]
-            share = within / here if within < here else 1.0
-            most = low + ceil(share * (edges[above] - low) - 1e-9) - start
+            while cumulative[index_p90] < target and index_p90 < last:  # it only ever rises
+                index_p90 += 1
+            range_start, missing, mass_here = (
+                edges[index_p90 - 1],
+                target - cumulative[index_p90 - 1],
+                probabilities[index_p90 - 1],
+            )
+            share = missing / mass_here if missing < mass_here else 1.0
+            remaining_p90 = range_start + ceil(share * (edges[index_p90] - range_start) - 1e-9) - start
             starts.append(start)
-            expected.append(rest if rest > LEAST_REMAINING_TOKENS else LEAST_REMAINING_TOKENS)
-            p90.append(most if most > 1 else 1)
+            expected.append(rest if rest > MIN_REMAINING_TOKENS else MIN_REMAINING_TOKENS)
+            p90.append(remaining_p90 if remaining_p90 > 1 else 1)
         return starts, expected, p90
 
     def _curve_edges(self) -> list[int]:
         """Indices of the edges a curve stands on: the first, and evenly the others that matter."""
-        least = self.reached[-1] * (1.0 - CURVE_LEAST_SURVIVAL)
-        last = max(0, bisect_left(self.reached, least) - 1)
+        visible_mass = self.cumulative[-1] * (1.0 - CURVE_MIN_SURVIVAL)
+        last = max(0, bisect_left(self.cumulative, visible_mass) - 1)
         if last < CURVE_POINTS:
             return list(range(last + 1))
         return sorted({round(step * last / (CURVE_POINTS - 1)) for step in range(CURVE_POINTS)})
 
-    def _after(self, generated: int) -> list[tuple[int, int, float]]:
+    def _ranges_above(self, generated: int) -> list[tuple[int, int, float]]:
         """(low, high, probability) of what lies above `generated`, the first range cut to fit."""
         if generated <= self.edges[0]:
             return list(zip(self.edges, self.edges[1:], self.probabilities, strict=False))
@@ -142,17 +146,17 @@ class Forecast:
         if index >= len(self.probabilities):
             return 1.0
         low, high = self.edges[index], self.edges[index + 1]
-        return self.reached[index] + self.probabilities[index] * (length - low) / (high - low)
+        return self.cumulative[index] + self.probabilities[index] * (length - low) / (high - low)
 
-    def _inverse(self, target: float) -> int:
+    def _length_at(self, target: float) -> int:
         """The least length up to which the share is `target`."""
-        index = min(bisect_left(self.reached, target, 1), len(self.probabilities)) - 1
+        index = min(bisect_left(self.cumulative, target, 1), len(self.probabilities)) - 1
         low, high, mass = self.edges[index], self.edges[index + 1], self.probabilities[index]
-        share = (target - self.reached[index]) / mass if mass > 0.0 else 1.0
+        share = (target - self.cumulative[index]) / mass if mass > 0.0 else 1.0
         return low + max(1, ceil(min(1.0, share) * (high - low) - 1e-9))
 
 
 @lru_cache(maxsize=256)
-def _centres(edges: tuple[int, ...]) -> tuple[float, ...]:
+def _range_means(edges: tuple[int, ...]) -> tuple[float, ...]:
     """The mean length of each range."""
     return tuple((low + high + 1) / 2 for low, high in pairwise(edges))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from predictor.forecast import Forecast
 
-MODELS = 256
+MAX_MODELS = 256
 FADE_AT_OUTCOMES = 2_000.0
 """Counts are halved here, so that the histogram follows what a model does now."""
 PRIOR_OUTCOMES = 8.0
@@ -46,17 +46,17 @@ class HistogramForecaster:
             counts[min(len(PRIOR) - 1, max(0, bisect_left(EDGES, tokens) - 1))] += 1.0
             if sum(counts) >= FADE_AT_OUTCOMES:
                 counts[:] = [count / 2.0 for count in counts]
-            if len(self._counts) > MODELS:
+            if len(self._counts) > MAX_MODELS:
                 self._counts.popitem(last=False)
 
     def forecast(self, queries: Sequence[Query]) -> list[Forecast]:
-        made: dict[str, Forecast] = {}
+        forecasts: dict[str, Forecast] = {}
         for query in queries:
-            if query.model not in made:
-                made[query.model] = self._of(query.model)
-        return [made[query.model] for query in queries]
+            if query.model not in forecasts:
+                forecasts[query.model] = self._forecast_model(query.model)
+        return [forecasts[query.model] for query in queries]
 
-    def _of(self, model: str) -> Forecast:
+    def _forecast_model(self, model: str) -> Forecast:
         with self._lock:
             counts = list(self._counts.get(model, ()))
         prior = PRIOR_OUTCOMES / sum(PRIOR)

@@ -15,20 +15,17 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from predictor import features
-from predictor.artifact import GRAPH_FILE, Card, folder_of, read
+from predictor.artifact import GRAPH_FILE, Card, read, resolve_folder
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
-from predictor.histogram import HistogramForecaster
-from predictor.wordpiece import Pieces, padded
+from predictor.wordpiece import WordPieceTokenizer, pad
 
-__all__ = ["Features", "Forecaster", "HistogramForecaster", "OnnxForecaster", "load"]
-
-BATCH_CELLS = 1 << 10
+MAX_BATCH_CELLS = 1 << 10
 """Queries are run together up to this many slots, padding counted, so that memory stays bounded."""
-ALIKE_WIDTHS = 16
+WIDTH_SLACK = 16
 """A query joins a batch whose shortest is at least half as long, less so many pieces: padding costs time."""
 UNKNOWN_ROW = 0
-UNKNOWN = "unknown-model"
+UNKNOWN_SUFFIX = "unknown-model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Forecaster(Protocol):
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]: ...
 
 
-class Read(NamedTuple):
+class EncodedText(NamedTuple):
     """A text as the models see it; pieces only for a model that reads them."""
 
     bag: features.Bag
@@ -62,18 +59,18 @@ class OnnxForecaster:
     forecast's `source` says so."""
 
     def __init__(self, folder: Path) -> None:
-        whole = read(folder)
-        self.card: Card = whole.card
+        artifact = read(folder)
+        self.card: Card = artifact.card
         self.name = self.card.name
-        vocabulary = whole.vocabulary
-        self._pieces = Pieces(vocabulary) if vocabulary else None
+        vocabulary = artifact.vocabulary
+        self._tokenizer = WordPieceTokenizer(vocabulary) if vocabulary else None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         try:
             providers = ["CPUExecutionProvider"]
-            self._session = onnxruntime.InferenceSession(whole.graph, options, providers=providers)
+            self._session = onnxruntime.InferenceSession(artifact.graph, options, providers=providers)
         except Exception as error:
             raise ArtifactError(f"{folder / GRAPH_FILE} cannot be run: {error}") from error
         self._rows = {name.casefold(): row for row, name in enumerate(self.card.models)}
@@ -86,63 +83,65 @@ class OnnxForecaster:
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
         rows = np.array([self.row(query.model) for query in queries], dtype=np.int64)
-        found = self.answers([query.text for query in queries], np.arange(len(queries)), rows)
-        names = [self.name if row != UNKNOWN_ROW else f"{self.name}:{UNKNOWN}" for row in rows]
-        pairs = zip(found.tolist(), names, strict=True)
+        probabilities = self.probabilities([query.text for query in queries], np.arange(len(queries)), rows)
+        names = [self.name if row != UNKNOWN_ROW else f"{self.name}:{UNKNOWN_SUFFIX}" for row in rows]
+        pairs = zip(probabilities.tolist(), names, strict=True)
         return [Forecast(self.card.edges, tuple(each), name) for each, name in pairs]
 
-    def answers(
+    def probabilities(
         self, texts: Sequence[str], owner: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Probabilities `[answers, ranges]`: of text `owner[i]` by the model in row `rows[i]` of the card.
 
         Each text is read once, however many answers are asked of it.
         """
-        read = self.read(texts)
-        if len(read) == 1:
-            return self._run(read, owner, rows)
-        found = np.empty((len(owner), len(self.card.edges) - 1))
-        for part in _batches([len(each.pieces) or len(each.bag.slots) for each in read]):
-            place = np.full(len(texts), -1)
-            place[part] = np.arange(len(part))
-            own = place[owner] >= 0
-            found[own] = self._run([read[index] for index in part], place[owner[own]], rows[own])
-        return found
+        encoded = self.encode(texts)
+        if len(encoded) == 1:
+            return self._run(encoded, owner, rows)
+        result = np.empty((len(owner), len(self.card.edges) - 1))
+        for batch in _batches_by_width([len(each.pieces) or len(each.bag.slots) for each in encoded]):
+            position = np.full(len(texts), -1)
+            position[batch] = np.arange(len(batch))
+            in_batch = position[owner] >= 0
+            result[in_batch] = self._run(
+                [encoded[index] for index in batch], position[owner[in_batch]], rows[in_batch]
+            )
+        return result
 
     def row(self, model: str) -> int:
         """The row of a served model, or of the one it is an alias of; UNKNOWN_ROW for any other."""
         return self._rows.get(model.casefold(), UNKNOWN_ROW)
 
-    def read(self, texts: Sequence[str]) -> list[Read]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Texts as the graph is given them."""
-        encode = self._pieces.encode if self._pieces else lambda _: []
-        return [Read(bag, encode(text)) for bag, text in zip(features.bags(texts), texts, strict=True)]
+        encode = self._tokenizer.encode if self._tokenizer else lambda _: []
+        return [EncodedText(bag, encode(text)) for bag, text in zip(features.bags(texts), texts, strict=True)]
 
     def _run(
-        self, read: list[Read], owner: NDArray[np.int64], rows: NDArray[np.int64]
+        self, encoded: list[EncodedText], owner: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        batch = features.batch([each.bag for each in read])
-        known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
-        known |= {"owner": owner, "model": rows}
-        if self._pieces:
-            known["pieces"] = padded([each.pieces for each in read])
-        found = self._session.run(["probabilities"], known)[0].astype(np.float64)
-        normalised: NDArray[np.float64] = found / found.sum(axis=1, keepdims=True)
+        batch = features.batch([each.bag for each in encoded])
+        inputs = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
+        inputs |= {"owner": owner, "model": rows}
+        if self._tokenizer:
+            inputs["pieces"] = pad([each.pieces for each in encoded])
+        probabilities = self._session.run(["probabilities"], inputs)[0].astype(np.float64)
+        normalised: NDArray[np.float64] = probabilities / probabilities.sum(axis=1, keepdims=True)
         return normalised
 
 
 def load(path: Path | None = None) -> Forecaster:
     """The artifact that `artifact.folder_of` finds; ArtifactError says why it cannot be served."""
-    return OnnxForecaster(folder_of(path))
+    return OnnxForecaster(resolve_folder(path))
 
 
-def _batches(widths: Sequence[int]) -> list[list[int]]:
+def _batches_by_width(widths: Sequence[int]) -> list[list[int]]:
     """Indices in groups of like width, each group within BATCH_CELLS once padded."""
     groups: list[list[int]] = []
     for index in sorted(range(len(widths)), key=widths.__getitem__):
         width = max(1, widths[index])
-        alike = groups and width <= 2 * widths[groups[-1][0]] + ALIKE_WIDTHS
-        if not alike or (len(groups[-1]) + 1) * width > BATCH_CELLS:
+        similar = groups and width <= 2 * widths[groups[-1][0]] + WIDTH_SLACK
+        if not similar or (len(groups[-1]) + 1) * width > MAX_BATCH_CELLS:
             groups.append([])
         groups[-1].append(index)
     return groups

@@ -16,12 +16,12 @@ from typing import Any
 from predictor.onnx_forecaster import Features
 
 NEWEST, OLDER = "outcomes.jsonl", "outcomes.1.jsonl"
-MOST_LINES = 20_000
-MOST_CHARS = 8_000
+MAX_LINES = 20_000
+MAX_CHARS = 8_000
 """Of a longer text the rest is left out: a forecast does not read it."""
 SOURCE = "served"
 COLUMNS = {"source", "prompt_id", "prompt", "model", "response_tokens", "turn"}
-TRIES = 100
+MAX_READ_ATTEMPTS = 100
 
 
 class OutcomeLog:
@@ -30,11 +30,11 @@ class OutcomeLog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lines, self._torn = _lines_of(folder / NEWEST)
+        self._lines, self._torn = _count_lines(folder / NEWEST)
 
     def add(self, query: Features, tokens: int) -> None:
         """One whole answer of `tokens`."""
-        text = query.text[:MOST_CHARS].encode("utf-8", "replace").decode()
+        text = query.text[:MAX_CHARS].encode("utf-8", "replace").decode()
         row = {
             "source": SOURCE,
             "prompt_id": sha256(text.encode()).hexdigest()[:16],
@@ -43,32 +43,34 @@ class OutcomeLog:
             "response_tokens": tokens,
             "turn": query.turn,
         }
-        if self._lines >= MOST_LINES:
+        if self._lines >= MAX_LINES:
             (self._folder / NEWEST).replace(self._folder / OLDER)
             self._lines, self._torn = 0, False
-        begun, self._torn = "\n" if self._torn else "", True
+        separator, self._torn = "\n" if self._torn else "", True
         with (self._folder / NEWEST).open("a", encoding="ascii") as file:
-            file.write(begun + json.dumps(row) + "\n")
+            file.write(separator + json.dumps(row) + "\n")
         self._lines, self._torn = self._lines + 1, False
 
 
-def files_of(folder: Path) -> list[Path]:
+def log_files(folder: Path) -> list[Path]:
     """The files of a folder of outcomes, the older first."""
     return [file for file in (folder / OLDER, folder / NEWEST) if file.exists()]
 
 
-def contents(folder: Path) -> list[bytes]:
+def read_files(folder: Path) -> list[bytes]:
     """What those files hold at one moment, though a gateway renames and adds to them. Raises OSError."""
-    for _ in range(TRIES):
+    for _ in range(MAX_READ_ATTEMPTS):
         with ExitStack() as stack, suppress(FileNotFoundError):
-            opened = [stack.enter_context(file.open("rb")) for file in files_of(folder)]
+            opened = [stack.enter_context(file.open("rb")) for file in log_files(folder)]
             found = [os.fstat(file.fileno()) for file in opened]
-            if list(map(_identity, found)) == [_identity(file.stat()) for file in files_of(folder)]:
+            if list(map(_file_identity, found)) == [
+                _file_identity(file.stat()) for file in log_files(folder)
+            ]:
                 return [file.read() for file in opened]
     raise OSError(f"the files in {folder} are renamed all the time")
 
 
-def rows_of(content: bytes) -> Iterator[dict[str, Any]]:
+def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
     """The outcomes in a file; a line that a full disk or a power cut tore is none."""
     for line in content.splitlines():
         with suppress(ValueError):
@@ -77,11 +79,11 @@ def rows_of(content: bytes) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
+def _file_identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _lines_of(file: Path) -> tuple[int, bool]:
+def _count_lines(file: Path) -> tuple[int, bool]:
     """How many lines there are, and whether the last of them was torn."""
     if not file.exists():
         return 0, False

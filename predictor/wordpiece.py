@@ -12,24 +12,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.features import visible
+from predictor.features import truncate
 
 HEAD_PIECES = 80
 TAIL_PIECES = 46
 """Of a longer text only its beginning and end are read."""
-LONGEST_PIECES = HEAD_PIECES + TAIL_PIECES + 2
-WIDTH_STEP = 4
+MAX_PIECES = HEAD_PIECES + TAIL_PIECES + 2
+PAD_MULTIPLE = 4
 """Rectangles of pieces are a multiple of this wide, so that an encoder can merge neighbours."""
-LONGEST_WORD_CHARS = 40
-CACHED_WORDS = 50_000
+MAX_WORD_CHARS = 40
+MAX_CACHED_WORDS = 50_000
 PAD, LINE, PARAGRAPH, UNKNOWN, START, END = "[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"
-MARKS = frozenset((PAD, LINE, PARAGRAPH, UNKNOWN, START, END))
+SPECIAL_PIECES = frozenset((PAD, LINE, PARAGRAPH, UNKNOWN, START, END))
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\n[\n\r\t ]*|[^\W_]+|[^\w\s]|_")
 _PLAIN_WORD = re.compile(r"[a-z0-9]+|\n[\n\r\t ]*|[^\w\s]|_")  # the same of lower-case ASCII, sooner
 
 
-class Pieces:
+class WordPieceTokenizer:
     """A vocabulary; a piece's id is its place in it. Pieces that continue a word begin with `##`."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
@@ -40,25 +40,25 @@ class Pieces:
         self._cache: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids between the start and the end mark, at most LONGEST_PIECES."""
-        found: list[int] = []
-        plain = _plain(visible(text))
-        for word in (_PLAIN_WORD if plain.isascii() else _WORD).findall(plain):
-            found.extend(self._cache.get(word) or self._word(word))
-        if len(found) > HEAD_PIECES + TAIL_PIECES:
-            found = found[:HEAD_PIECES] + found[-TAIL_PIECES:]
-        return [self._start, *found, self._end]
+        """Ids between the start and the end mark, at most MAX_PIECES."""
+        ids: list[int] = []
+        normalized = _normalize(truncate(text))
+        for word in (_PLAIN_WORD if normalized.isascii() else _WORD).findall(normalized):
+            ids.extend(self._cache.get(word) or self._encode_word(word))
+        if len(ids) > HEAD_PIECES + TAIL_PIECES:
+            ids = ids[:HEAD_PIECES] + ids[-TAIL_PIECES:]
+        return [self._start, *ids, self._end]
 
-    def _word(self, word: str) -> tuple[int, ...]:
+    def _encode_word(self, word: str) -> tuple[int, ...]:
         if word[0] == "\n":
             return self._paragraph if word.count("\n") > 1 else self._line
-        pieces = self._split(word) if len(word) <= LONGEST_WORD_CHARS else self._unknown
-        if len(self._cache) >= CACHED_WORDS:
+        pieces = self._longest_matches(word) if len(word) <= MAX_WORD_CHARS else self._unknown
+        if len(self._cache) >= MAX_CACHED_WORDS:
             self._cache.clear()
         self._cache[word] = pieces
         return pieces
 
-    def _split(self, word: str) -> tuple[int, ...]:
+    def _longest_matches(self, word: str) -> tuple[int, ...]:
         """Greedy, longest piece first; a word that cannot be covered is unknown as a whole."""
         pieces: list[int] = []
         start = 0
@@ -75,16 +75,16 @@ class Pieces:
         return tuple(pieces)
 
 
-def padded(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+def pad(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     """Encoded texts in one rectangle, zeros at the end of the shorter ones."""
-    width = -(-max(map(len, encoded)) // WIDTH_STEP) * WIDTH_STEP
+    width = -(-max(map(len, encoded)) // PAD_MULTIPLE) * PAD_MULTIPLE
     rectangle = np.zeros((len(encoded), width), dtype=np.int64)
     for row, pieces in enumerate(encoded):
         rectangle[row, : len(pieces)] = pieces
     return rectangle
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     """Lower case without accents."""
     lowered = text.lower()
     if lowered.isascii():

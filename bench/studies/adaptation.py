@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from predictor.artifact import folder_of
+from predictor.artifact import resolve_folder
 from predictor.data import dataset
 from predictor.errors import RefusedUpdate
 from predictor.evaluation.evaluate import scores
@@ -75,7 +75,7 @@ def measured(
     if artifact is None:
         train(elsewhere, folder / "before", progress=lambda text: print(text, flush=True))
     else:
-        copytree(folder_of(artifact), folder / "before")
+        copytree(resolve_folder(artifact), folder / "before")
     try:
         update(folder / "before", outcomes, out=folder / "after", elsewhere=elsewhere)
     except RefusedUpdate as refusal:

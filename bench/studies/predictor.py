@@ -22,7 +22,7 @@ import onnxruntime
 
 from predictor.artifact import SHIPPED, VOCABULARY_FILE
 from predictor.onnx_forecaster import Features, OnnxForecaster
-from predictor.wordpiece import Pieces
+from predictor.wordpiece import WordPieceTokenizer
 
 SENTENCE = "write a detailed essay about the history of printing and say how it changed what people read"
 WORDS = SENTENCE.split()
@@ -80,7 +80,7 @@ def measured(name: str) -> dict[str, float]:
 def timed_reading(forecaster: OnnxForecaster, asked: Sequence[str]) -> float:
     """Seconds from texts to what the graph is given: words, pieces, counts."""
     began = time.perf_counter()
-    forecaster.read(asked)
+    forecaster.encode(asked)
     return time.perf_counter() - began
 
 
@@ -97,11 +97,11 @@ def texts(count: int) -> list[str]:
     vocabulary = next(iter(SHIPPED.glob(f"*/{VOCABULARY_FILE}")), None)
     if vocabulary is None:
         return [" ".join(random.choice(WORDS, TOKENS)) for _ in range(count)]
-    pieces = Pieces(vocabulary.read_text("utf-8").split("\n"))
+    pieces = WordPieceTokenizer(vocabulary.read_text("utf-8").split("\n"))
     return [_of_length(pieces, random) for _ in range(count)]
 
 
-def _of_length(pieces: Pieces, random: np.random.Generator) -> str:
+def _of_length(pieces: WordPieceTokenizer, random: np.random.Generator) -> str:
     text = ""
     while len(pieces.encode(text)) < TOKENS:
         text = f"{text} {random.choice(WORDS)}"

@@ -24,11 +24,11 @@ from prometheus_client.registry import Collector
 
 from gateway.domain import Outcome, Query, Status
 from gateway.prompt import Chat
-from predictor.drift import DriftWatch
+from predictor.drift import DriftMonitor
 from predictor.errors import ArtifactError
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
-from predictor.hot_reload import CurrentForecaster
+from predictor.hot_reload import HotReloadForecaster
 from predictor.onnx_forecaster import Features, Forecaster
 from predictor.outcome_log import OutcomeLog
 
@@ -99,11 +99,11 @@ class Forecasts(Collector):
         self._learning = ThreadPoolExecutor(1, "learn")
         self._to_learn = BoundedSemaphore(MOST_TO_LEARN)
         self._asked: OrderedDict[str, Asked] = OrderedDict()
-        self._watches: dict[str, DriftWatch] = {}
+        self._watches: dict[str, DriftMonitor] = {}
 
     def start(self) -> None:
         """Look for a new artifact from time to time, and take it up without a restart."""
-        if isinstance(self._forecaster, CurrentForecaster):
+        if isinstance(self._forecaster, HotReloadForecaster):
             self._looking = asyncio.create_task(self._look(self._forecaster), name="artifact")
 
     @property
@@ -146,7 +146,7 @@ class Forecasts(Collector):
             self._fallback.observe(outcome.model, outcome.completion_tokens)
         if outcome.forecast is not None:
             who = outcome.forecast.source.split(":", 1)[0]
-            self._watches.setdefault(who, DriftWatch()).observe(outcome.forecast, outcome.completion_tokens)
+            self._watches.setdefault(who, DriftMonitor()).observe(outcome.forecast, outcome.completion_tokens)
         teaches = self._kept is not None or time.monotonic() >= self._may_learn_s
         if asked is not None and teaches and self._to_learn.acquire(blocking=False):
             self._learning.submit(self._learn, asked.features, outcome.completion_tokens)
@@ -173,7 +173,7 @@ class Forecasts(Collector):
             await asyncio.to_thread(self._forecasting.join)
         self._learning.shutdown()
 
-    async def _look(self, current: CurrentForecaster) -> None:
+    async def _look(self, current: HotReloadForecaster) -> None:
         while True:
             await asyncio.sleep(self._look_every_s)
             try:
@@ -227,7 +227,7 @@ class Forecasts(Collector):
         """On its thread."""
         try:
             began_s = time.monotonic()
-            if isinstance(self._forecaster, CurrentForecaster) and began_s >= self._may_learn_s:
+            if isinstance(self._forecaster, HotReloadForecaster) and began_s >= self._may_learn_s:
                 self._forecaster.observe(asked, tokens)
                 self._rest(asked.model, began_s, time.monotonic())
             if self._kept is not None:

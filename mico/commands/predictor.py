@@ -91,7 +91,7 @@ def evaluate(
             out=out,
             report=report,
             held_out_only=held_out,
-            least_rows=least_rows or (1 if as_json else 100),
+            min_rows=least_rows or (1 if as_json else 100),
             progress=here.terminal.say,
         )
     except PredictorError as error:
@@ -151,7 +151,7 @@ def train(
             name=name,
             seed=seed,
             buckets=buckets,
-            longest=l_max,
+            max_length=l_max,
             progress=here.terminal.say,
         )
     except PredictorError as error:
@@ -175,13 +175,13 @@ def export(
     What `train` writes has that form already.
     """
     from predictor.artifact import export as exported
-    from predictor.artifact import folder_of
+    from predictor.artifact import resolve_folder
     from predictor.errors import ArtifactError
 
     here = session(context)
     make_room(out)
     try:
-        card = exported(folder_of(artifact), out)
+        card = exported(resolve_folder(artifact), out)
     except ArtifactError as error:
         raise CommandFailed("nothing was exported", cause=str(error)) from error
     opened(out)
@@ -226,12 +226,12 @@ def update(
 
 
 def opened(folder: Path | None) -> OnnxForecaster:
-    from predictor.artifact import folder_of
+    from predictor.artifact import resolve_folder
     from predictor.errors import ArtifactError
     from predictor.onnx_forecaster import OnnxForecaster
 
     try:
-        return OnnxForecaster(folder_of(folder))
+        return OnnxForecaster(resolve_folder(folder))
     except ArtifactError as error:
         raise CommandFailed(
             "the predictor can't be loaded", cause=str(error), tip="mico predictor train makes one"

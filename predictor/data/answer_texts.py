@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from predictor.wordpiece import Pieces
+from predictor.wordpiece import WordPieceTokenizer
 
-COLUMN = "answer"
-FIRST_PIECES = 20
-FIRST_CHARS = 200
+ANSWER_COLUMN = "answer"
+PREFIX_PIECES = 20
+PREFIX_CHARS = 200
 OCTAVES = 6
 """A shape is how many times something doubled: 0 for none, then 1, 2–3, 4–7, 8–15, 16 and more."""
 SHAPES = (
@@ -34,27 +34,27 @@ class Answers(NamedTuple):
     `[answers, FIRST_PIECES]` (zeros at the end), its shape `[answers, SHAPES]` and its text."""
 
     of_row: NDArray[np.int64]
-    first: NDArray[np.int64]
+    prefix: NDArray[np.int64]
     shape: NDArray[np.int64]
     texts: tuple[str, ...] = ()
 
 
-def answers_of(texts: pd.Series[str], pieces: Pieces) -> Answers | None:
+def extract_answers(texts: pd.Series[str], pieces: WordPieceTokenizer) -> Answers | None:
     """The answers among a column's values; None where it has no text at all."""
     known = (texts.notna() & (texts != "")).to_numpy()
     if not known.any():
         return None
-    told = list(texts[known])
+    answers = list(texts[known])
     of_row = np.where(known, np.cumsum(known) - 1, -1)
-    return Answers(of_row, _first(told, pieces), _shapes(told), tuple(told))
+    return Answers(of_row, _prefixes(answers, pieces), _shapes(answers), tuple(answers))
 
 
-def _first(texts: Sequence[str], pieces: Pieces) -> NDArray[np.int64]:
-    found = np.zeros((len(texts), FIRST_PIECES), dtype=np.int64)
+def _prefixes(texts: Sequence[str], pieces: WordPieceTokenizer) -> NDArray[np.int64]:
+    prefixes = np.zeros((len(texts), PREFIX_PIECES), dtype=np.int64)
     for row, text in enumerate(texts):
-        begun = pieces.encode(text.lstrip()[:FIRST_CHARS])[1:-1][:FIRST_PIECES]
-        found[row, : len(begun)] = begun
-    return found
+        prefix = pieces.encode(text.lstrip()[:PREFIX_CHARS])[1:-1][:PREFIX_PIECES]
+        prefixes[row, : len(prefix)] = prefix
+    return prefixes
 
 
 def _shapes(texts: Sequence[str]) -> NDArray[np.int64]:

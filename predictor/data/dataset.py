@@ -15,11 +15,11 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from predictor.errors import DataError
-from predictor.outcome_log import contents, rows_of
+from predictor.outcome_log import parse_rows, read_files
 
-NEEDED = ("source", "prompt_id", "prompt", "model", "response_tokens")
-TEXTS = ("source", "prompt", "model")
-LARGEST = 2**31 - 1
+REQUIRED_COLUMNS = ("source", "prompt_id", "prompt", "model", "response_tokens")
+TEXT_COLUMNS = ("source", "prompt", "model")
+MAX_INTEGER = 2**31 - 1
 HELD_OUT_PERCENT = 10
 CALIBRATION_PERCENT = 6
 
@@ -38,58 +38,60 @@ def read(path: Path) -> pd.DataFrame:
 
     `path` is a parquet file, or the folder in which a gateway keeps recent outcomes. Raises DataError.
     """
-    frame = read_every(path)
+    frame = read_all(path)
     if frame.prompt_id.isna().any():
         raise DataError(f"{path} has rows without a prompt_id: {int(frame.prompt_id.isna().sum())}")
-    return frame[answered(frame)].reset_index(drop=True)
+    return frame[has_answer(frame)].reset_index(drop=True)
 
 
-def read_every(path: Path) -> pd.DataFrame:
+def read_all(path: Path) -> pd.DataFrame:
     """All rows in their order, those too that nobody answered. A source, model or prompt that is not told is
     empty, a turn the first."""
     try:
-        frame = _outcomes(path) if path.is_dir() else pd.read_parquet(path)
+        frame = _read_outcomes(path) if path.is_dir() else pd.read_parquet(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    missing = [column for column in NEEDED if column not in frame.columns]
+    missing = [column for column in REQUIRED_COLUMNS if column not in frame.columns]
     if missing:
         raise DataError(f"{path} lacks the columns {', '.join(missing)}")
     if "turn" not in frame.columns:
         frame["turn"] = 1
     frame = frame.reset_index(drop=True)
-    for column in TEXTS:
-        frame[column] = _texts(frame[column], path)
-    frame["turn"] = _numbers(frame.turn, path).fillna(1)
-    frame["response_tokens"] = _numbers(frame.response_tokens, path).fillna(0)
+    for column in TEXT_COLUMNS:
+        frame[column] = _text_column(frame[column], path)
+    frame["turn"] = _number_column(frame.turn, path).fillna(1)
+    frame["response_tokens"] = _number_column(frame.response_tokens, path).fillna(0)
     return frame
 
 
-def answered(frame: pd.DataFrame) -> pd.Series[bool]:
+def has_answer(frame: pd.DataFrame) -> pd.Series[bool]:
     """Which rows have an answer."""
     return frame.response_tokens > 0
 
 
-def _texts(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
-    told: pd.Series[Any] = values.astype(object).where(values.notna(), "")
-    strange = {type(each).__name__ for each in told if not isinstance(each, str | int | float)}
-    if strange:
-        raise DataError(f"{path} has no texts in its column {values.name}, but {', '.join(sorted(strange))}")
-    return told.map(str)
+def _text_column(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
+    texts: pd.Series[Any] = values.astype(object).where(values.notna(), "")
+    unexpected = {type(each).__name__ for each in texts if not isinstance(each, str | int | float)}
+    if unexpected:
+        raise DataError(
+            f"{path} has no texts in its column {values.name}, but {', '.join(sorted(unexpected))}"
+        )
+    return texts.map(str)
 
 
-def _numbers(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
+def _number_column(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
     """Null where nothing is told."""
     if values.isna().all():
         return pd.Series(np.nan, index=values.index)
     if not pd.api.types.is_numeric_dtype(values):
         raise DataError(f"{path} has no numbers in its column {values.name}, but {values.dtype}")
-    if values.max() > LARGEST:
-        raise DataError(f"{path} has a {values.name} of {values.max()}; at most {LARGEST} can be")
+    if values.max() > MAX_INTEGER:
+        raise DataError(f"{path} has a {values.name} of {values.max()}; at most {MAX_INTEGER} can be")
     return values
 
 
-def _outcomes(folder: Path) -> pd.DataFrame:
-    rows = [row for content in contents(folder) for row in rows_of(content)]
+def _read_outcomes(folder: Path) -> pd.DataFrame:
+    rows = [row for content in read_files(folder) for row in parse_rows(content)]
     if not rows:
         raise DataError(f"{folder} holds no outcomes: start the gateway with `outcomes = {folder}`")
     return pd.DataFrame(rows)
@@ -99,7 +101,7 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file, or of the outcomes in a folder, to say what was learned from."""
     digest = sha256()
     if path.is_dir():
-        for content in contents(path):
+        for content in read_files(path):
             digest.update(content)
         return digest.hexdigest()
     with path.open("rb") as stream:

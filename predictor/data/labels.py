@@ -5,26 +5,26 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST_TOKENS = 16_384
+MAX_LENGTH_TOKENS = 16_384
 STEPS_PER_OCTAVE = 4
 """Neighbouring edges differ by 19 %: finer than a model's own chance, coarse enough to learn."""
 
 
-def log_spaced_edges(longest: int = LONGEST_TOKENS, aligned_to: float = 51.2) -> tuple[int, ...]:
+def log_spaced_edges(max_length: int = MAX_LENGTH_TOKENS, aligned_to: float = 51.2) -> tuple[int, ...]:
     """0, then whole numbers a quarter octave apart through `aligned_to`, so that the paper's ten buckets at
     l_max 512, 1024 and 2048 begin at edges."""
     octaves = np.arange(-6 * STEPS_PER_OCTAVE, 12 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE
     lengths = np.round(aligned_to * 2.0**octaves).astype(int)
-    inner = sorted({int(length) for length in lengths if 0 < length < 0.9 * longest})
-    return (0, *inner, longest)
+    inner = sorted({int(length) for length in lengths if 0 < length < 0.9 * max_length})
+    return (0, *inner, max_length)
 
 
-def even_edges(buckets: int, longest: int) -> tuple[int, ...]:
+def equal_width_edges(buckets: int, max_length: int) -> tuple[int, ...]:
     """So many ranges of equal width, as the paper's; whole numbers, so widths differ by one at most."""
-    return tuple(longest * place // buckets for place in range(buckets + 1))
+    return tuple(max_length * place // buckets for place in range(buckets + 1))
 
 
-def range_of(lengths: NDArray[np.int64], edges: tuple[int, ...]) -> NDArray[np.int64]:
+def range_index(lengths: NDArray[np.int64], edges: tuple[int, ...]) -> NDArray[np.int64]:
     """Index of the range (edges[i], edges[i+1]] that holds each length; longer ones fall into the last."""
     return np.clip(np.searchsorted(edges, lengths, side="left") - 1, 0, len(edges) - 2).astype(np.int64)
 
@@ -38,6 +38,6 @@ def soft_targets(
     distance = np.log2(np.clip(lengths, 1, edges[-1]))[:, None] - centres[None, :]
     width = np.log2((np.array(edges[1:]) + 0.5) / (starts - 0.5))
     bell = np.exp(-0.5 * (distance / spread_octaves) ** 2) * width[None, :]
-    bell += 1e-30 * np.eye(len(starts))[range_of(lengths, edges)]
+    bell += 1e-30 * np.eye(len(starts))[range_index(lengths, edges)]
     targets: NDArray[np.float32] = (bell / bell.sum(axis=1, keepdims=True)).astype(np.float32)
     return targets

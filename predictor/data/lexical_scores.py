@@ -20,14 +20,14 @@ from sklearn.model_selection import KFold
 from predictor.features import PADDING_SLOT, SLOTS, Bag
 
 Progress = Callable[[str], None]
-PAIR_LEAST_PROMPTS = 4_000
-SOURCE_LEAST_PROMPTS = 350
+MIN_PAIR_PROMPTS = 4_000
+MIN_SOURCE_PROMPTS = 350
 PENALTIES = (1.0, 5.0, 15.0)
 FOLDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Views:
+class LexicalScorer:
     """`table[slot]` is what a slot adds to each view's score `[SLOTS, views]`."""
 
     names: tuple[str, ...]
@@ -39,7 +39,7 @@ class Views:
 
     def scores(self, bags: Sequence[Bag], folds: NDArray[np.int64]) -> NDArray[np.float32]:
         """Scores `[bags, views]`, each by regressions that left out its fold."""
-        terms = matrix_of(bags)
+        terms = tf_matrix(bags)
         scores: NDArray[np.float32] = (terms @ self.table).astype(np.float32)
         for fold in range(FOLDS):
             own = folds == fold
@@ -47,7 +47,7 @@ class Views:
         return scores
 
 
-def matrix_of(bags: Sequence[Bag]) -> sparse.csr_matrix:
+def tf_matrix(bags: Sequence[Bag]) -> sparse.csr_matrix:
     """TF weights `[prompts, SLOTS]`."""
     starts = np.concatenate([[0], np.cumsum([len(each.slots) for each in bags])])
     slots = np.concatenate([each.slots for each in bags])
@@ -57,20 +57,20 @@ def matrix_of(bags: Sequence[Bag]) -> sparse.csr_matrix:
 
 def fit(
     frame: pd.DataFrame, prompt: NDArray[np.int64], bags: Sequence[Bag], seed: int, progress: Progress
-) -> Views:
+) -> LexicalScorer:
     """Regressions for every view of the training rows; `prompt` is each row's place in `bags`."""
-    terms = matrix_of(bags)
+    terms = tf_matrix(bags)
     seen = np.unique(prompt)
     document_share = np.bincount(terms[seen].indices, minlength=SLOTS) / len(seen)
     terms = sparse.csr_matrix(terms @ sparse.diags(inverse := _inverse_frequency(document_share, len(seen))))
-    views = list(_targets(frame, prompt, len(bags)))
+    views = list(_view_targets(frame, prompt, len(bags)))
     folds = np.full(len(bags), -1)
     for fold, (_, part) in enumerate(KFold(FOLDS, shuffle=True, random_state=seed).split(seen)):
         folds[seen[part]] = fold
     columns = [_fit_view(terms, target, folds, name, progress) for name, target in views]
     tables = (np.stack(columns, axis=2) * inverse[None, :, None]).astype(np.float32)
     tables[:, PADDING_SLOT] = 0.0
-    return Views(tuple(name for name, _ in views), tables[FOLDS], tables[:FOLDS], folds)
+    return LexicalScorer(tuple(name for name, _ in views), tables[FOLDS], tables[:FOLDS], folds)
 
 
 def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np.float64]:
@@ -79,7 +79,7 @@ def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np
     return np.where(share > 0, weights, 0.0)
 
 
-def _targets(
+def _view_targets(
     frame: pd.DataFrame, prompt: NDArray[np.int64], prompts: int
 ) -> list[tuple[str, NDArray[np.float64]]]:
     """(name, mean log length of each prompt, freed of what the models differ by; NaN where unknown)."""
@@ -88,10 +88,10 @@ def _targets(
     rows["log"] -= rows.groupby(["source", "model"]).log.transform("mean")
     parts = {"everything": rows}
     for source, part in rows.groupby("source"):
-        if part.prompt.nunique() >= SOURCE_LEAST_PROMPTS:
+        if part.prompt.nunique() >= MIN_SOURCE_PROMPTS:
             parts[str(source)] = part
         for model, own in part.groupby("model"):
-            if len(own) >= PAIR_LEAST_PROMPTS and part.model.nunique() > 1:
+            if len(own) >= MIN_PAIR_PROMPTS and part.model.nunique() > 1:
                 parts[f"{source}/{model}"] = own
     means = ((name, part.groupby("prompt").log.mean()) for name, part in parts.items())
     return [(name, mean.reindex(range(prompts)).to_numpy()) for name, mean in means]
@@ -110,7 +110,7 @@ def _fit_view(
     best_penalty, best_error = PENALTIES[0], np.inf
     best: list[NDArray[np.float64]] = []
     for penalty in PENALTIES:
-        fitted = [_ridge(terms, target, known & (folds != fold), penalty) for fold in range(FOLDS)]
+        fitted = [_fit_ridge(terms, target, known & (folds != fold), penalty) for fold in range(FOLDS)]
         squares = 0.0
         for fold, coefficients in enumerate(fitted):
             own = known & (folds == fold)
@@ -122,10 +122,10 @@ def _fit_view(
     progress(
         f"view {name}: {int(known.sum())} prompts, penalty {best_penalty}, R² {explained:.3f} out of fold"
     )
-    return np.stack([*best, _ridge(terms, target, known, best_penalty)]).astype(np.float32)
+    return np.stack([*best, _fit_ridge(terms, target, known, best_penalty)]).astype(np.float32)
 
 
-def _ridge(
+def _fit_ridge(
     terms: sparse.csr_matrix, target: NDArray[np.float64], rows: NDArray[np.bool_], penalty: float
 ) -> NDArray[np.float64]:
     model = Ridge(alpha=penalty, fit_intercept=False, solver="sparse_cg", tol=1e-3)

@@ -22,20 +22,20 @@ def scores(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     prompt = rows.prompt.str.len().to_numpy(dtype=np.float64) / 4.0
     if "prompt_tokens" in rows.columns:
-        told = rows.prompt_tokens.to_numpy(dtype=np.float64, na_value=np.nan)
-        prompt = np.where(np.isfinite(told), told, prompt)
+        counted = rows.prompt_tokens.to_numpy(dtype=np.float64, na_value=np.nan)
+        prompt = np.where(np.isfinite(counted), counted, prompt)
     estimates = {
         "constant": np.full(len(lengths), float(np.median(lengths))),
         "input_times_1.5": 1.5 * prompt,
-        "histogram_by_log2_input": _mean_within(np.floor(np.log2(np.maximum(prompt, 1.0))), lengths),
-        "three_bins_by_input": _mean_within(
+        "histogram_by_log2_input": _group_mean(np.floor(np.log2(np.maximum(prompt, 1.0))), lengths),
+        "three_bins_by_input": _group_mean(
             np.digitize(prompt, [SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS]).astype(np.float64), lengths
         ),
     }
     return {name: _score(lengths, estimate) for name, estimate in estimates.items()}
 
 
-def _mean_within(key: Floats, lengths: NDArray[np.int64]) -> Floats:
+def _group_mean(key: Floats, lengths: NDArray[np.int64]) -> Floats:
     """The mean length of the rows with the same key."""
     means: Floats = pd.Series(lengths).groupby(key).transform("mean").to_numpy(dtype=np.float64)
     return means

@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from predictor.artifact import LEXICAL_NAME, SHIPPED, folder_of
+from predictor.artifact import LEXICAL_NAME, SHIPPED, resolve_folder
 from predictor.data import dataset
-from predictor.data.labels import range_of
+from predictor.data.labels import range_index
 from predictor.errors import DataError
 from predictor.evaluation import baselines, metrics
-from predictor.evaluation.report import demand_plots
+from predictor.evaluation.report import require_matplotlib
 from predictor.evaluation.report import write as write_report
 from predictor.onnx_forecaster import Features, OnnxForecaster
 
@@ -42,7 +42,7 @@ def evaluate(
     out: Path | None = None,
     report: Path | None = None,
     held_out_only: bool = False,
-    least_rows: int = 1,
+    min_rows: int = 1,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
     """One document: `groups`, a row for each source and model, and `ms_per_query`.
@@ -53,27 +53,27 @@ def evaluate(
     DataError, ArtifactError.
     """
     if report is not None:
-        demand_plots()
-    every = dataset.read_every(data)
+        require_matplotlib()
+    all_rows = dataset.read_all(data)
     if held_out_only:
-        every = dataset.split(every).held_out
-    known = dataset.answered(every)
-    frame = every[known].reset_index(drop=True)
+        all_rows = dataset.split(all_rows).held_out
+    known = dataset.has_answer(all_rows)
+    frame = all_rows[known].reset_index(drop=True)
     if not len(frame):
         raise DataError(f"{data} has no rows to score")
-    forecaster = OnnxForecaster(folder_of(artifact))
-    whole = forecasts_of(forecaster, every, progress)
+    forecaster = OnnxForecaster(resolve_folder(artifact))
+    whole = forecast_rows(forecaster, all_rows, progress)
     found = whole._replace(probabilities=whole.probabilities[known.to_numpy()])
     lexical = forecaster
     if forecaster.name != LEXICAL_NAME:
         lexical = OnnxForecaster(SHIPPED / LEXICAL_NAME)
-    baseline = found if lexical is forecaster else forecasts_of(lexical, frame, progress)
+    baseline = found if lexical is forecaster else forecast_rows(lexical, frame, progress)
     if out is not None:
-        table(every, whole.probabilities, forecaster.card.edges).to_parquet(out, index=False)
+        forecast_table(all_rows, whole.probabilities, forecaster.card.edges).to_parquet(out, index=False)
     groups: list[dict[str, Any]] = []
     places: dict[str, NDArray[np.int64]] = {}
     for (source, model), rows in frame.groupby(["source", "model"], sort=True):
-        if len(rows) < least_rows:
+        if len(rows) < min_rows:
             continue
         places[f"{source}, {model}"] = own = rows.index.to_numpy(dtype=np.int64)
         groups.append(
@@ -83,7 +83,7 @@ def evaluate(
                 "rows": len(rows),
                 "known_model": forecaster.knows(str(model)),
                 **scores(rows, found.probabilities[own], forecaster.card.edges),
-                "lexical": brief(rows, baseline.probabilities[own], lexical.card.edges),
+                "lexical": summary_scores(rows, baseline.probabilities[own], lexical.card.edges),
                 "peers": baselines.scores(rows),
                 "ceiling": ceiling(frame, rows),
             }
@@ -104,10 +104,10 @@ def evaluate(
     return document
 
 
-def forecasts_of(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Progress) -> Forecasts:
+def forecast_rows(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Progress) -> Forecasts:
     """Forecasts of every row, in batches, as a gateway would ask for them."""
     parts, took = [], 0.0
-    for number, queries in enumerate(_queries(frame)):
+    for number, queries in enumerate(_query_batches(frame)):
         began = time.perf_counter()
         parts.append([each.probabilities for each in forecaster.forecast(queries)])
         took += time.perf_counter() - began
@@ -117,28 +117,30 @@ def forecasts_of(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Prog
     return Forecasts(probabilities, 1e3 * took / max(1, len(frame)))
 
 
-def _queries(frame: pd.DataFrame) -> Iterator[list[Features]]:
+def _query_batches(frame: pd.DataFrame) -> Iterator[list[Features]]:
     columns = zip(frame.prompt, frame.model, frame.turn, strict=True)
     queries = [Features(prompt, model, int(turn)) for prompt, model, turn in columns]
     for start in range(0, len(queries), BATCH_QUERIES):
         yield queries[start : start + BATCH_QUERIES]
 
 
-def table(frame: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]) -> pd.DataFrame:
+def forecast_table(
+    frame: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]
+) -> pd.DataFrame:
     """A row for each input row, so that anyone can score the forecasts."""
-    told = frame[["source", "prompt_id", "model", "turn"]].copy()
-    told["expected_tokens"] = metrics.expected(probabilities, edges)
+    columns = frame[["source", "prompt_id", "model", "turn"]].copy()
+    columns["expected_tokens"] = metrics.expected(probabilities, edges)
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        told[name] = metrics.quantile(probabilities, edges, share)
+        columns[name] = metrics.quantile(probabilities, edges, share)
     for longest in MAX_LENGTHS:
-        told[f"bucket_{longest}"] = metrics.likeliest_bucket(probabilities, edges, longest)
-    return told
+        columns[f"bucket_{longest}"] = metrics.likeliest_bucket(probabilities, edges, longest)
+    return columns
 
 
 def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]) -> dict[str, Any]:
     """Everything that is said of one group."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
-    label = range_of(lengths, edges)
+    label = range_index(lengths, edges)
     chosen = probabilities[np.arange(len(label)), label]
     bounds = {q: metrics.quantile(probabilities, edges, q) for q in (0.5, 0.9, 0.99)}
     buckets = (
@@ -146,7 +148,7 @@ def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[
         for longest in MAX_LENGTHS
     )
     found = {
-        **brief(rows, probabilities, edges),
+        **summary_scores(rows, probabilities, edges),
         **{key: value for each in buckets for key, value in each.items()},
         **{f"p{q * 100:.0f}_coverage": metrics.coverage(lengths, bound) for q, bound in bounds.items()},
         "log_loss": float(-np.log(np.maximum(chosen, 1e-12)).mean()),
@@ -154,7 +156,9 @@ def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[
     return _rounded(found)
 
 
-def brief(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]) -> dict[str, Any]:
+def summary_scores(
+    rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]
+) -> dict[str, Any]:
     """Rank correlation of the expected length, and mean absolute error of it and of the median, in tokens."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     mean, median = metrics.expected(probabilities, edges), metrics.quantile(probabilities, edges, 0.5)
@@ -176,8 +180,8 @@ def ceiling(frame: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Any] | None:
     if "@" not in model:
         return None
     family = model.split("@", maxsplit=1)[0] + "@"
-    kin = frame[(frame.source == rows.source.iloc[0]) & frame.model.str.startswith(family)]
-    others = kin[kin.model != model].groupby("prompt_id").response_tokens.median()
+    family_rows = frame[(frame.source == rows.source.iloc[0]) & frame.model.str.startswith(family)]
+    others = family_rows[family_rows.model != model].groupby("prompt_id").response_tokens.median()
     guess = rows.prompt_id.map(others)
     known = guess.notna()
     if not known.any():

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 STATED = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 COLUMNS = ("rows", "spearman", "mae", "mae_p50", "accuracy_1024", "majority_1024", "p90_coverage", "log_loss")
-MOST_POINTS = 20_000
-LARGEST = 6
+MAX_POINTS = 20_000
+MAX_GROUPS = 6
 """So many groups have a line of their own in the plot of reliability."""
 
 
-def demand_plots() -> None:
+def require_matplotlib() -> None:
     """Raises DataError where nothing can draw."""
     if find_spec("matplotlib") is None:
         raise DataError("plots need matplotlib: pip install 'mico[plots]'")
@@ -45,15 +45,15 @@ def write(  # noqa: PLR0917 - each is of another type
 
     folder.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(6.5, 6), layout="constrained")
-    reliability(figure.subplots(), lengths, probabilities, edges, groups)
+    plot_reliability(figure.subplots(), lengths, probabilities, edges, groups)
     figure.savefig(folder / "reliability.png", dpi=110)
     figure = Figure(figsize=(6.5, 6), layout="constrained")
-    predicted(figure.subplots(), lengths, metrics.expected(probabilities, edges))
+    plot_predicted(figure.subplots(), lengths, metrics.expected(probabilities, edges))
     figure.savefig(folder / "predicted.png", dpi=110)
-    (folder / "report.md").write_text(page(document), "utf-8")
+    (folder / "report.md").write_text(render_markdown(document), "utf-8")
 
 
-def reliability(
+def plot_reliability(
     axes: Axes,
     lengths: NDArray[np.int64],
     probabilities: NDArray[np.float64],
@@ -64,22 +64,22 @@ def reliability(
     covered = {q: lengths <= metrics.quantile(probabilities, edges, q) for q in STATED}
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axes.plot(STATED, [covered[q].mean() for q in STATED], color="black", marker="o", label="all")
-    for name, rows in sorted(groups.items(), key=lambda each: -len(each[1]))[:LARGEST]:
+    for name, rows in sorted(groups.items(), key=lambda each: -len(each[1]))[:MAX_GROUPS]:
         axes.plot(STATED, [covered[q][rows].mean() for q in STATED], linewidth=1, label=name)
     axes.set(xlabel="stated share", ylabel="share of answers within", title="Reliability")
     axes.legend(fontsize=7)
 
 
-def predicted(axes: Axes, lengths: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
+def plot_predicted(axes: Axes, lengths: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
     """The expected length of each answer against the true one, on log scales."""
-    shown = np.random.default_rng(0).permutation(len(lengths))[:MOST_POINTS]
+    shown = np.random.default_rng(0).permutation(len(lengths))[:MAX_POINTS]
     axes.loglog(np.maximum(expected[shown], 1), lengths[shown], ".", markersize=2, alpha=0.3)
     ends = [1, max(2, int(lengths.max()))]
     axes.loglog(ends, ends, color="grey", linewidth=0.8)
     axes.set(xlabel="expected tokens", ylabel="tokens of the answer", title="Predicted against actual")
 
 
-def page(document: dict[str, Any]) -> str:
+def render_markdown(document: dict[str, Any]) -> str:
     """The groups as a table, in Markdown."""
     lines = [
         f"# {document['artifact']} on {document['data']}",
@@ -88,15 +88,15 @@ def page(document: dict[str, Any]) -> str:
         "",
         "![reliability](reliability.png) ![predicted against actual](predicted.png)",
         "",
-        _line(["source", "model", *COLUMNS, "lexical mae", "ceiling mae"]),
-        _line(["---"] * (len(COLUMNS) + 4)),
+        _table_row(["source", "model", *COLUMNS, "lexical mae", "ceiling mae"]),
+        _table_row(["---"] * (len(COLUMNS) + 4)),
     ]
     for group in document["groups"]:
         ceiling = group["ceiling"] or {}
-        told = [group["source"], group["model"], *(group[name] for name in COLUMNS)]
-        lines.append(_line([*told, group["lexical"]["mae"], ceiling.get("mae")]))
+        cells = [group["source"], group["model"], *(group[name] for name in COLUMNS)]
+        lines.append(_table_row([*cells, group["lexical"]["mae"], ceiling.get("mae")]))
     return "\n".join(lines) + "\n"
 
 
-def _line(cells: Sequence[object]) -> str:
+def _table_row(cells: Sequence[object]) -> str:
     return "| " + " | ".join("" if cell is None else str(cell).replace("|", "/") for cell in cells) + " |"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from predictor.data.answer_texts import OCTAVES, SHAPES, Answers
-from predictor.data.prepare import TRAIN, Prepared
+from predictor.data.prepare import TRAIN, TrainingArrays
 from predictor.training.networks import LengthNet
 
 MASK = "[MASK]"
@@ -37,7 +37,9 @@ class Masked:
     seed: int = 1
 
 
-def read_masked(encoder: nn.Module, data: Prepared, answers: Answers, config: Masked, device: str) -> float:
+def read_masked(
+    encoder: nn.Module, data: TrainingArrays, answers: Answers, config: Masked, device: str
+) -> float:
     """Teaches a BERT-like encoder its trade on these texts; returns the last batch's loss in nats a piece."""
     torch.manual_seed(config.seed)
     width = encoder.config.hidden_size
@@ -67,7 +69,7 @@ def read_masked(encoder: nn.Module, data: Prepared, answers: Answers, config: Ma
 
 
 def _pairs(
-    data: Prepared, answers: Answers, rows: NDArray[np.int64], config: Masked, device: str
+    data: TrainingArrays, answers: Answers, rows: NDArray[np.int64], config: Masked, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of a prompt's pieces and its answer's first ones, and which of them are the answer's."""
     random = np.random.default_rng(config.seed)
@@ -76,7 +78,7 @@ def _pairs(
         for chosen in np.split(shuffled, range(config.batch_rows, len(rows), config.batch_rows)):
             prompts = data.pieces[data.prompt[chosen], :PROMPT_PIECES]
             prompts = prompts[:, : (prompts != 0).sum(1).max()]
-            first = answers.first[answers.of_row[chosen]]
+            first = answers.prefix[answers.of_row[chosen]]
             second = np.repeat([[0], [1]], (prompts.shape[1], first.shape[1])).reshape(1, -1)
             pieces = np.concatenate([prompts, first], axis=1)
             both = torch.tensor(pieces, device=device)
@@ -105,7 +107,7 @@ class AnswerTask(Beside):
         self.hidden = nn.Linear(width + MODEL_WIDTH, HIDDEN)
         self.shape = nn.Linear(HIDDEN, len(SHAPES) * OCTAVES)
         self.words = nn.Linear(HIDDEN, vocabulary)
-        for name in ("of_row", "first", "shape"):
+        for name in ("of_row", "prefix", "shape"):
             self.register_buffer(f"answers_{name}", torch.tensor(getattr(answers, name)))
 
     def read(
@@ -122,7 +124,7 @@ class AnswerTask(Beside):
             return read.new_zeros(())
         inputs = torch.cat([read[owner[known]], self.models(served[known])], 1)
         hidden = torch.relu(self.hidden(inputs))
-        shape, first = self.answers_shape[answer[known]], self.answers_first[answer[known]]
+        shape, first = self.answers_shape[answer[known]], self.answers_prefix[answer[known]]
         told = functional.cross_entropy(self.shape(hidden).unflatten(1, (OCTAVES, -1)), shape)
         words = torch.log_softmax(self.words(hidden), 1).gather(1, first)
         real = first != 0

@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp, softmax
 from sklearn.linear_model import LogisticRegression
 
-from predictor.data.labels import range_of
+from predictor.data.labels import range_index
 from predictor.evaluation.metrics import coverage, quantile
 
 Floats = NDArray[np.float64]
@@ -107,7 +107,7 @@ def shift_of(
     probabilities: Floats, length: NDArray[np.int64], edges: tuple[int, ...], reached: Floats
 ) -> float:
     """What to add to `reached` so that the p90 of such rows, bent, covers 90 %; less where rows are few."""
-    bounds, place = np.array(edges), range_of(length, edges)
+    bounds, place = np.array(edges), range_index(length, edges)
     rows = np.arange(len(place))
     own = probabilities[rows, place]
     # A p90 is a whole number, rounded up: it reaches a length as soon as it is above the one before.
@@ -139,7 +139,7 @@ def sharpness(
     reached: Floats | None = None,
 ) -> float:
     """The factor on the logits (1 / temperature) with the least log loss, and a p90 that covers 90 %."""
-    label = range_of(length, edges)
+    label = range_index(length, edges)
 
     def cost(factor: float) -> float:
         probabilities = softmax(logits * factor, axis=1)

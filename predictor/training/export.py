@@ -15,7 +15,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from predictor.features import DENSE
+from predictor.features import DENSE_FEATURES
 from predictor.training import calibrate
 
 OPSET = 17
@@ -77,7 +77,7 @@ class Drawing:
             "pieces": (TensorProto.INT64, ["queries", "pieces_width"]),
             "slots": (TensorProto.INT64, ["queries", "width"]),
             "weights": (TensorProto.FLOAT, ["queries", "width"]),
-            "dense": (TensorProto.FLOAT, ["queries", DENSE]),
+            "dense": (TensorProto.FLOAT, ["queries", DENSE_FEATURES]),
             INPUTS: (TensorProto.FLOAT, ["queries", width]),
             OWNER: (TensorProto.INT64, ["rows"]),
             "model": (TensorProto.INT64, ["rows"]),

@@ -68,7 +68,7 @@ def finish(
         edges=trained.edges,
         models=trained.models,
         digest=artifact.digest_of(graph),
-        vocabulary_digest=artifact.digest_of(artifact.vocabulary_bytes(trained.vocabulary))
+        vocabulary_digest=artifact.digest_of(artifact.encode_vocabulary(trained.vocabulary))
         if trained.vocabulary
         else "",
         aliases=aliases,

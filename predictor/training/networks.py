@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from predictor.training.length_head import Head, HeadConfig
-from predictor.wordpiece import LONGEST_PIECES, WIDTH_STEP
+from predictor.wordpiece import MAX_PIECES, PAD_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Trimmed(nn.Module):  # type: ignore[misc]
         if self.together > 1:
             self.merge = _mean_of(self.together, self.table.shape[1])
             self.table = nn.Parameter(self.begin_norm(self.table + self.places.mean(0)).detach())
-            self.places = nn.Parameter(torch.zeros(LONGEST_PIECES // self.together, self.table.shape[1]))
+            self.places = nn.Parameter(torch.zeros(MAX_PIECES // self.together, self.table.shape[1]))
             layers = (replace(layers[0], merged=1), *layers[1:])
         self.layers = nn.ModuleList(map(_trimmed, teacher.encoder.layer, layers))
         reading = AttentionConfig(self.table.shape[1], config.query_attention, config.query_heads)
@@ -185,7 +185,7 @@ class Trimmed(nn.Module):  # type: ignore[misc]
         self.width = config.queries * self.table.shape[1]
 
     def forward(self, pieces: Tensor) -> Tensor:
-        pieces = functional.pad(pieces, (0, -pieces.shape[1] % WIDTH_STEP))
+        pieces = functional.pad(pieces, (0, -pieces.shape[1] % PAD_MULTIPLE))
         state, real = functional.embedding(pieces, self.table), pieces != 0
         if self.together > 1:
             state, real = _merged(self.merge, state, real, self.together)
@@ -202,7 +202,7 @@ def _beginning(embeddings: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.La
     table = embeddings.word_embeddings.weight.detach().float().clone()
     places = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
     norm = _copied(nn.LayerNorm(table.shape[1]), embeddings.LayerNorm)
-    return nn.Parameter(table), nn.Parameter(places[:LONGEST_PIECES].detach().float().clone()), norm
+    return nn.Parameter(table), nn.Parameter(places[:MAX_PIECES].detach().float().clone()), norm
 
 
 def _merged(merge: nn.Linear, state: Tensor, real: Tensor, together: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from predictor import features
 from predictor.training.calibrate import Kinds
 from predictor.training.export import INPUTS, OWNER, SHIFT
-from predictor.wordpiece import Pieces, padded
+from predictor.wordpiece import WordPieceTokenizer, pad
 
 Array = NDArray[np.float32]
 HEAD_NAMES = {
@@ -107,7 +107,7 @@ def inputs_of(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    pieces = Pieces(vocabulary) if vocabulary else None
+    pieces = WordPieceTokenizer(vocabulary) if vocabulary else None
     found: list[Array] = [np.empty(0, dtype=np.float32)] * len(texts)
     by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     for start in range(0, len(texts), BATCH_PROMPTS):
@@ -116,7 +116,7 @@ def inputs_of(
         known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
         known |= {"model": np.zeros(len(chosen), dtype=np.int64), OWNER: np.arange(len(chosen))}
         if pieces is not None:
-            known["pieces"] = padded([pieces.encode(texts[index]) for index in chosen])
+            known["pieces"] = pad([pieces.encode(texts[index]) for index in chosen])
         for index, row in zip(chosen, session.run([INPUTS], known)[0], strict=True):
             found[index] = row
         if start % (200 * BATCH_PROMPTS) == 0:

@@ -44,7 +44,7 @@ def train(
     device: str | None = None,
     seed: int = 7,
     buckets: int | None = None,
-    longest: int = labels.LONGEST_TOKENS,
+    max_length: int = labels.MAX_LENGTH_TOKENS,
     plan: Plan | None = None,
     progress: Progress = lambda _: None,
 ) -> artifact.Card:
@@ -64,10 +64,14 @@ def train(
         raise DataError(f"the kind {kind} is none of {', '.join(KINDS)}")
     if kind == "lexical" and language_model is not None:
         raise DataError("the kind lexical learns from no language model")
-    if buckets is not None and not 2 <= buckets <= longest:
-        raise DataError(f"{longest} tokens are not told apart in {buckets} buckets")
+    if buckets is not None and not 2 <= buckets <= max_length:
+        raise DataError(f"{max_length} tokens are not told apart in {buckets} buckets")
     _demand_enough(data, parts)
-    edges = labels.log_spaced_edges(longest) if buckets is None else labels.even_edges(buckets, longest)
+    edges = (
+        labels.log_spaced_edges(max_length)
+        if buckets is None
+        else labels.equal_width_edges(buckets, max_length)
+    )
     called = name or _own_name(out)
     if kind == "lexical":
         trained = _lexical(frame, parts, called, seed, progress, edges=edges)
@@ -86,8 +90,10 @@ def train(
 def _demand_enough(data: Path, parts: dataset.Split) -> None:
     """Every step needs a prompt at least; regressions need one for each of their folds."""
     known = parts.train.model.unique()
-    if prepare.UNKNOWN_NAME in known:
-        raise DataError(f"{data} has a model {prepare.UNKNOWN_NAME}: that is what all others are called")
+    if prepare.UNKNOWN_MODEL_NAME in known:
+        raise DataError(
+            f"{data} has a model {prepare.UNKNOWN_MODEL_NAME}: that is what all others are called"
+        )
     calibration, held_out = (part[part.model.isin(known)] for part in (parts.calibration, parts.held_out))
     prompts = [part.prompt_id.nunique() for part in (parts.train, calibration, held_out)]
     if prompts[0] < lexical_scores.FOLDS or not prompts[1] or not prompts[2]:
@@ -117,7 +123,7 @@ def _lexical(
     edges: tuple[int, ...],
 ) -> Trained:
     prompts = frame.drop_duplicates("prompt_id")
-    names = (prepare.UNKNOWN_NAME, *sorted(parts.train.model.unique()))
+    names = (prepare.UNKNOWN_MODEL_NAME, *sorted(parts.train.model.unique()))
     rows_a_step = max(32, min(1024, len(parts.train) // 200))
     config = length_head.HeadConfig(seed=seed, batch_rows=rows_a_step)
     progress(f"reading {len(prompts)} prompts")
@@ -151,21 +157,26 @@ def _distilled(  # noqa: PLR0917 - private, and each is of another type
     edges: tuple[int, ...],
 ) -> Trained:
     vocabulary = vocabulary_of(encoder)
-    asked: list[augment.Asked] = []
+    generated_prompts: list[augment.GeneratedPrompt] = []
     if language_model is not None and plan.asked_prompts:
-        asked = _asked(frame, language_model, plan, device, progress)
+        generated_prompts = _asked(frame, language_model, plan, device, progress)
     data = prepare.prepare(
-        frame, vocabulary, mixed=plan.mixed_prompts, seed=7, asked=asked, progress=progress
+        frame,
+        vocabulary,
+        mixed=plan.mixed_prompts,
+        seed=7,
+        generated=generated_prompts,
+        progress=progress,
     )
     if data.answers is None:
         progress("the corpus has no answers' texts in a column `answer`: teachers learn from lengths alone")
     lessons = teachers.teach(data, encoder, language_model, plan, edges, device, progress)
-    kept = data.commonest_pieces(plan.kept_pieces)
-    data = data.with_pieces(kept)
+    kept = data.most_common_pieces(plan.kept_pieces)
+    data = data.with_vocabulary(kept)
     networks.keep_pieces(lessons.encoder, kept.tolist())
     torch.manual_seed(plan.seed)
     net = teachers.with_head(networks.Trimmed(plan.kept, lessons.encoder), data, edges)
-    rows = data.rows(prepare.TRAIN, prepare.MADE)
+    rows = data.rows(prepare.TRAIN, prepare.SYNTHETIC)
     train_loop.fit(
         net, data, rows, edges, plan.student, taught=lessons.taught, device=device, progress=progress
     )
@@ -185,7 +196,7 @@ def _distilled(  # noqa: PLR0917 - private, and each is of another type
 
 def _asked(
     frame: pd.DataFrame, language_model: str, plan: Plan, device: str, progress: Progress
-) -> list[augment.Asked]:
+) -> list[augment.GeneratedPrompt]:
     prompts = dataset.split(frame).train.drop_duplicates("prompt_id")
     return synthetic_prompts.ask(
         list(prompts.prompt),
@@ -222,7 +233,7 @@ def graph_of(net: networks.LengthNet, table: NDArray[np.float32], kept: networks
 
 def _learn_models(
     net: networks.LengthNet,
-    data: prepare.Prepared,
+    data: prepare.TrainingArrays,
     edges: tuple[int, ...],
     config: length_head.HeadConfig,
     progress: Progress,

@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn import functional
 
 from predictor.data.labels import soft_targets
-from predictor.data.prepare import Prepared
+from predictor.data.prepare import TrainingArrays
 from predictor.training.auxiliary_tasks import Beside
 from predictor.training.length_head import UNKNOWN_MODEL
 from predictor.training.networks import LengthNet
-from predictor.wordpiece import LONGEST_PIECES, UNKNOWN, WIDTH_STEP
+from predictor.wordpiece import MAX_PIECES, PAD_MULTIPLE, UNKNOWN
 
 Progress = Callable[[str], None]
 AVERAGED_FROM = 0.3
@@ -159,7 +159,7 @@ class Descent:
 
 def fit(
     net: LengthNet,
-    data: Prepared,
+    data: TrainingArrays,
     rows: NDArray[np.int64],
     edges: tuple[int, ...],
     recipe: Recipe,
@@ -253,8 +253,8 @@ def _moved(text: torch.Tensor, share: float) -> torch.Tensor:
     """Sometimes a batch whose texts begin a few places later."""
     if share == 0.0 or torch.rand(()).item() >= share:
         return text
-    places = int(torch.randint(1, WIDTH_STEP, ()).item())
-    return functional.pad(text, (places, 0))[:, :LONGEST_PIECES]
+    places = int(torch.randint(1, PAD_MULTIPLE, ()).item())
+    return functional.pad(text, (places, 0))[:, :MAX_PIECES]
 
 
 def _blotted(pieces: torch.Tensor, unknown: int, share: float) -> torch.Tensor:
@@ -266,7 +266,7 @@ def _blotted(pieces: torch.Tensor, unknown: int, share: float) -> torch.Tensor:
 
 
 def _targets(
-    data: Prepared,
+    data: TrainingArrays,
     edges: tuple[int, ...],
     recipe: Recipe,
     taught: NDArray[np.float16] | None,
@@ -287,7 +287,7 @@ def _targets(
 
 def inputs_of(
     net: LengthNet,
-    data: Prepared,
+    data: TrainingArrays,
     prompt: NDArray[np.int64],
     *,
     device: str = "cpu",
@@ -308,7 +308,7 @@ def inputs_of(
 
 
 def logits_of(
-    net: LengthNet, data: Prepared, rows: NDArray[np.int64], *, device: str = "cpu"
+    net: LengthNet, data: TrainingArrays, rows: NDArray[np.int64], *, device: str = "cpu"
 ) -> NDArray[np.float32]:
     """Logits `[rows, ranges]`; each prompt is read once."""
     inputs, owner = inputs_of(net, data, data.prompt[rows], device=device)

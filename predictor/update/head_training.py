@@ -104,7 +104,7 @@ def best_steps(lesson: Lesson, among: tuple[int, ...], learn: Outcomes, others: 
     if len(others.length) == 0:
         return among[-1]
     weights = (lesson.begin._replace(head=lesson.tuned(learn, steps)) for steps in among)
-    label = labels.range_of(others.length, lesson.edges)
+    label = labels.range_index(others.length, lesson.edges)
     losses = [
         calibrate.log_loss(each.logits(others) * each.sharpness[others.model][:, None], label)
         for each in weights

@@ -110,7 +110,7 @@ def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures
     bucket = metrics.likeliest_bucket(probabilities, edges, JUDGED_LENGTH)
     return Figures(
         rows=len(rows.length),
-        log_loss=calibrate.log_loss(logits, labels.range_of(rows.length, edges)),
+        log_loss=calibrate.log_loss(logits, labels.range_index(rows.length, edges)),
         mae_tokens=metrics.mean_absolute_error(rows.length, metrics.quantile(probabilities, edges, 0.5)),
         accuracy=float((bucket == metrics.true_bucket(rows.length, JUDGED_LENGTH)).mean()),
         p90_coverage=metrics.coverage(rows.length, metrics.quantile(probabilities, edges, 0.9)),
@@ -171,7 +171,7 @@ def _nearest(
     chosen = slice(0, NEAREST_ROWS)
     if len(rows.length) == 0:
         return length_head.UNKNOWN_MODEL
-    net, label = length_head.head_from(head), labels.range_of(rows.length[chosen], edges)
+    net, label = length_head.head_from(head), labels.range_index(rows.length[chosen], edges)
     losses = []
     for candidate, factor in enumerate(sharpness):
         served = np.full(len(label), candidate)
@@ -242,4 +242,4 @@ def _write(artifact: Path, out: Path, served: Served, weights: Weights, learned:
         trained_on={**before, "updates": [*before.get("updates", []), learned]},
     )
     in_place = out.exists() and out.samefile(artifact)
-    artifacts.write(out, graph, card, served.vocabulary, over=served.card if in_place else None)
+    artifacts.write(out, graph, card, served.vocabulary, replacing=served.card if in_place else None)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor import features
-from predictor.wordpiece import Pieces
+from predictor.wordpiece import WordPieceTokenizer
 
 anything = st.text(st.characters(), max_size=300)
 
@@ -16,7 +16,7 @@ def test_any_text_gives_finite_features_within_the_table(text: str) -> None:
     assert bag.slots.shape == bag.weights.shape
     assert ((bag.slots >= 0) & (bag.slots < features.PADDING_SLOT)).all()
     assert len(set(bag.slots.tolist())) == len(bag.slots)
-    assert bag.dense.shape == (features.DENSE,)
+    assert bag.dense.shape == (features.DENSE_FEATURES,)
     assert np.isfinite(bag.weights).all()
     assert np.isfinite(bag.dense).all()
 
@@ -69,6 +69,8 @@ def test_plain_text_is_read_as_any_other(text: str) -> None:
     """A sign at the end that is not ASCII makes the general pattern read the same text."""
     assert features.words(text + "\n\u00b7") == [*features.words(text), "\n", "\u00b7"]
     vocabulary = ["[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"]
-    pieces = Pieces([*vocabulary, *map(chr, range(128)), *(f"##{chr(code)}" for code in range(128))])
+    pieces = WordPieceTokenizer(
+        [*vocabulary, *map(chr, range(128)), *(f"##{chr(code)}" for code in range(128))]
+    )
     short = text[:40]
     assert pieces.encode(short + " \u4e00")[:-2] == pieces.encode(short)[:-1]

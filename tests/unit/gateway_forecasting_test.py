@@ -16,9 +16,9 @@ from gateway.query.forecasting import Forecasts
 from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, write
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
-from predictor.hot_reload import CurrentForecaster
+from predictor.hot_reload import HotReloadForecaster
 from predictor.onnx_forecaster import Features
-from predictor.outcome_log import OutcomeLog, files_of
+from predictor.outcome_log import OutcomeLog, log_files
 
 
 class Forgetful:
@@ -166,7 +166,7 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
     shutil.copytree(SHIPPED / LEXICAL_NAME, folder)
 
     async def scenario() -> None:
-        forecasts = Forecasts(CurrentForecaster(folder), HistogramForecaster(), look_every_s=0.01)
+        forecasts = Forecasts(HotReloadForecaster(folder), HistogramForecaster(), look_every_s=0.01)
         forecasts.start()
         async with asyncio.timeout(60):
             first = await forecasts.ask(query("q"))
@@ -192,9 +192,9 @@ def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
 
     asyncio.run(scenario(None))
     log = OutcomeLog(tmp_path / "outcomes")
-    assert files_of(tmp_path / "outcomes") == []
+    assert log_files(tmp_path / "outcomes") == []
     asyncio.run(scenario(log))
-    (file,) = files_of(tmp_path / "outcomes")
+    (file,) = log_files(tmp_path / "outcomes")
     assert '"prompt": "hi"' in file.read_text()
 
 

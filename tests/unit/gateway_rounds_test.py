@@ -16,7 +16,7 @@ from gateway.store import certificates, retention
 from gateway.store.certificates import CertificateRegistry
 from gateway.store.retention import Keep, Retention
 from predictor.histogram import HistogramForecaster
-from predictor.hot_reload import CurrentForecaster
+from predictor.hot_reload import HotReloadForecaster
 
 ENGINE = create_async_engine("sqlite+aiosqlite://")
 
@@ -83,7 +83,7 @@ async def old_batches_are_removed(once: Once) -> None:
 
 
 async def a_new_artifact_is_looked_for(once: Once) -> None:
-    class Looking(CurrentForecaster):
+    class Looking(HotReloadForecaster):
         def __init__(self) -> None:
             """Without an artifact."""
 

@@ -4,31 +4,31 @@ import numpy as np
 import pandas as pd
 import torch
 
-from predictor.data.answer_texts import FIRST_PIECES, Answers, answers_of
+from predictor.data.answer_texts import PREFIX_PIECES, Answers, extract_answers
 from predictor.training.auxiliary_tasks import AnswerTask
-from predictor.wordpiece import END, LINE, PAD, PARAGRAPH, START, UNKNOWN, Pieces
+from predictor.wordpiece import END, LINE, PAD, PARAGRAPH, START, UNKNOWN, WordPieceTokenizer
 
-PIECES = Pieces((PAD, LINE, PARAGRAPH, UNKNOWN, START, END, "yes", "no", ".", "-"))
+PIECES = WordPieceTokenizer((PAD, LINE, PARAGRAPH, UNKNOWN, START, END, "yes", "no", ".", "-"))
 
 
 def test_rows_without_a_text_have_no_answer() -> None:
-    found = answers_of(pd.Series(["Yes.", None, "", "- no\n- no\n- yes. No. Yes."]), PIECES)
+    found = extract_answers(pd.Series(["Yes.", None, "", "- no\n- no\n- yes. No. Yes."]), PIECES)
     assert found is not None
     assert found.of_row.tolist() == [0, -1, -1, 1]
-    assert found.first[0, :3].tolist() == [6, 8, 0]
-    assert found.first.shape == (2, FIRST_PIECES)
+    assert found.prefix[0, :3].tolist() == [6, 8, 0]
+    assert found.prefix.shape == (2, PREFIX_PIECES)
     assert found.shape.tolist() == [[0, 0, 1, 0], [2, 2, 2, 0]]  # two line ends, three items, three sentences
 
 
 def test_a_corpus_without_texts_has_none() -> None:
-    assert answers_of(pd.Series(["", None]), PIECES) is None
+    assert extract_answers(pd.Series(["", None]), PIECES) is None
 
 
 def test_shape_and_first_words_can_be_learned_from_what_is_read() -> None:
     torch.manual_seed(1)
-    first = np.zeros((2, FIRST_PIECES), dtype=np.int64)
-    first[:, 0] = 6, 7
-    task = AnswerTask(Answers(np.array([0, 1, -1]), first, np.array([[0, 0, 1, 0], [3, 2, 3, 1]])), 4, 2, 10)
+    prefix = np.zeros((2, PREFIX_PIECES), dtype=np.int64)
+    prefix[:, 0] = 6, 7
+    task = AnswerTask(Answers(np.array([0, 1, -1]), prefix, np.array([[0, 0, 1, 0], [3, 2, 3, 1]])), 4, 2, 10)
     read, owner, served = torch.eye(4)[:2], torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1])
     rows = torch.tensor([0, 1, 2])
     before = task(read, owner, rows, served)

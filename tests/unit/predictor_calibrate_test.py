@@ -67,7 +67,7 @@ def test_a_shift_knows_that_a_p90_is_a_whole_number() -> None:
 def test_the_graph_bends_as_training_does() -> None:
     random = np.random.default_rng(4)
     views, models, ranges = 3, 2, len(EDGES) - 1
-    width = views + features.DENSE
+    width = views + features.DENSE_FEATURES
     state = length_head.state_of(
         length_head.Head(length_head.HeadConfig(hidden=8, model_width=4), width, models, ranges)
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from predictor.data import labels, prepare
-from predictor.data.augment import Asked
-from predictor.data.prepare import CALIBRATION, HELD_OUT, MADE, TRAIN, Prepared
+from predictor.data.augment import GeneratedPrompt
+from predictor.data.prepare import CALIBRATION, HELD_OUT, SYNTHETIC, TRAIN, TrainingArrays
 from predictor.errors import DataError
 from predictor.evaluation import metrics
 from predictor.training import train, train_loop
@@ -35,12 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def chats(model: str, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def chats(model: str, tmp_path_factory: pytest.TempPathFactory) -> TrainingArrays:
     """The corpus with answers' texts, as a language model reads it, and four asked prompts."""
     frame = pretrained.corpus()[::2].assign(turn=1, answer="A story .")
     vocabulary = train.vocabulary_of(str(pretrained.encoder_in(tmp_path_factory.mktemp("encoder"))))
-    asked = [Asked(f"What is a {word}?", "questions") for word in ("story", "long", "thing", "what")]
-    data = prepare.prepare(frame, vocabulary, mixed=6, seed=1, asked=asked)
+    generated = [
+        GeneratedPrompt(f"What is a {word}?", "questions") for word in ("story", "long", "thing", "what")
+    ]
+    data = prepare.prepare(frame, vocabulary, mixed=6, seed=1, generated=generated)
     return teachers.chats_of(data, lm_teacher.Tokens(model))
 
 
@@ -69,19 +71,19 @@ def test_it_learns_to_ask_what_the_corpus_asks(model: str) -> None:
     frame = pretrained.corpus().drop_duplicates("prompt_id")[::3]
     texts, said = [f"{text[:-1]} {text[-1]}" for text in frame.prompt], []
     known = frozenset(texts[::2])
-    asked = synthetic_prompts.ask(
+    generated = synthetic_prompts.ask(
         texts, list(frame.source), model, 60, ASKING, known=known, progress=said.append
     )
     begins = {"stories": "Write a long story about", "questions": "What is"}
-    like = [each.text.startswith(begins[each.source]) for each in asked]
-    assert len(asked) > 20 and np.mean(like) > 0.9
-    assert len({each.text for each in asked}) == len(asked)
-    assert {each.text for each in asked} & set(texts) and not {each.text for each in asked} & known
-    assert said[-1] == f"{len(asked)} new prompts asked"
+    like = [each.text.startswith(begins[each.source]) for each in generated]
+    assert len(generated) > 20 and np.mean(like) > 0.9
+    assert len({each.text for each in generated}) == len(generated)
+    assert {each.text for each in generated} & set(texts) and not {each.text for each in generated} & known
+    assert said[-1] == f"{len(generated)} new prompts asked"
 
 
-def test_asked_prompts_have_rows_of_the_models_of_their_source(chats: Prepared) -> None:
-    made = chats.rows(MADE)
+def test_asked_prompts_have_rows_of_the_models_of_their_source(chats: TrainingArrays) -> None:
+    made = chats.rows(SYNTHETIC)
     assert len(made) == 3 * 4 + 2 * 6
     assert set(chats.length[made]) == {0} and chats.models[0] not in {
         chats.models[i] for i in chats.model[made]
@@ -89,7 +91,7 @@ def test_asked_prompts_have_rows_of_the_models_of_their_source(chats: Prepared) 
     assert [text for text in chats.texts if text.startswith("What is a ")] == list(chats.texts[300 * 2 :][:4])
 
 
-def test_it_foretells_that_stories_are_longer_than_questions(chats: Prepared, model: str) -> None:
+def test_it_foretells_that_stories_are_longer_than_questions(chats: TrainingArrays, model: str) -> None:
     told: list[str] = []
     net = teachers.language_teacher(chats, model, LESSON, EDGES, "cpu", told.append)
     rows = chats.rows(HELD_OUT)
@@ -99,7 +101,7 @@ def test_it_foretells_that_stories_are_longer_than_questions(chats: Prepared, mo
     assert len(rows) > 40 and mean[story].min() > 2 * mean[~story].max()
 
 
-def test_it_learns_how_answers_begin(chats: Prepared, model: str) -> None:
+def test_it_learns_how_answers_begin(chats: TrainingArrays, model: str) -> None:
     assert chats.answers is not None
     body = lm_teacher.Reader(model)
     net = teachers.with_head(body, chats, EDGES)
@@ -119,7 +121,7 @@ def test_it_learns_how_answers_begin(chats: Prepared, model: str) -> None:
     assert task.read(net, *shown[:2], unanswered, shown[3])[1] == 0.0
 
 
-def test_a_fold_left_out_is_not_read(chats: Prepared, model: str) -> None:
+def test_a_fold_left_out_is_not_read(chats: TrainingArrays, model: str) -> None:
     """Whatever stands in it, the teacher says the same of all the others."""
     assert chats.answers is not None
     unread = teachers.fold_of(chats, 1, 4)
@@ -131,47 +133,47 @@ def test_a_fold_left_out_is_not_read(chats: Prepared, model: str) -> None:
         side=np.where(unread[:, None], 9.0, chats.side).astype(np.float32),
         length=np.where(own, 1000, chats.length),
         answers=chats.answers._replace(
-            first=np.where(
-                own[chats.answers.of_row >= 0, None] & (chats.answers.first > 0), 9, chats.answers.first
+            prefix=np.where(
+                own[chats.answers.of_row >= 0, None] & (chats.answers.prefix > 0), 9, chats.answers.prefix
             )
         ),
     )
     once, said = replace(LESSON, epochs=1), []
     for data in (chats, other):
-        net = teachers.language_teacher(data.without(unread), model, once, EDGES, "cpu", silent)
+        net = teachers.language_teacher(data.hold_out(unread), model, once, EDGES, "cpu", silent)
         said.append(train_loop.logits_of(net, chats, np.arange(len(chats.prompt))))
     assert own.sum() > 50
     np.testing.assert_array_equal(said[0], said[1])
 
 
-def test_an_epoch_comes_twice_to_a_prompt_that_was_answered(chats: Prepared) -> None:
-    rows = chats.rows(TRAIN, MADE)
+def test_an_epoch_comes_twice_to_a_prompt_that_was_answered(chats: TrainingArrays) -> None:
+    rows = chats.rows(TRAIN, SYNTHETIC)
     visits = np.where(chats.length > 0, 2, 1)
     draw = train_loop.Draw(chats.pieces, chats.prompt, rows, replace(LESSON, batch_prompts=7), visits)
     drawn = list(draw.epoch())
     times = np.bincount(np.concatenate([each.prompts for each in drawn]), minlength=len(chats.pieces))
     assert len(drawn) == draw.batches
     assert set(times[np.unique(chats.prompt[chats.rows(TRAIN)])]) == {2}
-    assert set(times[np.unique(chats.prompt[chats.rows(MADE)])]) == {1}
+    assert set(times[np.unique(chats.prompt[chats.rows(SYNTHETIC)])]) == {1}
     assert times.sum() == 2 * len(set(chats.prompt[chats.rows(TRAIN)])) + len(
-        set(chats.prompt[chats.rows(MADE)])
+        set(chats.prompt[chats.rows(SYNTHETIC)])
     )
 
 
-def test_folds_are_disjoint_and_whole(chats: Prepared) -> None:
+def test_folds_are_disjoint_and_whole(chats: TrainingArrays) -> None:
     folds = [teachers.fold_of(chats, number, 4) for number in range(4)]
     assert (np.sum(folds, axis=0) == 1).all()
     assert not teachers.fold_of(chats, 0, 1).any()
 
 
-def forecasts(chats: Prepared, noise: float) -> np.ndarray:
+def forecasts(chats: TrainingArrays, noise: float) -> np.ndarray:
     """Probabilities of each row around its length, the farther off the noisier."""
     random = np.random.default_rng(int(10 * noise))
     off = np.maximum(chats.length, 1) * 2.0 ** random.normal(0, noise, len(chats.length))
     return labels.soft_targets(off.astype(np.int64), EDGES, 0.5).astype(np.float16)
 
 
-def test_the_better_teacher_has_the_bigger_share(chats: Prepared) -> None:
+def test_the_better_teacher_has_the_bigger_share(chats: TrainingArrays) -> None:
     said = [forecasts(chats, noise) for noise in (2.0, 0.2)]
     together = ensemble.fit(said, chats, EDGES)
     ((worse, better),) = together.shares()
@@ -180,7 +182,7 @@ def test_the_better_teacher_has_the_bigger_share(chats: Prepared) -> None:
     assert worse_factor < better_factor
     rows, none = chats.rows(HELD_OUT), [np.zeros(len(chats.pieces), dtype=bool)] * 2
     found = ensemble.targets(together, said, chats, none, 0.7)
-    label = labels.range_of(chats.length[rows], EDGES)
+    label = labels.range_index(chats.length[rows], EDGES)
 
     def loss(told: np.ndarray) -> float:
         return float(-np.log(told[rows, label].astype(np.float64) + 1e-6).mean())
@@ -188,7 +190,7 @@ def test_the_better_teacher_has_the_bigger_share(chats: Prepared) -> None:
     assert loss(found) < min(map(loss, said))
 
 
-def test_a_training_prompt_is_mostly_what_those_say_that_never_read_it(chats: Prepared) -> None:
+def test_a_training_prompt_is_mostly_what_those_say_that_never_read_it(chats: TrainingArrays) -> None:
     said = [forecasts(chats, noise) for noise in (0.3, 0.4)]
     unread = [teachers.fold_of(chats, number, 4) for number in range(2)]
     even = ensemble.fit(said, replace(chats, part=np.full_like(chats.part, TRAIN)), EDGES)

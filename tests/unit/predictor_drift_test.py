@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from predictor.drift import FADE_AT_OUTCOMES, LEAST_OUTCOMES, DriftWatch
+from predictor.drift import FADE_AT_OUTCOMES, MIN_OUTCOMES, DriftMonitor
 from predictor.forecast import Forecast
 
 EVEN = Forecast((0, 100, 200, 400, 800), (0.25, 0.25, 0.25, 0.25), "even")
@@ -16,15 +16,15 @@ def outcomes(count: int, stretch: float = 1.0, seed: int = 3) -> list[int]:
     return [max(1, round(stretch * EVEN.quantile(chance.uniform(0.001, 0.999)))) for _ in range(count)]
 
 
-def watched(lengths: list[int]) -> DriftWatch:
-    watch = DriftWatch()
+def watched(lengths: list[int]) -> DriftMonitor:
+    watch = DriftMonitor()
     for tokens in lengths:
         watch.observe(EVEN, tokens)
     return watch
 
 
 def test_nothing_seen_is_no_alarm() -> None:
-    assert not DriftWatch().report().alarm
+    assert not DriftMonitor().report().alarm
 
 
 def test_outcomes_as_forecast_raise_no_alarm() -> None:
@@ -41,7 +41,7 @@ def test_longer_answers_raise_the_alarm() -> None:
 
 
 def test_a_few_odd_answers_do_not() -> None:
-    assert not watched([5_000] * (LEAST_OUTCOMES - 1)).report().alarm
+    assert not watched([5_000] * (MIN_OUTCOMES - 1)).report().alarm
 
 
 def test_an_old_change_fades() -> None:

@@ -23,7 +23,7 @@ def head() -> length_head.Head:
         target=random.dirichlet(np.ones(RANGES), 64).astype(np.float32),
         weight=np.ones(64, dtype=np.float32),
     )
-    inputs = random.normal(size=(4, VIEWS + features.DENSE)).astype(np.float32)
+    inputs = random.normal(size=(4, VIEWS + features.DENSE_FEATURES)).astype(np.float32)
     return length_head.fit(
         inputs, rows, MODELS, length_head.HeadConfig(epochs=2, batch_rows=16, hidden=8, model_width=4)
     )
@@ -42,7 +42,7 @@ def test_the_graph_says_what_the_weights_say(head: length_head.Head) -> None:
     batch = features.batch(bags)
     known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
     (served,) = session.run(None, {**known, "owner": np.arange(len(TEXTS)), "model": model})
-    inputs = np.concatenate([lexical_scores.matrix_of(bags) @ table, batch.dense], axis=1).astype(np.float32)
+    inputs = np.concatenate([lexical_scores.tf_matrix(bags) @ table, batch.dense], axis=1).astype(np.float32)
     logits = length_head.logits_of(head, inputs, np.arange(len(TEXTS)), model)
     trained = softmax(logits * sharpness[model][:, None], axis=1)
     # The graph keeps the table in bytes: 1/127 of a view's largest weight is its grain.
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_head(head: length_head.Head) -> None:
         target=random.dirichlet(np.ones(RANGES), 64).astype(np.float32),
         weight=np.ones(64, dtype=np.float32),
     )
-    inputs = random.normal(size=(4, VIEWS + features.DENSE)).astype(np.float32)
+    inputs = random.normal(size=(4, VIEWS + features.DENSE_FEATURES)).astype(np.float32)
     config = length_head.HeadConfig(epochs=2, batch_rows=16, hidden=8, model_width=4)
     again = length_head.fit(inputs, rows, MODELS, config)
     for name, value in head.state_dict().items():

@@ -41,8 +41,8 @@ def test_it_follows_a_model_that_changed_its_ways() -> None:
 def test_the_models_least_lately_seen_are_forgotten() -> None:
     forecaster = HistogramForecaster()
     prior = expected(forecaster, "never seen")
-    for index in range(histogram.MODELS + 1):
+    for index in range(histogram.MAX_MODELS + 1):
         for _ in range(50):
             forecaster.observe(f"model {index}", 3_000)
     assert expected(forecaster, "model 0") == prior
-    assert expected(forecaster, f"model {histogram.MODELS}") > 2 * prior
+    assert expected(forecaster, f"model {histogram.MAX_MODELS}") > 2 * prior

@@ -9,7 +9,7 @@ from transformers import BertConfig, BertModel
 from predictor import features
 from predictor.data import lexical_scores
 from predictor.training import export, length_head, networks
-from predictor.wordpiece import padded
+from predictor.wordpiece import pad
 
 PIECES = np.array([[3, 4, 5, 0, 0], [6, 7, 8, 9, 10], [2, 3, 0, 0, 0]])
 VIEWS, MODELS, RANGES = 4, 3, 7
@@ -57,9 +57,9 @@ def test_merged_neighbours_are_as_many_fewer_and_padding_says_nothing(encoder: B
     trimmed = networks.Trimmed(config, encoder).eval()
     with torch.no_grad():
         short = trimmed(torch.tensor(PIECES[:1, :4]))
-        padded = trimmed(torch.tensor(np.pad(PIECES[:1], ((0, 0), (0, 7)))))
+        pad = trimmed(torch.tensor(np.pad(PIECES[:1], ((0, 0), (0, 7)))))
         assert states(trimmed, torch.tensor(PIECES)).shape[1] == 4
-    assert torch.allclose(short, padded, atol=1e-5)
+    assert torch.allclose(short, pad, atol=1e-5)
 
 
 @pytest.mark.parametrize("merged", [1, 2, 4])
@@ -73,7 +73,7 @@ def test_the_graph_reads_as_the_net_does(merged: int, encoder: BertModel) -> Non
     table[features.PADDING_SLOT] = 0.0
     batch = features.batch(bags)
     side = torch.tensor(
-        np.concatenate([lexical_scores.matrix_of(bags) @ table, batch.dense], axis=1).astype(np.float32)
+        np.concatenate([lexical_scores.tf_matrix(bags) @ table, batch.dense], axis=1).astype(np.float32)
     )
     net = networks.LengthNet(body, length_head.HeadConfig(hidden=16), side, MODELS, RANGES).eval()
     model = np.array([0, 1, 2])
@@ -89,7 +89,7 @@ def test_the_graph_reads_as_the_net_does(merged: int, encoder: BertModel) -> Non
     ]
     graph = export.student_graph(table, *parts, np.ones(MODELS, dtype=np.float32), heads=[2], query_heads=2)
     known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense, "owner": np.arange(3)}
-    known |= {"pieces": padded([row[row != 0] for row in PIECES]), "model": model}
+    known |= {"pieces": pad([row[row != 0] for row in PIECES]), "model": model}
     (served,) = onnxruntime.InferenceSession(graph).run(None, known)
     # Eight bits in the matrices and in the tables.
     assert np.abs(served - truth).max() < 0.02

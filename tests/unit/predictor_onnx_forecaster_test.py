@@ -12,7 +12,7 @@ from gateway import config
 from predictor import onnx_forecaster
 from predictor.artifact import CARD_FILE, DEFAULT_NAME, GRAPH_FILE, KINDS, SHIPPED
 from predictor.errors import ArtifactError
-from predictor.hot_reload import CurrentForecaster
+from predictor.hot_reload import HotReloadForecaster
 from predictor.onnx_forecaster import Features, OnnxForecaster
 
 STORY = "Write a detailed story of a dragon who learns to play the piano."
@@ -39,7 +39,7 @@ def test_one_word_chooses_what_a_gateway_forecasts_with(word: str, tmp_path: Pat
     file = tmp_path / "gateway.toml"
     file.write_text(f'predictor = "{word}"\nsite_tokens = ["t"]\n')
     chosen = config.load(file).predictor
-    assert CurrentForecaster(chosen).name == KINDS[word]
+    assert HotReloadForecaster(chosen).name == KINDS[word]
 
 
 def test_a_folder_is_served_whatever_its_name(tmp_path: Path) -> None:

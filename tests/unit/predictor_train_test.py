@@ -90,15 +90,15 @@ def test_it_is_called_as_its_folder_and_never_as_a_shipped_one_by_chance(
 
 
 def test_ranges_are_as_many_and_reach_as_far_as_asked(corpus: Path, tmp_path: Path) -> None:
-    card = train(corpus, tmp_path / "even", buckets=10, longest=500)
+    card = train(corpus, tmp_path / "even", buckets=10, max_length=500)
     assert card.edges == tuple(range(0, 501, 50))
     (told,) = OnnxForecaster(tmp_path / "even").forecast(
         [Features("Write a long story about thing 7.", "brief")]
     )
     assert len(told.probabilities) == 10 and told.expected() == pytest.approx(300, rel=0.3)
-    assert train(corpus, tmp_path / "grown", longest=400).edges[-3:] == (290, 344, 400)
+    assert train(corpus, tmp_path / "grown", max_length=400).edges[-3:] == (290, 344, 400)
     with pytest.raises(DataError, match="50 tokens are not told apart in 51 buckets"):
-        train(corpus, tmp_path / "none", buckets=51, longest=50)
+        train(corpus, tmp_path / "none", buckets=51, max_length=50)
 
 
 def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:

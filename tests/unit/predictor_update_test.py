@@ -14,7 +14,7 @@ from predictor.artifact import KINDS, LEXICAL_NAME, SHIPPED, digest_of, export, 
 from predictor.artifact import read as read_artifact
 from predictor.data.dataset import file_digest, prompt_percent, read
 from predictor.errors import ArtifactError, DataError, RefusedUpdate
-from predictor.hot_reload import CurrentForecaster
+from predictor.hot_reload import HotReloadForecaster
 from predictor.onnx_forecaster import Features, OnnxForecaster
 from predictor.outcome_log import NEWEST, OutcomeLog
 from predictor.update.update import HELD_OUT_PERCENT, update
@@ -111,7 +111,7 @@ def test_a_server_takes_up_the_new_artifact_and_keeps_the_old_beside_a_damaged_o
     folder = tmp_path / "served"
     data = outcomes(tmp_path / "outcomes.parquet", 300)
     update(LEXICAL, data, out=folder, steps=5)
-    serving = CurrentForecaster(folder)
+    serving = HotReloadForecaster(folder)
     query = [Features(STORY, "terse/model")]
     before = serving.forecast(query)[0].expected()
     assert not serving.refresh()
@@ -136,7 +136,7 @@ def test_what_a_gateway_kept_is_learned_from_without_a_conversion(tmp_path: Path
 def test_a_folder_of_outcomes_keeps_the_newest_and_goes_on_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("predictor.outcome_log.MOST_LINES", 10)
+    monkeypatch.setattr("predictor.outcome_log.MAX_LINES", 10)
     for start in (0, 18):
         kept = OutcomeLog(tmp_path)
         for number in range(start, start + 18):
@@ -178,7 +178,7 @@ def test_outcomes_are_read_whole_while_a_gateway_adds_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None twice and none left out, whatever was renamed between a look and the next."""
-    monkeypatch.setattr("predictor.outcome_log.MOST_LINES", 40)
+    monkeypatch.setattr("predictor.outcome_log.MAX_LINES", 40)
     kept, added = OutcomeLog(tmp_path), 80
     for number in range(added):
         kept.add(Features("q", "m"), number + 1)

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.wordpiece import LONGEST_PIECES, Pieces, padded
+from predictor.wordpiece import MAX_PIECES, WordPieceTokenizer, pad
 
 VOCABULARY = (
     *("[PAD]", "[unused0]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"),
     *("play", "##ing", "##ed", "the", "cafe", "?", "好", "1", "##2", "a"),
 )
-PIECES = Pieces(VOCABULARY)
+PIECES = WordPieceTokenizer(VOCABULARY)
 
 
 def cut(text: str) -> list[str]:
@@ -37,17 +37,17 @@ def test_words_are_cut_into_their_longest_pieces(text: str, pieces: list[str]) -
 @given(st.text(st.characters(), max_size=400))
 def test_any_text_gives_pieces_of_the_vocabulary(text: str) -> None:
     found = PIECES.encode(text)
-    assert 2 <= len(found) <= LONGEST_PIECES
+    assert 2 <= len(found) <= MAX_PIECES
     assert all(0 < piece < len(VOCABULARY) for piece in found)
     assert found == PIECES.encode(text)
 
 
 def test_of_a_long_text_the_beginning_and_the_end_are_kept() -> None:
     found = cut("the " + "a " * 5_000 + "playing")
-    assert len(found) == LONGEST_PIECES - 2
+    assert len(found) == MAX_PIECES - 2
     assert found[0] == "the"
     assert found[-2:] == ["play", "##ing"]
 
 
 def test_shorter_texts_are_padded_with_zeros() -> None:
-    assert padded([[5, 6], [5, 7, 8, 6]]).tolist() == [[5, 6, 0, 0], [5, 7, 8, 6]]
+    assert pad([[5, 6], [5, 7, 8, 6]]).tolist() == [[5, 6, 0, 0], [5, 7, 8, 6]]

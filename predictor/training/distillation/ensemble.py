@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from predictor.data.labels import range_of
-from predictor.data.prepare import CALIBRATION, TRAIN, Prepared
+from predictor.data.labels import range_index
+from predictor.data.prepare import CALIBRATION, TRAIN, TrainingArrays
 
 LEAST_ROWS = 400
 """A served model with fewer on the calibration prompts shares its shares with the others of the kind."""
@@ -54,7 +54,7 @@ class Mixture:
 
 
 def fit(
-    said: Sequence[NDArray[np.float16]], data: Prepared, edges: tuple[int, ...], device: str = "cpu"
+    said: Sequence[NDArray[np.float16]], data: TrainingArrays, edges: tuple[int, ...], device: str = "cpu"
 ) -> Mixture:
     """Shares and factors of least log loss on the calibration prompts; even ones where there are none."""
     rows, teachers = data.rows(CALIBRATION), len(said)
@@ -65,7 +65,7 @@ def fit(
     if teachers > 1 and len(rows):
         counts = np.bincount(data.prompt[rows])[data.prompt[rows]]
         weight = torch.tensor(1 / np.sqrt(counts), device=device, dtype=torch.float32)
-        label = torch.tensor(range_of(data.length[rows], edges), device=device)[:, None]
+        label = torch.tensor(range_index(data.length[rows], edges), device=device)[:, None]
         known = torch.tensor(np.stack([each[rows] for each in said]), device=device)
         model = torch.tensor(data.model[rows], device=device)
         optimizer = torch.optim.Adam([share, factor], lr=RATE)
@@ -82,7 +82,7 @@ def fit(
 def targets(
     mixture: Mixture,
     said: Sequence[NDArray[np.float16]],
-    data: Prepared,
+    data: TrainingArrays,
     unread: Sequence[NDArray[np.bool_]],
     unread_share: float,
 ) -> NDArray[np.float16]:

@@ -18,7 +18,7 @@ from predictor.data.answer_texts import OCTAVES, SHAPES, Answers
 from predictor.errors import DataError
 from predictor.training.auxiliary_tasks import HIDDEN, Beside
 from predictor.training.networks import LengthNet
-from predictor.wordpiece import padded
+from predictor.wordpiece import pad
 
 HEAD_TOKENS, TAIL_TOKENS = 110, 60
 """Of a longer prompt only its beginning and end are read."""
@@ -58,7 +58,7 @@ class Tokens:
         """Texts with the mark of their end, of which `most` tokens are kept `[texts, longest]`."""
         begun = [text[: most * TOKEN_CHARS] for text in texts]
         ends = ([self.end] if part == text else [] for part, text in zip(begun, texts, strict=True))
-        return padded([[*ids, *end][:most] for ids, end in zip(self.ids(begun), ends, strict=True)])
+        return pad([[*ids, *end][:most] for ids, end in zip(self.ids(begun), ends, strict=True)])
 
     def chats(self, prompts: Sequence[str]) -> NDArray[np.int64]:
         """Prompts as a user's turn of a chat, up to where the answer begins `[prompts, longest]`."""
@@ -68,7 +68,7 @@ class Tokens:
             ids if len(ids) <= HEAD_TOKENS + TAIL_TOKENS else ids[:HEAD_TOKENS] + ids[-TAIL_TOKENS:]
             for ids in rows
         )
-        return padded([[*before, *ids, *after] for ids in kept])
+        return pad([[*before, *ids, *after] for ids in kept])
 
     def _turn(self) -> tuple[str, str]:
         """What stands around a question in a chat: a later one, which no system prompt is put before."""
@@ -137,7 +137,7 @@ class AnswerBeginnings(Beside):
         self.shape = nn.Linear(HIDDEN, len(SHAPES) * OCTAVES)
         self.register_buffer("of_row", torch.tensor(answers.of_row))
         self.register_buffer("shapes", torch.tensor(answers.shape))
-        self.register_buffer("first", torch.tensor(answers.first))
+        self.register_buffer("prefix", torch.tensor(answers.prefix))
 
     def read(
         self, net: LengthNet, pieces: Tensor, owner: Tensor, rows: Tensor, served: Tensor
@@ -148,8 +148,8 @@ class AnswerBeginnings(Beside):
         if not len(has):
             return net.read(pieces), pieces.new_zeros((), dtype=torch.float32)
         answer, who = self.of_row[rows[place[has]]], self.models(served[place[has]])
-        told = self.first.new_zeros(len(pieces), self.first.shape[1])
-        told[has] = self.first[answer]
+        told = self.prefix.new_zeros(len(pieces), self.prefix.shape[1])
+        told[has] = self.prefix[answer]
         body, longest = net.body, pieces.shape[1]
         with torch.autocast(pieces.device.type, torch.bfloat16, enabled=pieces.is_cuda):
             mark = who.new_zeros(len(pieces), body.hidden).index_copy(0, has, who)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.data.augment import Asked
+from predictor.data.augment import GeneratedPrompt
 from predictor.training.distillation.lm_teacher import Reader, Tokens
 from predictor.training.train_loop import Descent, Draw, Recipe
 
@@ -92,7 +92,7 @@ def ask(
     known: frozenset[str] = frozenset(),
     device: str = "cpu",
     progress: Progress = lambda _: None,
-) -> list[Asked]:
+) -> list[GeneratedPrompt]:
     """Up to `count` different prompts, none of them among `known`, like `texts` of these sources.
 
     Raises DataError if the language model cannot be used.
@@ -113,7 +113,7 @@ def ask(
             if text and text not in known:
                 found.setdefault(text, str(source))
         tries += len(drawn)
-    asked = [Asked(text, source) for text, source in found.items()][:count]
+    asked = [GeneratedPrompt(text, source) for text, source in found.items()][:count]
     progress(f"{len(asked)} new prompts asked")
     return asked
 

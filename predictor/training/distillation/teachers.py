@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from predictor.data.prepare import TRAIN, Prepared
+from predictor.data.prepare import TRAIN, TrainingArrays
 from predictor.training import auxiliary_tasks, length_head, networks, train_loop
 from predictor.training.distillation import ensemble, lm_teacher
 from predictor.training.distillation.recipes import Plan
@@ -41,7 +41,7 @@ class Lessons(NamedTuple):
 
 
 def teach(  # noqa: PLR0917 - each is of another type
-    data: Prepared,
+    data: TrainingArrays,
     encoder: str,
     language_model: str | None,
     plan: Plan,
@@ -57,7 +57,7 @@ def teach(  # noqa: PLR0917 - each is of another type
     for number, recipe in enumerate(plan.encoders):
         progress(f"teacher {number + 1}, an encoder")
         unread = fold_of(data, number, len(plan.encoders) if plan.folds else 1)
-        own, masked = data.without(unread), replace(plan.masked, seed=plan.masked.seed + number)
+        own, masked = data.hold_out(unread), replace(plan.masked, seed=plan.masked.seed + number)
         net = encoder_teacher(own, encoder, recipe, masked, edges, device, progress)
         said.append(_said(net, data, unread, number < plan.matched, device))
         first = first or net.body.encoder.cpu()
@@ -66,7 +66,7 @@ def teach(  # noqa: PLR0917 - each is of another type
         for number, recipe in enumerate(plan.language_models):
             progress(f"teacher {len(said) + 1}, a language model")
             unread = fold_of(data, number, len(plan.language_models) if plan.folds else 1)
-            own = chats.without(unread)
+            own = chats.hold_out(unread)
             net = language_teacher(own, language_model, recipe, edges, device, progress)
             said.append(_said(net, chats, unread, number < plan.matched, device))
     probabilities = [each.probabilities for each in said]
@@ -78,15 +78,15 @@ def teach(  # noqa: PLR0917 - each is of another type
     return Lessons(train_loop.Taught(target, np.concatenate(reads, axis=1)), first)
 
 
-def chats_of(data: Prepared, tokens: lm_teacher.Tokens) -> Prepared:
+def chats_of(data: TrainingArrays, tokens: lm_teacher.Tokens) -> TrainingArrays:
     """The same in a language model's tokens: prompts as turns of a chat, and the answers' beginnings."""
     answers = data.answers
     if answers is not None:
-        answers = answers._replace(first=tokens.whole(answers.texts, lm_teacher.ANSWER_TOKENS))
+        answers = answers._replace(prefix=tokens.whole(answers.texts, lm_teacher.ANSWER_TOKENS))
     return replace(data, pieces=tokens.chats(data.texts), vocabulary=(), answers=answers)
 
 
-def fold_of(data: Prepared, number: int, folds: int) -> NDArray[np.bool_]:
+def fold_of(data: TrainingArrays, number: int, folds: int) -> NDArray[np.bool_]:
     """Which prompts are of one of so many folds, by chance; of a single fold none are."""
     drawn = np.random.default_rng(FOLD_SEED).integers(0, 1 << 30, len(data.pieces))
     unread: NDArray[np.bool_] = (drawn % folds == number) & (folds > 1)
@@ -94,7 +94,7 @@ def fold_of(data: Prepared, number: int, folds: int) -> NDArray[np.bool_]:
 
 
 def encoder_teacher(  # noqa: PLR0917 - each is of another type
-    data: Prepared,
+    data: TrainingArrays,
     encoder: str,
     recipe: train_loop.Recipe,
     masked: auxiliary_tasks.Masked,
@@ -114,7 +114,7 @@ def encoder_teacher(  # noqa: PLR0917 - each is of another type
 
 
 def language_teacher(  # noqa: PLR0917 - each is of another type
-    chats: Prepared,
+    chats: TrainingArrays,
     language_model: str,
     recipe: train_loop.Recipe,
     edges: tuple[int, ...],
@@ -130,7 +130,7 @@ def language_teacher(  # noqa: PLR0917 - each is of another type
     return train_loop.fit(net, chats, rows, edges, recipe, beside=beside, device=device, progress=progress)
 
 
-def with_head(body: nn.Module, data: Prepared, edges: tuple[int, ...]) -> networks.LengthNet:
+def with_head(body: nn.Module, data: TrainingArrays, edges: tuple[int, ...]) -> networks.LengthNet:
     """A net with a new head, which sees lexical scores as the training prompts have them."""
     seen = torch.tensor(data.side[np.unique(data.prompt[data.rows(TRAIN)])])
     config = length_head.HeadConfig(hidden=HEAD_HIDDEN)
@@ -138,7 +138,7 @@ def with_head(body: nn.Module, data: Prepared, edges: tuple[int, ...]) -> networ
 
 
 def _said(
-    net: networks.LengthNet, data: Prepared, unread: NDArray[np.bool_], matched: bool, device: str
+    net: networks.LengthNet, data: TrainingArrays, unread: NDArray[np.bool_], matched: bool, device: str
 ) -> Said:
     logits = train_loop.logits_of(net, data, np.arange(len(data.prompt)), device=device)
     probabilities = torch.softmax(torch.tensor(logits), 1).half().numpy()
