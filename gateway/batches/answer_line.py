@@ -18,17 +18,17 @@ from gateway.openai import unary_response
 from gateway.openai.chat_request import read_chat
 from gateway.openai.completion_request import read_completion
 from gateway.openai.error_body import translate
-from gateway.openai.events import together
 from gateway.openai.fields import Fields, Problems
 from gateway.openai.frames import one_line
-from gateway.openai.request import Asked, check_model, queries
-from gateway.openai.shapes import CHAT, TEXT, Head, Shape
+from gateway.openai.merge import answer_all
+from gateway.openai.request import GenerationRequest, build_queries, check_model
+from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    shape: Shape
-    read: Callable[[Fields], Asked]
+    shape: ResponseSchema
+    read: Callable[[Fields], GenerationRequest]
 
 
 ENDPOINTS: Final = {
@@ -37,7 +37,7 @@ ENDPOINTS: Final = {
 }
 
 
-def asked_of(endpoint: Endpoint, body: dict[str, object], context: BatchContext) -> Asked:
+def asked_of(endpoint: Endpoint, body: dict[str, object], context: BatchContext) -> GenerationRequest:
     """Raises BadRequest, as the endpoint itself would."""
     problems = Problems()
     asked = endpoint.read(Fields(body, problems))
@@ -47,7 +47,7 @@ def asked_of(endpoint: Endpoint, body: dict[str, object], context: BatchContext)
 
 
 def line_queries(
-    asked: Asked,
+    asked: GenerationRequest,
     caller: Caller,
     context: BatchContext,
     *,
@@ -56,7 +56,7 @@ def line_queries(
     within_s: float = WINDOW_S,
 ) -> list[Query]:
     """In the batch lane, with all the time that the batch has; `toward`: the site of joint assignment."""
-    read = queries(
+    queries = build_queries(
         asked,
         caller,
         query_id=query_id,
@@ -65,7 +65,7 @@ def line_queries(
         timeout_s=within_s,
         traceparent="",
     )
-    return [replace(query, lane=Lane.BATCH, toward=toward) for query in read]
+    return [replace(query, lane=Lane.BATCH, toward=toward) for query in queries]
 
 
 async def ask(
@@ -81,10 +81,12 @@ async def ask(
     """The body of the answer. Raises what the endpoint would translate for a client."""
     asked = asked_of(endpoint, wanted.body, context)
     asking = line_queries(asked, caller, context, query_id=query_id, toward=toward, within_s=within_s)
-    async with aclosing(together(context.answer, asking)) as pieces:
-        answer = await unary_response.gather(pieces, asked.choices)
+    async with aclosing(answer_all(context.answer, asking)) as pieces:
+        answer = await unary_response.collect(pieces, asked.choices)
     created_s = int(context.unix_time())
-    head = Head(endpoint.shape.id_prefix + query_id, created_s, asked.model, answer.opening.fingerprint)
+    head = ResponseHead(
+        endpoint.shape.id_prefix + query_id, created_s, asked.model, answer.opening.fingerprint
+    )
     return answer.body(endpoint.shape, head, asked.sampling.logprobs is not None)
 
 

@@ -13,7 +13,7 @@ from litestar.types import ControllerRouterHandler
 from gateway.http.backend import Backend
 from gateway.http.error_handler import log_and_translate
 from gateway.http.exchange import Envelope, Exchange
-from gateway.http.generation import generating, generation_routes
+from gateway.http.generation import generation_apps, generation_routes
 from gateway.http.health import health_routes
 from gateway.http.models import model_routes
 from gateway.http.rate_headers import RATE_HEADERS
@@ -31,7 +31,7 @@ _EXPOSED_HEADERS = [
 
 def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = ()) -> Litestar:
     """`handlers` are further endpoints, such as metrics or files; they share the errors and the envelope."""
-    direct = generating(backend)
+    direct = generation_apps(backend)
     app = Litestar(
         [
             *generation_routes(direct),

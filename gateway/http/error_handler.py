@@ -9,7 +9,7 @@ from litestar.types import Send
 
 from gateway.errors import MicoError
 from gateway.http.exchange import Exchange
-from gateway.openai.error_body import INVALID_REQUEST, Problem, translate
+from gateway.openai.error_body import INVALID_REQUEST, ErrorResponse, translate
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _FRAMEWORK_MESSAGES = {
 """Replacements for the framework's own phrases, which do not say what to do."""
 
 
-def translate_exception(exc: BaseException, request_id: str) -> Problem:
+def translate_exception(exc: BaseException, request_id: str) -> ErrorResponse:
     """Translate any exception, including the framework's."""
     if isinstance(exc, HTTPException) and exc.status_code < 500:
         return _translate_framework_error(exc)
@@ -35,7 +35,7 @@ def is_unexpected(exc: BaseException) -> bool:
     return not isinstance(exc, MicoError)
 
 
-def log_and_translate(exc: Exception, exchange: Exchange) -> Problem:
+def log_and_translate(exc: Exception, exchange: Exchange) -> ErrorResponse:
     if is_unexpected(exc):
         log.error("request %s failed", exchange.request_id, exc_info=exc)
     return translate_exception(exc, exchange.request_id)
@@ -58,12 +58,12 @@ async def send_error(exc: Exception, exchange: Exchange, send: Send) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def _translate_framework_error(exc: HTTPException) -> Problem:
+def _translate_framework_error(exc: HTTPException) -> ErrorResponse:
     """Translate Litestar's own refusals: unknown paths, wrong methods, broken parameters and forms."""
     headers = tuple((name.lower().encode(), value.encode()) for name, value in (exc.headers or {}).items())
     message = _FRAMEWORK_MESSAGES.get(exc.detail, exc.detail)
     code = _FRAMEWORK_CODES.get(exc.status_code)
-    return Problem(exc.status_code, message, INVALID_REQUEST, code, _param_of(exc), headers)
+    return ErrorResponse(exc.status_code, message, INVALID_REQUEST, code, _param_of(exc), headers)
 
 
 def _param_of(exc: HTTPException) -> str | None:

@@ -1,4 +1,4 @@
-"""The two endpoints that generate: read → ask → relay, whole or streamed, while the client is there."""
+"""Serves the two generating endpoints: read → answer → send, unary or streamed, while the client is there."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from gateway.http.sse import EventStream
 from gateway.openai import unary_response
 from gateway.openai.chat_request import read_chat
 from gateway.openai.completion_request import read_completion
-from gateway.openai.error_body import Header
-from gateway.openai.events import Pieces, stopped_short, together
+from gateway.openai.error_body import Header, incomplete_answer
 from gateway.openai.fields import Fields, Problems
 from gateway.openai.frames import frame
-from gateway.openai.request import Asked, check_model, queries
-from gateway.openai.shapes import CHAT, TEXT, Head, Shape
-from gateway.openai.stream_response import Chunks
+from gateway.openai.merge import Pieces, answer_all
+from gateway.openai.request import GenerationRequest, build_queries, check_model
+from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
+from gateway.openai.stream_response import ChunkEncoder
 
 log = logging.getLogger(__name__)
 
 DELIVERY_S = 30.0
-"""After the deadline of an answer, for a slow client to take what is there."""
+"""Time after the deadline of an answer for a slow client to read what is there."""
 
 
-def generating(backend: Backend) -> dict[str, ASGIApp]:
-    """By path."""
+def generation_apps(backend: Backend) -> dict[str, ASGIApp]:
+    """Return the applications of the generating endpoints, by path."""
     return {
-        "/v1/chat/completions": Generation(backend, CHAT, read_chat),
-        "/v1/completions": Generation(backend, TEXT, read_completion),
+        "/v1/chat/completions": GenerationEndpoint(backend, CHAT, read_chat),
+        "/v1/completions": GenerationEndpoint(backend, TEXT, read_completion),
     }
 
 
 def generation_routes(apps: Mapping[str, ASGIApp]) -> list[HTTPRouteHandler]:
-    """For requests that need the framework: of another origin, or by a method that is none."""
+    """Return routes for requests that need the framework: from another origin, or with an unknown method."""
     return [_route(path, app) for path, app in apps.items()]
 
 
@@ -58,31 +58,31 @@ def _route(path: str, app: ASGIApp) -> HTTPRouteHandler:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """One generating endpoint, as a plain ASGI application: nothing stands between it and the socket.
+class GenerationEndpoint:
+    """One generating endpoint, as a plain ASGI application without the framework between it and the socket.
 
-    So its failures are made responses here, not by the framework.
+    It therefore turns its failures into responses itself.
     """
 
     backend: Backend
-    shape: Shape
-    read: Callable[[Fields], Asked]
+    schema: ResponseSchema
+    read: Callable[[Fields], GenerationRequest]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
         try:
-            await self._answer(scope, receive, send, exchange)
+            await self._handle(scope, receive, send, exchange)
         except Exception as exc:  # noqa: BLE001 - becomes a response, and is logged if unexpected
             await send_error(exc, exchange, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         exchange.caller = caller = await caller_of(scope, self.backend)
         try:
-            asked = self._asked(await read_json(scope, receive, self.backend.body_limit_bytes))
+            request = self._read_request(await read_json(scope, receive, self.backend.body_limit_bytes))
         except ClientGone:
             return
-        asking = queries(
-            asked,
+        queries = build_queries(
+            request,
             caller,
             query_id=exchange.query_id,
             request_id=exchange.request_id,
@@ -90,66 +90,76 @@ class Generation:
             timeout_s=self.backend.timeout_s,
             traceparent=header(scope, b"traceparent"),
         )
-        relay = self._stream if asked.streaming.on else self._whole
-        pieces = together(self.backend.answer, asking)
+        send_answer = self._send_stream if request.stream_options.stream else self._send_unary
+        pieces = answer_all(self.backend.answer, queries)
         within_s = self.backend.timeout_s + DELIVERY_S
-        await while_connected(relay(asked, pieces, exchange, send), receive, within_s=within_s)
+        await while_connected(send_answer(request, pieces, exchange, send), receive, within_s=within_s)
 
-    def _asked(self, body: dict[str, object]) -> Asked:
+    def _read_request(self, body: dict[str, object]) -> GenerationRequest:
         problems = Problems()
         fields = Fields(body, problems)
-        asked = self.read(fields)
+        request = self.read(fields)
         problems.raise_any()
-        check_model(asked, self.backend.models())
+        check_model(request, self.backend.models())
         if log.isEnabledFor(logging.DEBUG) and (unknown := fields.unread()):
             log.debug("ignored unknown fields: %s", ", ".join(unknown)[:200])
-        return asked
+        return request
 
-    def _head(self, asked: Asked, exchange: Exchange, opening: Opening) -> Head:
+    def _head(self, request: GenerationRequest, exchange: Exchange, opening: Opening) -> ResponseHead:
         created_s = int(self.backend.unix_time())
-        return Head(self.shape.id_prefix + exchange.query_id, created_s, asked.model, opening.fingerprint)
+        return ResponseHead(
+            self.schema.id_prefix + exchange.query_id, created_s, request.model, opening.fingerprint
+        )
 
-    async def _whole(self, asked: Asked, pieces: Pieces, exchange: Exchange, send: Send) -> None:
+    async def _send_unary(
+        self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send
+    ) -> None:
         async with aclosing(pieces):
-            answer = await unary_response.gather(pieces, asked.choices)
-        head = self._head(asked, exchange, answer.opening)
-        body = answer.body(self.shape, head, asked.sampling.logprobs is not None)
+            answer = await unary_response.collect(pieces, request.choices)
+        head = self._head(request, exchange, answer.opening)
+        body = answer.body(self.schema, head, request.sampling.logprobs is not None)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            *provenance(answer.opening),
+            *provenance_headers(answer.opening),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _stream(self, asked: Asked, pieces: Pieces, exchange: Exchange, send: Send) -> None:
-        """A failure before the first frame gets a status of its own, a later one becomes an event."""
-        last = b""
+    async def _send_stream(
+        self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send
+    ) -> None:
+        """Stream an answer. A failure before the first frame gets its own status, a later one is an event."""
+        last_frames = b""
         async with self._events(send) as events, aclosing(pieces):
             try:
-                await self._relay(asked, pieces, exchange, events)
+                await self._relay(request, pieces, exchange, events)
             except Exception as exc:
-                await events.hush()
+                await events.stop_comments()
                 if not events.started:
                     raise
                 if is_unexpected(exc):
                     log.exception("request %s failed in its stream", exchange.request_id)
-                last = frame(translate_exception(exc, exchange.request_id).body())
-            await events.end(last)
+                last_frames = frame(translate_exception(exc, exchange.request_id).body())
+            await events.end(last_frames)
 
-    async def _relay(self, asked: Asked, pieces: Pieces, exchange: Exchange, events: EventStream) -> None:
-        chunks: Chunks | None = None
+    async def _relay(
+        self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, events: EventStream
+    ) -> None:
+        encoder: ChunkEncoder | None = None
         async for piece in pieces:
             if isinstance(piece, Opening):
-                head = self._head(asked, exchange, piece)
-                chunks = Chunks(self.shape, head, asked.choices, asked.streaming, piece.prompt_tokens)
-                await events.start(provenance(piece))
-            assert chunks is not None, "an answer begins with its opening"
-            frames = chunks.of(piece)
+                head = self._head(request, exchange, piece)
+                encoder = ChunkEncoder(
+                    self.schema, head, request.choices, request.stream_options, piece.prompt_tokens
+                )
+                await events.start(provenance_headers(piece))
+            assert encoder is not None, "an answer begins with its opening"
+            frames = encoder.encode(piece)
             if frames:
                 await events.write(frames)
-        if chunks is None or not chunks.complete:
-            raise stopped_short()
+        if encoder is None or not encoder.complete:
+            raise incomplete_answer()
 
     def _events(self, send: Send) -> EventStream:
         backend = self.backend
@@ -158,8 +168,8 @@ class Generation:
         )
 
 
-def provenance(opening: Opening) -> tuple[Header, ...]:
-    """Where the answer comes from and how long it waited."""
+def provenance_headers(opening: Opening) -> tuple[Header, ...]:
+    """Return the headers with the site of the answer, the attempts and the time in the queue."""
     return (
         (b"x-mico-site", safe_header_value(opening.site)),
         (b"x-mico-attempts", b"%d" % opening.attempts),

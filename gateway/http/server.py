@@ -20,7 +20,7 @@ from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.config import ConfigError
-from gateway.openai.error_body import Problem
+from gateway.openai.error_body import ErrorResponse
 from gateway.security.tls import CertificateFiles
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def _no_http() -> bytes:
     message = "This is no HTTP request that can be read: its method, URL or headers are malformed."
-    body = Problem(400, message, "invalid_request_error", "invalid_http").body()
+    body = ErrorResponse(400, message, "invalid_request_error", "invalid_http").body()
     head = (
         "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nx-content-type-options: nosniff\r\n"
         f"x-request-id: {uuid4().hex}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"

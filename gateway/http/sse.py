@@ -56,7 +56,7 @@ class EventStream:
         if self._comment is not None:
             await asyncio.gather(self._comment, return_exceptions=True)
 
-    async def hush(self) -> None:
+    async def stop_comments(self) -> None:
         """No comment from now on, and none half sent: whether the stream has started is settled."""
         async with self._lock:
             self._cancel()
@@ -78,7 +78,7 @@ class EventStream:
 
     async def end(self, frames: bytes = b"") -> None:
         """The last frames and [DONE]. A client may trust that a stream without [DONE] was cut."""
-        await self.hush()
+        await self.stop_comments()
         await self._send({"type": "http.response.body", "body": frames + DONE, "more_body": False})
 
     def _listen(self) -> None:

@@ -1,11 +1,11 @@
-"""Reads the body of POST /v1/chat/completions. Does not render the chat: templates live at the sites."""
+"""Reads the body of POST /v1/chat/completions. Does not render the chat: the templates are at the sites."""
 
 from __future__ import annotations
 
 import msgspec
 
 from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
-from gateway.openai.request import Asked, read_streaming
+from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.response_format import read_format
 from gateway.openai.sampling import COUNT_LIMIT, read_priority, read_sampling, refuse_unsupported
 from gateway.openai.tools import read_tools
@@ -14,26 +14,28 @@ from gateway.prompt import Chat, Message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOP_LOGPROBS_LIMIT = 20
 MESSAGES_LIMIT = 4096
-_NOT_YET = frozenset(
+_UNSUPPORTED_FIELDS = frozenset(
     {"functions", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"}
 )
 
 
-def read_chat(fields: Fields) -> Asked:
+def read_chat(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
     messages = _messages(fields)
-    limit_field, max_tokens = _limit(fields)
-    _refuse_what_chat_lacks(fields)
+    limit_field, max_tokens = _max_tokens(fields)
+    _refuse_unsupported_by_chat(fields)
     tools = read_tools(fields)
     sampling = read_sampling(
         fields, max_tokens=max_tokens, logprobs=_logprobs(fields), guided_json=read_format(fields)
     )
     prompt = Chat(messages, tools.json, tools.choice, tools.name, tools.single)
-    return Asked(model, (prompt,), sampling, limit_field, read_streaming(fields), read_priority(fields))
+    return GenerationRequest(
+        model, (prompt,), sampling, limit_field, read_stream_options(fields), read_priority(fields)
+    )
 
 
-def _limit(fields: Fields) -> tuple[str, int | None]:
-    """The newer name wins; both are checked."""
+def _max_tokens(fields: Fields) -> tuple[str, int | None]:
+    """Return the name of the field that applies and its value. Both are checked; the newer one wins."""
     old = fields.integer("max_tokens", 1, COUNT_LIMIT, None)
     new = fields.integer("max_completion_tokens", 1, COUNT_LIMIT, None)
     return ("max_tokens", old) if new is None else ("max_completion_tokens", new)
@@ -47,8 +49,8 @@ def _logprobs(fields: Fields) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _refuse_what_chat_lacks(fields: Fields) -> None:
-    refuse_unsupported(fields, _NOT_YET)
+def _refuse_unsupported_by_chat(fields: Fields) -> None:
+    refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
     if fields.raw("function_call") not in (None, "none"):
         fields.refuse("function_call", "is only allowed with 'functions'")
     if any(modality != "text" for modality in fields.items("modalities")):
@@ -64,44 +66,46 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
     if len(items) > MESSAGES_LIMIT:
         fields.refuse("messages", f"holds at most {MESSAGES_LIMIT} messages, got {len(items)}")
         return ()
-    turns = (fields.nested(f"messages.{number}", item) for number, item in enumerate(items))
-    return tuple(_message(turn) for turn in turns if turn is not None)
+    messages = (fields.nested(f"messages.{number}", item) for number, item in enumerate(items))
+    return tuple(_message(message) for message in messages if message is not None)
 
 
-def _message(turn: Fields) -> Message:
-    role = _role(turn)
-    calls = _tool_calls(turn) if role == "assistant" else ""
-    content = turn.raw("content")
+def _message(message: Fields) -> Message:
+    role = _role(message)
+    calls = _tool_calls(message) if role == "assistant" else ""
+    content = message.raw("content")
     if content is None and not calls:
-        turn.refuse(
+        message.refuse(
             "content",
             "is required" + (" unless there are tool_calls" if role == "assistant" else ""),
             MISSING,
         )
-    call_id = turn.required_text("tool_call_id") if role == "tool" else ""
-    if role == "assistant" and turn.raw("audio") is not None:
-        turn.refuse("audio", "is not supported yet; leave it out", UNSUPPORTED)
+    call_id = message.required_text("tool_call_id") if role == "tool" else ""
+    if role == "assistant" and message.raw("audio") is not None:
+        message.refuse("audio", "is not supported yet; leave it out", UNSUPPORTED)
     return Message(
-        role, "" if content is None else _content(turn, content), turn.text("name"), calls, call_id
+        role, "" if content is None else _content(message, content), message.text("name"), calls, call_id
     )
 
 
-def _role(turn: Fields) -> str:
-    role = turn.required("role")
+def _role(message: Fields) -> str:
+    role = message.required("role")
     if isinstance(role, str) and role in ROLES:
         return role
     if role is not None:
-        turn.refuse("role", f"must be one of {', '.join(ROLES)}, got {echo(role)}")
+        message.refuse("role", f"must be one of {', '.join(ROLES)}, got {echo(role)}")
     return ""
 
 
-def _content(turn: Fields, content: object) -> str:
+def _content(message: Fields, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        turn.refuse("content", f"must be a string or a list of text parts, got {echo(content)}", WRONG_TYPE)
+        message.refuse(
+            "content", f"must be a string or a list of text parts, got {echo(content)}", WRONG_TYPE
+        )
         return ""
-    parts = (turn.nested(f"content.{number}", item) for number, item in enumerate(content))
+    parts = (message.nested(f"content.{number}", item) for number, item in enumerate(content))
     return "".join(_text_of(part) for part in parts if part is not None)
 
 
@@ -118,10 +122,10 @@ def _text_of(part: Fields) -> str:
     return ""
 
 
-def _tool_calls(turn: Fields) -> str:
-    """OpenAI's array as text, with only the fields that a template reads."""
-    items = turn.items("tool_calls")
-    calls = (turn.nested(f"tool_calls.{number}", item) for number, item in enumerate(items))
+def _tool_calls(message: Fields) -> str:
+    """Return OpenAI's array as JSON, with only the fields that a template reads."""
+    items = message.items("tool_calls")
+    calls = (message.nested(f"tool_calls.{number}", item) for number, item in enumerate(items))
     read = [_tool_call(call) for call in calls if call is not None]
     return msgspec.json.encode(read).decode() if read else ""
 

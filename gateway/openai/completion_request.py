@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo
-from gateway.openai.request import Asked, read_streaming
+from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.sampling import (
     CHOICES_LIMIT,
     COUNT_LIMIT,
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 LOGPROBS_LIMIT = 5
 
 
-def read_completion(fields: Fields) -> Asked:
+def read_completion(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
     prompts = _prompts(fields)
     max_tokens = fields.integer("max_tokens", 0, COUNT_LIMIT, DEFAULT_MAX_TOKENS)
@@ -29,12 +29,14 @@ def read_completion(fields: Fields) -> Asked:
     )
     if fields.integer("best_of", 1, CHOICES_LIMIT, sampling.n) != sampling.n:
         fields.refuse("best_of", f"can only equal 'n', which is {sampling.n}", UNSUPPORTED)
-    asked = Asked(model, prompts, sampling, "max_tokens", read_streaming(fields), read_priority(fields))
-    if asked.choices > CHOICES_LIMIT:
+    request = GenerationRequest(
+        model, prompts, sampling, "max_tokens", read_stream_options(fields), read_priority(fields)
+    )
+    if request.choices > CHOICES_LIMIT:
         fields.refuse(
-            "prompt", f"and 'n' ask for {asked.choices} choices; one request gives at most {CHOICES_LIMIT}"
+            "prompt", f"and 'n' ask for {request.choices} choices; one request gives at most {CHOICES_LIMIT}"
         )
-    return asked
+    return request
 
 
 def _prompts(fields: Fields) -> tuple[Prompt, ...]:
@@ -51,16 +53,16 @@ def _prompts(fields: Fields) -> tuple[Prompt, ...]:
             "prompt", f"must be a string, token ids, or a list of either, got {echo(value)}", WRONG_TYPE
         )
         return ()
-    return _several(fields, value)
+    return _prompt_list(fields, value)
 
 
-def _several(fields: Fields, items: list[object]) -> tuple[Prompt, ...]:
-    """The first item says what the list is."""
+def _prompt_list(fields: Fields, items: list[object]) -> tuple[Prompt, ...]:
+    """Read a list of texts, of lists of token ids, or of token ids; the first item decides which."""
     first = items[0]
     if isinstance(first, str):
         return tuple(_text(fields, number, item) for number, item in enumerate(items))
     if isinstance(first, list):
-        return tuple(_ids(fields, number, item) for number, item in enumerate(items))
+        return tuple(_token_ids(fields, number, item) for number, item in enumerate(items))
     return (token_ids(fields, "prompt", items),)
 
 
@@ -73,7 +75,7 @@ def _text(fields: Fields, number: int, item: object) -> str:
     return ""
 
 
-def _ids(fields: Fields, number: int, item: object) -> tuple[int, ...]:
+def _token_ids(fields: Fields, number: int, item: object) -> tuple[int, ...]:
     if isinstance(item, list) and item:
         return token_ids(fields, f"prompt.{number}", item)
     fields.refuse(

@@ -19,7 +19,9 @@ RETRY_AFTER_LIMIT_S = 120.0
 Header = tuple[bytes, bytes]
 
 
-class Problem(NamedTuple):
+class ErrorResponse(NamedTuple):
+    """One failure as a client sees it."""
+
     status: int
     message: str
     type: str
@@ -32,8 +34,8 @@ class Problem(NamedTuple):
         return msgspec.json.encode({"error": error})
 
 
-class Kind(NamedTuple):
-    """How one class of the error tree looks from outside. `wait_s`: Retry-After when the error names none."""
+class ErrorKind(NamedTuple):
+    """Response fields of one class of the error tree. `wait_s`: Retry-After when the error has none."""
 
     status: int
     type: str
@@ -45,36 +47,36 @@ class Kind(NamedTuple):
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 _REPEATS_PAID_WORK = _USELESS_AGAIN = ((b"x-should-retry", b"false"),)
-_KINDS: dict[type[errors.MicoError], Kind] = {
-    errors.BadRequest: Kind(400, INVALID_REQUEST, None),
-    errors.Unauthenticated: Kind(
+_ERROR_KINDS: dict[type[errors.MicoError], ErrorKind] = {
+    errors.BadRequest: ErrorKind(400, INVALID_REQUEST, None),
+    errors.Unauthenticated: ErrorKind(
         401, INVALID_REQUEST, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),)
     ),
-    errors.Forbidden: Kind(403, INVALID_REQUEST, "permission_denied"),
-    errors.ModelNotFound: Kind(404, INVALID_REQUEST, "model_not_found"),
-    errors.NotFound: Kind(404, INVALID_REQUEST, "not_found"),
-    errors.TooMany: Kind(429, "rate_limit_error", "rate_limit_exceeded", wait_s=1.0),
-    errors.BudgetSpent: Kind(
+    errors.Forbidden: ErrorKind(403, INVALID_REQUEST, "permission_denied"),
+    errors.ModelNotFound: ErrorKind(404, INVALID_REQUEST, "model_not_found"),
+    errors.NotFound: ErrorKind(404, INVALID_REQUEST, "not_found"),
+    errors.TooMany: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", wait_s=1.0),
+    errors.BudgetSpent: ErrorKind(
         429, "insufficient_quota", "insufficient_quota", wait_s=RETRY_AFTER_LIMIT_S, headers=_USELESS_AGAIN
     ),
-    errors.AboveQuota: Kind(
+    errors.AboveQuota: ErrorKind(
         429, "rate_limit_error", "rate_limit_exceeded", wait_s=RETRY_AFTER_LIMIT_S, headers=_USELESS_AGAIN
     ),
-    errors.ClientMistake: Kind(400, INVALID_REQUEST, None),
-    errors.Overloaded: Kind(503, SERVER_ERROR, "overloaded", wait_s=1.0),
-    errors.NoSite: Kind(503, SERVER_ERROR, "no_site", wait_s=2.0),
-    errors.UpstreamFailed: Kind(502, SERVER_ERROR, "upstream_error"),
-    errors.UpstreamLost: Kind(502, SERVER_ERROR, "upstream_lost", headers=_REPEATS_PAID_WORK),
-    errors.Ending: Kind(503, SERVER_ERROR, "shutting_down", wait_s=1.0),
-    errors.DeadlinePassed: Kind(504, SERVER_ERROR, "timeout", headers=_REPEATS_PAID_WORK),
+    errors.ClientMistake: ErrorKind(400, INVALID_REQUEST, None),
+    errors.Overloaded: ErrorKind(503, SERVER_ERROR, "overloaded", wait_s=1.0),
+    errors.NoSite: ErrorKind(503, SERVER_ERROR, "no_site", wait_s=2.0),
+    errors.UpstreamFailed: ErrorKind(502, SERVER_ERROR, "upstream_error"),
+    errors.UpstreamLost: ErrorKind(502, SERVER_ERROR, "upstream_lost", headers=_REPEATS_PAID_WORK),
+    errors.Ending: ErrorKind(503, SERVER_ERROR, "shutting_down", wait_s=1.0),
+    errors.DeadlinePassed: ErrorKind(504, SERVER_ERROR, "timeout", headers=_REPEATS_PAID_WORK),
 }
 
 
-def translate(exc: BaseException, request_id: str) -> Problem:
-    """Every exception has an answer; what nobody expected becomes a 500 that tells nothing of our insides."""
+def translate(exc: BaseException, request_id: str) -> ErrorResponse:
+    """Translate any exception. An unexpected one becomes a 500 that discloses nothing internal."""
     if isinstance(exc, errors.MicoError):
-        return _of_tree(exc)
-    return Problem(
+        return _translate_tree(exc)
+    return ErrorResponse(
         500,
         f"The gateway failed unexpectedly; its log has the cause under request id {request_id}.",
         SERVER_ERROR,
@@ -82,17 +84,27 @@ def translate(exc: BaseException, request_id: str) -> Problem:
     )
 
 
-def _of_tree(exc: errors.MicoError) -> Problem:
-    kind = next((_KINDS[c] for c in type(exc).__mro__ if c in _KINDS), Kind(500, SERVER_ERROR, SERVER_ERROR))
+def incomplete_answer() -> errors.UpstreamLost:
+    """Return the error for an answer without a finish reason, which OpenAI's SDK would take for success."""
+    return errors.UpstreamLost(
+        "The site stopped before the answer was finished. What was sent is incomplete."
+    )
+
+
+def _translate_tree(exc: errors.MicoError) -> ErrorResponse:
+    kind = next(
+        (_ERROR_KINDS[c] for c in type(exc).__mro__ if c in _ERROR_KINDS),
+        ErrorKind(500, SERVER_ERROR, SERVER_ERROR),
+    )
     code = getattr(exc, "code", None) or kind.code
     param = exc.param or ("model" if isinstance(exc, errors.ModelNotFound) else None)
     wait_s = kind.wait_s if exc.retry_after_s is None else exc.retry_after_s
     headers = kind.headers if wait_s is None else (*kind.headers, *retry_after(wait_s))
-    return Problem(kind.status, exc.message, kind.type, code, param, headers)
+    return ErrorResponse(kind.status, exc.message, kind.type, code, param, headers)
 
 
 def retry_after(wait_s: float) -> tuple[Header, ...]:
-    """Both spellings: whole seconds for everyone, milliseconds for OpenAI's SDK, which prefers them."""
+    """Return both headers: whole seconds for everyone, milliseconds for OpenAI's SDK, which prefers them."""
     capped_s = min(max(wait_s, 0.001), RETRY_AFTER_LIMIT_S)
     return (
         (b"retry-after", b"%d" % math.ceil(capped_s)),

@@ -1,6 +1,6 @@
-"""A strict reader of JSON objects: it collects problems with their dotted paths, not only the first.
+"""Reads JSON objects strictly and collects every problem, with its dotted path.
 
-`null` means omitted, `1.0` is an integer, and neither a bool nor a string ever passes for a number.
+`null` means omitted, `1.0` is an integer, and neither a bool nor a string passes for a number.
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ WRONG_VALUE = "invalid_value"
 UNSUPPORTED = "unsupported_parameter"
 
 
-class Found(NamedTuple):
+class FieldProblem(NamedTuple):
+    """A problem with one field; `param` is the dotted path of the field."""
+
     param: str
     message: str
     code: str
 
 
 class Problems:
-    """What is wrong with a request. The first problem gives the error's `param` and `code`."""
+    """Collects the problems of one request. The first one gives the error its `param` and `code`."""
 
     def __init__(self) -> None:
-        self._found: list[Found] = []
-        self._more = 0
+        self._problems: list[FieldProblem] = []
+        self._omitted = 0
 
     def add(self, param: str, message: str, code: str = WRONG_VALUE) -> None:
-        if len(self._found) < PROBLEMS_LIMIT:
-            self._found.append(Found(param, message, code))
+        if len(self._problems) < PROBLEMS_LIMIT:
+            self._problems.append(FieldProblem(param, message, code))
         else:
-            self._more += 1
+            self._omitted += 1
 
     def raise_any(self) -> None:
-        if not self._found:
+        """Raise BadRequest if there is any problem."""
+        if not self._problems:
             return
-        sentences = [f"'{found.param}' {found.message}." for found in self._found]
-        if self._more:
-            sentences.append(f"{several(self._more, 'more problem is', 'more problems are')} not shown.")
-        raise BadRequest(" ".join(sentences), param=self._found[0].param, code=self._found[0].code)
+        sentences = [f"'{problem.param}' {problem.message}." for problem in self._problems]
+        if self._omitted:
+            sentences.append(f"{several(self._omitted, 'more problem is', 'more problems are')} not shown.")
+        raise BadRequest(" ".join(sentences), param=self._problems[0].param, code=self._problems[0].code)
 
 
 def echo(value: object) -> str:
-    """A value as the client may see it again: short, whatever was sent."""
+    """Return `value` as text for an error message, at most ECHO_LIMIT_CHARS long."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     try:
@@ -62,7 +65,7 @@ def echo(value: object) -> str:
 
 
 def whole_number(value: object) -> int | None:
-    """The integer a JSON number stands for, None if it is not one."""
+    """Return the integer that a JSON number stands for, None if `value` is not one."""
     if type(value) is int:
         return value
     if type(value) is float and value.is_integer():
@@ -71,7 +74,7 @@ def whole_number(value: object) -> int | None:
 
 
 class Fields:
-    """One JSON object. A field with a problem reads as its default, so that reading goes on."""
+    """One JSON object. A field with a problem reads as its default, so that the others are read, too."""
 
     def __init__(self, data: Mapping[str, object], problems: Problems, path: str = "") -> None:
         self._data = data
@@ -86,13 +89,13 @@ class Fields:
         self._read.add(name)
         return self._data.get(name)
 
-    def among(self, names: frozenset[str]) -> list[str]:
-        """Those of the names that were sent, in order of the alphabet. Most requests send few fields."""
+    def present(self, names: frozenset[str]) -> list[str]:
+        """Return those of `names` that were sent, sorted. Most requests send few fields."""
         self._read |= names
         return sorted(names & self._data.keys())
 
     def unread(self) -> list[str]:
-        """Names that nobody asked for: fields we do not know."""
+        """Return the names of the fields that no reader asked for, that is, the unknown ones."""
         return [name for name in self._data if name not in self._read]
 
     def refuse(self, name: str, message: str, code: str = WRONG_VALUE) -> None:
@@ -110,29 +113,29 @@ class Fields:
             return default
         number = whole_number(value)
         if number is None:
-            return self._mistyped(name, "an integer", value, default)
-        return number if low <= number <= high else self._outside(name, low, high, value, default)
+            return self._wrong_type(name, "an integer", value, default)
+        return number if low <= number <= high else self._out_of_range(name, low, high, value, default)
 
     def number(self, name: str, low: float, high: float, default: D) -> float | D:
         value = self.raw(name)
         if value is None:
             return default
         if type(value) is not int and type(value) is not float:
-            return self._mistyped(name, "a number", value, default)
-        return float(value) if low <= value <= high else self._outside(name, low, high, value, default)
+            return self._wrong_type(name, "a number", value, default)
+        return float(value) if low <= value <= high else self._out_of_range(name, low, high, value, default)
 
     def flag(self, name: str) -> bool:
         value = self.raw(name)
         if value is None or isinstance(value, bool):
             return bool(value)
-        return self._mistyped(name, "true or false", value, False)
+        return self._wrong_type(name, "true or false", value, False)
 
     def text(self, name: str) -> str:
-        """Empty when omitted."""
+        """Return the string, empty when omitted."""
         value = self.raw(name)
         if value is None or isinstance(value, str):
             return value or ""
-        return self._mistyped(name, "a string", value, "")
+        return self._wrong_type(name, "a string", value, "")
 
     def required_text(self, name: str) -> str:
         if self.required(name) is None:
@@ -146,22 +149,22 @@ class Fields:
         value = self.raw(name)
         if value is None or isinstance(value, list):
             return value or []
-        return self._mistyped(name, "a list", value, [])
+        return self._wrong_type(name, "a list", value, [])
 
     def child(self, name: str) -> Fields | None:
-        """An object inside this one, None when omitted or mistyped."""
+        """Return the object inside this one, None when omitted or mistyped."""
         value = self.raw(name)
         return None if value is None else self.nested(name, value)
 
     def nested(self, name: str, value: object) -> Fields | None:
         if isinstance(value, dict):
             return Fields(value, self.problems, self.param(name))
-        return self._mistyped(name, "an object", value, None)
+        return self._wrong_type(name, "an object", value, None)
 
-    def _mistyped(self, name: str, wanted: str, value: object, default: D) -> D:
-        self.refuse(name, f"must be {wanted}, got {echo(value)}", WRONG_TYPE)
+    def _wrong_type(self, name: str, expected: str, value: object, default: D) -> D:
+        self.refuse(name, f"must be {expected}, got {echo(value)}", WRONG_TYPE)
         return default
 
-    def _outside(self, name: str, low: float, high: float, value: object, default: D) -> D:
+    def _out_of_range(self, name: str, low: float, high: float, value: object, default: D) -> D:
         self.refuse(name, f"must be between {low} and {high}, got {echo(value)}")
         return default

@@ -1,4 +1,4 @@
-"""Log probabilities in the two shapes OpenAI has for them."""
+"""Encodes log probabilities in OpenAI's two formats: of chat and of text completions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from gateway.domain import TokenLogprob
 
-LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity; OpenAI writes this instead."""
+MIN_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI writes this number instead."""
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], _offset_chars: int = 0) -> dict[str, object]:
@@ -16,7 +16,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], _offset_chars: int = 0) -> dic
 
 
 def text_logprobs(tokens: Sequence[TokenLogprob], offset_chars: int = 0) -> dict[str, object]:
-    """`offset_chars`: where the first of these tokens starts in the choice's whole text."""
+    """`offset_chars`: the position of the first of these tokens in the whole text of the choice."""
     offsets = []
     for token in tokens:
         offsets.append(offset_chars)
@@ -34,11 +34,11 @@ def _entry(token: TokenLogprob) -> dict[str, object]:
 
 
 def _alternatives(token: TokenLogprob) -> dict[str, float | None] | None:
-    """Includes the token that was drawn, however unlikely. The first token of an echoed prompt has none."""
+    """Return the top tokens and the sampled one, None for the first token of an echoed prompt."""
     if token.logprob is None:
         return None
     return {token.token: _finite(token.logprob)} | {top.token: _finite(top.logprob) for top in token.top}
 
 
 def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LOWEST_LOGPROB)
+    return None if logprob is None else max(logprob, MIN_LOGPROB)

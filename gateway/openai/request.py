@@ -1,4 +1,4 @@
-"""What a client asked for, read from either endpoint's body, and the queries it becomes."""
+"""Defines the request that either endpoint's body is read into, checks it and builds its queries."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True)
-class Streaming:
-    """How the answer comes. `usage`: a last chunk counts tokens; `usage_in_each`: every chunk does."""
+class StreamOptions:
+    """`include_usage`: a last chunk has the usage of the answer; `continuous_usage`: every chunk has."""
 
-    on: bool = False
-    usage: bool = False
-    usage_in_each: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """`limit_field` is the name under which the client gave `sampling.max_tokens`."""
 
     model: str
     prompts: tuple[Prompt, ...]
     sampling: Sampling
     limit_field: str
-    streaming: Streaming
+    stream_options: StreamOptions
     priority: int
 
     @property
@@ -39,49 +39,52 @@ class Asked:
         return len(self.prompts) * self.sampling.n
 
 
-def read_streaming(fields: Fields) -> Streaming:
-    on = fields.flag("stream")
+def read_stream_options(fields: Fields) -> StreamOptions:
+    stream = fields.flag("stream")
     options = fields.child("stream_options")
     if options is None:
-        return Streaming(on)
-    if not on:
+        return StreamOptions(stream)
+    if not stream:
         fields.refuse("stream_options", "is only allowed with 'stream': true")
-    usage = options.flag("include_usage")
-    return Streaming(on, usage, options.flag("continuous_usage_stats") and usage)
+    include_usage = options.flag("include_usage")
+    return StreamOptions(stream, include_usage, options.flag("continuous_usage_stats") and include_usage)
 
 
-_ABILITIES = {
+_FEATURES = {
     "tools": ("tools", "call functions", "leave 'tools' out, or set 'tool_choice' to \"none\""),
     "logprobs": ("logprobs", "tell log probabilities", "leave 'logprobs' out"),
     "guided": ("response_format", "hold an answer to a JSON schema", "leave 'response_format' out"),
 }
 
 
-def check_model(asked: Asked, models: Sequence[Model]) -> None:
-    """Refuses what no site that serves the model can do. Passes unknown models."""
-    model = next((m for m in models if m.id == asked.model), None)
+def check_model(request: GenerationRequest, models: Sequence[Model]) -> None:
+    """Raise BadRequest for what no site that serves the model can do. Does not refuse unknown models."""
+    model = next((m for m in models if m.id == request.model), None)
     if model is not None:
-        _check_limit(asked, model)
-        _check_abilities(asked, model)
+        _check_max_tokens(request, model)
+        _check_features(request, model)
 
 
-def _check_limit(asked: Asked, model: Model) -> None:
-    """A wish that no prompt leaves room for. Less than that the site clips."""
-    wanted = asked.sampling.max_tokens
-    if wanted is None or wanted <= model.context_tokens:
+def _check_max_tokens(request: GenerationRequest, model: Model) -> None:
+    """Raise BadRequest if the context has no room for so many tokens, whatever the prompt.
+
+    The site clips a smaller number that does not fit beside the prompt.
+    """
+    max_tokens = request.sampling.max_tokens
+    if max_tokens is None or max_tokens <= model.context_tokens:
         return
     raise BadRequest(
-        f"'{asked.limit_field}' is {wanted}, but the context of {model.id} is {model.context_tokens} tokens,"
-        " prompt and answer together.",
-        param=asked.limit_field,
+        f"'{request.limit_field}' is {max_tokens}, but the context of {model.id} is"
+        f" {model.context_tokens} tokens, prompt and answer together.",
+        param=request.limit_field,
         code=WRONG_VALUE,
     )
 
 
-def _check_abilities(asked: Asked, model: Model) -> None:
-    for ability in sorted(needs(asked.prompts[0], asked.sampling) & _ABILITIES.keys()):
-        if ability not in model.features:
-            param, what, instead = _ABILITIES[ability]
+def _check_features(request: GenerationRequest, model: Model) -> None:
+    for feature in sorted(needs(request.prompts[0], request.sampling) & _FEATURES.keys()):
+        if feature not in model.features:
+            param, what, instead = _FEATURES[feature]
             raise BadRequest(
                 f"No site that serves {model.id} can {what}; {instead}. /v1/models lists what models can do.",
                 param=param,
@@ -89,8 +92,8 @@ def _check_abilities(asked: Asked, model: Model) -> None:
             )
 
 
-def queries(
-    asked: Asked,
+def build_queries(
+    request: GenerationRequest,
     caller: Caller,
     *,
     query_id: str,
@@ -99,20 +102,20 @@ def queries(
     timeout_s: float,
     traceparent: str,
 ) -> list[Query]:
-    """One query for each prompt; several carry the prompt's number in their id."""
-    several = len(asked.prompts) > 1
+    """Build one query per prompt. If there are several, the id of each ends with the number of its prompt."""
+    several = len(request.prompts) > 1
     return [
         Query(
             id=f"{query_id}-{number}" if several else query_id,
-            model=asked.model,
+            model=request.model,
             prompt=prompt,
-            sampling=asked.sampling,
+            sampling=request.sampling,
             caller=caller,
             received_s=received_s,
             deadline_s=received_s + timeout_s,
-            priority=max(asked.priority, caller.best_priority),
+            priority=max(request.priority, caller.best_priority),
             request_id=request_id,
             traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
         )
-        for number, prompt in enumerate(asked.prompts)
+        for number, prompt in enumerate(request.prompts)
     ]

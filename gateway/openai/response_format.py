@@ -1,4 +1,4 @@
-"""Reads `response_format`: what an answer must look like, as a JSON schema that a site enforces."""
+"""Reads `response_format` as the JSON schema that a site enforces on the answer."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ _ANY_OBJECT = '{"type":"object"}'
 
 
 def read_format(fields: Fields) -> str:
-    """The schema as text, empty where any text will do. `strict` or not, it is enforced."""
-    wanted = fields.child("response_format")
-    if wanted is None:
+    """Return the schema as JSON, empty if there is none. It is enforced, `strict` or not."""
+    response_format = fields.child("response_format")
+    if response_format is None:
         return ""
-    kind = wanted.required("type")
+    kind = response_format.required("type")
     if kind == "json_object":
         return _ANY_OBJECT
     if kind == "json_schema":
-        return _schema(wanted)
+        return _schema(response_format)
     if kind not in (None, "text"):
         message = f"can be 'text', 'json_object' or 'json_schema', got {echo(kind)}: no other can be enforced"
-        wanted.refuse("type", message, UNSUPPORTED)
+        response_format.refuse("type", message, UNSUPPORTED)
     return ""
 
 
-def _schema(wanted: Fields) -> str:
-    if wanted.required("json_schema") is None:
+def _schema(response_format: Fields) -> str:
+    if response_format.required("json_schema") is None:
         return ""
-    given = wanted.child("json_schema")
+    given = response_format.child("json_schema")
     if given is None:
         return ""
     name = given.required_text("name")
@@ -41,6 +41,6 @@ def _schema(wanted: Fields) -> str:
     if schema is None:
         return "{}"
     if not isinstance(schema, dict):
-        given.nested("schema", schema)  # says what is wrong with it
+        given.nested("schema", schema)  # records the problem
         return ""
     return msgspec.json.encode(schema).decode()

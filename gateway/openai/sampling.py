@@ -1,4 +1,4 @@
-"""The sampling fields that both endpoints share, and those that are refused because they would be missed."""
+"""Reads the sampling fields that both endpoints share. Refuses fields whose effect a client would miss."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ BIASES_LIMIT = 1024
 COUNT_LIMIT = 2**31 - 1
 TOKEN_ID_LIMIT = 2**32 - 1
 
-ACCEPTED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
-"""Nothing here depends on them, so they are taken and not looked at."""
+IGNORED_FIELDS = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+)
+"""Fields that have no effect here; accepted with any value."""
 
-REFUSED = frozenset(
+UNSUPPORTED_FIELDS = frozenset(
     {
         "guided_json",
         "guided_regex",
@@ -33,9 +35,9 @@ REFUSED = frozenset(
         "lora_path",
     }
 )
-"""Extras of other servers that would silently lose their effect."""
+"""Extensions of other servers, refused because they would silently have no effect."""
 
-DRAWING = frozenset(
+SAMPLING_FIELDS = frozenset(
     {
         "min_tokens",
         "seed",
@@ -53,7 +55,7 @@ DRAWING = frozenset(
         "logit_bias",
     }
 )
-"""What is read below; who sends none of it gets the defaults."""
+"""Fields that `read_sampling` reads; a request that has none of them gets the defaults."""
 
 
 def read_sampling(
@@ -64,7 +66,7 @@ def read_sampling(
     echo_prompt: bool = False,
     guided_json: str = "",
 ) -> Sampling:
-    if not fields.among(DRAWING):
+    if not fields.present(SAMPLING_FIELDS):
         return Sampling(max_tokens, logprobs=logprobs, echo=echo_prompt, guided_json=guided_json)
     min_tokens = fields.integer("min_tokens", 0, COUNT_LIMIT, 0)
     if max_tokens is not None and min_tokens > max_tokens:
@@ -99,11 +101,11 @@ def read_priority(fields: Fields) -> int:
 
 
 def refuse_unsupported(fields: Fields, names: frozenset[str] = frozenset()) -> None:
-    """Off is off: null, false and empty values pass."""
-    for name in fields.among(REFUSED | names):
+    """Refuse `names` and UNSUPPORTED_FIELDS where they have an effect: null, false and empty values pass."""
+    for name in fields.present(UNSUPPORTED_FIELDS | names):
         if fields.raw(name):
             fields.refuse(name, "is not supported yet; leave it out", UNSUPPORTED)
-    fields.among(ACCEPTED)
+    fields.present(IGNORED_FIELDS)
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
@@ -129,7 +131,7 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def token_ids(fields: Fields, name: str, items: list[object]) -> tuple[int, ...]:
-    """Stops at the first bad id: a long prompt of bad ids is one problem."""
+    """Read token ids up to the first bad one: a long prompt of bad ids is one problem."""
     ids: list[int] = []
     for number, item in enumerate(items):
         token = whole_number(item)
@@ -151,11 +153,11 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
     return {
         token: biases.number(name, -100, 100, 0.0)
         for name in names
-        if (token := _token_name(biases, name)) is not None
+        if (token := _read_token_id(biases, name)) is not None
     }
 
 
-def _token_name(biases: Fields, name: str) -> int | None:
+def _read_token_id(biases: Fields, name: str) -> int | None:
     if name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) <= TOKEN_ID_LIMIT:
         return int(name)
     biases.refuse(name[:20], "is not a token id", WRONG_TYPE)

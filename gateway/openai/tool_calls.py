@@ -1,4 +1,4 @@
-"""Calls of functions in OpenAI's shape: piece by piece in chunks, joined in a whole message."""
+"""Encodes tool calls in OpenAI's format: part by part in chunks, merged in a whole message."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from gateway.domain import ToolCall
 
 
-def call_news(news: ToolCall) -> dict[str, object]:
-    """One entry of a chunk's `delta.tool_calls`: id, type and name come once, when the call begins."""
-    if not news.id:
-        return {"index": news.index, "function": {"arguments": news.arguments}}
-    function = {"name": news.name, "arguments": news.arguments}
-    return {"index": news.index, "id": news.id, "type": "function", "function": function}
+def tool_call_chunk(part: ToolCall) -> dict[str, object]:
+    """Encode one entry of a chunk's `delta.tool_calls`: id, type and name come once, when the call begins."""
+    if not part.id:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
-def whole_calls(news: Iterable[ToolCall]) -> list[dict[str, object]]:
-    """A message's `tool_calls`, in order."""
-    joined: dict[int, ToolCall] = {}
-    for each in news:
-        known = joined.get(each.index, ToolCall(each.index))
-        joined[each.index] = ToolCall(
-            each.index, known.id or each.id, known.name or each.name, known.arguments + each.arguments
+def merge_tool_calls(parts: Iterable[ToolCall]) -> list[dict[str, object]]:
+    """Merge the parts of calls into a message's `tool_calls`, in order."""
+    calls: dict[int, ToolCall] = {}
+    for part in parts:
+        call = calls.get(part.index, ToolCall(part.index))
+        calls[part.index] = ToolCall(
+            part.index, call.id or part.id, call.name or part.name, call.arguments + part.arguments
         )
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for _, call in sorted(joined.items())
+        for _, call in sorted(calls.items())
     ]

@@ -15,7 +15,7 @@ NAME_RULE = "has 1 to 64 letters, digits, underscores and dashes"
 
 
 class Tools(NamedTuple):
-    """As `Chat` has them. All empty where nothing may be called."""
+    """The fields of `Chat` with these names. All empty if no function may be called."""
 
     json: str = ""
     choice: str = ""
@@ -23,13 +23,13 @@ class Tools(NamedTuple):
     single: bool = False
 
 
-NONE = Tools()
-FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+NO_TOOLS = Tools()
+TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 
 
 def read_tools(fields: Fields) -> Tools:
-    if not fields.among(FIELDS):
-        return NONE
+    if not fields.present(TOOL_FIELDS):
+        return NO_TOOLS
     items = fields.items("tools")
     if fields.raw("tools") == []:
         fields.refuse("tools", "must not be empty; leave it out instead")
@@ -43,13 +43,13 @@ def read_tools(fields: Fields) -> Tools:
     single = fields.raw("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls")
     choice, name = _choice(fields, names)
     if not read or choice == "none":
-        return NONE
+        return NO_TOOLS
     tools = [{"type": "function", "function": function} for function in read]
     return Tools(msgspec.json.encode(tools).decode(), choice, name, single)
 
 
 def _choice(fields: Fields, names: list[str]) -> tuple[str, str]:
-    """What is to be done, and the function that must be called if it is named."""
+    """Return the tool choice, and the name of the function that must be called if it is 'named'."""
     wanted = fields.raw("tool_choice")
     if wanted in (None, "none"):
         return ("auto" if wanted is None else "none"), ""
@@ -58,14 +58,14 @@ def _choice(fields: Fields, names: list[str]) -> tuple[str, str]:
     elif wanted in ("auto", "required"):
         return str(wanted), ""
     elif isinstance(wanted, dict):
-        return "named", _named(fields, names)
+        return "named", _named_function(fields, names)
     else:
         message = f"can be 'none', 'auto', 'required' or a function, got {echo(wanted)}"
         fields.refuse("tool_choice", message)
     return "auto", ""
 
 
-def _named(fields: Fields, names: list[str]) -> str:
+def _named_function(fields: Fields, names: list[str]) -> str:
     wanted = fields.child("tool_choice")
     if wanted is None:
         return ""
@@ -81,16 +81,16 @@ def _named(fields: Fields, names: list[str]) -> str:
 
 
 def _tool(tool: Fields | None) -> dict[str, object]:
-    """What a template and a grammar need of a function; its name is empty where there is something wrong."""
-    nothing: dict[str, object] = {"name": ""}
+    """Return what templates and grammars need of a function; its name is empty if there is a problem."""
+    invalid: dict[str, object] = {"name": ""}
     if tool is None:
-        return nothing
+        return invalid
     kind = tool.required("type")
     if kind not in (None, "function"):
         tool.refuse("type", f"can only be 'function', got {echo(kind)}", UNSUPPORTED)
-        return nothing
+        return invalid
     function = _required_child(tool, "function")
-    return nothing if function is None else _function(function)
+    return invalid if function is None else _function(function)
 
 
 def _function(function: Fields) -> dict[str, object]:

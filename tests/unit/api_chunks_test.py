@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, Usage
-from gateway.openai.request import Streaming
-from gateway.openai.shapes import CHAT, TEXT, Head, Shape
-from gateway.openai.stream_response import Chunks
-from gateway.openai.unary_response import gather
+from gateway.openai.request import StreamOptions
+from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
+from gateway.openai.stream_response import ChunkEncoder
+from gateway.openai.unary_response import collect
 
 CHOICES = 3
-HEAD = Head("id-1", 1_750_000_000, 'mo"del', "rev")
+HEAD = ResponseHead("id-1", 1_750_000_000, 'mo"del', "rev")
 OPENING = Opening("alpha", "aws", "r", 1, 0.0, 7, "rev")
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -43,20 +43,22 @@ def answers(draw: Any) -> list[Piece]:
     return [*pieces, Usage(7, sum(counts) + CHOICES)]
 
 
-def streamed(shape: Shape, pieces: list[Piece], streaming: Streaming) -> list[dict[str, Any]]:
-    chunks = Chunks(shape, HEAD, CHOICES, streaming, OPENING.prompt_tokens)
-    frames = b"".join(chunks.of(piece) for piece in pieces).decode().split("\n\n")
+def streamed(shape: ResponseSchema, pieces: list[Piece], streaming: StreamOptions) -> list[dict[str, Any]]:
+    chunks = ChunkEncoder(shape, HEAD, CHOICES, streaming, OPENING.prompt_tokens)
+    frames = b"".join(chunks.encode(piece) for piece in pieces).decode().split("\n\n")
     assert frames.pop() == ""
     assert all(frame.startswith("data: {") for frame in frames)
     return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
-def whole(shape: Shape, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
+def whole(shape: ResponseSchema, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
     async def replay() -> AsyncIterator[Piece]:
         for piece in pieces:
             yield piece
 
-    body: dict[str, Any] = json.loads(asyncio.run(gather(replay(), CHOICES)).body(shape, HEAD, with_logprobs))
+    body: dict[str, Any] = json.loads(
+        asyncio.run(collect(replay(), CHOICES)).body(shape, HEAD, with_logprobs)
+    )
     return body
 
 
@@ -80,9 +82,11 @@ def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("shape", [CHAT, TEXT])
 @given(pieces=answers())
-def test_the_pieces_joined_equal_the_whole(shape: Shape, pieces: list[Piece]) -> None:
+def test_the_pieces_joined_equal_the_whole(shape: ResponseSchema, pieces: list[Piece]) -> None:
     body = whole(shape, pieces, with_logprobs=True)
-    for choice, into in zip(body["choices"], joined(streamed(shape, pieces, Streaming(True))), strict=True):
+    for choice, into in zip(
+        body["choices"], joined(streamed(shape, pieces, StreamOptions(True))), strict=True
+    ):
         assert into["text"] == text_of(choice)
         assert into["finish"] == [choice["finish_reason"]]
         entries = {name: values or [] for name, values in choice["logprobs"].items()}
@@ -91,8 +95,8 @@ def test_the_pieces_joined_equal_the_whole(shape: Shape, pieces: list[Piece]) ->
 
 @pytest.mark.parametrize("shape", [CHAT, TEXT])
 @given(pieces=answers())
-def test_usage_only_grows_and_ends_at_the_total(shape: Shape, pieces: list[Piece]) -> None:
-    chunks = streamed(shape, pieces, Streaming(True, usage=True, usage_in_each=True))
+def test_usage_only_grows_and_ends_at_the_total(shape: ResponseSchema, pieces: list[Piece]) -> None:
+    chunks = streamed(shape, pieces, StreamOptions(True, include_usage=True, continuous_usage=True))
     totals = [chunk["usage"]["total_tokens"] for chunk in chunks]
     assert totals == sorted(totals)
     assert totals[-1] == whole(shape, pieces, with_logprobs=False)["usage"]["total_tokens"]
@@ -101,11 +105,11 @@ def test_usage_only_grows_and_ends_at_the_total(shape: Shape, pieces: list[Piece
 
 @pytest.mark.parametrize("shape", [CHAT, TEXT])
 @given(pieces=answers())
-def test_every_choice_ends_in_its_last_chunk(shape: Shape, pieces: list[Piece]) -> None:
-    last = {c["index"]: c for chunk in streamed(shape, pieces, Streaming(True)) for c in chunk["choices"]}
+def test_every_choice_ends_in_its_last_chunk(shape: ResponseSchema, pieces: list[Piece]) -> None:
+    last = {c["index"]: c for chunk in streamed(shape, pieces, StreamOptions(True)) for c in chunk["choices"]}
     assert all(choice["finish_reason"] for choice in last.values())
     assert len(last) == CHOICES
 
 
 def test_a_site_without_a_fingerprint_has_no_such_field() -> None:
-    assert "system_fingerprint" not in Head("i", 1, "m", "").fields("x")
+    assert "system_fingerprint" not in ResponseHead("i", 1, "m", "").fields("x")

@@ -60,7 +60,7 @@ def test_nothing_is_sent_by_a_stream_that_never_starts() -> None:
     async def main() -> None:
         wire = Wire()
         async with events(wire) as stream:
-            await stream.hush()
+            await stream.stop_comments()
             assert not stream.started
         assert wire.sent == []
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -90,10 +90,10 @@ def test_a_comment_under_way_is_finished_before_the_end() -> None:
         wire.taken.clear()
         async with events(wire, first_byte_s=0.0) as stream:
             await wire.offered.wait()
-            hushing = asyncio.create_task(stream.hush())
+            stopping = asyncio.create_task(stream.stop_comments())
             await asyncio.sleep(0)
             wire.taken.set()
-            await hushing
+            await stopping
             assert stream.started
             await stream.end(b"data: sorry\n\n")
         assert wire.statuses == [200]

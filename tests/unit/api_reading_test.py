@@ -15,7 +15,7 @@ from gateway.openai import sampling, tools
 from gateway.openai.chat_request import read_chat
 from gateway.openai.completion_request import read_completion
 from gateway.openai.fields import PROBLEMS_LIMIT, Fields, Problems, echo, whole_number
-from gateway.openai.request import Asked
+from gateway.openai.request import GenerationRequest
 
 scalars = (
     st.none()
@@ -29,7 +29,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = [
+TOOL_FIELDS = [
     "n",
     "seed",
     "stop",
@@ -65,17 +65,17 @@ FIELDS = [
     "guided_json",
 ]
 SANE: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
-bodies = st.dictionaries(st.sampled_from(FIELDS), anything, max_size=6).map(lambda body: SANE | body)
+bodies = st.dictionaries(st.sampled_from(TOOL_FIELDS), anything, max_size=6).map(lambda body: SANE | body)
 
 
-def read(reader: Any, body: dict[str, Any]) -> Asked:
+def read(reader: Any, body: dict[str, Any]) -> GenerationRequest:
     problems = Problems()
-    asked: Asked = reader(Fields(body, problems))
+    asked: GenerationRequest = reader(Fields(body, problems))
     problems.raise_any()
     return asked
 
 
-def check_bounds(asked: Asked) -> None:
+def check_bounds(asked: GenerationRequest) -> None:
     """What the wire to the sites can carry, and what one request may cost."""
     sampling = asked.sampling
     assert asked.model
@@ -108,7 +108,7 @@ def test_a_body_is_read_within_bounds_or_refused_by_name(reader: Any, body: dict
 @given(body=bodies)
 def test_null_and_absent_read_the_same(reader: Any, body: dict[str, Any]) -> None:
     present = {name: value for name, value in body.items() if value is not None}
-    padded = dict.fromkeys(FIELDS) | present
+    padded = dict.fromkeys(TOOL_FIELDS) | present
     results = []
     for variant in (present, padded):
         try:
@@ -153,12 +153,14 @@ def test_problems_beyond_the_limit_are_counted() -> None:
     assert "2 more" in refusal.value.message
 
 
-@pytest.mark.parametrize(("quick", "name"), [(sampling.DRAWING, "seed"), (tools.FIELDS, "tool_choice")])
+@pytest.mark.parametrize(
+    ("quick", "name"), [(sampling.SAMPLING_FIELDS, "seed"), (tools.TOOL_FIELDS, "tool_choice")]
+)
 def test_what_is_read_only_if_something_of_it_was_sent_names_all_of_it(
     quick: frozenset[str], name: str
 ) -> None:
     fields = Fields({name: None}, Problems())
-    if quick is sampling.DRAWING:
+    if quick is sampling.SAMPLING_FIELDS:
         sampling.read_sampling(fields, max_tokens=None, logprobs=None)
     else:
         tools.read_tools(fields)

@@ -1,4 +1,4 @@
-"""Between the answers to queries and their encoding: several prompts are merged into one answer."""
+"""Answers the queries of one request at the same time and merges their answers into one."""
 
 from __future__ import annotations
 
@@ -9,30 +9,24 @@ from contextlib import aclosing
 from msgspec.structs import replace
 
 from gateway.domain import Answer, Delta, Opening, Piece, Query, Usage
-from gateway.errors import UpstreamLost
 
 QUEUE_PIECES = 64
-"""Per prompt; a slow reader then holds back the answers themselves."""
+"""Per query; when the reader is slow, a full queue holds back the answers themselves."""
 
 Pieces = AsyncGenerator[Piece, None]
 
 
-def together(answer: Answer, queries: Sequence[Query]) -> Pieces:
-    """The answer to all queries as one. Whoever encodes it sees whether it stops short, and raises that."""
-    return answer(queries[0]) if len(queries) == 1 else merged(answer, queries)
+def answer_all(answer: Answer, queries: Sequence[Query]) -> Pieces:
+    """Yield one answer to all queries. Does not check that it is complete: its encoder does, and raises."""
+    return answer(queries[0]) if len(queries) == 1 else _answer_concurrently(answer, queries)
 
 
-def stopped_short() -> UpstreamLost:
-    """An end without a finish reason would look like success to OpenAI's SDK, so none gets through."""
-    return UpstreamLost("The site stopped before the answer was finished. What was sent is incomplete.")
-
-
-async def merged(answer: Answer, queries: Sequence[Query]) -> Pieces:
-    """Runs the queries together. Opens when all have opened, so that a refusal still decides the status."""
+async def _answer_concurrently(answer: Answer, queries: Sequence[Query]) -> Pieces:
+    """Yield the opening only when every query has one, so that a refusal still decides the HTTP status."""
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(QUEUE_PIECES * len(queries))
     pumps = [asyncio.create_task(_pump(answer, query, number, queue)) for number, query in enumerate(queries)]
     try:
-        async for piece in _in_order(queue, len(queries), queries[0].sampling.n):
+        async for piece in _merge(queue, len(queries), queries[0].sampling.n):
             yield piece
     finally:
         for pump in pumps:
@@ -43,7 +37,7 @@ async def merged(answer: Answer, queries: Sequence[Query]) -> Pieces:
 async def _pump(
     answer: Answer, query: Query, number: int, queue: asyncio.Queue[tuple[int, Piece | Exception | None]]
 ) -> None:
-    """Every query ends in the queue with None or with what went wrong."""
+    """Put the pieces of one answer into the queue, then None, or the exception that ended the answer."""
     try:
         async with aclosing(answer(query)) as pieces:
             async for piece in pieces:
@@ -54,12 +48,13 @@ async def _pump(
         await queue.put((number, None))
 
 
-async def _in_order(
-    queue: asyncio.Queue[tuple[int, Piece | Exception | None]], running: int, n: int
-) -> Pieces:
-    """Deltas that arrive before the last opening wait for it, a whole answer at most; usage is last."""
+async def _merge(queue: asyncio.Queue[tuple[int, Piece | Exception | None]], running: int, n: int) -> Pieces:
+    """Yield one opening, all deltas, then the summed usage.
+
+    Deltas that arrive before the last opening wait for it; at most a whole answer waits.
+    """
     openings: list[Opening] = []
-    early: list[Delta] = []
+    waiting: list[Delta] = []
     usages: list[Usage] = []
     unopened = running
     while running:
@@ -74,20 +69,20 @@ async def _in_order(
             openings.append(piece)
             unopened -= 1
             if not unopened:
-                yield joined(openings)
-                for delta in early:
+                yield merge_openings(openings)
+                for delta in waiting:
                     yield delta
         else:
             delta = replace(piece, index=number * n + piece.index)
             if unopened:
-                early.append(delta)
+                waiting.append(delta)
             else:
                 yield delta
     yield Usage(sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages))
 
 
-def joined(openings: Sequence[Opening]) -> Opening:
-    """One opening for several: every site that takes part, the longest wait, all prompt tokens."""
+def merge_openings(openings: Sequence[Opening]) -> Opening:
+    """Return one opening for several: every site that takes part, the longest wait, all prompt tokens."""
     return replace(
         openings[0],
         site=",".join(sorted({opening.site for opening in openings})),
