@@ -9,17 +9,18 @@ from collections.abc import Callable
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
-from site_engine.engine.engine_thread import Listener, Worker
+from site_engine.engine.engine_thread import Worker
+from site_engine.engine_client import Listener
 from site_engine.errors import ConfigError
-from site_engine.federation.attempts import Tell
+from site_engine.federation.attempts import OnFinish
 from site_engine.federation.dial import Dialling
 from site_engine.federation.site import Site
 from site_engine.messages import Hello, Model
-from site_engine.native import Loaded, grammars_of, load_engine
+from site_engine.native import Loaded, NativeEngine, grammars_of, load_engine
 from site_engine.shutdown import EXIT_FAILED, Ending, tick, until_the_end
 from site_engine.telemetry import logs
-from site_engine.telemetry.attempt_log import telling
-from site_engine.text.tokenize import Prompts
+from site_engine.telemetry.attempt_log import attempt_log
+from site_engine.text.tokenize import PromptTokenizer
 from site_engine.version import own_version
 
 log = logging.getLogger(__name__)
@@ -43,17 +44,21 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
     """
     dialling = Dialling.of(config)
     loaded = await asyncio.to_thread(load or load_engine, config)
-    async with telling(config) as tell:
-        return await _serve(config, loaded, dialling, tell)
+    async with attempt_log(config) as on_finish:
+        return await _serve(config, loaded, dialling, on_finish)
 
 
-async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, tell: Tell) -> int:
+async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, on_finish: OnFinish) -> int:
     loop = asyncio.get_running_loop()
     grammars = await asyncio.to_thread(grammars_of, loaded)
-    prompts = Prompts(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe, grammars)
+    tokenizer = PromptTokenizer(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe, grammars)
     worker = Worker(loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s)
     site = Site(
-        _hello(config, loaded, prompts), worker, prompts, time.monotonic, config.max_pending, tell=tell
+        _hello(config, loaded, tokenizer.features),
+        NativeEngine(tokenizer, worker),
+        time.monotonic,
+        config.max_pending,
+        on_finish=on_finish,
     )
     links = dialling.links(site)
     ending = Ending()
@@ -67,7 +72,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, tell: T
     finally:
         ticking.cancel()
         await links.close("the site is ending")
-        prompts.close()
+        tokenizer.close()
         await asyncio.to_thread(worker.stop)
 
 
@@ -77,14 +82,14 @@ async def _serve_remote(config: SiteConfig) -> int:
     return await serve_remote(config)
 
 
-def _hello(config: SiteConfig, loaded: Loaded, prompts: Prompts) -> Hello:
+def _hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hello:
     kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet: all there is
     model = Model(
         id=config.served_model or loaded.name,
         revision=loaded.revision,
         context_tokens=min(loaded.context_tokens, kv_tokens),
         created_s=int(time.time()),
-        features=prompts.features,
+        features=features,
     )
     return Hello(
         site=config.site,

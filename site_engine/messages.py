@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling, Timings, TokenLogprob, ToolCall
+from site_engine.core.tools import Tools
 from site_engine.errors import Reason
-from site_engine.text.tool_format import Tools
 
 # ---- from a gateway
 
@@ -85,6 +85,11 @@ class Assign:
     guided_json: str = ""
     request_id: str = ""  # what the client knows it by
     traceparent: str = ""
+
+    @property
+    def tools(self) -> Tools | None:
+        """The functions that the model may call; None where the client offers none."""
+        return self.prompt.tools if isinstance(self.prompt, ChatPrompt) else None
 
     @property
     def by_text(self) -> bool:

@@ -1,14 +1,19 @@
-"""The native engine, loaded and warm, with what has to be known of its model."""
+"""The native engine: load and warm it, and join it with its tokenizer behind the interface of a site."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from site_engine.config import SLOTS, SiteConfig
-from site_engine.engine.engine_thread import Engine
-from site_engine.errors import ConfigError
+from site_engine.core.request import Admission
+from site_engine.engine.engine_thread import Engine, Worker
+from site_engine.engine_client import Group, Prepared
+from site_engine.errors import ConfigError, NotServed
+from site_engine.messages import Assign
+from site_engine.text.tokenize import PromptTokenizer
 
 if TYPE_CHECKING:
     from site_engine.text.grammar import Grammars
@@ -30,6 +35,38 @@ class Loaded(NamedTuple):
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     slots: int = SLOTS
+
+
+class NativeEngine:
+    """The EngineClient over a tokenizer and an engine, each on a thread of its own."""
+
+    def __init__(self, tokenizer: PromptTokenizer, worker: Worker) -> None:
+        self._tokenizer = tokenizer
+        self._worker = worker
+
+    @property
+    def waiting(self) -> int:
+        return self._tokenizer.waiting
+
+    def waiting_of(self, tenant: str) -> int:
+        return self._tokenizer.waiting_of(tenant)
+
+    def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
+        self._tokenizer.prepare(assign, reply)
+
+    def submit(
+        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
+    ) -> None:
+        self._worker.submit(group, reply)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        self._worker.cancel(request_ids)
+
+    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
+        self._worker.release(groups, reply)
+
+    def request_load(self) -> None:
+        self._worker.ask_load()
 
 
 def load_engine(config: SiteConfig) -> Loaded:

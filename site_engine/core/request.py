@@ -11,10 +11,34 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, StrEnum
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from site_engine.text.grammar import Grammar, Guide
+
+class Guide(Protocol):
+    """The position of one answer in its grammar."""
+
+    @property
+    def matcher(self) -> Any:
+        """The matcher of llguidance, from which bitmasks are computed."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether the grammar is satisfied and nothing can follow."""
+        ...
+
+    @property
+    def error(self) -> str: ...
+
+    def take(self, token_id: int) -> bool:
+        """Go on by a token; return False if the grammar does not have it here."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar that any number of answers can follow."""
+
+    def start(self) -> Guide: ...
 
 
 class Lane(IntEnum):

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
 from site_engine.core.load import LoadFigures, Meter, condense
 from site_engine.core.page_pool import PagePool
@@ -16,6 +15,7 @@ from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import (
     Admission,
     Finish,
+    Grammar,
     Output,
     RejectionReason,
     RemainingCurve,
@@ -32,10 +32,6 @@ from site_engine.model.kv_swap import HostSwap, copy_seconds_per_token
 from site_engine.model.loader import LoadedModel
 from site_engine.model.runner import Logits, PackedRunner, Runner
 from site_engine.model.sampler import Sampled, Sampler
-
-if TYPE_CHECKING:
-    from site_engine.text.grammar import Grammar
-
 
 TOKEN_BUDGETS = {"cpu": 512, "cuda": 8192}
 """Tokens computed per iteration unless told otherwise: 8,192 is what was measured on an H200

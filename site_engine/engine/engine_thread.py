@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Finish, Output, Request, RequestRejected, Sampling
+from site_engine.engine_client import Group, Listener, LoadSeen
 from site_engine.errors import EngineBroken, NotServed, Reason
 
 log = logging.getLogger(__name__)
@@ -37,26 +38,6 @@ class Engine(Protocol):
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...
     def load(self) -> LoadFigures: ...
-
-
-class LoadSeen(NamedTuple):
-    """The engine's figures and when, on the site's clock, they were true."""
-
-    figures: LoadFigures
-    at_s: float
-
-
-Group: TypeAlias = Sequence[Request]
-"""The choices of one attempt: taken together, released together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """Whom the worker tells; called on the event loop."""
-
-    outputs: Callable[[Sequence[Output]], None]
-    load: Callable[[LoadSeen], None]
-    broken: Callable[[str], None]
 
 
 @dataclass(slots=True)

@@ -1,39 +1,43 @@
 """The attempts of one gateway replica: each ends in one Rejected, one Released or one finish per choice.
 
-Pure bookkeeping: each method takes what happened, notes what the gateway is owed in the outbox, and returns
-what is to be asked of the engine. Does not know streams, threads or the clock; outlives a stream that broke.
+Pure bookkeeping: each method takes an event, puts the messages for the gateway into the outbox, and returns
+the requests that the engine is to act on. Does not know streams, threads or the clock; outlives a stream that
+broke.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from site_engine.core.request import Admission, Finish, Output, Request
+from site_engine.core.tools import Delivered, ToolChoice
+from site_engine.engine_client import Prepared, ToolParser
 from site_engine.errors import NotServed
 from site_engine.federation.outbox import Outbox
 from site_engine.messages import Accepted, Assign, ChatPrompt, Delta, Rejected, Release, Released
-from site_engine.text.tokenize import Prepared
-from site_engine.text.tool_call_parser import CallReader, Delivered
-from site_engine.text.tool_format import ToolChoice
 
 log = logging.getLogger(__name__)
 
+OnFinish: TypeAlias = Callable[[Assign, int, Output], None]
+"""Callback for the last output of each choice of an attempt."""
+
 
 class Phase(Enum):
-    PREPARING = "preparing"  # its prompt is being tokenized
+    PREPARING = "preparing"  # the prompt is being tokenized
     SUBMITTED = "submitted"  # the engine has been asked and has not answered
     ADMITTED = "admitted"
 
 
 @dataclass(slots=True)
 class _Choice:
+    request_id: str
     started: bool = False
     finished: bool = False
-    reader: CallReader | None = None
+    parser: ToolParser | None = None
     forced: bool = False  # to call the one function that the client named
 
 
@@ -41,15 +45,19 @@ class _Choice:
 class _Attempt:
     assign: Assign
     arrived_s: float
+    choices: list[_Choice]
     phase: Phase = Phase.PREPARING
     prompt_tokens: int = 0
     admission: Admission | None = None
     echo: str = ""
-    uncounted: int = 0  # delivered tokens beyond those that this engine makes of the delivered text
-    choices: list[_Choice] = field(default_factory=list)
+    count_offset: int = 0  # delivered tokens beyond those that this engine makes of the delivered text
+
+    @property
+    def open_requests(self) -> list[str]:
+        return [choice.request_id for choice in self.choices if not choice.finished]
 
 
-class Asked(NamedTuple):
+class PendingRelease(NamedTuple):
     """A Release under way: the attempts given up already, and those that the engine is to give up."""
 
     release_id: str
@@ -58,17 +66,29 @@ class Asked(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
 
 
-Tell = Callable[[Assign, int, Output], None]
-"""Told of the last output of each choice of an attempt."""
+class Route(NamedTuple):
+    """The choice of an attempt to which the outputs of a request belong."""
+
+    attempts: Attempts
+    attempt_id: str
+    choice: int
 
 
-class Desk:
-    """`number` makes request ids unique over the desks of a site."""
+Routes: TypeAlias = dict[str, Route]
+"""The routes of all requests at a site, by request id."""
 
-    def __init__(self, number: int, tell: Tell = lambda *_: None) -> None:
-        self.number = number
-        self._tell = tell
+
+class Attempts:
+    """`number` makes request ids unique over the gateway replicas of a site.
+
+    `routes` is shared by all of them: an attempt's requests stand in it from `prepared` until it is gone.
+    """
+
+    def __init__(self, number: int, routes: Routes, on_finish: OnFinish = lambda *_: None) -> None:
         self.outbox = Outbox()
+        self._number = number
+        self._routes = routes
+        self._on_finish = on_finish
         self._attempts: dict[str, _Attempt] = {}
         self._preparing: set[str] = set()
 
@@ -84,22 +104,24 @@ class Desk:
         return len(self._preparing)
 
     def attempt_ids(self) -> tuple[str, ...]:
-        """Those that run, and those whose last words have not been sent."""
+        """Return the attempts that run, and those whose last deltas have not been sent."""
         return tuple(self._attempts | dict.fromkeys(self.outbox.attempt_ids()))
 
     def assign(self, assign: Assign, now: float) -> bool:
-        """Whether the prompt is to be prepared: a repeated Assign changes nothing."""
+        """Return whether the prompt is to be prepared: a repeated Assign changes nothing."""
         if assign.attempt_id in self._attempts:
-            told = {"request_id": assign.request_id}
-            log.warning("attempt %s was assigned twice; the second is ignored", assign.attempt_id, extra=told)
+            extra = {"request_id": assign.request_id}
+            log.warning(
+                "attempt %s was assigned twice; the second is ignored", assign.attempt_id, extra=extra
+            )
             return False
-        choices = [_Choice() for _ in range(assign.choices)]
-        self._attempts[assign.attempt_id] = _Attempt(assign, now, choices=choices)
+        request_ids = (f"{self._number}/{index}/{assign.attempt_id}" for index in range(assign.choices))
+        self._attempts[assign.attempt_id] = _Attempt(assign, now, [_Choice(each) for each in request_ids])
         self._preparing.add(assign.attempt_id)
         return True
 
     def prepared(self, attempt_id: str, prepared: Prepared) -> list[Request]:
-        """The requests to submit, all or none; empty if the attempt is gone."""
+        """Return the requests to submit, all or none; empty if the attempt is gone."""
         if attempt_id not in self._preparing:
             return []
         self._preparing.remove(attempt_id)
@@ -108,12 +130,14 @@ class Desk:
         attempt.prompt_tokens = prepared.tokens
         attempt.echo = prepared.echo
         if attempt.assign.by_text and prepared.resumed:
-            attempt.uncounted = attempt.assign.resumed_tokens - len(prepared.resumed)
-        _give_readers(attempt, prepared)
-        return [self._request(attempt, prepared, index) for index in range(len(attempt.choices))]
+            attempt.count_offset = attempt.assign.resumed_tokens - len(prepared.resumed)
+        _set_parsers(attempt, prepared)
+        for index, choice in enumerate(attempt.choices):
+            self._routes[choice.request_id] = Route(self, attempt_id, index)
+        return [_request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
     def refused(self, attempt_id: str, refusal: NotServed) -> None:
-        """What the engine calls the prompt, the client of a chat knows as its messages."""
+        """End an attempt with a Rejected. The client of a chat knows the engine's `prompt` as `messages`."""
         attempt = self._attempts.get(attempt_id)
         if attempt is not None:
             is_chat = isinstance(attempt.assign.prompt, ChatPrompt)
@@ -129,159 +153,141 @@ class Desk:
             self.outbox.put(Accepted(attempt_id, attempt.prompt_tokens, *admission))
 
     def output(self, attempt_id: str, index: int, output: Output) -> None:
-        """Notes what a choice produced; output of an attempt that is gone, or past its finish, is dropped."""
+        """Pass on an output of a choice; drop it if the attempt is gone or the choice has finished."""
         attempt = self._attempts.get(attempt_id)
         if attempt is None or attempt.choices[index].finished:
             return
         if output.prompt_tokens:
-            self._counted(attempt, output.prompt_tokens)
+            self._correct_prompt_tokens(attempt, output.prompt_tokens)
         choice = attempt.choices[index]
-        begins = not choice.started and _speaks(output)
+        begins = not choice.started and _begins_answer(output)
         choice.started = choice.started or begins
-        if choice.reader is not None:
-            output = _read(choice, choice.reader, output)
+        if choice.parser is not None:
+            output = _parse_calls(choice, choice.parser, output)
         self.outbox.delta(
-            _delta(attempt_id, index, output, attempt.echo if begins else "", attempt.uncounted),
+            _delta(attempt_id, index, output, attempt.echo if begins else "", attempt.count_offset),
             urgent=begins or output.finish is not None,
         )
         if output.finish is not None:
             choice.finished = True
-            self._tell(attempt.assign, index, output)
+            self._on_finish(attempt.assign, index, output)
             if all(each.finished for each in attempt.choices):
                 self._forget(attempt_id)
 
     def cancel(self, attempt_id: str) -> list[str]:
-        """The requests to cancel; their CANCELLED outputs end the attempt. An unknown one has ended."""
+        """Return the requests to cancel; their CANCELLED outputs end the attempt.
+
+        An unknown attempt has ended.
+        """
         attempt = self._attempts.get(attempt_id)
         if attempt is None:
             return []
         if attempt.phase is not Phase.PREPARING:
-            return self._request_ids(attempt)
+            return attempt.open_requests
         for index in range(len(attempt.choices)):
             self.output(attempt_id, index, Output("", finish=Finish.CANCELLED))
         return []
 
-    def release(self, release: Release) -> Asked:
-        """Gives up what the engine has not seen; about the rest the engine answers, to `released`."""
-        known = [each for each in release.attempt_ids if self._untouched(each)]
+    def release(self, release: Release) -> PendingRelease:
+        """Give up the attempts that the engine has not seen; the engine decides on the rest: `released`."""
+        known = [each for each in release.attempt_ids if self._is_unstarted(each)]
         given_up = tuple(each for each in known if each in self._preparing)
         for attempt_id in given_up:
             self._forget(attempt_id)
-        asked = tuple(each for each in known if each not in given_up)
-        groups = tuple(tuple(self._request_ids(self._attempts[each])) for each in asked)
-        return Asked(release.release_id, given_up, asked, groups)
+        undecided = tuple(each for each in known if each not in given_up)
+        groups = tuple(tuple(self._attempts[each].open_requests) for each in undecided)
+        return PendingRelease(release.release_id, given_up, undecided, groups)
 
-    def released(self, asked: Asked, gone: Sequence[bool]) -> None:
-        """`gone` says for each of `asked.attempt_ids` whether the engine gave it up."""
-        given_up = [each for each, is_gone in zip(asked.attempt_ids, gone, strict=True) if is_gone]
+    def released(self, pending: PendingRelease, decisions: Sequence[bool]) -> None:
+        """`decisions`: for each of `pending.attempt_ids`, whether the engine gave it up."""
+        given_up = [each for each, gone in zip(pending.attempt_ids, decisions, strict=True) if gone]
         for attempt_id in given_up:
             self._forget(attempt_id)
-        self.outbox.put(Released(asked.release_id, (*asked.given_up, *given_up)))
+        self.outbox.put(Released(pending.release_id, (*pending.given_up, *given_up)))
 
     def abandon(self) -> list[str]:
-        """Nobody waits for anything any more: the requests to cancel, whose output will be dropped."""
-        waiting = [attempt for attempt in self._attempts.values() if attempt.phase is not Phase.PREPARING]
-        request_ids = [request_id for attempt in waiting for request_id in self._request_ids(attempt)]
-        self._attempts.clear()
-        self._preparing.clear()
+        """Drop everything; return the requests to cancel, whose outputs have no route any more."""
+        submitted = [each for each in self._attempts.values() if each.phase is not Phase.PREPARING]
+        request_ids = [request_id for attempt in submitted for request_id in attempt.open_requests]
+        for attempt_id in list(self._attempts):
+            self._forget(attempt_id)
         self.outbox = Outbox()
         return request_ids
 
-    def _untouched(self, attempt_id: str) -> bool:
+    def _is_unstarted(self, attempt_id: str) -> bool:
         attempt = self._attempts.get(attempt_id)
         return attempt is not None and not any(each.started or each.finished for each in attempt.choices)
 
-    def _counted(self, attempt: _Attempt, prompt_tokens: int) -> None:
-        """Accepted with a guess of the prompt's tokens: said again with their number, before the finish."""
+    def _correct_prompt_tokens(self, attempt: _Attempt, prompt_tokens: int) -> None:
+        """Repeat an Accepted that was sent with a guess of the prompt's tokens, before the finish."""
         if attempt.admission is not None and prompt_tokens != attempt.prompt_tokens:
             attempt.prompt_tokens = prompt_tokens
             self.outbox.put(Accepted(attempt.assign.attempt_id, prompt_tokens, *attempt.admission))
 
     def _forget(self, attempt_id: str) -> None:
-        self._attempts.pop(attempt_id, None)
         self._preparing.discard(attempt_id)
-
-    def _request_ids(self, attempt: _Attempt) -> list[str]:
-        return [
-            request_id(self.number, attempt.assign.attempt_id, index)
-            for index, choice in enumerate(attempt.choices)
-            if not choice.finished
-        ]
-
-    def _request(self, attempt: _Attempt, prepared: Prepared, index: int) -> Request:
-        assign = attempt.assign
-        return Request(
-            id=request_id(self.number, assign.attempt_id, index),
-            prompt=prepared.token_ids,
-            sampling=assign.sampling.after(attempt.uncounted),
-            remaining=assign.remaining,
-            lane=assign.lane,
-            priority=assign.priority,
-            tenant=assign.tenant,
-            deadline_s=None if assign.deadline_s is None else attempt.arrived_s + assign.deadline_s,
-            choice=index,
-            resumed=prepared.resumed,
-            resumed_chars=0 if prepared.calling else assign.resumed_chars,  # the reader sees all of it
-            grammar=prepared.grammar,
-            shown=prepared.calling.shown if prepared.calling else {},
-            follows=not isinstance(assign.prompt, ChatPrompt) and not assign.by_text,
-        )
+        attempt = self._attempts.pop(attempt_id, None)
+        for choice in attempt.choices if attempt is not None else ():
+            self._routes.pop(choice.request_id, None)
 
 
-def _give_readers(attempt: _Attempt, prepared: Prepared) -> None:
-    if prepared.calling is None:
-        return
-    assign, tools = attempt.assign, prepared.calling.tools
-    delivered = Delivered(assign.resumed_chars, assign.resumed_calls, assign.resumed_argument_chars)
-    for index, choice in enumerate(attempt.choices):
-        choice.reader = prepared.calling.reader(f"{assign.attempt_id}/{index}", delivered)
-        choice.forced = tools.choice is ToolChoice.NAMED
-
-
-def _read(choice: _Choice, reader: CallReader, output: Output) -> Output:
-    """The output with calls told from text. An engine that stops by itself after a call stopped for it."""
-    text, calls = reader.feed(output.text)
-    if output.finish in {Finish.STOP, Finish.LENGTH}:
-        rest = reader.end()
-        text, calls = text + rest.text, calls + rest.calls
-    stops_for_it = output.finish is Finish.STOP and reader.calls and not choice.forced
-    return output._replace(
-        text=text,
-        tool_calls=calls,
-        finish=Finish.TOOL_CALLS if stops_for_it else output.finish,
+def _request(attempt: _Attempt, prepared: Prepared, index: int) -> Request:
+    assign = attempt.assign
+    return Request(
+        id=attempt.choices[index].request_id,
+        prompt=prepared.token_ids,
+        sampling=assign.sampling.after(attempt.count_offset),
+        remaining=assign.remaining,
+        lane=assign.lane,
+        priority=assign.priority,
+        tenant=assign.tenant,
+        deadline_s=None if assign.deadline_s is None else attempt.arrived_s + assign.deadline_s,
+        choice=index,
+        resumed=prepared.resumed,
+        resumed_chars=0 if prepared.tool_calling else assign.resumed_chars,  # the parser needs all of it
+        grammar=prepared.grammar,
+        shown=prepared.tool_calling.shown if prepared.tool_calling else {},
+        follows=not isinstance(assign.prompt, ChatPrompt) and not assign.by_text,
     )
 
 
-def request_id(desk: int, attempt_id: str, index: int) -> str:
-    return f"{desk}/{index}/{attempt_id}"
+def _set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
+    if prepared.tool_calling is None:
+        return
+    assign, tools = attempt.assign, attempt.assign.tools
+    delivered = Delivered(assign.resumed_chars, assign.resumed_calls, assign.resumed_argument_chars)
+    for index, choice in enumerate(attempt.choices):
+        choice.parser = prepared.tool_calling.parser(f"{assign.attempt_id}/{index}", delivered)
+        choice.forced = tools is not None and tools.choice is ToolChoice.NAMED
 
 
-class Address(NamedTuple):
-    """Where an engine's output belongs."""
-
-    desk: int
-    choice: int
-    attempt_id: str
-
-
-def address(of_request: str) -> Address:
-    desk, choice, attempt_id = of_request.split("/", 2)
-    return Address(int(desk), int(choice), attempt_id)
-
-
-def _speaks(output: Output) -> bool:
-    """Whether an answer begins here; one of no tokens at all begins with its finish."""
-    said = output.token_ids or output.text or output.tool_calls
-    return bool(said) or output.finish in {Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS}
+def _parse_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:
+    """Separate calls from text. An engine that stops by itself after a call has stopped for the call."""
+    text, calls = parser.feed(output.text)
+    if output.finish in {Finish.STOP, Finish.LENGTH}:
+        rest = parser.end()
+        text, calls = text + rest.text, calls + rest.calls
+    stopped_for_call = output.finish is Finish.STOP and parser.calls and not choice.forced
+    return output._replace(
+        text=text,
+        tool_calls=calls,
+        finish=Finish.TOOL_CALLS if stopped_for_call else output.finish,
+    )
 
 
-def _delta(attempt_id: str, index: int, output: Output, echo: str, uncounted: int) -> Delta:
+def _begins_answer(output: Output) -> bool:
+    """Return whether an answer begins here; an answer without tokens begins with its finish."""
+    content = output.token_ids or output.text or output.tool_calls
+    return bool(content) or output.finish in {Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS}
+
+
+def _delta(attempt_id: str, index: int, output: Output, echo: str, count_offset: int) -> Delta:
     return Delta(
         attempt_id=attempt_id,
         index=index,
         text=echo + output.text,
         token_ids=output.token_ids,
-        completion_tokens=max(0, output.completion_tokens + uncounted),
+        completion_tokens=max(0, output.completion_tokens + count_offset),
         finish=output.finish,
         error=output.error,
         logprobs=output.logprobs,

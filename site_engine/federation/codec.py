@@ -13,8 +13,8 @@ from typing import Any
 
 from site_engine import messages as m
 from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoint, Sampling, TokenLogprob
+from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason, WrongMessage
-from site_engine.text.tool_format import ToolChoice, Tools
 from wire import federation_pb2 as pb
 
 PROTOCOL = 1

@@ -210,12 +210,12 @@ class Link:
 
     async def _wait_for_room(self, connection: Connection) -> None:
         """A gateway that does not read its answers is not listened to either."""
-        while connection.desk.outbox.full:
+        while connection.attempts.outbox.full:
             self._room.clear()
             await self._room.wait()
 
     async def _write(self, stream: Any, connection: Connection, in_bunches: bool) -> None:
-        outbox = connection.desk.outbox
+        outbox = connection.attempts.outbox
         while self._bye is None:
             self._changed.clear()
             if connection.displaced:

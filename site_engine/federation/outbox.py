@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from site_engine.core.tools import merge_tool_calls
 from site_engine.messages import Accepted, Bid, Delta, FromSite, Load, Rejected, Released, Step
-from site_engine.text.tool_call_parser import melted
 
 STEP_INTERVAL_S = 0.02
 LOAD_INTERVAL_S = 0.05
@@ -107,5 +107,5 @@ def _melted(parts: Sequence[Delta]) -> Delta:
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),
-        tool_calls=melted(chain.from_iterable(part.tool_calls for part in parts)),
+        tool_calls=merge_tool_calls(chain.from_iterable(part.tool_calls for part in parts)),
     )

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from site_engine import messages as m
 from site_engine.core.request import Admission, Output
 from site_engine.core.request_queue import has_place
-from site_engine.engine.engine_thread import Group, LoadSeen
+from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
-from site_engine.federation.attempts import Asked, Desk, Tell, address
-from site_engine.text.tokenize import Prepared
+from site_engine.federation.attempts import Attempts, OnFinish, PendingRelease, Routes
 
 log = logging.getLogger(__name__)
 
@@ -27,28 +25,12 @@ BID_INTERVAL_S = 1.0
 GRACE_MAX_S = 600.0
 
 
-class EngineSide(Protocol):
-    """What a site asks of its engine thread; replies come back on the event loop."""
-
-    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None: ...
-    def cancel(self, request_ids: Iterable[str]) -> None: ...
-    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None: ...
-    def ask_load(self) -> None: ...
-
-
-class PromptSide(Protocol):
-    @property
-    def waiting(self) -> int: ...
-    def waiting_of(self, tenant: str) -> int: ...
-    def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Connection:
     """A gateway replica as this site sees it, over several streams if one breaks."""
 
     gateway: str
-    desk: Desk
+    attempts: Attempts
     wake: Callable[[], None]
     linked: bool = True
     displaced: bool = False  # another stream to this replica has taken its place
@@ -60,27 +42,26 @@ class Connection:
 
 
 class Site:
-    """`hello` says who this is; at most `preparing_max` prompts wait for the tokenizer."""
+    """`hello` says who this is; at most `max_preparing` prompts wait for the tokenizer."""
 
     def __init__(
         self,
         hello: m.Hello,
-        engine: EngineSide,
-        prompts: PromptSide,
+        engine: EngineClient,
         clock: Callable[[], float],
-        preparing_max: int,
+        max_preparing: int,
         *,
-        tell: Tell = lambda *_: None,
+        on_finish: OnFinish = lambda *_: None,
     ) -> None:
-        self._tell = tell
+        self._on_finish = on_finish
         self._hello = hello
         self._engine = engine
-        self._prompts = prompts
         self._clock = clock
-        self._preparing_max = preparing_max
+        self._max_preparing = max_preparing
         self._models = {model.id for model in hello.models}
         self._connections: dict[str, Connection] = {}
-        self._desks = 0
+        self._routes: Routes = {}
+        self._connected = 0
         self._loads = 0
         self._bids = 0
         self._load_s = float("-inf")
@@ -91,8 +72,10 @@ class Site:
 
     def hello(self) -> m.Hello:
         """What to say first on a new stream, whoever answers it."""
-        lost = [each.desk for each in self._connections.values() if not each.linked]
-        return replace(self._hello, attempts=tuple(each for desk in lost for each in desk.attempt_ids()))
+        lost = [each.attempts for each in self._connections.values() if not each.linked]
+        return replace(
+            self._hello, attempts=tuple(each for attempts in lost for each in attempts.attempt_ids())
+        )
 
     @property
     def linked(self) -> frozenset[str]:
@@ -111,18 +94,17 @@ class Site:
             self._abandon(known)
             known = None
         if known is None:
-            self._desks += 1
-            known = self._connections[welcome.gateway] = Connection(
-                welcome.gateway, Desk(self._desks, self._tell), wake
-            )
+            self._connected += 1
+            attempts = Attempts(self._connected, self._routes, self._on_finish)
+            known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, GRACE_MAX_S)
         known.draining = known.has_bid = False
-        unwanted = set(known.desk.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
+        unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
         for attempt_id in unwanted:
-            self._engine.cancel(known.desk.cancel(attempt_id))
+            self._engine.cancel(known.attempts.cancel(attempt_id))
         if self._draining is not None:
-            known.desk.outbox.put(self._draining)
-        self._engine.ask_load()
+            known.attempts.outbox.put(self._draining)
+        self._engine.request_load()
         return known
 
     def lost(self, connection: Connection) -> None:
@@ -131,7 +113,7 @@ class Site:
             return
         connection.linked = False
         connection.wake = _nobody
-        connection.desk.outbox.stream_lost()
+        connection.attempts.outbox.stream_lost()
         connection.lost_s = self._clock()
         self.tick()
 
@@ -142,29 +124,29 @@ class Site:
             if not each.linked and now - each.lost_s >= each.grace_s:
                 self._abandon(each)
         if now - self._load_s >= LOAD_EVERY_S:
-            self._engine.ask_load()
+            self._engine.request_load()
         self._check_idle()
 
     # from a gateway
 
     def receive(self, connection: Connection, message: m.FromGateway) -> None:
-        desk = connection.desk
+        attempts = connection.attempts
         match message:
             case m.Assign():
                 self._assign(connection, message)
             case m.Cancel():
-                self._engine.cancel(desk.cancel(message.attempt_id))
+                self._engine.cancel(attempts.cancel(message.attempt_id))
             case m.Release():
-                self._release(connection, desk.release(message))
+                self._release(connection, attempts.release(message))
             case m.Ping():
-                desk.outbox.put(m.Pong(message.nonce, self._clock(), time.time()))
+                attempts.outbox.put(m.Pong(message.nonce, self._clock(), time.time()))
             case m.Drain():
                 connection.draining = True
-                desk.outbox.put(m.Draining(message.reason, message.deadline_s))
+                attempts.outbox.put(m.Draining(message.reason, message.deadline_s))
             case m.Resume():
                 connection.draining = False
             case m.Rejected():
-                desk.outbox.put(message)
+                attempts.outbox.put(message)
             case m.Welcome():
                 log.warning("gateway %s said Welcome twice", connection.gateway)
         self._changed(connection)
@@ -172,9 +154,9 @@ class Site:
     def _assign(self, connection: Connection, assign: m.Assign) -> None:
         refusal = self._refusal(connection, assign)
         if refusal is not None:
-            connection.desk.outbox.put(refusal)
-        elif connection.desk.assign(assign, self._clock()):
-            self._prompts.prepare(assign, partial(self._prepared, connection, assign.attempt_id))
+            connection.attempts.outbox.put(refusal)
+        elif connection.attempts.assign(assign, self._clock()):
+            self._engine.prepare(assign, partial(self._prepared, connection, assign.attempt_id))
 
     def _refusal(self, connection: Connection, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)
@@ -183,8 +165,8 @@ class Site:
             return reject(Reason.MODEL_UNKNOWN, message, "model")
         if self._draining is not None or connection.draining:
             return reject(Reason.DRAINING, "this site takes no new work")
-        waiting, of_tenant = self._prompts.waiting, self._prompts.waiting_of(assign.tenant)
-        if not has_place(of_tenant, waiting, self._preparing_max):
+        waiting, of_tenant = self._engine.waiting, self._engine.waiting_of(assign.tenant)
+        if not has_place(of_tenant, waiting, self._max_preparing):
             message = f"{waiting} prompts wait to be read already, {of_tenant} of them of this tenant"
             return reject(Reason.FULL, message)
         return None
@@ -193,41 +175,40 @@ class Site:
         if isinstance(answer, NotServed):
             self._admitted(connection, attempt_id, answer)
             return
-        group = connection.desk.prepared(attempt_id, answer)
+        group = connection.attempts.prepared(attempt_id, answer)
         if group:
-            self._engine.submit(group, partial(self._admitted, connection, attempt_id))
+            self._engine.submit(answer, group, partial(self._admitted, connection, attempt_id))
 
     def _admitted(self, connection: Connection, attempt_id: str, answer: Admission | NotServed) -> None:
         if isinstance(answer, NotServed):
-            connection.desk.refused(attempt_id, answer)
+            connection.attempts.refused(attempt_id, answer)
         else:
-            connection.desk.admitted(attempt_id, answer)
+            connection.attempts.admitted(attempt_id, answer)
         self._changed(connection)
 
-    def _release(self, connection: Connection, asked: Asked) -> None:
-        if not asked.groups:
-            connection.desk.released(asked, [])
+    def _release(self, connection: Connection, pending: PendingRelease) -> None:
+        if not pending.groups:
+            connection.attempts.released(pending, [])
             return
 
         def answered(gone: list[bool]) -> None:
-            connection.desk.released(asked, gone)
+            connection.attempts.released(pending, gone)
             self._changed(connection)
 
-        self._engine.release(asked.groups, answered)
+        self._engine.release(pending.groups, answered)
 
     # from the engine
 
     def outputs(self, outputs: Sequence[Output]) -> None:
-        desks = {each.desk.number: each for each in self._connections.values()}
-        touched: dict[int, Connection] = {}
+        touched: set[Attempts] = set()
         for output in outputs:
-            to = address(output.request_id)
-            connection = desks.get(to.desk)
-            if connection is not None:
-                connection.desk.output(to.attempt_id, to.choice, output)
-                touched[to.desk] = connection
-        for connection in touched.values():
-            self._changed(connection)
+            route = self._routes.get(output.request_id)
+            if route is not None:
+                route.attempts.output(route.attempt_id, route.choice, output)
+                touched.add(route.attempts)
+        for connection in list(self._connections.values()):
+            if connection.attempts in touched:
+                self._changed(connection)
 
     def load(self, seen: LoadSeen) -> None:
         self._load_s = seen.at_s
@@ -235,7 +216,7 @@ class Site:
         load = m.Load(self._loads, seen.at_s, seen.figures)
         for connection in self._connections.values():
             if connection.linked:
-                connection.desk.outbox.load(load)
+                connection.attempts.outbox.load(load)
                 self._bid(connection, load)
                 connection.wake()
 
@@ -247,12 +228,12 @@ class Site:
         now = self._clock()
         if not room or self._draining is not None or connection.draining:
             connection.has_bid = False
-            connection.desk.outbox.bid(None)
+            connection.attempts.outbox.bid(None)
         elif not connection.has_bid and now - connection.bid_s >= BID_INTERVAL_S:
             self._bids += 1
             connection.has_bid, connection.bid_s = True, now
             bid_id = f"{self._hello.boot_id}-{self._bids}"
-            connection.desk.outbox.bid(
+            connection.attempts.outbox.bid(
                 m.Bid(bid_id, free_slots, figures.kv_free_tokens, figures.tokens_per_s)
             )
 
@@ -263,7 +244,7 @@ class Site:
         self._draining = m.Draining(reason, deadline_s)
         for connection in self._connections.values():
             if connection.linked:
-                connection.desk.outbox.put(self._draining)
+                connection.attempts.outbox.put(self._draining)
                 connection.wake()
 
     def when_idle(self, call: Callable[[], None]) -> None:
@@ -278,11 +259,11 @@ class Site:
     @property
     def live(self) -> int:
         """Attempts that have not ended."""
-        return sum(each.desk.live for each in self._connections.values())
+        return sum(each.attempts.live for each in self._connections.values())
 
     def _abandon(self, connection: Connection) -> None:
         del self._connections[connection.gateway]
-        self._engine.cancel(connection.desk.abandon())
+        self._engine.cancel(connection.attempts.abandon())
 
     def _changed(self, connection: Connection) -> None:
         connection.wake()
@@ -294,7 +275,7 @@ class Site:
             call()
 
     def _preparing(self) -> int:
-        return sum(each.desk.preparing for each in self._connections.values())
+        return sum(each.attempts.preparing for each in self._connections.values())
 
 
 def _nobody() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from site_engine.core.request import Admission, Finish, Output
 from site_engine.core.request_queue import has_place
-from site_engine.engine.engine_thread import Group, Listener, LoadSeen
+from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, TextPrompt
 from site_engine.remote.concurrency import Allowance, Window
@@ -24,7 +24,6 @@ from site_engine.remote.queue import Held, Holding
 from site_engine.remote.request import Asking, asking, guessed_tokens
 from site_engine.remote.server import Server, ServerLost, ServerRefused
 from site_engine.remote.stream import Garbage
-from site_engine.text.tokenize import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,10 @@ class Terms:
 
 
 class RemoteEngine:
-    """EngineSide and PromptSide of a site. `listener.broken` is told once if the server fails for good."""
+    """The EngineClient of a site in front of a server.
+
+    `listener.broken` is called once if the server fails for good.
+    """
 
     waiting = 0  # prompts are prepared at once
 
@@ -67,7 +69,6 @@ class RemoteEngine:
         self.window = Window(terms.slots)
         self._pace = Pace(clock())
         self._allowance = Allowance(terms.requests_per_min, terms.tokens_per_min, clock())
-        self._asked: dict[str, tuple[Asking, int]] = {}
         self._busy: Busy | None = None
         self._blocked_until_s = float("-inf")
         self._failures = 0
@@ -83,7 +84,7 @@ class RemoteEngine:
         return 0
 
     def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
-        """Replies at once, and the attempt is submitted within that reply or never."""
+        """Reply at once: there is nothing to tokenize here."""
         try:
             asked = asking(assign, self._terms.models[assign.model], self._terms.dialect)
         except NotServed as refusal:
@@ -95,18 +96,16 @@ class RemoteEngine:
             message = f"the prompt has about {tokens} tokens, but the context here is {most}"
             reply(NotServed(Reason.CONTEXT_LENGTH, message, "prompt"))
             return
-        self._asked[assign.attempt_id] = asked, tokens
         echo = assign.prompt.text if assign.echo and isinstance(assign.prompt, TextPrompt) else ""
-        try:
-            reply(Prepared((), echo, uncounted=tokens))
-        finally:
-            del self._asked[assign.attempt_id]
+        reply(Prepared((), echo, guessed_tokens=tokens, payload=asked))
 
     # an engine's part
 
-    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
-        attempt_id = group[0].id.split("/", 2)[2]
-        asked, tokens = self._asked[attempt_id]
+    def submit(
+        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
+    ) -> None:
+        assert isinstance(prepared.payload, Asking)
+        asked, tokens = prepared.payload, prepared.guessed_tokens
         if (refusal := self._refusal(group[0].tenant)) is not None:
             reply(refusal)
             return
@@ -139,7 +138,7 @@ class RemoteEngine:
         reply(gone)
         self._show_load()
 
-    def ask_load(self) -> None:
+    def request_load(self) -> None:
         self.pump()
         self._tell_load()
 

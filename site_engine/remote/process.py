@@ -13,8 +13,8 @@ from contextlib import suppress
 from uuid import uuid4
 
 from site_engine.config import SLOTS, SiteConfig
-from site_engine.engine.engine_thread import Listener
-from site_engine.federation.attempts import Tell
+from site_engine.engine_client import Listener
+from site_engine.federation.attempts import OnFinish
 from site_engine.federation.dial import Dialling
 from site_engine.federation.site import Site
 from site_engine.messages import Hello
@@ -23,7 +23,7 @@ from site_engine.remote.engine import RemoteEngine
 from site_engine.remote.prometheus import UnknownPage
 from site_engine.remote.server import Server, ServerLost
 from site_engine.shutdown import EXIT_OK, Ending, tick, until_the_end
-from site_engine.telemetry.attempt_log import telling
+from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.version import own_version
 
 log = logging.getLogger(__name__)
@@ -49,13 +49,13 @@ async def serve(config: SiteConfig) -> int:
     )
     ending = Ending()
     try:
-        async with telling(config) as tell:
+        async with attempt_log(config) as on_finish:
             with ending.on_signals(asyncio.get_running_loop()):
                 while True:
                     found = await _until_there(server, config, ending)
                     if found is None:
                         return EXIT_OK
-                    status = await Service(server, config, found, ending, tell).run(dialling)
+                    status = await Service(server, config, found, ending, on_finish).run(dialling)
                     if status is not None:
                         return status
     finally:
@@ -80,7 +80,9 @@ async def _until_there(server: Server, config: SiteConfig, ending: Ending) -> Fo
 class Service:
     """The site while its server is there."""
 
-    def __init__(self, server: Server, config: SiteConfig, found: Found, ending: Ending, tell: Tell) -> None:
+    def __init__(
+        self, server: Server, config: SiteConfig, found: Found, ending: Ending, on_finish: OnFinish
+    ) -> None:
         self._server = server
         self._config = config
         self._found = found
@@ -89,7 +91,7 @@ class Service:
         self._why = ""
         nobody = Listener(lambda _: None, lambda _: None, self._broke)
         self._engine = RemoteEngine(server, found.terms, nobody, time.monotonic)
-        self._site = Site(_hello(config, found), self._engine, self._engine, time.monotonic, 1, tell=tell)
+        self._site = Site(_hello(config, found), self._engine, time.monotonic, 1, on_finish=on_finish)
         self._engine.listener = Listener(self._site.outputs, self._site.load, self._broke)
 
     async def run(self, dialling: Dialling) -> int | None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from site_engine.core.request import Sampling
+from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
 from site_engine.remote.dialects import Dialect
 from site_engine.remote.resume import continuing
-from site_engine.text.tool_format import ToolChoice, Tools
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_MESSAGE = 4

@@ -1,47 +1,49 @@
-"""What is told of each choice that ended at this site: a line of the log, and spans where they are wanted."""
+"""Log a line for each choice that ended at this site, and record spans where a collector is configured."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from site_engine.config import SiteConfig
 from site_engine.core.request import Output
 from site_engine.errors import ConfigError
-from site_engine.federation.attempts import Tell
 from site_engine.messages import Assign
-
-if TYPE_CHECKING:
-    from site_engine.telemetry.traces import Traces
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def telling(config: SiteConfig) -> AsyncIterator[Tell]:
-    """Imports nothing of OpenTelemetry unless a collector is named. Raises ConfigError."""
-    if not config.otlp_url:
-        yield write_down
-        return
-    traces = _traces(config)
+async def attempt_log(config: SiteConfig) -> AsyncIterator[Callable[[Assign, int, Output], None]]:
+    """Yield a callback for the last output of each choice.
 
-    def tell(assign: Assign, index: int, output: Output) -> None:
-        write_down(assign, index, output)
-        traces.tell(assign, index, output)
+    Import nothing of OpenTelemetry unless a collector is configured. Raises ConfigError if it is missing.
+    """
+    if not config.otlp_url:
+        yield log_finish
+        return
+    try:
+        from site_engine.telemetry.traces import Traces, exporter
+    except ModuleNotFoundError as exc:
+        raise ConfigError("otlp_url needs OpenTelemetry: pip install 'mico[otel]'") from exc
+    traces = Traces(config.site, exporter(config.otlp_url))
+
+    def log_and_trace(assign: Assign, index: int, output: Output) -> None:
+        log_finish(assign, index, output)
+        traces.record(assign, index, output)
 
     try:
-        yield tell
+        yield log_and_trace
     finally:
         await asyncio.to_thread(traces.close)
 
 
-def write_down(assign: Assign, index: int, output: Output) -> None:
+def log_finish(assign: Assign, index: int, output: Output) -> None:
     if not log.isEnabledFor(logging.INFO):
         return
-    told = {
+    extra = {
         "request_id": assign.request_id,
         "query_id": assign.query_id,
         "attempt_id": assign.attempt_id,
@@ -49,12 +51,4 @@ def write_down(assign: Assign, index: int, output: Output) -> None:
         "finish": output.finish.name.lower() if output.finish else "",
         "completion_tokens": output.completion_tokens,
     }
-    log.info("attempt %s ended", assign.attempt_id, extra=told)
-
-
-def _traces(config: SiteConfig) -> Traces:
-    try:
-        from site_engine.telemetry.traces import Traces, exporter
-    except ModuleNotFoundError as exc:
-        raise ConfigError("otlp_url needs OpenTelemetry: pip install 'mico[otel]'") from exc
-    return Traces(config.site, exporter(config.otlp_url))
+    log.info("attempt %s ended", assign.attempt_id, extra=extra)

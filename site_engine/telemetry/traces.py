@@ -40,8 +40,8 @@ class Traces:
         self._tracer = self._provider.get_tracer("mico.site")
         self._unix_time_ns = unix_time_ns
 
-    def tell(self, assign: Assign, index: int, output: Output) -> None:
-        """One choice has ended. Without times of the engine there is nothing to tell."""
+    def record(self, assign: Assign, index: int, output: Output) -> None:
+        """Record the spans of a choice that has ended; without times of the engine there are none."""
         timings = output.timings
         if timings is None or not assign.traceparent:
             return

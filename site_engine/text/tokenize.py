@@ -10,13 +10,15 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from site_engine.core.tools import Tools
+from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, Prompt, TextPrompt
 from site_engine.text.fair_executor import FairExecutor
-from site_engine.text.tool_call_parser import Calling
-from site_engine.text.tool_format import LLAMA, Tools, format_of, guided_source, hidden
+from site_engine.text.tool_call_parser import ToolCallStyle
+from site_engine.text.tool_format import LLAMA, format_of, guided_source, hidden
 
 if TYPE_CHECKING:
     from site_engine.text.grammar import Grammar, Grammars
@@ -28,25 +30,7 @@ _AS_GENERATED = {"skip_special_tokens": True, "clean_up_tokenization_spaces": Fa
 NO_TOOLS = "this model's chat template takes no tools, or teaches calls in a form that is not read here"
 
 
-class Prepared(NamedTuple):
-    """A prompt ready for the engine, and the text that an echoing answer begins with.
-
-    `resumed`: the tokens that an answer begun elsewhere goes on from.
-    """
-
-    token_ids: tuple[int, ...]
-    echo: str
-    uncounted: int = 0  # tokens, by a guess, of a prompt that only the engine can tokenize
-    grammar: Grammar | None = None
-    calling: Calling | None = None
-    resumed: tuple[int, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids) or self.uncounted
-
-
-class Prompts:
+class PromptTokenizer:
     """One tokenizer of transformers and the vocabulary that ids must stay within.
 
     `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` nothing is
@@ -72,7 +56,7 @@ class Prompts:
 
     @property
     def waiting(self) -> int:
-        """Prompts not tokenized yet, those that nobody wants any more included."""
+        """PromptTokenizer not tokenized yet, those that nobody wants any more included."""
         return len(self._waiting)
 
     def waiting_of(self, tenant: str) -> int:
@@ -136,7 +120,7 @@ class Prompts:
         self._post(partial(reply, _told(assign, lambda: self._prepared(assign, grammar))))
 
     def _grammar(self, assign: Assign) -> Grammar:
-        tools = _tools(assign)
+        tools = assign.tools
         forced = tools is not None and tools.forced
         param = "response_format" if assign.guided_json and not forced else "tools"
         if self._grammars is None:
@@ -156,7 +140,7 @@ class Prompts:
         self._check("logit_bias", assign.sampling.logit_bias)
         echo = self._echo(assign.prompt, ids) if assign.echo else ""
         return Prepared(
-            tuple(ids), echo, grammar=grammar, calling=self._calling(_tools(assign)), resumed=resumed
+            tuple(ids), echo, grammar=grammar, tool_calling=self._calling(assign.tools), resumed=resumed
         )
 
     def _resumed(self, assign: Assign) -> tuple[int, ...]:
@@ -169,10 +153,10 @@ class Prompts:
             raise NotServed(Reason.UNSUPPORTED, message)
         return tuple(ids)
 
-    def _calling(self, tools: Tools | None) -> Calling | None:
+    def _calling(self, tools: Tools | None) -> ToolCallStyle | None:
         if tools is None or self._form is None:
             return None
-        return Calling(self._form, tools, self._shown)
+        return ToolCallStyle(self._form, tools, self._shown)
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, ChatPrompt):
@@ -243,12 +227,8 @@ def _told(assign: Assign, work: Callable[[], T]) -> T | NotServed:
         return NotServed(Reason.INTERNAL, f"the tokenizer failed: {type(exc).__name__}: {exc}", "prompt")
 
 
-def _tools(assign: Assign) -> Tools | None:
-    return assign.prompt.tools if isinstance(assign.prompt, ChatPrompt) else None
-
-
 def _wants_grammar(assign: Assign) -> bool:
-    tools = _tools(assign)
+    tools = assign.tools
     return bool(assign.guided_json) or (tools is not None and (tools.forced or tools.strict))
 
 

@@ -5,30 +5,17 @@ What comes out depends on the text alone, not on how it was cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+import json
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple
 
 from site_engine.core.request import ToolCall
-from site_engine.text.call_object import CallObject
-from site_engine.text.tool_format import Format, Tools
+from site_engine.core.tools import Delivered, ParsedText, Tools, merge_tool_calls
+from site_engine.text.tool_format import Format
 
-_SPACE = " \t\r\n"
-
-
-class Heard(NamedTuple):
-    text: str
-    calls: tuple[ToolCall, ...]
-
-
-class Delivered(NamedTuple):
-    """What the client has of a resumed answer; `argument_chars` are those of the last call begun."""
-
-    chars: int = 0
-    calls: int = 0
-    argument_chars: int = 0
+_OPEN, _CLOSE, _SPACE = "{[", "}]", " \t\r\n"
 
 
 NOTHING = Delivered()
@@ -40,7 +27,74 @@ class _At(Enum):
     CALL = "call"
 
 
-class CallReader:
+class CallObjectParser:
+    """`name` once it is known; `take` gives what came of the arguments since, as the model wrote them.
+
+    Lenient: what is wrong in it is wrong in what it gives, and an object that is none has no name.
+    """
+
+    def __init__(self, arguments_key: str) -> None:
+        self.name = ""
+        self.done = False
+        self._arguments_key = arguments_key
+        self._arguments: list[str] = []
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._key = ""
+        self._in_value = False  # of a key of the object itself
+        self._part: list[str] = []  # of a key, or of a value that is not the arguments
+
+    def push(self, char: str) -> None:
+        if self._in_string:
+            self._keep(char)
+            self._inside_string(char)
+        elif char == '"':
+            self._in_string = True
+            self._keep(char)
+        else:
+            self._outside_string(char)
+
+    def take(self) -> str:
+        taken, self._arguments = "".join(self._arguments), []
+        return taken
+
+    def _inside_string(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+
+    def _outside_string(self, char: str) -> None:
+        if self._depth == 1 and (char in ",}" or char in _SPACE or (char == ":" and not self._in_value)):
+            self._between(char)
+        else:
+            self._keep(char)
+        if char in _OPEN:
+            self._depth += 1
+        elif char in _CLOSE:
+            self._depth -= 1
+            self.done = self._depth <= 0
+
+    def _between(self, char: str) -> None:
+        """What separates the object's own keys and values."""
+        if char == ":":
+            self._key, self._part, self._in_value = _text("".join(self._part)), [], True
+        elif char in ",}":
+            if self._in_value and self._key == "name":
+                self.name = _text("".join(self._part))
+            self._key, self._part, self._in_value = "", [], False
+
+    def _keep(self, char: str) -> None:
+        if self._in_value and self._key == self._arguments_key:
+            self._arguments.append(char)
+        elif self._depth:
+            self._part.append(char)
+
+
+class ToolCallParser:
     """Of one answer. What only looks like a call, or calls nothing that was offered, stays text."""
 
     def __init__(
@@ -61,18 +115,18 @@ class CallReader:
         self._at = _At.TEXT if form.begin else _At.BETWEEN
         self._held = ""
         self._claimed = ""  # may turn out to be text
-        self._object = CallObject(form.arguments)
+        self._object = CallObjectParser(form.arguments)
         self._is_named = False
         self._text: list[str] = []
         self._news: list[ToolCall] = []
 
-    def feed(self, text: str) -> Heard:
+    def feed(self, text: str) -> ParsedText:
         self._held += text
         while self._held and self._go_on():
             pass
         return self._heard()
 
-    def end(self) -> Heard:
+    def end(self) -> ParsedText:
         """What was held back, once nothing can follow."""
         if self._at is _At.CALL and not self._is_named:
             self._say(self._claimed)
@@ -113,7 +167,7 @@ class CallReader:
         if not rest:
             return False
         if rest.startswith("{"):
-            self._object, self._is_named, self._at = CallObject(form.arguments), False, _At.CALL
+            self._object, self._is_named, self._at = CallObjectParser(form.arguments), False, _At.CALL
         elif form.end and rest.startswith(form.end):
             self._held, self._claimed, self._at = rest[len(form.end) :], "", _At.TEXT
         elif form.end.startswith(rest):
@@ -179,20 +233,20 @@ class CallReader:
                 return
         self._news.append(news)
 
-    def _heard(self) -> Heard:
-        heard = Heard("".join(self._text), melted(self._news))
+    def _heard(self) -> ParsedText:
+        heard = ParsedText("".join(self._text), merge_tool_calls(self._news))
         self._text, self._news = [], []
         return heard
 
 
-class Calling(NamedTuple):
+class ToolCallStyle(NamedTuple):
     """How one attempt's model calls functions. `shown`: special tokens that its text has to show."""
 
     form: Format
     tools: Tools
     shown: Mapping[int, str]
 
-    def reader(self, choice: str, delivered: Delivered) -> CallReader:
+    def parser(self, choice: str, delivered: Delivered) -> ToolCallParser:
         """`choice` names the choice everywhere: ids of calls are made of it."""
 
         def new_id(number: int) -> str:
@@ -200,21 +254,19 @@ class Calling(NamedTuple):
             return self.form.id_prefix + digest[: self.form.id_chars]
 
         names, single = self.tools.names, self.tools.single
-        return CallReader(self.form, names, single=single, new_id=new_id, delivered=delivered)
-
-
-def melted(news: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
-    """The same news in as few pieces as can be: what follows on the same call is added to it."""
-    found: list[ToolCall] = []
-    for each in news:
-        if found and found[-1].index == each.index and not each.id:
-            found[-1] = replace(found[-1], arguments=found[-1].arguments + each.arguments)
-        else:
-            found.append(each)
-    return tuple(found)
+        return ToolCallParser(self.form, names, single=single, new_id=new_id, delivered=delivered)
 
 
 def _may_begin(text: str, mark: str) -> int:
     """The length of the longest end of `text` that may turn out to be white space and the mark."""
     cut = next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
     return len(text) - len(text[: len(text) - cut].rstrip(_SPACE)) if mark else 0
+
+
+def _text(written: str) -> str:
+    """The string that is written there; empty for anything else."""
+    try:
+        value = json.loads(written)
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""

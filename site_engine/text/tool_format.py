@@ -5,45 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
+
+from site_engine.core.tools import Tools
 
 _ANYTHING = "/(.|\\n)*/"
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """No room for endless white space, which small models fall into."""
-
-
-class ToolChoice(StrEnum):
-    AUTO = "auto"
-    REQUIRED = "required"
-    NAMED = "named"
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """The functions a model may call, as OpenAI's tools array has them. `name` is the one it must call."""
-
-    offered: tuple[Mapping[str, Any], ...]
-    choice: ToolChoice = ToolChoice.AUTO
-    name: str = ""
-    single: bool = False
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(str(each["function"]["name"]) for each in self.offered)
-
-    @property
-    def forced(self) -> bool:
-        return self.choice is not ToolChoice.AUTO
-
-    @property
-    def strict(self) -> bool:
-        return any(each["function"].get("strict") for each in self.offered)
-
-    @property
-    def callable(self) -> tuple[Mapping[str, Any], ...]:
-        functions = (each["function"] for each in self.offered)
-        return tuple(each for each in functions if not self.name or each["name"] == self.name)
 
 
 @dataclass(frozen=True, slots=True)

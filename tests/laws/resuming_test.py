@@ -20,12 +20,13 @@ from gateway.query.state import Story
 from gateway.routing.failover import Setback, tries, ways_on
 from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, RequestRejected, Sampling
+from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed
-from site_engine.federation.attempts import Desk
+from site_engine.federation.attempts import Attempts
 from site_engine.remote.dialects import VLLM
 from site_engine.remote.resume import continuing
 from site_engine.text.grammar import Grammars
-from site_engine.text.tokenize import Prepared, Prompts
+from site_engine.text.tokenize import PromptTokenizer
 from tests.support.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
 
 torch.set_num_threads(1)
@@ -133,14 +134,14 @@ def resumed(text: str, tokens: int, **more: Any) -> m.Assign:
 
 def at_a_site(assign: m.Assign, grammars: Grammars | None = None) -> tuple[str, m.Delta]:
     """The text that the site adds, and its last word."""
-    desk, engine = Desk(1), engine_for(family("gpt2").served)
-    desk.assign(assign, 0.0)
-    prepared = Prompts(tokenizer(), VOCAB, lambda call: None, grammars).prepare_now(assign)
-    (request,) = desk.prepared("a", prepared)
-    desk.admitted("a", engine.submit(request))
+    attempts, engine = Attempts(1, {}), engine_for(family("gpt2").served)
+    attempts.assign(assign, 0.0)
+    prepared = PromptTokenizer(tokenizer(), VOCAB, lambda call: None, grammars).prepare_now(assign)
+    (request,) = attempts.prepared("a", prepared)
+    attempts.admitted("a", engine.submit(request))
     for output in drain(engine)[request.id].outputs:
-        desk.output("a", 0, output)
-    steps = [each for each in desk.outbox.take(1e9) if isinstance(each, m.Step)]
+        attempts.output("a", 0, output)
+    steps = [each for each in attempts.outbox.take(1e9) if isinstance(each, m.Step)]
     deltas = [delta for step in steps for delta in step.deltas]
     return "".join(delta.text for delta in deltas), deltas[-1]
 
@@ -155,9 +156,9 @@ def at_a_site(assign: m.Assign, grammars: Grammars | None = None) -> tuple[str, 
     ],
 )
 def test_whether_a_text_goes_on_from_its_prompt(assign: m.Assign, follows: bool) -> None:
-    desk = Desk(1)
-    desk.assign(assign, 0.0)
-    (request,) = desk.prepared("a", Prepared((1,), ""))
+    attempts = Attempts(1, {})
+    attempts.assign(assign, 0.0)
+    (request,) = attempts.prepared("a", Prepared((1,), ""))
     assert request.follows is follows
 
 

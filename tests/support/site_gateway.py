@@ -12,10 +12,12 @@ from typing import Any
 
 import grpc
 
-from site_engine.engine.engine_thread import Listener, Worker
+from site_engine.engine.engine_thread import Worker
+from site_engine.engine_client import Listener
 from site_engine.federation.link import Link, Links, Patience, dial
 from site_engine.federation.site import Site
-from site_engine.text.tokenize import Prompts
+from site_engine.native import NativeEngine
+from site_engine.text.tokenize import PromptTokenizer
 from tests.support.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc
@@ -189,8 +191,8 @@ async def site_before(
         clock if stepped else time.monotonic,
         1.0 if stepped else 0.0,
     )
-    prompts = Prompts(tokenizer or FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
-    site = Site(HELLO, worker, prompts, clock, preparing_max=8)
+    prompts = PromptTokenizer(tokenizer or FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
+    site = Site(HELLO, NativeEngine(prompts, worker), clock, max_preparing=8)
     patience = patience or Patience(backoff_first_s=0.01, backoff_longest_s=0.02)
 
     def make(address: str, peers: Any) -> Link:

@@ -1,6 +1,6 @@
 """Whatever happens in whatever order, every attempt ends exactly once, and nothing is left behind.
 
-The real site, desk, outbox and engine turns, driven step by step on one thread with a model-less engine.
+The real site, attempts, outbox and engine turns, driven step by step on one thread with a model-less engine.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from site_engine import messages as m
 from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling
-from site_engine.engine.engine_thread import Listener, Worker
+from site_engine.engine.engine_thread import Worker
+from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed
 from site_engine.federation.site import Connection, Site
-from site_engine.text.tokenize import Prepared, Prompts
+from site_engine.native import NativeEngine
+from site_engine.text.tokenize import PromptTokenizer
 from tests.support.site_fakes import HELLO, VOCABULARY, FakeClock, FakeEngine, FakeTokenizer
 
 GATEWAYS = ("east", "west")
@@ -26,11 +28,11 @@ GRACE_S = 5.0
 ROUNDS_MAX = 400
 
 
-class SlowPrompts:
+class SlowTokenizer(PromptTokenizer):
     """The tokenizer's thread, let go by hand."""
 
     def __init__(self) -> None:
-        self._prompts = Prompts(FakeTokenizer(), VOCABULARY, lambda call: None)
+        super().__init__(FakeTokenizer(), VOCABULARY, lambda call: None)
         self.asked: deque[Callable[[], None]] = deque()
 
     @property
@@ -43,7 +45,7 @@ class SlowPrompts:
     def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         def answer() -> None:
             try:
-                reply(self._prompts.prepare_now(assign))
+                reply(self.prepare_now(assign))
             except NotServed as refusal:
                 reply(refusal)
 
@@ -77,8 +79,9 @@ class Interleavings(RuleBasedStateMachine):
         self.calls: deque[Callable[[], None]] = deque()
         self.engine = FakeEngine(slots=slots, max_pending=5)
         self.worker = Worker(self.engine, self.calls.append, self.clock)
-        self.prompts = SlowPrompts()
-        self.site = Site(HELLO, self.worker, self.prompts, self.clock, preparing_max=6)
+        self.prompts = SlowTokenizer()
+        engine = NativeEngine(self.prompts, self.worker)
+        self.site = Site(HELLO, engine, self.clock, max_preparing=6)
         self.worker.listener = Listener(self.site.outputs, self.site.load, lambda reason: None)
         self.links: dict[str, Connection | None] = {}
         self.seen: dict[str, Seen] = {}
@@ -211,8 +214,8 @@ class Interleavings(RuleBasedStateMachine):
         for gateway, connection in self.links.items():
             assert connection is not None
             self.read(gateway, connection, self.clock.now)
-            assert connection.desk.attempt_ids() == ()
-            assert connection.desk.preparing == 0
+            assert connection.attempts.attempt_ids() == ()
+            assert connection.attempts.preparing == 0
         assert self.engine.load().running == self.engine.load().pending == 0
         for seen in self.seen.values():
             if not seen.abandoned:
@@ -231,7 +234,7 @@ class Interleavings(RuleBasedStateMachine):
             assert seen.asked, seen
 
     def read(self, gateway: str, connection: Connection, now: float) -> None:
-        for message in connection.desk.outbox.take(now):
+        for message in connection.attempts.outbox.take(now):
             match message:
                 case m.Accepted():
                     seen = self.mine(gateway, message.attempt_id)

@@ -13,8 +13,9 @@ from jinja2 import TemplateError
 
 from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, Sampling
+from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
-from site_engine.text.tokenize import Prepared, Prompts
+from site_engine.text.tokenize import PromptTokenizer
 from tests.support.site_fakes import VOCABULARY, FakeTokenizer
 
 
@@ -26,7 +27,7 @@ def assign(prompt: m.Prompt, **more: object) -> m.Assign:
 
 
 def prepare(assigned: m.Assign, tokenizer: FakeTokenizer | None = None) -> Prepared:
-    return Prompts(tokenizer or FakeTokenizer(), VOCABULARY, lambda call: None).prepare_now(assigned)
+    return PromptTokenizer(tokenizer or FakeTokenizer(), VOCABULARY, lambda call: None).prepare_now(assigned)
 
 
 def chat(content: str) -> m.ChatPrompt:
@@ -109,7 +110,7 @@ def test_answers_come_back_through_post_even_when_the_tokenizer_breaks() -> None
 
     calls: queue.Queue[Callable[[], None]] = queue.Queue()
     answers: list[Prepared | NotServed] = []
-    prompts = Prompts(Broken(), VOCABULARY, calls.put)
+    prompts = PromptTokenizer(Broken(), VOCABULARY, calls.put)
     prompts.prepare(assign(m.TextPrompt("a")), answers.append)
     prompts.prepare(assign(m.TokenPrompt((5,))), answers.append)
     assert prompts.waiting == 2
@@ -141,7 +142,7 @@ def test_a_tenants_schemas_keep_others_waiting_for_one_of_them_at_most() -> None
     calls: queue.Queue[Callable[[], None]] = queue.Queue()
     answers: list[Prepared | NotServed] = []
     grammars = SlowGrammars()
-    prompts = Prompts(FakeTokenizer(), VOCABULARY, calls.put, grammars)
+    prompts = PromptTokenizer(FakeTokenizer(), VOCABULARY, calls.put, grammars)
     for tenant, name in (("a", "schema 1"), ("a", "schema 2"), ("a", "schema 3"), ("b", "schema 4")):
         schema = json.dumps({"title": name})
         prompts.prepare(assign(m.TextPrompt("x"), tenant=tenant, guided_json=schema), answers.append)

@@ -9,11 +9,11 @@ import pytest
 
 from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, Sampling
+from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason
 from site_engine.remote.dialects import LLAMA_CPP, SGLANG, UNKNOWN, VLLM, Dialect
 from site_engine.remote.request import asking, guessed_tokens
 from site_engine.remote.server import RETRY_AFTER_MAX_S, refused
-from site_engine.text.tool_format import ToolChoice, Tools
 
 HI = (m.ChatMessage("user", "hi"),)
 

@@ -8,7 +8,7 @@ import pytest
 
 from site_engine import messages as m
 from site_engine.core.request import Finish, Sampling
-from site_engine.engine.engine_thread import LoadSeen
+from site_engine.engine_client import LoadSeen
 from site_engine.federation.site import BID_INTERVAL_S, GRACE_MAX_S, LOAD_EVERY_S, Site
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
@@ -17,38 +17,33 @@ class QuietEngine:
     """Notes what it is asked and never answers."""
 
     def __init__(self) -> None:
+        self.tenants: list[str] = []  # of the prompts that wait
         self.loads_asked = 0
         self.cancelled: list[str] = []
 
-    def submit(self, group: Sequence[object], reply: Callable[[object], None]) -> None: ...
+    @property
+    def waiting(self) -> int:
+        return len(self.tenants)
+
+    def waiting_of(self, tenant: str) -> int:
+        return self.tenants.count(tenant)
+
+    def prepare(self, assign: m.Assign, reply: Callable[[object], None]) -> None:
+        self.tenants.append(assign.tenant)
+
+    def submit(self, prepared: object, group: Sequence[object], reply: Callable[[object], None]) -> None: ...
     def release(self, groups: Sequence[object], reply: Callable[[list[bool]], None]) -> None: ...
     def cancel(self, request_ids: Sequence[str]) -> None:
         self.cancelled += request_ids
 
-    def ask_load(self) -> None:
+    def request_load(self) -> None:
         self.loads_asked += 1
 
 
-class QuietPrompts:
-    def __init__(self) -> None:
-        self.of_tenants: list[str] = []
-
-    @property
-    def waiting(self) -> int:
-        return len(self.of_tenants)
-
-    def waiting_of(self, tenant: str) -> int:
-        return self.of_tenants.count(tenant)
-
-    def prepare(self, assign: m.Assign, reply: Callable[[object], None]) -> None:
-        self.of_tenants.append(assign.tenant)
-
-
 class Scene:
-    def __init__(self, preparing_max: int = 1) -> None:
+    def __init__(self, max_preparing: int = 1) -> None:
         self.clock, self.engine = FakeClock(), QuietEngine()
-        self.prompts = QuietPrompts()
-        self.site = Site(HELLO, self.engine, self.prompts, self.clock, preparing_max)
+        self.site = Site(HELLO, self.engine, self.clock, max_preparing)
 
     def link(self, gateway: str = "east", grace_s: float = 1.0):
         hello = self.site.hello()
@@ -60,7 +55,7 @@ class Scene:
 
 
 def bids(connection) -> list[m.Bid]:
-    return [each for each in connection.desk.outbox.take(float("inf")) if isinstance(each, m.Bid)]
+    return [each for each in connection.attempts.outbox.take(float("inf")) if isinstance(each, m.Bid)]
 
 
 def assign(attempt_id: str, tenant: str = "") -> m.Assign:
@@ -123,7 +118,7 @@ def test_reports_rise_over_all_gateways() -> None:
     seqs = [
         each.seq
         for connection in (east, west)
-        for each in connection.desk.outbox.take(float("inf"))
+        for each in connection.attempts.outbox.take(float("inf"))
         if isinstance(each, m.Load)
     ]
     assert seqs == [2, 2]
@@ -150,34 +145,34 @@ def test_what_a_gateway_was_not_told_of_is_not_kept_for_it() -> None:
     scene.site.lost(first)
     second = scene.site.welcomed(hello, m.Welcome("east", (), 1.0, 50.0, ()), lambda: None)
     assert scene.site.live == 0
-    (step,) = second.desk.outbox.take(0.0)
+    (step,) = second.attempts.outbox.take(0.0)
     assert [each.finish for each in step.deltas] == [Finish.CANCELLED]
 
 
 def test_the_tokenizers_queue_is_bounded() -> None:
-    scene = Scene(preparing_max=2)
+    scene = Scene(max_preparing=2)
     connection = scene.link()
     for name in ("a", "b", "c"):
         scene.site.receive(connection, assign(name))
-    (rejected,) = connection.desk.outbox.take(0.0)
+    (rejected,) = connection.attempts.outbox.take(0.0)
     assert (rejected.attempt_id, rejected.reason.name) == ("c", "FULL")
     scene.site.receive(connection, m.Cancel("a"))  # its text still waits there
     scene.site.receive(connection, assign("d"))
     assert scene.site.live == 1
-    scene.prompts.of_tenants.pop()
+    scene.engine.tenants.pop()
     scene.site.receive(connection, assign("e"))
     assert scene.site.live == 2
 
 
 def test_a_tenant_leaves_others_places_with_the_tokenizer() -> None:
-    scene = Scene(preparing_max=10)
+    scene = Scene(max_preparing=10)
     connection = scene.link()
     for number in range(20):
         scene.site.receive(connection, assign(f"flood-{number}"))
-    assert scene.prompts.waiting_of("") == 9
+    assert scene.engine.waiting_of("") == 9
     scene.site.receive(connection, assign("other", tenant="other"))
-    assert scene.prompts.waiting_of("other") == 1
-    assert len([each for each in connection.desk.outbox.take(0.0) if isinstance(each, m.Rejected)]) == 11
+    assert scene.engine.waiting_of("other") == 1
+    assert len([each for each in connection.attempts.outbox.take(0.0) if isinstance(each, m.Rejected)]) == 11
 
 
 def test_a_lost_replica_is_forgotten_after_a_bounded_grace() -> None:
@@ -198,13 +193,13 @@ def test_a_drain_is_told_to_those_who_listen_and_to_those_who_come() -> None:
     scene.site.lost(gone)
     scene.site.drain("an update", 25.0)
     back = scene.link("gone")
-    assert back.desk.outbox.take(0.0) == [m.Draining("an update", 25.0)]
+    assert back.attempts.outbox.take(0.0) == [m.Draining("an update", 25.0)]
 
 
 def test_a_second_assign_of_one_attempt_changes_nothing() -> None:
-    scene = Scene(preparing_max=5)
+    scene = Scene(max_preparing=5)
     connection = scene.link()
     scene.site.receive(connection, assign("a"))
     scene.site.receive(connection, assign("a"))
     assert scene.site.live == 1
-    assert connection.desk.preparing == 1
+    assert connection.attempts.preparing == 1

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, Sampling, ToolCall
+from site_engine.core.tools import Delivered, ToolChoice, Tools, merge_tool_calls
+from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.text.grammar import Grammars
-from site_engine.text.tokenize import Prepared, Prompts
-from site_engine.text.tool_call_parser import CallReader, Delivered, melted
-from site_engine.text.tool_format import HERMES, LLAMA, MISTRAL, Format, ToolChoice, Tools, format_of
+from site_engine.text.tokenize import PromptTokenizer
+from site_engine.text.tool_call_parser import ToolCallParser
+from site_engine.text.tool_format import HERMES, LLAMA, MISTRAL, Format, format_of
 from tests.support.tool_models import TEMPLATES, tool_tokenizer
 
 FORMATS = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
@@ -48,10 +50,10 @@ TWO = {
 
 
 @cache
-def prompts(name: str) -> Prompts:
+def prompts(name: str) -> PromptTokenizer:
     tokenizer = tool_tokenizer(name)
     grammars = Grammars(tokenizer, VOCABULARY, (tokenizer.eos_token_id,))
-    return Prompts(tokenizer, VOCABULARY, lambda call: None, grammars)
+    return PromptTokenizer(tokenizer, VOCABULARY, lambda call: None, grammars)
 
 
 def prepare(name: str, tools: Tools | None, *turns: m.ChatMessage, schema: str = "") -> Prepared:
@@ -85,9 +87,9 @@ def follows(prepared: Prepared, name: str, text: str) -> bool:
 def read(form: Format, parts: list[str], **rules: Any) -> tuple[str, list[tuple[str, str, str]]]:
     """The text and the calls (id, name, arguments) of an answer that comes in these parts."""
     settings = {"single": False} | rules
-    reader = CallReader(form, {"where", "now"}, new_id=lambda number: f"id{number}", **settings)
+    reader = ToolCallParser(form, {"where", "now"}, new_id=lambda number: f"id{number}", **settings)
     heard = [*(reader.feed(part) for part in parts), reader.end()]
-    calls = melted(news for each in heard for news in each.calls)
+    calls = merge_tool_calls(news for each in heard for news in each.calls)
     return "".join(each.text for each in heard), [(call.id, call.name, call.arguments) for call in calls]
 
 
@@ -175,7 +177,7 @@ def test_a_function_whose_schema_cannot_be_enforced_is_refused_where_it_must_be(
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_marks_that_are_special_tokens_are_shown(name: str) -> None:
-    calling = prepare(name, Tools((NOW,))).calling
+    calling = prepare(name, Tools((NOW,))).tool_calling
     assert calling is not None
     assert list(calling.shown.values()) == (["[TOOL_CALLS]"] if name == "mistral" else [])
 
@@ -242,7 +244,9 @@ def test_a_resumed_answer_adds_what_was_not_delivered(
 ) -> None:
     text = "Hm. " * data.draw(st.integers(0, 1)) + TWO[name] + "".join(made)
     cut = data.draw(st.integers(0, len(text)))
-    reader = CallReader(FORMATS[name], {"where", "now"}, single=False, new_id=lambda number: f"id{number}")
+    reader = ToolCallParser(
+        FORMATS[name], {"where", "now"}, single=False, new_id=lambda number: f"id{number}"
+    )
     before = reader.feed(text[:cut])
     begun = [(call.id, call.name, call.arguments) for call in before.calls]
     have = Delivered(len(before.text), len(begun), len(begun[-1][2]) if begun else 0)
@@ -261,4 +265,8 @@ def test_news_of_one_call_melt_and_others_do_not() -> None:
         ToolCall(1, "b", "g"),
         ToolCall(0, arguments="}"),
     ]
-    assert melted(news) == (ToolCall(0, "a", "f", "{"), ToolCall(1, "b", "g"), ToolCall(0, arguments="}"))
+    assert merge_tool_calls(news) == (
+        ToolCall(0, "a", "f", "{"),
+        ToolCall(1, "b", "g"),
+        ToolCall(0, arguments="}"),
+    )

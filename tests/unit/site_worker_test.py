@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from site_engine.core.request import Admission, Finish, Output, Request, Sampling
-from site_engine.engine.engine_thread import STRIKES_MAX, Listener, LoadSeen, Worker
+from site_engine.engine.engine_thread import STRIKES_MAX, Worker
+from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import NotServed, Reason
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
 

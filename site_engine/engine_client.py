@@ -1,0 +1,119 @@
+"""The one interface through which a site uses an engine, and the values that cross it.
+
+Does not know which engine stands behind it: `native.py` and `remote/engine.py` implement it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+from site_engine.core.load import LoadFigures
+from site_engine.core.request import Admission, Grammar, Output, Request
+from site_engine.core.tools import Delivered, ParsedText
+from site_engine.errors import NotServed
+from site_engine.messages import Assign
+
+Group: TypeAlias = Sequence[Request]
+"""The choices of one attempt: admitted together, released together."""
+
+
+class ToolParser(Protocol):
+    """Separates calls of functions from the text of one choice while it grows."""
+
+    @property
+    def calls(self) -> int:
+        """Number of calls begun."""
+        ...
+
+    def feed(self, text: str) -> ParsedText: ...
+    def end(self) -> ParsedText: ...
+
+
+class ToolCalling(Protocol):
+    """How the model of one attempt writes calls of functions."""
+
+    @property
+    def shown(self) -> Mapping[int, str]:
+        """Special tokens that the text has to show, with their names."""
+        ...
+
+    def parser(self, choice: str, delivered: Delivered) -> ToolParser:
+        """Return a parser for one choice. `choice` names it everywhere: ids of calls are made of it."""
+        ...
+
+
+class Prepared(NamedTuple):
+    """A prompt ready for the engine, and the text that an echoing answer begins with.
+
+    `resumed`: the tokens that an answer begun elsewhere goes on from. `payload` belongs to the engine that
+    prepared the prompt: the site hands it back to `submit` and never looks into it.
+    """
+
+    token_ids: tuple[int, ...]
+    echo: str
+    guessed_tokens: int = 0  # length of a prompt that only the engine behind a server can tokenize
+    grammar: Grammar | None = None
+    tool_calling: ToolCalling | None = None
+    resumed: tuple[int, ...] = ()
+    payload: object = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) or self.guessed_tokens
+
+
+class LoadSeen(NamedTuple):
+    """The engine's figures and the moment, on the site's clock, at which they were true."""
+
+    figures: LoadFigures
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Callbacks of an engine, called on the event loop. `broken` is called once, with the reason."""
+
+    outputs: Callable[[Sequence[Output]], None]
+    load: Callable[[LoadSeen], None]
+    broken: Callable[[str], None]
+
+
+class EngineClient(Protocol):
+    """An engine as a site uses it, from the event loop. No method blocks; replies are called on the loop."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of prompts that wait to be prepared, those of attempts already given up included."""
+        ...
+
+    def waiting_of(self, tenant: str) -> int:
+        """Return the number of prompts of `tenant` that wait to be prepared."""
+        ...
+
+    def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
+        """Make the prompt of an attempt ready for `submit`, or refuse it."""
+        ...
+
+    def submit(
+        self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
+    ) -> None:
+        """Admit all requests of an attempt or none. Each admitted request ends with exactly one finish.
+
+        Until the first output of an admitted attempt, `reply` may be called again with a refusal, which ends
+        all of its requests: a server may take an attempt late, or not at all.
+        """
+        ...
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """End requests, with a CANCELLED finish each. Requests that have ended are ignored."""
+        ...
+
+    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
+        """Give up groups of which nothing has started; reply, group by group, whether it was given up."""
+        ...
+
+    def request_load(self) -> None:
+        """Have the load reported to the listener soon."""
+        ...
