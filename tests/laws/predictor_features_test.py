@@ -57,7 +57,7 @@ def test_of_a_long_text_only_the_ends_are_read() -> None:
     short = features.bag(head + "x " * 40_000 + tail)
     other = features.bag(head + "y " * 40_000 + tail)
     assert short.slots.tolist() == other.slots.tolist()
-    assert len(features.words("a " * 50_000)) <= features.READ_HEAD_CHARS + features.READ_TAIL_CHARS
+    assert len(features.words("a " * 50_000)) <= features.HEAD_CHARS + features.TAIL_CHARS
 
 
 def test_words_of_scripts_without_spaces_are_told_apart() -> None:
