@@ -27,10 +27,12 @@ from bench.support.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
 from bench.support.workload import SHAPES, Query, lengths, queries
 from site_engine.core.request import Lane, Request, Sampling
 from site_engine.core.request_queue import POLICIES
-from site_engine.dense import DenseEngine
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import build_engine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.cpu_optimize import suit_cpu
 from site_engine.model.loader import LoadedModel, from_model
+from tests.support.padded_batch import padded_engine
 
 RUNNERS = ("packed", "dense", "decoupled", "static")
 Contender = Callable[[list[Query]], Run]
@@ -63,12 +65,8 @@ def make_engine(model: LoadedModel, runner: str, room: Room, clock: Clock, order
         prefix_cache=runner == "packed",
     )
     if runner != "packed":
-        return DenseEngine(model, settings, clock, apart=runner == "decoupled")
-    if model.device.type != "cuda":
-        return SiteEngine(model, settings, clock)
-    from site_engine.cuda.engine import engine_on_gpu  # needs Triton, which not every platform has
-
-    return engine_on_gpu(model, settings, clock)
+        return padded_engine(model, settings, clock, apart=runner == "decoupled")
+    return build_engine(model, settings, clock)
 
 
 def run_mico(engine: SiteEngine, work: list[Query], clock: Clock, lane: Lane = Lane.CHAT) -> Run:

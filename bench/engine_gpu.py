@@ -22,7 +22,7 @@ import torch
 import transformers
 import triton
 
-from bench.support.forced import check, force_plain
+from bench.support.forced import check, device_runner, force_plain
 from bench.support.gpu_costs import ROWS, buckets, fixed_steps, kernels, prefill_rate, profile, seconds
 from bench.support.order import ORDERS
 from bench.support.peers import PEERS, room_for
@@ -32,9 +32,11 @@ from site_engine.core.request_queue import AdmissionQueue
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.batch_layout import MIXED_TOKENS
 from site_engine.cuda.compile import TRIED_ROWS
-from site_engine.cuda.engine import AheadEngine, fast_forward
-from site_engine.cuda.llama_forward import LeanForward
-from site_engine.engine.engine import EngineSettings
+from site_engine.cuda.forward import fast_forward
+from site_engine.cuda.llama_forward import LlamaForward
+from site_engine.engine.build import overlapped_engine, warm_graphs
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 
 
@@ -78,7 +80,7 @@ SAMPLINGS: dict[str, dict[str, float]] = {
 
 
 def serve(
-    engine: AheadEngine,
+    engine: SiteEngine,
     workload: str,
     repetition: int,
     *,
@@ -101,16 +103,16 @@ def serve(
     tokens, step_s = 0, []
     kinds: dict[str, list[float]] = {}
     while engine.has_work:
-        step_began, flight = seconds(), engine._flight
+        step_began, pending = seconds(), engine._pending
         tokens += sum([len(output.token_ids) for output in engine.step()])
         step_s.append(seconds() - step_began)
-        kinds.setdefault(kind_of(None if flight is None else flight.plan), []).append(step_s[-1])
+        kinds.setdefault(kind_of(None if pending is None else pending.plan), []).append(step_s[-1])
     wall_s = seconds() - began
     assert tokens == sum(query.response_tokens for query in work)
     return Pass(tokens, wall_s, len(step_s), step_s, kinds)
 
 
-def costs(engine: AheadEngine, do: list[str], lap: Callable[[str], None]) -> dict[str, Any]:
+def costs(engine: SiteEngine, do: list[str], lap: Callable[[str], None]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "kernels" in do:
         kernels(engine)
@@ -131,7 +133,7 @@ def costs(engine: AheadEngine, do: list[str], lap: Callable[[str], None]) -> dic
 
 
 def rate(
-    engine: AheadEngine, workload: str, reps: int, sampling: str = "greedy", order: str = "arrival"
+    engine: SiteEngine, workload: str, reps: int, sampling: str = "greedy", order: str = "arrival"
 ) -> dict[str, Any]:
     serve(engine, workload, 99, sampling=sampling, order=order)
     passes = [
@@ -143,7 +145,7 @@ def rate(
         "all": [round(one) for one in rates],
         "wall_s": round(statistics.median([one.wall_s for one in passes]), 3),
         "iterations": passes[0].iterations,
-        "graphs": len(engine._device_runner._steps),
+        "graphs": len(device_runner(engine)._steps),
         "slowest_steps_ms": [round(one * 1e3, 1) for one in sorted(passes[-1].step_s)[-8:]],
     }
     print(f"SERVE {workload} {sampling} {order}: {found}", flush=True)
@@ -152,7 +154,7 @@ def rate(
     return found
 
 
-def beside_peers(engine: AheadEngine, plain: Any, workload: str, count: int) -> dict[str, Any]:
+def beside_peers(engine: SiteEngine, plain: Any, workload: str, count: int) -> dict[str, Any]:
     """The first queries of a workload: here, and by transformers' own ways of serving, a short pass first."""
     work = queries(
         workload, count, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
@@ -201,14 +203,14 @@ def main() -> None:
     model: LoadedModel = from_model(plain, eos_token_ids=())
     lap("certified")
     forward = fast_forward(model)
-    if isinstance(forward, LeanForward):
+    if isinstance(forward, LlamaForward):
         print("gate and up apart at rows", [rows for rows in TRIED_ROWS if forward._apart(rows)])
     settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
-    engine = AheadEngine(model, settings, seconds, forward=forward)
+    engine = overlapped_engine(model, settings, seconds, forward)
     if forced is not None:
         result["check"] = check(engine, forced)
         print(result["check"], flush=True)
-    lap(f"{engine.warm()} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
+    lap(f"{warm_graphs(engine)} graphs, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
     result |= costs(engine, do, lap)
     for workload in [name for name in SHAPES if name in do]:
         for sampling, order in product(asked.sampling.split(","), asked.order.split(",")):

@@ -74,7 +74,8 @@ def load_engine(config: SiteConfig) -> Loaded:
     import torch
     from transformers.utils import logging as chatter
 
-    from site_engine.engine.engine import EngineSettings, SiteEngine
+    from site_engine.engine.build import build_engine
+    from site_engine.engine.settings import EngineSettings
     from site_engine.engine.warmup import warm_up
     from site_engine.model import loader
 
@@ -99,13 +100,7 @@ def load_engine(config: SiteConfig) -> Loaded:
     )
     try:
         model = loader.load(config.model, device=device, dtype=dtype)
-        engine: SiteEngine
-        if model.device.type == "cuda":
-            from site_engine.cuda.engine import engine_on_gpu  # needs Triton, which not every platform has
-
-            engine = engine_on_gpu(model, settings, time.monotonic)
-        else:
-            engine = SiteEngine(model, settings, time.monotonic)
+        engine = build_engine(model, settings, time.monotonic)
         warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
     except (loader.CannotServe, ImportError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from site_engine.core.request import Request, Sampling
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model import attention_context
 from site_engine.model.loader import load
 from site_engine.model.torch_attention import ReferenceContext
@@ -39,7 +40,7 @@ def step_times(rows: int, steps: int) -> Times:
     """Decode iterations of the demo model with all rows running, text included, without its forward pass."""
     model = load(str(DEMO_MODEL))
     settings = EngineSettings(slots=rows, token_budget=max(8192, rows), kv_tokens=rows * 512)
-    engine = SiteEngine(model, settings, time.perf_counter)
+    engine = packed_engine(model, settings, time.perf_counter)
     rnd = random.Random(0)
     limit = steps + WARM_UP_STEPS + 10
     for row in range(rows):
@@ -54,7 +55,7 @@ def step_times(rows: int, steps: int) -> Times:
         running.layer = len(model.layers)
         return logits[: wanted.shape[0]]
 
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     runner._forward = forward
     times = Times([], [], [])
     for step in range(WARM_UP_STEPS + steps):

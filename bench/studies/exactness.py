@@ -25,11 +25,13 @@ from bench.support.peers import Room, run_continuous
 from bench.support.workload import Query
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling
 from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES
-from site_engine.dense import DenseEngine
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.kv_swap import HostSwap
 from site_engine.model.loader import LoadedModel, from_model
 from tests.support.model_families import VOCAB, random_model, tiny_config
+from tests.support.padded_batch import padded_engine
 
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gemma2", "gpt_neo", "mixtral", "gpt_oss", "deepseek_v3")
 NOT_CONTINUOUS = ("gpt_neo", "deepseek_v3")  # transformers' continuous batching fails on these
@@ -71,8 +73,8 @@ def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
         return next(ticks) * 1e-3
 
     if not paged:
-        return DenseEngine(served, settings, clock, apart=runner == "decoupled")
-    engine = SiteEngine(served, settings, clock)
+        return padded_engine(served, settings, clock, apart=runner == "decoupled")
+    engine = packed_engine(served, settings, clock)
     if isinstance(engine._scheduler.swap, HostSwap):
         engine._scheduler.swap._worth = lambda tokens: rnd.random() < 0.7
     return engine

@@ -23,9 +23,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from site_engine.core.request import Request, Sampling
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import EngineSettings
 from site_engine.errors import NotServed
-from site_engine.model.grammar_bitmask import Masks
+from site_engine.model.grammar_bitmask import GrammarBitmask
 from site_engine.model.loader import LoadedModel, load
 from site_engine.text.grammar import Grammar, Grammars
 from site_engine.text.tool_format import guided_source
@@ -52,7 +53,7 @@ def steps(
     model: LoadedModel, grammar: Grammar, rows: int, guided: int, tokens: int
 ) -> Iterator[tuple[float, float]]:
     """(wall, CPU of all threads) seconds of every full decode iteration."""
-    engine = SiteEngine(model, EngineSettings(slots=rows), time.perf_counter)
+    engine = packed_engine(model, EngineSettings(slots=rows), time.perf_counter)
     for row in range(rows):
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         request = Request(str(row), [7 + row, 5, 9], sampling)
@@ -73,7 +74,7 @@ def masks_ms(grammars: Grammars, vocab_size: int, rows: int, repeat: int) -> dic
         request.row, request.guide = row, grammar.start()
         request.guide.matcher.try_consume_tokens(grammars._tokens.tokenize_str(text))
         requests.append(request)
-    masks = Masks(rows, vocab_size, torch.device("cpu"))
+    masks = GrammarBitmask(rows, vocab_size, torch.device("cpu"))
     logits = torch.zeros(rows, vocab_size)
     every = range(rows)
 

@@ -28,13 +28,15 @@ from mico.simulation.queries import Query
 from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import POLICIES, Policy
 from site_engine.core.scheduler import SchedulePlan
-from site_engine.dense import DenseEngine
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import allocate_kv_cache
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model import attention_context
 from site_engine.model.loader import LoadedModel, from_model
-from site_engine.model.runner import Logits, Runner
+from site_engine.model.runner import Logits, PackedRunner, Runner
 from site_engine.model.torch_attention import ReferenceContext
 from tests.support.model_families import random_model
+from tests.support.padded_batch import PaddedRunner
 
 QUERIES = 200
 VOCAB = 16
@@ -56,16 +58,17 @@ class Cost:
 class Counting:
     """A packed runner that counts as the dense one does."""
 
-    def __init__(self, runner: Runner, page_size: int) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.cost = Cost()
         self._runner = runner
-        self._page_size = page_size
+        self.kv_cache = runner.kv_cache
 
     def run(self, plan: SchedulePlan) -> Logits:
-        held = [entry.start + entry.length for entry in plan.entries]
+        held = [entry.start + entry.length for entry in plan.chunks]
         self.cost.passes += 1
         self.cost.kv_length += max(held)
-        self.cost.kv_places += sum(-(-tokens // self._page_size) * self._page_size for tokens in held)
+        page_size = self.kv_cache.page_size
+        self.cost.kv_places += sum(-(-tokens // page_size) * page_size for tokens in held)
         self.cost.computed += plan.tokens
         return self._runner.run(plan)
 
@@ -110,10 +113,9 @@ def padded(
         max_pending=4 * len(queries),
         prefix_cache=False,
     )
-    engine = DenseEngine(model, settings, _ticks(), apart=apart)
-    runner = engine.dense
+    runner = PaddedRunner(model, settings, apart=apart)
     runner._forward = fixed_logits
-    serve(engine, queries)
+    serve(SiteEngine(model, runner, settings, _ticks()), queries)
     return Cost(runner.passes, runner.kv_length, runner.kv_places, runner.computed)
 
 
@@ -126,11 +128,10 @@ def packed(model: LoadedModel, queries: Sequence[Query], batch: int) -> Cost:
         max_pending=4 * len(queries),
         prefix_cache=False,
     )
-    engine = SiteEngine(model, settings, _ticks())
-    runner: Any = engine._runner
-    runner._forward = fixed_logits
-    counting = engine._runner = Counting(runner, settings.page_size)
-    serve(engine, queries)
+    kv_cache = allocate_kv_cache(model, settings)
+    runner = PackedRunner(fixed_logits, kv_cache, slots=batch, pages_per_row=CONTEXT // kv_cache.page_size)
+    counting = Counting(runner)
+    serve(SiteEngine(model, counting, settings, _ticks()), queries)
     return counting.cost
 
 

@@ -9,8 +9,8 @@ import torch
 
 from site_engine.core.request import Request, Sampling
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
-from site_engine.cuda.engine import AheadEngine
 from site_engine.cuda.runner import DeviceRunner
+from site_engine.engine.engine import SiteEngine
 
 GREEDY = Sampling(temperature=0.0)
 CHECKED_ROWS = 24
@@ -43,14 +43,20 @@ def force_plain(model: Any, vocab_size: int) -> Forced:
     return Forced(sequences, logits)
 
 
-def check(engine: AheadEngine, forced: Forced) -> str:
+def device_runner(engine: SiteEngine) -> DeviceRunner:
+    """Return the runner of an engine on a GPU."""
+    assert isinstance(engine.runner, DeviceRunner)
+    return engine.runner
+
+
+def check(engine: SiteEngine, forced: Forced) -> str:
     """Prompts packed, the rest token by token through graphs, against the plain model's logits."""
     requests = []
     for row, ids in enumerate(forced.sequences):
         request = Request(f"check {row}", ids, GREEDY)
         request.row, request.pages = row, engine._pool.take(engine._pool.pages_for(len(ids))) or []
         requests.append(request)
-    runner: DeviceRunner = engine._device_runner
+    runner = device_runner(engine)
     found: list[list[torch.Tensor]] = [[] for _ in requests]
     prompts = [len(ids) - CHECKED_STEPS for ids in forced.sequences]
     half = CHECKED_ROWS // 2

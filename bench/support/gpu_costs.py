@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 
-from bench.support.forced import GREEDY
+from bench.support.forced import GREEDY, device_runner
 from bench.support.workload import lengths
 from site_engine.core.request import Request, Sampling
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.cuda import attention_launch
 from site_engine.cuda.attention_launch import DecodeWork, Tile
-from site_engine.cuda.engine import AheadEngine
+from site_engine.engine.engine import SiteEngine
 from site_engine.model.attention_context import Scoring
 
 ROWS = 256
@@ -56,7 +56,7 @@ def steady_lengths(workload: str, rows: int) -> list[int]:
 
 
 def decode_layers(  # noqa: PLR0917
-    engine: AheadEngine,
+    engine: SiteEngine,
     layers: int,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     table: torch.Tensor,
@@ -65,13 +65,13 @@ def decode_layers(  # noqa: PLR0917
     tile: Tile,
 ) -> None:
     scoring = Scoring(inputs[0].shape[2] ** -0.5)
-    for keys, values in zip(engine._arena.keys[:layers], engine._arena.values[:layers], strict=True):
+    for keys, values in zip(engine._kv_cache.keys[:layers], engine._kv_cache.values[:layers], strict=True):
         attention_launch.decode(*inputs, keys, values, table, work, out, scoring, tile=tile)
 
 
-def kernels(engine: AheadEngine) -> None:
+def kernels(engine: SiteEngine) -> None:
     """The decode kernel over mixes of lengths, with the writing of keys and values."""
-    arena, shape = engine._arena, engine._model.layers[0]
+    arena, shape = engine._kv_cache, engine._model.layers[0]
     config = engine._model.model.config
     heads, dim = config.num_attention_heads, shape.key_dim
     layers = min(LATER_LAYERS, len(arena.keys))
@@ -121,7 +121,7 @@ def kernels(engine: AheadEngine) -> None:
         )
 
 
-def fixed_steps(engine: AheadEngine, prompt_tokens: int, steps: int = 128) -> dict[str, float]:
+def fixed_steps(engine: SiteEngine, prompt_tokens: int, steps: int = 128) -> dict[str, float]:
     """ROWS requests of one length, all decoding: the engine's own loop, wall time per iteration.
 
     From the first iteration with all of them on, so their contexts go from `prompt_tokens` to `steps` more.
@@ -144,9 +144,9 @@ def fixed_steps(engine: AheadEngine, prompt_tokens: int, steps: int = 128) -> di
     return {"mean_ms": statistics.fmean(full) * 1e3, "median_ms": statistics.median(full) * 1e3}
 
 
-def buckets(engine: AheadEngine, counts: Sequence[int], context: int = 200) -> None:
+def buckets(engine: SiteEngine, counts: Sequence[int], context: int = 200) -> None:
     """Device time of decode graphs by rows, and the host's time to launch one."""
-    runner, pool = engine._device_runner, engine._pool
+    runner, pool = device_runner(engine), engine._pool
     told = []
     for rows in counts:
         requests = []
@@ -155,7 +155,7 @@ def buckets(engine: AheadEngine, counts: Sequence[int], context: int = 200) -> N
             request.row, request.pages = row, pool.take(pool.pages_for(context)) or []
             requests.append(request)
         plan = SchedulePlan([ScheduledChunk(request, context - 1, 1, True) for request in requests])
-        runner.launch(plan).land()
+        runner.launch(plan).wait()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         host_s = []
         began.record()
@@ -173,9 +173,9 @@ def buckets(engine: AheadEngine, counts: Sequence[int], context: int = 200) -> N
     print(f"BUCKETS rows: ms a step, context {context} (host to launch): " + ", ".join(told), flush=True)
 
 
-def prefill_rate(engine: AheadEngine, chunks: int, tokens: int) -> float:
+def prefill_rate(engine: SiteEngine, chunks: int, tokens: int) -> float:
     """Tokens/s of a packed prefill of whole prompts, the middle of five."""
-    runner, pool = engine._device_runner, engine._pool
+    runner, pool = device_runner(engine), engine._pool
     took = []
     for _ in range(5):
         requests = []
@@ -186,19 +186,19 @@ def prefill_rate(engine: AheadEngine, chunks: int, tokens: int) -> float:
         plan = SchedulePlan([], [ScheduledChunk(request, 0, tokens, True) for request in requests])
         torch.cuda.synchronize()
         began = seconds()
-        runner.launch(plan).land()
+        runner.launch(plan).wait()
         took.append(seconds() - began)
         for request in requests:
             pool.drop(request.pages)
     return chunks * tokens / statistics.median(took)
 
 
-def profile(engine: AheadEngine, context: int = 225) -> None:  # noqa: C901 - a table
+def profile(engine: SiteEngine, context: int = 225) -> None:  # noqa: C901 - a table
     """Where a step goes. Last: after the profiler ran, every replay costs the host more."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
-    runner, pool = engine._device_runner, engine._pool
+    runner, pool = device_runner(engine), engine._pool
     if engine._scheduler.prefixes is not None:
         engine._scheduler.prefixes.clear()
     for rows, prompt in ((ROWS, 0), (16, 0), (ROWS - 1, 161)):
@@ -213,7 +213,7 @@ def profile(engine: AheadEngine, context: int = 225) -> None:  # noqa: C901 - a 
             request.row, request.pages = rows, pool.take(pool.pages_for(prompt)) or []
             requests.append(request)
             plan.prefills.append(ScheduledChunk(request, 0, prompt, True))
-        runner.launch(plan).land()
+        runner.launch(plan).wait()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         for _ in range(8):

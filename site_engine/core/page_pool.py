@@ -1,6 +1,6 @@
 """The book of KV pages: which are free, how many references each has, how many are reserved.
 
-Numbers only: keys and values lie in `attention/arena.py`. Page 0 is never handed out; padding reads it.
+Numbers only: keys and values lie in `model/kv_cache.py`. Page 0 is never handed out; padding reads it.
 """
 
 from __future__ import annotations

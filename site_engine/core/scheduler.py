@@ -35,7 +35,7 @@ class SchedulePlan:
         return bool(self.decodes or self.prefills)
 
     @property
-    def entries(self) -> list[ScheduledChunk]:
+    def chunks(self) -> list[ScheduledChunk]:
         return self.decodes + self.prefills
 
     @property

@@ -187,7 +187,7 @@ class Packer:
     def _fill_rules(self, rules: Numbers, plan: SchedulePlan, slots: Numbers) -> None:
         for entry in plan.prefills:
             self._rules.set(entry.request)
-        ends = [start + length for _, start, length, samples in plan.entries if samples]
+        ends = [start + length for _, start, length, samples in plan.chunks if samples]
         self._rules.fill(rules, slots, ends)
 
     def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:

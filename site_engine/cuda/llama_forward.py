@@ -78,7 +78,7 @@ class Layer(NamedTuple):
     down: Product
 
 
-class LeanForward:
+class LlamaForward:
     """(ids, positions, wanted) -> logits, in the current DeviceContext; as `LoadedModel.forward`."""
 
     def __init__(
@@ -151,7 +151,7 @@ class LeanForward:
         return step.attend(query, key, value, scoring, self._turn).view(tokens, -1)
 
 
-def lean_forward(model: LoadedModel) -> LeanForward | None:
+def llama_forward(model: LoadedModel) -> LlamaForward | None:
     """For a model of the family, or None. The model's own projections become views of the joint ones."""
     config = model.model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -164,7 +164,7 @@ def lean_forward(model: LoadedModel) -> LeanForward | None:
     places = torch.arange(model.context_tokens, device=model.device)[None]
     with torch.no_grad():
         cosines, sines = body.rotary_emb(body.embed_tokens.weight[:1, None], places)
-    return LeanForward(model, layers, Turn(cosines[0].contiguous(), sines[0].contiguous()), apart)
+    return LlamaForward(model, layers, Turn(cosines[0].contiguous(), sines[0].contiguous()), apart)
 
 
 def _layer(layer: Any, window: int | None) -> Layer:

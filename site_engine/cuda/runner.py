@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from site_engine.core.request import Request
@@ -20,19 +18,11 @@ from site_engine.cuda.batch_layout import (
     views,
 )
 from site_engine.cuda.cuda_graph import Device, Step
-from site_engine.model.kv_cache import KVCache
-from site_engine.model.runner import Forward, Logits, PackedRunner
+from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
 
 
-class Landed(NamedTuple):
-    """The tokens of a step, and the rows whose logits were not finite."""
-
-    token_ids: list[int]
-    broken: set[int]
-
-
-class PendingStep:
-    """A step that was launched. `requests[i]` gets the i-th token."""
+class DeviceStep:
+    """A launched step and the copy of its tokens to the host."""
 
     def __init__(self, plan: SchedulePlan, requests: list[Request], chosen: torch.Tensor) -> None:
         self.plan = plan
@@ -44,15 +34,15 @@ class PendingStep:
         if self._done is not None:
             self._done.record()
 
-    def land(self) -> Landed:
-        """Wait for the step and read its tokens."""
+    def wait(self) -> StepTokens:
+        """Block until the step is computed and return its tokens."""
         if self._done is not None:
             self._done.synchronize()
         numbers: list[int] = self._ids[: len(self.requests)].tolist()
         if min(numbers, default=0) >= 0:
-            return Landed(numbers, set())
+            return StepTokens(numbers, set())
         broken = {row for row, number in enumerate(numbers) if number < 0}
-        return Landed([number if number >= 0 else -1 - number for number in numbers], broken)
+        return StepTokens([number if number >= 0 else -1 - number for number in numbers], broken)
 
 
 class DeviceRunner:
@@ -61,22 +51,22 @@ class DeviceRunner:
     def __init__(
         self,
         forward: Forward,
-        arena: KVCache,
         reference: PackedRunner,
         *,
         slots: int,
         pages_per_row: int,
         heads_per_kv_head: int,
     ) -> None:
+        self.kv_cache = kv_cache = reference.kv_cache
         self._forward = forward
         self._reference = reference
         self._slots = slots
-        self._device = Device(arena, slots, pages_per_row)
-        self._tables = PageTables(slots, pages_per_row, arena.page_size)
+        self._device = Device(kv_cache, slots, pages_per_row)
+        self._tables = PageTables(slots, pages_per_row, kv_cache.page_size)
         self._packer = Packer(
             self._tables,
             slots=slots,
-            page_size=arena.page_size,
+            page_size=kv_cache.page_size,
             block_tokens=block_tokens(heads_per_kv_head, 1),
             chunk_tokens=self._device.chunk_tokens,
         )
@@ -86,10 +76,10 @@ class DeviceRunner:
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
-    def launch(self, plan: SchedulePlan) -> PendingStep:
+    def launch(self, plan: SchedulePlan) -> DeviceStep:
         """Queue a plan and return at once; tokens not known yet are taken from the step before."""
         step, requests = self._start(plan, keep_logits=False)
-        return PendingStep(plan, requests, step.chosen)
+        return DeviceStep(plan, requests, step.chosen)
 
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known; logits for the sampler."""

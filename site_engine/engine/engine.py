@@ -1,14 +1,13 @@
 """The engine: one model, many requests at once, one iteration at a time.
 
-Plain and synchronous: no threads, no sleeping, no sockets. Whoever owns it calls everything from one thread.
+Plain and synchronous: no threads, no sleeping, no sockets. Its owner calls every method from one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterable, Sequence
 
+from site_engine.core.deadlines import Deadlines
 from site_engine.core.load import LoadFigures, Meter, condense
 from site_engine.core.page_pool import PagePool
 from site_engine.core.prefix_cache import PrefixTree
@@ -23,69 +22,47 @@ from site_engine.core.request import (
     RequestRejected,
     State,
 )
-from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy, has_place
+from site_engine.core.request_queue import AdmissionQueue, has_place
 from site_engine.core.scheduler import SchedulePlan, Scheduler
-from site_engine.engine import validate
-from site_engine.engine.output_processor import Answer
-from site_engine.model.kv_cache import KVCache, Poison, affordable_tokens
+from site_engine.engine.output_processor import OutputProcessor
+from site_engine.engine.settings import EngineSettings
+from site_engine.engine.validate import validate_request
+from site_engine.model.kv_cache import Poison
 from site_engine.model.kv_swap import HostSwap, copy_seconds_per_token
 from site_engine.model.loader import LoadedModel
-from site_engine.model.runner import Logits, PackedRunner, Runner
-from site_engine.model.sampler import Sampled, Sampler
+from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner
+from site_engine.model.sampler import Alternatives, Sampled, Sampler
 
-TOKEN_BUDGETS = {"cpu": 512, "cuda": 8192}
-"""Tokens computed per iteration unless told otherwise: 8,192 is what was measured on an H200
-(bench/results/gpu.md); on a CPU longer chunks only keep those waiting who decode.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    slots: int = 32  # requests that run at once
-    token_budget: int | None = None  # tokens computed per iteration; None: by the device
-    page_size: int = 16
-    kv_tokens: int | None = None  # room for keys and values; None: measured from the memory that is free
-    max_pending: int = 1024
-    iteration_floor_s: float = (
-        0.0  # an iteration lasts at least so long; its owner waits, the engine only counts it
-    )
-    prefix_cache: bool = True
-    share_prefixes: bool = False  # also between tenants, who can then tell by the time what others have asked
-    swap_tokens: int = 0  # room in the computer's memory for preempted requests; 0: they compute again
-    policy: Policy = DEFAULT_POLICY
-    debug_poison: bool = False  # freed pages hold NaN
-
-    def __post_init__(self) -> None:
-        if min(self.slots, self.page_size, self.max_pending) < 1:
-            raise ValueError("slots, page_size and max_pending must be at least 1")
-        if self.token_budget is not None and self.token_budget < self.slots:
-            raise ValueError(
-                f"token_budget ({self.token_budget}) must cover one token of each of {self.slots} slots"
-            )
+MAX_NEW_WHILE_OVERLAPPED = 32
+"""Requests that start in one overlapped iteration: planning more takes longer than the device computes."""
 
 
 class SiteEngine:
-    """`paged`: keys and values lie in pages; else a runner keeps them, and pages are promises alone."""
+    """Schedules requests, runs them through the model and turns tokens into outputs.
+
+    `runner` computes the plans and owns the KV cache. With an `OverlappedRunner` each iteration is launched
+    before the one that runs is read: tokens stay on the device as the next inputs, so the host plans and
+    publishes while the device computes. The end of a request is then known one iteration late; its row
+    computes one more token, which is discarded.
+    """
 
     def __init__(
-        self,
-        model: LoadedModel,
-        settings: EngineSettings,
-        clock: Callable[[], float],
-        *,
-        paged: bool = True,
+        self, model: LoadedModel, runner: Runner, settings: EngineSettings, clock: Callable[[], float]
     ) -> None:
         self.settings = settings
+        self.runner = runner
+        self._overlapped = runner if isinstance(runner, OverlappedRunner) else None
+        self._kv_cache = runner.kv_cache
+        self.limit_tokens = min(model.context_tokens, self._kv_cache.tokens)  # of one request
         self._model = model
         self._clock = clock
-        self._limit_tokens, self._pool, self._arena = _memory(model, settings, paged=paged)
-        self._token_budget = settings.token_budget or max(
-            TOKEN_BUDGETS.get(model.device.type, 512), settings.slots
+        self._pool = PagePool(
+            self._kv_cache.pages,
+            self._kv_cache.page_size,
+            Poison(self._kv_cache) if settings.debug_poison else None,
         )
+        self._token_budget = settings.token_budget_on(model.device.type)
         self._meter = Meter()
-        self._going_on: tuple[SchedulePlan, float] | None = (
-            None  # the iteration that lasts, and when it began
-        )
         self._scheduler = Scheduler(
             self._pool,
             AdmissionQueue(settings.policy.score),
@@ -96,113 +73,147 @@ class SiteEngine:
             policy=settings.policy,
             share_prefixes=settings.share_prefixes,
         )
-        self._runner: Runner = PackedRunner(
-            model.forward,
-            self._arena,
-            slots=settings.slots,
-            pages_per_row=self._pool.pages_for(self._limit_tokens),
-        )
         self._sampler = Sampler(model.eos_token_ids, model.device)
-        self._answers: dict[str, Answer] = {}
+        self._live: dict[str, OutputProcessor] = {}  # every request that has not ended
         self._cancelled: list[str] = []
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
         self._outputs: list[Output] = []
+        self._unmeasured: tuple[SchedulePlan, float] | None = None  # the last iteration and its start
+        self._needs_host: set[str] = set()  # requests whose sampling needs logits or tokens on the host
+        self._pending: PendingStep | None = None  # the step that the device computes now
+        self._launched_s = 0.0  # when the pending step was launched
+        self._published_s = 0.0  # when the step before it was read
 
     def step(self) -> list[Output]:
-        """One iteration: apply control, schedule, run, sample, publish. Nothing when idle."""
+        """Run one iteration and return its outputs; an idle engine returns none."""
+        if self._overlapped is None:
+            return self._step_synchronous()
+        if self._needs_host:
+            self._publish_pending()
+            return self._step_synchronous()
+        return self._step_overlapped(self._overlapped)
+
+    def _step_synchronous(self) -> list[Output]:
+        """Apply control, schedule, run, sample, publish."""
         began = self._clock()
-        self._end_iteration(began)
+        self._measure_last(began)
         self._apply_control(began)
         plan = self._scheduler.plan(began)
         if plan:
             try:
                 if self._sampler.masks is not None:
-                    self._sampler.masks.begin(entry.request for entry in plan.entries if entry.samples)
-                logits = self._runner.run(plan)
+                    self._sampler.masks.begin(chunk.request for chunk in plan.chunks if chunk.samples)
+                logits = self.runner.run(plan)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._isolate(plan, error)
             else:
-                self._publish(plan, logits, sampled)
-            self._going_on = plan, began
-        if not self._answers:
-            self._end_iteration(self._clock())
+                self._publish_sampled(plan, logits, sampled)
+            self._unmeasured = plan, began
+        if not self._live:
+            self._measure_last(self._clock())
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _step_overlapped(self, runner: OverlappedRunner) -> list[Output]:
+        """Apply control, schedule, launch; then publish the iteration before."""
+        began = self._clock()
+        self._measure_last(began)
+        self._apply_control(began)
+        plan = self._scheduler.plan(began, MAX_NEW_WHILE_OVERLAPPED)
+        before, before_s = self._pending, self._launched_s
+        self._pending, self._launched_s = None, began
+        if plan:
+            try:
+                self._pending = runner.launch(plan)
+                self._advance_launched(plan)
+            except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
+                self._publish_step(before, before_s)
+                before = None
+                self._isolate(self._still_running(plan), error)
+        self._publish_step(before, before_s)
         outputs, self._outputs = self._outputs, []
         return outputs
 
     # ---- between iterations
 
     def submit(self, request: Request) -> Admission:
-        """Take a request, or raise RequestRejected with a reason a person can act on."""
-        if request.id in self._answers:
+        """Queue a request. Raises RequestRejected with a reason a person can act on."""
+        if request.id in self._live:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
-        validate.check(request, limit_tokens=self._limit_tokens, vocab_size=self._model.vocab_size)
-        queue, most = self._scheduler.queue, self.settings.max_pending
-        if not has_place(queue.waiting_of(request.tenant), len(queue), most):
+        validate_request(request, limit_tokens=self.limit_tokens, vocab_size=self._model.vocab_size)
+        queue, max_pending = self._scheduler.queue, self.settings.max_pending
+        if not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
             raise RequestRejected(
-                RejectionReason.FULL, f"{len(queue)} requests already wait, of {most} at most"
+                RejectionReason.FULL, f"{len(queue)} requests already wait, of {max_pending} at most"
             )
         request.state = State.WAITING
         request.arrived_s = self._clock()
-        room = self._limit_tokens - len(request.prompt)
+        room = self.limit_tokens - len(request.prompt)
         wanted = request.sampling.max_tokens
         request.max_tokens = room if wanted is None else min(wanted, room)
         if request.sampling.runs_out and request.grammar is None and request.max_tokens > 0:
             request.remaining = RemainingCurve.exactly(request.max_tokens)
-        position = len(self._scheduler.queue)
+        position = len(queue)
         if request.grammar is not None:
-            self._guide(request, request.grammar)
-        answer = Answer(request, self._model.vocabulary, self._model.eos_token_ids)
-        finish = answer.replay()
+            self._start_grammar(request, request.grammar)
+        processor = OutputProcessor(request, self._model.vocabulary, self._model.eos_token_ids)
+        finish = processor.replay()
         if request.guide is not None and request.guide.error:
             raise RequestRejected(
                 RejectionReason.INVALID, "what was delivered is not what was asked for", "resume"
             )
-        self._answers[request.id] = answer
-        self._scheduler.queue.push(request)
+        self._live[request.id] = processor
+        queue.push(request)
         if finish is not None:
-            self._finish(answer, finish)
-        elif request.deadline_s is not None:
-            self._watch(request.deadline_s, request.id)
+            self._finish(processor, finish)
+            return Admission(position, request.max_tokens)
+        if request.deadline_s is not None:
+            self._deadlines.add(request.deadline_s, request.id, self._live)
+        if self._overlapped is not None and not _samples_on_device(request):
+            self._needs_host.add(request.id)
         return Admission(position, request.max_tokens)
 
-    def _guide(self, request: Request, grammar: Grammar) -> None:
-        """From the beginning, also when it is taken again: the answer replays what there is of it."""
+    def _start_grammar(self, request: Request, grammar: Grammar) -> None:
+        """Start at the grammar's beginning, also for a resumed request: its tokens are replayed."""
         if self._sampler.masks is None:
-            from site_engine.model.grammar_bitmask import Masks  # only where grammars are used
+            from site_engine.model.grammar_bitmask import GrammarBitmask  # imported where grammars are used
 
-            self._sampler.masks = Masks(self.settings.slots, self._model.vocab_size, self._model.device)
+            self._sampler.masks = GrammarBitmask(
+                self.settings.slots, self._model.vocab_size, self._model.device
+            )
         request.guide = grammar.start()
 
     def cancel(self, request_id: str) -> None:
-        """End a request in any state with the next step; an unknown id is nobody's concern."""
+        """End a request in any state with the next step; ignore an unknown id."""
         self._cancelled.append(request_id)
 
     def release(self, request_ids: Iterable[str]) -> list[str]:
-        """Give up those that have not started, so that another site may take them; exactly which."""
+        """Give up the requests that have not started, for another site to take; return their ids."""
         released = [
             request_id for request_id in dict.fromkeys(request_ids) if request_id in self._scheduler.queue
         ]
         for request_id in released:
-            self._forget(self._answers[request_id].request)
+            self._forget(self._live[request_id].request)
         return released
 
     @property
     def has_work(self) -> bool:
-        return bool(self._answers or self._outputs or self._cancelled)
+        return bool(self._pending is not None or self._live or self._outputs or self._cancelled)
 
     def load(self) -> LoadFigures:
+        """Return what runs and waits, the free KV memory and the measured speed."""
         scheduler, queue = self._scheduler, self._scheduler.queue
         remaining = [request.expected_remaining() for request in scheduler.running]
-        # at least one each: an engine that runs ahead counts a token as computed before it is there
+        # at least one each: an overlapped step counts a token as computed before it is there
         unread = sum(max(1, len(each.tokens) - each.computed) for each in scheduler.running)
-        back = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
+        preempted = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
         values, weight = condense(remaining)
-        prompt_tokens = queue.prompt_tokens + sum(tokens for tokens, _ in back)
-        response_tokens = queue.response_tokens + sum(expected for _, expected in back)
+        prompt_tokens = queue.prompt_tokens + sum(tokens for tokens, _ in preempted)
+        response_tokens = queue.response_tokens + sum(expected for _, expected in preempted)
         return LoadFigures(
             running=len(scheduler.running),
-            pending=len(queue) + len(back),
+            pending=len(queue) + len(preempted),
             token_load=sum(remaining) + unread + prompt_tokens + response_tokens,
             kv_free_tokens=self._pool.available * self._pool.page_size,
             kv_reserved_tokens=scheduler.reserved_pages * self._pool.page_size,
@@ -219,126 +230,174 @@ class SiteEngine:
         )
 
     def forget_totals(self) -> None:
-        """What was computed so far does not count as served; what it cost is remembered."""
+        """Reset the totals of tokens served; keep the measured costs."""
         self._meter.tokens_total = self._meter.prompt_tokens_total = 0
 
     def _swap_space(self) -> HostSwap:
-        copy_s = copy_seconds_per_token(self._arena, self._clock)
+        copy_s = copy_seconds_per_token(self._kv_cache, self._clock)
 
         def worth(tokens: int) -> bool:
-            """Both ways over, against computing all tokens again in chunks that read what came before."""
+            """Return whether copying both ways takes less time than computing all tokens again in chunks."""
             cost = self._meter.fit.cost()
             again_s = tokens * (cost.per_token_s + cost.per_kv_token_s * tokens / (2 * self._token_budget))
             return 2 * tokens * copy_s < again_s
 
-        return HostSwap(self._arena, self.settings.swap_tokens, worth)
+        return HostSwap(self._kv_cache, self.settings.swap_tokens, worth)
 
     def _apply_control(self, now: float) -> None:
+        """End the requests that were cancelled or are past their deadline."""
         cancelled, self._cancelled = self._cancelled, []
         for request_id in cancelled:
-            if request_id in self._answers:
-                self._finish(self._answers[request_id], Finish.CANCELLED)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline_s, request_id = heappop(self._deadlines)
-            answer = self._answers.get(request_id)
-            if answer is not None and answer.request.deadline_s == deadline_s:
-                self._finish(answer, Finish.FAILED, "its deadline passed before it was done")
-
-    def _watch(self, deadline_s: float, request_id: str) -> None:
-        if len(self._deadlines) > 2 * len(self._answers) + 64:  # most belong to answers that ended in time
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._answers]
-            heapify(self._deadlines)
-        heappush(self._deadlines, (deadline_s, request_id))
+            if request_id in self._live:
+                self._finish(self._live[request_id], Finish.CANCELLED)
+        for deadline_s, request_id in self._deadlines.pop_due(now):
+            processor = self._live.get(request_id)
+            if processor is not None and processor.request.deadline_s == deadline_s:
+                self._finish(processor, Finish.FAILED, "its deadline passed before it was done")
 
     # ---- after the model ran
 
-    def _publish(self, plan: SchedulePlan, logits: Logits, sampled: Sampled) -> None:
+    def _publish_sampled(self, plan: SchedulePlan, logits: Logits, sampled: Sampled) -> None:
         now = self._clock()
         self._scheduler.advance(plan)
-        for entry, places in logits.prompts:
-            self._answers[entry.request.id].read_prompt(entry.start, places)
-        broken = set(sampled.broken)
-        answers, outputs, alternatives = self._answers, self._outputs, sampled.alternatives
-        for row, (request, token_id) in enumerate(zip(logits.sampled, sampled.token_ids, strict=True)):
-            answer = answers[request.id]
+        for chunk, rows in logits.prompts:
+            self._live[chunk.request.id].read_prompt(chunk.start, rows)
+        self._publish(logits.sampled, sampled.token_ids, set(sampled.broken), now, sampled.alternatives)
+
+    def _publish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        self._publish_step(pending, self._launched_s)
+
+    def _publish_step(self, step: PendingStep | None, launched_s: float) -> None:
+        """Wait for a launched step, publish its tokens and measure it; None publishes nothing."""
+        if step is None:
+            return
+        token_ids, broken = step.wait()
+        now = self._clock()
+        discarded = self._publish(step.requests, token_ids, broken, now)
+        self._measure(step.plan, now - max(launched_s, self._published_s), discarded)
+        self._published_s = now
+
+    def _publish(
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[int],
+        broken: set[int],
+        now: float,
+        alternatives: dict[int, Alternatives] | None = None,
+    ) -> int:
+        """Turn one token of each request into an output; return the number of discarded tokens.
+
+        A token is discarded when its request ended while the device computed one more. Rows in `broken` had
+        logits that were not finite.
+        """
+        live, outputs, discarded = self._live, self._outputs, 0
+        for row, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
+            processor = live.get(request.id)
+            if processor is None or processor.request is not request:
+                discarded += 1
+                continue
             if row in broken:
-                self._fail(answer, "the model's output was not finite")
+                self._fail(processor, "the model's output was not finite")
                 continue
             if request.guide is not None and request.guide.error:
-                self._fail(answer, f"the answer's grammar: {request.guide.error}")
+                self._fail(processor, f"the answer's grammar: {request.guide.error}")
                 continue
             if request.first_token_s is None:
                 self._meter.prompt_tokens_total += request.prompt_len
-            output = answer.take(token_id, now, alternatives.get(row) if alternatives else None)
+            output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
             outputs.append(output)
             if output.finish is not None:
                 self._forget(request)
+        return discarded
+
+    def _advance_launched(self, plan: SchedulePlan) -> None:
+        """Count what was launched as computed; do not plan a request again whose last token it computes."""
+        self._scheduler.advance(plan)
+        for request, start, length, samples in plan.chunks:
+            if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
+                request.state = State.LAST
 
     def _isolate(self, plan: SchedulePlan, error: Exception) -> None:
-        """The iteration failed as a whole: compute its entries one by one, and fail those that fail alone."""
-        entries = plan.entries
-        lost: set[int] = set()  # pages that hold nothing, which others of the plan may have meant to read
-        for entry in entries:
-            if not lost.isdisjoint(entry.request.pages):
-                self._scheduler.restart(entry.request)
+        """Compute the chunks of a failed iteration one by one; fail the requests whose chunk fails alone."""
+        chunks = plan.chunks
+        lost: set[int] = set()  # pages without contents that other chunks of the plan may have meant to read
+        for chunk in chunks:
+            if not lost.isdisjoint(chunk.request.pages):
+                self._scheduler.restart(chunk.request)
                 continue
-            alone = SchedulePlan([entry]) if entry in plan.decodes else SchedulePlan([], [entry])
+            alone = SchedulePlan([chunk]) if chunk in plan.decodes else SchedulePlan([], [chunk])
             try:
-                if len(entries) == 1:
+                if len(chunks) == 1:
                     raise error
-                logits = self._runner.run(alone)
+                logits = self.runner.run(alone)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as reason:  # noqa: BLE001 - it becomes the request's own error
-                lost.update(entry.request.pages)
-                self._fail(self._answers[entry.request.id], f"{type(reason).__name__}: {reason}")
+                lost.update(chunk.request.pages)
+                self._fail(self._live[chunk.request.id], f"{type(reason).__name__}: {reason}")
             else:
-                self._publish(alone, logits, sampled)
+                self._publish_sampled(alone, logits, sampled)
 
-    def _fail(self, answer: Answer, error: str) -> None:
-        self._scheduler.invalidate(answer.request)
-        self._arena.zero_pages([page for page in answer.request.pages if self._pool.references(page) == 1])
-        self._finish(answer, Finish.FAILED, error)
+    def _still_running(self, plan: SchedulePlan) -> SchedulePlan:
+        """Return the plan without the requests that ended with the tokens of the step before."""
 
-    def _finish(self, answer: Answer, finish: Finish, error: str = "") -> None:
-        self._outputs.append(answer.end(finish, self._clock(), error))
-        self._forget(answer.request)
+        def runs(request: Request) -> bool:
+            processor = self._live.get(request.id)
+            return processor is not None and processor.request is request and request.row >= 0
+
+        return SchedulePlan(
+            [chunk for chunk in plan.decodes if runs(chunk.request)],
+            [chunk for chunk in plan.prefills if runs(chunk.request)],
+        )
+
+    def _fail(self, processor: OutputProcessor, error: str) -> None:
+        request = processor.request
+        self._scheduler.invalidate(request)
+        self._kv_cache.zero_pages([page for page in request.pages if self._pool.references(page) == 1])
+        self._finish(processor, Finish.FAILED, error)
+
+    def _finish(self, processor: OutputProcessor, finish: Finish, error: str = "") -> None:
+        self._outputs.append(processor.end(finish, self._clock(), error))
+        self._forget(processor.request)
 
     def _forget(self, request: Request) -> None:
+        self._needs_host.discard(request.id)
         self._scheduler.release(request)
-        del self._answers[request.id]
+        del self._live[request.id]
 
-    def _end_iteration(self, now: float) -> None:
-        """An iteration lasts until the next begins, if there is more to do: what its owner does between the
-        two counts. From end to end, the wait after a short one would count for the next.
+    def _measure_last(self, now: float) -> None:
+        """Measure the last synchronous iteration, up to the start of the next if there is more to do.
+
+        What the engine's owner does between two iterations counts for the first: measured from end to end,
+        the wait after a short iteration would count for the next.
         """
-        if self._going_on is not None:
-            plan, began = self._going_on
-            self._going_on = None
+        if self._unmeasured is not None:
+            plan, began = self._unmeasured
+            self._unmeasured = None
             self._measure(plan, now - began)
 
-    def _measure(self, plan: SchedulePlan, seconds: float, unread: int = 0) -> None:
-        """`unread`: of the tokens it gave, those of answers that had ended."""
+    def _measure(self, plan: SchedulePlan, seconds: float, discarded: int = 0) -> None:
         decodes, prefills = plan.decodes, plan.prefills
         read = sum([start for _, start, _, _ in decodes]) + len(decodes)
         self._meter.iteration(
             rows=len(decodes) + len(prefills),
             tokens=plan.tokens,
             kv_tokens=read + sum([start + length for _, start, length, _ in prefills]),
-            sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]) - unread,
+            sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]) - discarded,
             seconds=max(seconds, self.settings.iteration_floor_s),
         )
 
 
-def _memory(model: LoadedModel, settings: EngineSettings, *, paged: bool) -> tuple[int, PagePool, KVCache]:
-    """The most tokens one request may have, the page pool and the memory behind it."""
-    tokens = settings.kv_tokens
-    if tokens is None:
-        affordable = affordable_tokens(model.layers, model.dtype, model.device)
-        tokens = min(affordable, settings.slots * model.context_tokens)
-    pages = tokens // settings.page_size
-    if pages < 1:
-        raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
-    layers = model.layers if paged else []
-    arena = KVCache(layers, pages, settings.page_size, model.dtype, model.device)
-    pool = PagePool(pages, settings.page_size, Poison(arena) if settings.debug_poison else None)
-    return min(model.context_tokens, pages * settings.page_size), pool, arena
+def _samples_on_device(request: Request) -> bool:
+    """Return whether the next step can start before the host has this one's logits and token."""
+    sampling = request.sampling
+    return (
+        request.grammar is None
+        and not sampling.logit_bias
+        and sampling.min_tokens == 0
+        and sampling.logprobs is None
+        and not sampling.prompt_logprobs
+        and not sampling.presence_penalty
+        and not sampling.frequency_penalty
+        and sampling.repetition_penalty == 1.0
+    )

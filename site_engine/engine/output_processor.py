@@ -11,8 +11,8 @@ from site_engine.model.sampler import Alternatives, rank
 from site_engine.text.detokenize import ShowingDecoder, TextStream, Vocabulary
 
 
-class Answer:
-    """The part of a request that only publishing needs."""
+class OutputProcessor:
+    """Turns the tokens of one request into outputs."""
 
     __slots__ = ("_carried", "_ends", "_min_tokens", "_prompt_logprobs", "_stream", "_vocabulary", "request")
 

@@ -8,7 +8,7 @@ from math import isfinite
 from site_engine.core.request import RejectionReason, Request, RequestRejected, Sampling
 
 
-def check(request: Request, *, limit_tokens: int, vocab_size: int) -> None:
+def validate_request(request: Request, *, limit_tokens: int, vocab_size: int) -> None:
     """Raise RequestRejected with the reason and the field for a request that can't be served as it is."""
     if not request.prompt:
         raise _invalid("prompt", "the prompt is empty")

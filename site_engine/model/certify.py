@@ -8,10 +8,10 @@ from math import inf, isnan
 import torch
 
 from site_engine.core.page_pool import PagePool
-from site_engine.core.request import Request
+from site_engine.core.request import Request, Sampling
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.model.kv_cache import KVCache, LayerShape
-from site_engine.model.runner import Forward, PackedRunner
+from site_engine.model.runner import Forward, PackedRunner, Runner
 
 PROMPT_TOKENS = (37, 12, 1)
 DECODED_TOKENS = 3  # at the end of each prompt, one by one, as if they had been generated
@@ -42,7 +42,7 @@ def largest_difference(
     worst = 0.0
     while plan := _next_plan(requests):
         rows = runner.run(plan).rows.float()
-        places = [(entry.request.row, entry.start + entry.length - 1) for entry in plan.entries]
+        places = [(entry.request.row, entry.start + entry.length - 1) for entry in plan.chunks]
         wanted = torch.stack([expected[row][place] for row, place in places]).float()
         off = float((rows - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
         worst = max(worst, inf if isnan(off) else off)
@@ -64,3 +64,28 @@ def _next_plan(requests: Sequence[Request]) -> SchedulePlan:
             continue
         request.computed += length
     return plan
+
+
+def runner_difference(runner: Runner, reference: Runner, vocab_size: int, limit_tokens: int) -> float:
+    """Return the largest difference between two runners' logits, relative to the largest logit.
+
+    Both share one KV cache, whose first pages are overwritten. The prompt is computed as two chunks and one
+    decoded token, so that prefill, continued prefill and decode are all compared.
+    """
+    tokens = sample_prompts(vocab_size)[0][: limit_tokens - 1]
+    request = Request("certify", tokens, Sampling(temperature=0.0))
+    request.row, request.pages = 0, list(range(1, -(-len(tokens) // runner.kv_cache.page_size) + 1))
+    middle, last = len(tokens) // 2, len(tokens) - 1
+    plans = [
+        SchedulePlan([], [ScheduledChunk(request, 0, middle, True)]),
+        SchedulePlan([], [ScheduledChunk(request, middle, last - middle, True)]),
+        SchedulePlan([ScheduledChunk(request, last, 1, True)]),
+    ]
+    worst = 0.0
+    for plan in plans:
+        expected = reference.run(plan).rows.float()
+        off = float(
+            (runner.run(plan).rows.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+        )
+        worst = max(worst, inf if isnan(off) else off)
+    return worst

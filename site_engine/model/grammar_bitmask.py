@@ -16,7 +16,7 @@ WORD_BITS = 32
 THREADS_MAX = 8
 
 
-class Masks:
+class GrammarBitmask:
     """One line of bits for each of the engine's rows, kept between iterations."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:

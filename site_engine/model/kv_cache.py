@@ -34,6 +34,7 @@ class KVCache:
         def room(shape: LayerShape, dim: int) -> torch.Tensor:
             return torch.zeros(pages + 1, page_size, shape.kv_heads, dim, dtype=dtype, device=device)
 
+        self.pages = pages
         self.page_size = page_size
         self.device = device
         self.keys = [room(shape, shape.key_dim) for shape in layers]
@@ -41,6 +42,11 @@ class KVCache:
         self.key_slots = [room.flatten(0, 1) for room in self.keys]
         self.value_slots = [room.flatten(0, 1) for room in self.values]
         self._gathered = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+
+    @property
+    def tokens(self) -> int:
+        """Return the capacity in tokens."""
+        return self.pages * self.page_size
 
     def buffers(self, layer: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the keys and values of so many gathered pages, `[pages, page, kv_heads, dim]`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,18 +31,53 @@ class Logits(NamedTuple):
 
 
 class Runner(Protocol):
-    """The engine's way through the model. What a plan computed before it failed may be computed again."""
+    """Runs plans through the model, over a KV cache of its own.
 
-    def run(self, plan: SchedulePlan) -> Logits: ...
+    A plan that failed may be computed again: it writes the same keys and values.
+    """
+
+    @property
+    def kv_cache(self) -> KVCache: ...
+
+    def run(self, plan: SchedulePlan) -> Logits:
+        """Compute a plan whose tokens are all known and return the logits that the sampler needs."""
+        ...
+
+
+class StepTokens(NamedTuple):
+    """One token id per row of a step, and the rows whose logits were not finite."""
+
+    token_ids: list[int]
+    broken: set[int]
+
+
+class PendingStep(Protocol):
+    """A step that the device computes. `requests[i]` gets the i-th token."""
+
+    plan: SchedulePlan
+    requests: list[Request]
+
+    def wait(self) -> StepTokens:
+        """Block until the step is computed and return its tokens."""
+        ...
+
+
+@runtime_checkable
+class OverlappedRunner(Runner, Protocol):
+    """A runner that samples on the device, so that a step can start before the one before it is read."""
+
+    def launch(self, plan: SchedulePlan) -> PendingStep:
+        """Queue a plan and return at once; token ids still unknown are taken from the step before."""
+        ...
 
 
 class PackedRunner:
     """Keeps the page table of every row between iterations, so that a decode step copies no lists."""
 
-    def __init__(self, forward: Forward, arena: KVCache, *, slots: int, pages_per_row: int) -> None:
+    def __init__(self, forward: Forward, kv_cache: KVCache, *, slots: int, pages_per_row: int) -> None:
         self._forward = forward
-        self._arena = arena
-        self._device = arena.device
+        self.kv_cache = kv_cache
+        self._device = kv_cache.device
         self._tables = np.full((slots, pages_per_row), NULL_PAGE, dtype=np.int64)
         self._lists: list[list[int]] = [[] for _ in range(slots)]  # whose pages a row's table shows
         self._shown = [0] * slots
@@ -58,14 +93,14 @@ class PackedRunner:
         step = self._context(plan, positions, begins)
         with torch.inference_mode(), attention_context.use(step):
             rows = self._forward(self._tensor(ids)[None], self._tensor(positions)[None], self._tensor(wanted))
-        if step.layer != len(self._arena.keys):
-            raise RuntimeError(f"{step.layer} attention calls in a model of {len(self._arena.keys)}")
+        if step.layer != len(self.kv_cache.keys):
+            raise RuntimeError(f"{step.layer} attention calls in a model of {len(self.kv_cache.keys)}")
         return split(plan, rows)
 
     def _show(self, plan: SchedulePlan) -> None:
         """Bring the rows' page tables up to date; past its pages a row points at the trash page."""
         lists, shown = self._lists, self._shown
-        for request, _, _, _ in plan.entries:
+        for request, _, _, _ in plan.chunks:
             row, pages = request.row, request.pages
             if lists[row] is not pages:
                 self._tables[row] = NULL_PAGE
@@ -96,7 +131,7 @@ class PackedRunner:
         return begins, np.array(wanted or [0], dtype=np.int64)
 
     def _context(self, plan: SchedulePlan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
-        page_size = self._arena.page_size
+        page_size = self.kv_cache.page_size
         rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
         owners = [rows, *(np.full(entry.length, entry.request.row) for entry in plan.prefills)]
         pages = self._tables[np.concatenate(owners), positions // page_size]
@@ -106,12 +141,12 @@ class PackedRunner:
         ]
         chunks = [self._chunk(entry, begin) for entry, begin in zip(plan.prefills, begins, strict=True)]
         return ReferenceContext(
-            self._arena, self._tensor(pages * page_size + positions % page_size), groups, chunks
+            self.kv_cache, self._tensor(pages * page_size + positions % page_size), groups, chunks
         )
 
     def _chunk(self, entry: ScheduledChunk, begin: int) -> Chunk:
         kv_len = entry.start + entry.length
-        pages = self._tables[entry.request.row, : -(-kv_len // self._arena.page_size)]
+        pages = self._tables[entry.request.row, : -(-kv_len // self.kv_cache.page_size)]
         return Chunk(begin, begin + entry.length, self._tensor(pages.copy()), kv_len)
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from site_engine.core.request import Request
 
 if TYPE_CHECKING:
-    from site_engine.model.grammar_bitmask import Masks
+    from site_engine.model.grammar_bitmask import GrammarBitmask
 
 NEVER = float("-inf")
 TOP_P_FIRST_LOOK = 64  # the nucleus usually lies in so many tokens; a full sort otherwise
@@ -64,7 +64,7 @@ class Sampler:
         self._device = device
         self._known: Sequence[Request] = []
         self._rules: _Rules | None = None
-        self.masks: Masks | None = None  # from the first request on that has a grammar
+        self.masks: GrammarBitmask | None = None  # from the first request on that has a grammar
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         """logits [rows, vocabulary], one row per request; changed in place."""

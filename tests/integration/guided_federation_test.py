@@ -20,7 +20,8 @@ from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.native import Loaded
 from tests.support.fakes.edge import CALLERS, Edge, Script, on_loopback
@@ -87,7 +88,7 @@ def model(name: str) -> LoadedModel:
 def loaded(name: str, _: SiteConfig) -> Loaded:
     made = model(name)
     settings = EngineSettings(slots=4, token_budget=256, kv_tokens=4 * CONTEXT_TOKENS)
-    engine = SiteEngine(made, settings, time.monotonic)
+    engine = packed_engine(made, settings, time.monotonic)
     return Loaded(engine, made.tokenizer, "m", "r1", made.context_tokens, made.vocab_size, made.eos_token_ids)
 
 

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from site_engine.core.request import Finish, Output, RejectionReason, Request, RequestRejected, Sampling
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
 from site_engine.engine.engine_thread import Engine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model import loader
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine
 from tests.support.site_gateway import Gateway, assign, serving, site_before
@@ -53,7 +54,7 @@ def tiny_model() -> loader.LoadedModel:
 
 def native() -> Engine:
     settings = EngineSettings(slots=SLOTS, token_budget=8, page_size=4, kv_tokens=256, max_pending=PENDING)
-    return SiteEngine(tiny_model(), settings, time.monotonic)
+    return packed_engine(tiny_model(), settings, time.monotonic)
 
 
 def fake() -> Engine:

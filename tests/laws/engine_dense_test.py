@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from site_engine.core.request import Finish, RemainingCurve, RemainingPoint
 from site_engine.core.request_queue import POLICIES
-from site_engine.dense import DenseEngine
-from site_engine.engine.engine import EngineSettings
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import from_model
 from tests.support.engine_models import (
     FAMILIES,
@@ -28,12 +27,13 @@ from tests.support.engine_models import (
     greedy,
 )
 from tests.support.model_families import random_model, tiny_config
+from tests.support.padded_batch import padded_engine
 
 torch.set_num_threads(1)
 TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
 
 
-def dense(model: Any, *, apart: bool = False, **chosen: Any) -> DenseEngine:
+def dense(model: Any, *, apart: bool = False, **chosen: Any) -> Any:
     shape = {
         "slots": 3,
         "token_budget": 256,
@@ -41,7 +41,7 @@ def dense(model: Any, *, apart: bool = False, **chosen: Any) -> DenseEngine:
         "kv_tokens": 1024,
         "prefix_cache": False,
     } | chosen
-    return DenseEngine(model, EngineSettings(**shape), Ticks(), apart=apart)
+    return padded_engine(model, EngineSettings(**shape), Ticks(), apart=apart)
 
 
 def mixed(seed: int, count: int, longest: int = 40) -> list[tuple[list[int], int]]:
@@ -104,12 +104,12 @@ def test_chunks_and_preemption_change_no_token(
 def test_columns_are_given_back_and_memory_follows_the_need(apart: bool) -> None:
     engine = dense(family("llama").served, apart=apart)
     trickle(engine, mixed(seed=8, count=16))
-    columns = engine.dense._columns
+    columns = engine.runner._columns
     assert columns.valid.shape[1] <= 1024
     assert not columns.valid[:, columns.end :].any()
     engine.submit(greedy("next", [1, 2, 3], 2))
     drain(engine)
-    assert columns.length == engine.dense._columns.length <= 4
+    assert columns.length == engine.runner._columns.length <= 4
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -118,7 +118,7 @@ def test_a_fault_ends_the_request_that_causes_it_and_leaves_no_trace(apart: bool
     """By an error in the pass, or by numbers that are not finite in its own row."""
     expected = family("llama").generate([9, 8, 7], 15)
     engine = dense(family("llama").served, apart=apart)
-    runner: Any = engine.dense
+    runner: Any = engine.runner
     forward = runner._forward
 
     def faulty(ids: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -151,7 +151,7 @@ def test_padding_costs_more_than_packing() -> None:
     trickle(joint, requests)
     trickle(apart, requests)
     tokens = sum(len(prompt) + length - 1 for prompt, length in requests)
-    assert joint.dense.computed > apart.dense.computed > tokens
+    assert joint.runner.computed > apart.runner.computed > tokens
 
 
 def test_what_needs_pages_is_refused() -> None:
@@ -161,5 +161,5 @@ def test_what_needs_pages_is_refused() -> None:
 
 def test_a_padded_batch_takes_no_memory_for_pages() -> None:
     engine = dense(family("llama").served)
-    assert not engine._arena.keys
-    assert not engine._arena.values
+    assert not engine._kv_cache.keys
+    assert not engine._kv_cache.values

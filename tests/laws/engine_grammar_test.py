@@ -22,7 +22,7 @@ from site_engine.core.request import (
 )
 from site_engine.engine.engine import SiteEngine
 from site_engine.errors import NotServed, Reason
-from site_engine.model.grammar_bitmask import Masks
+from site_engine.model.grammar_bitmask import GrammarBitmask
 from site_engine.text.grammar import Grammar, Grammars
 from site_engine.text.tool_format import guided_source
 from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
@@ -290,7 +290,7 @@ def test_masks_are_applied_on_a_device_as_on_a_cpu() -> None:
     requests = [guided(str(row), row) for row in range(3)]
     for row, request in enumerate(requests):
         request.row, request.guide = 2 - row, following(POINT).start()
-    masks = Masks(4, size, torch.device("cpu"))
+    masks = GrammarBitmask(4, size, torch.device("cpu"))
     masks.begin(requests)
     here, there = torch.randn(4, size), torch.zeros(4, size)
     there[:] = here

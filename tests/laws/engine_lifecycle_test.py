@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from site_engine.core.request import Finish, RejectionReason, Request, RequestRejected, Sampling
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import EngineSettings
 from tests.support.engine_models import (
     CONTEXT,
     VOCAB,
@@ -140,7 +141,7 @@ def test_one_bad_forward_fails_the_request_that_causes_it_and_no_other() -> None
     expected = family("llama").generate([9, 8, 7], 15)
     engine.submit(greedy("good", [9, 8, 7], 15))
     engine.submit(greedy("bad", [1, 2, 313], 15))
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     forward = runner._forward
 
     def breaks(ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -163,7 +164,7 @@ def test_numbers_that_are_not_finite_fail_one_row_and_leave_no_trace_in_its_page
     engine = engine_for(family("llama").served, slots=4, kv_tokens=96, debug_poison=poison)
     engine.submit(greedy("good", [9, 8, 7], 15))
     engine.submit(greedy("bad", [1, 2, 313], 15))
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     forward = runner._forward
 
     def spoils(ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -172,7 +173,7 @@ def test_numbers_that_are_not_finite_fail_one_row_and_leave_no_trace_in_its_page
             logits[-1] = float("nan")
             for request in engine._scheduler.running:
                 if request.id == "bad":
-                    engine._arena.fill(request.pages, float("nan"))
+                    engine._kv_cache.fill(request.pages, float("nan"))
         return logits
 
     runner._forward = spoils
@@ -185,7 +186,7 @@ def test_numbers_that_are_not_finite_fail_one_row_and_leave_no_trace_in_its_page
 
 def test_a_deadline_ends_a_request_with_the_reason() -> None:
     clock = Ticks()
-    engine = SiteEngine(family("llama").served, EngineSettings(slots=1, token_budget=8), clock)
+    engine = packed_engine(family("llama").served, EngineSettings(slots=1, token_budget=8), clock)
     late = greedy("late", [1, 2, 3], 100)
     late.deadline_s = 0.05
     engine.submit(late)

@@ -90,7 +90,7 @@ def test_the_debug_mode_shows_a_read_of_a_freed_page() -> None:
     engine.submit(greedy("victim", list(range(1, 30)), 10))
     engine.step()
     (request,) = engine._scheduler.running
-    engine._arena.fill(request.pages[:1], float("nan"))
+    engine._kv_cache.fill(request.pages[:1], float("nan"))
     last = drain(engine)["victim"].last
     assert last is not None
     assert "not finite" in last.error

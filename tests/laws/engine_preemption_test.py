@@ -80,7 +80,7 @@ def test_who_is_preempted_is_not_in_the_same_plan() -> None:
 
     def watched(now: float) -> Any:
         plan = plan_(now)
-        assert not {entry.request for entry in plan.entries} & set(scheduler.preempted)
+        assert not {entry.request for entry in plan.chunks} & set(scheduler.preempted)
         assert plan.tokens <= 64
         return plan
 

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 def counting(engine: SiteEngine) -> list[int]:
     """The number of tokens of every iteration from now on."""
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     forward, tokens = runner._forward, []
 
     def counted(ids: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -110,7 +110,7 @@ def test_who_shares_pages_that_were_never_computed_computes_them_itself() -> Non
     engine = engine_for(family("llama").served, page_size=4, token_budget=128)
     engine.submit(greedy("fails", [*prompt, 313], 8))
     engine.submit(greedy("shares", [*prompt, 50], 8))
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     forward = runner._forward
 
     def breaks(ids: torch.Tensor, *rest: torch.Tensor) -> Any:

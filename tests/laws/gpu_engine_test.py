@@ -13,12 +13,14 @@ import torch
 from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
 # isort: split
+
 from site_engine.core.request import Finish, Request, Sampling
 from site_engine.cuda.cuda_graph import Step
-from site_engine.cuda.engine import AheadEngine
-from site_engine.cuda.llama_forward import lean_forward
+from site_engine.cuda.llama_forward import llama_forward
 from site_engine.cuda.runner import DeviceRunner
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import overlapped_engine, packed_engine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import from_model
 from site_engine.text.grammar import Grammars
 from tests.support.engine_models import (
@@ -34,10 +36,10 @@ from tests.support.engine_models import (
 )
 
 
-def ahead(of: Family, *, lean: bool = False, **settings: int) -> AheadEngine:
+def overlapped(of: Family, *, fused: bool = False, **settings: int) -> SiteEngine:
     chosen = {"slots": 4, "token_budget": 40, "page_size": 4, "kv_tokens": 256} | settings
-    forward = lean_forward(of.served) if lean else None
-    return AheadEngine(of.served, EngineSettings(**chosen, debug_poison=True), Ticks(), forward=forward)
+    forward = llama_forward(of.served) if fused else None
+    return overlapped_engine(of.served, EngineSettings(**chosen, debug_poison=True), Ticks(), forward)
 
 
 def requests(count: int, seed: int = 3) -> list[tuple[list[int], int]]:
@@ -48,19 +50,19 @@ def requests(count: int, seed: int = 3) -> list[tuple[list[int], int]]:
     ]
 
 
-def lean_family(name: str) -> Family:
+def fused_family(name: str) -> Family:
     plain = random_model(FAMILIES[name]())
     return Family(from_model(copy.deepcopy(plain), eos_token_ids=()), plain)
 
 
 @pytest.mark.parametrize(
-    ("name", "lean", "count"),
+    ("name", "fused", "count"),
     [("gemma2", False, 5), ("llama", True, 5), ("mistral", True, 3), ("qwen2", True, 3)],
 )
-def test_tokens_equal_those_of_generate(name: str, lean: bool, count: int) -> None:
+def test_tokens_equal_those_of_generate(name: str, fused: bool, count: int) -> None:
     """Five are more than there are slots; three run side by side."""
-    of = lean_family(name) if lean else family(name)
-    engine = ahead(of, lean=lean)
+    of = fused_family(name) if fused else family(name)
+    engine = overlapped(of, fused=fused)
     asked = requests(count)
     for number, (prompt, tokens) in enumerate(asked):
         engine.submit(greedy(str(number), prompt, tokens))
@@ -71,15 +73,15 @@ def test_tokens_equal_those_of_generate(name: str, lean: bool, count: int) -> No
 
 def test_gate_and_up_may_be_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("site_engine.cuda.llama_forward.faster_apart", lambda weights: lambda rows: True)
-    of = lean_family("llama")
-    engine = ahead(of, lean=True)
+    of = fused_family("llama")
+    engine = overlapped(of, fused=True)
     engine.submit(greedy("one", [5, 6, 7], 4))
     assert drain(engine)["one"].token_ids == of.generate([5, 6, 7], 4)
 
 
 def test_a_tight_pool_preempts_and_changes_no_token() -> None:
     of = family("llama")
-    engine = ahead(of, kv_tokens=72)
+    engine = overlapped(of, kv_tokens=72)
     asked = requests(5, seed=11)
     for number, (prompt, tokens) in enumerate(asked):
         engine.submit(greedy(str(number), prompt, tokens + 6))
@@ -93,7 +95,7 @@ def test_who_is_cancelled_or_stops_while_its_next_token_is_computed_leaves_nothi
     prompt = [9, 8, 7, 6]
     answer = of.generate(prompt, 8)
     stop = next(at for at in range(8) if answer[at] not in answer[:at] and at >= 2)
-    engine = ahead(of)
+    engine = overlapped(of)
     engine.submit(greedy("stops", prompt, 8, stop_token_ids=(answer[stop],)))
     engine.submit(greedy("goes", [4, 4, 4], 8))
     collected: dict[str, Collected] = {}
@@ -112,12 +114,12 @@ def test_who_is_cancelled_or_stops_while_its_next_token_is_computed_leaves_nothi
 
 def test_drawn_tokens_depend_on_the_seed_alone() -> None:
     """Not on the neighbours, nor on whether the engine runs ahead."""
-    of = lean_family("llama")
+    of = fused_family("llama")
     rules = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
-    alone = SiteEngine(of.served, EngineSettings(slots=2, page_size=4, kv_tokens=256), Ticks())
+    alone = packed_engine(of.served, EngineSettings(slots=2, page_size=4, kv_tokens=256), Ticks())
     alone.submit(Request("one", [5, 6, 7], Sampling(max_tokens=5, **rules)))
     wanted = drain(alone)["one"].token_ids
-    engine = ahead(of, lean=True)
+    engine = overlapped(of, fused=True)
     engine.submit(greedy("greedy", [5, 6, 7], 5))
     engine.submit(Request("one", [5, 6, 7], Sampling(max_tokens=5, **rules)))
     engine.submit(Request("other", [9, 9], Sampling(max_tokens=3, temperature=2.0)))
@@ -132,7 +134,7 @@ def test_drawn_tokens_depend_on_the_seed_alone() -> None:
 
 def test_rules_that_need_the_tokens_switch_the_lead_off_and_on_again() -> None:
     of = family("llama")
-    engine = ahead(of)
+    engine = overlapped(of)
     engine.submit(greedy("plain", [1, 2, 3], 8))
     engine.step()
     engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1))
@@ -142,15 +144,15 @@ def test_rules_that_need_the_tokens_switch_the_lead_off_and_on_again() -> None:
 
 
 def test_who_is_given_to_another_site_does_not_hold_the_lead_back() -> None:
-    engine = ahead(family("llama"))
+    engine = overlapped(family("llama"))
     engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1))
     assert engine.release(["ruled"]) == ["ruled"]
-    assert not engine._careful
+    assert not engine._needs_host
 
 
 def test_who_waits_for_its_last_token_is_not_preempted() -> None:
     of = family("llama")
-    engine = ahead(of)
+    engine = overlapped(of)
     engine.submit(greedy("one", [5, 6, 7], 4))
     got = drain(engine)["one"]
     assert got.token_ids == of.generate([5, 6, 7], 4)
@@ -163,7 +165,7 @@ def test_what_was_computed_for_nobody_is_not_counted_as_served() -> None:
     of = family("llama")
     prompt = [9, 8, 7, 6]
     answer = of.generate(prompt, 8)
-    engine = ahead(of)
+    engine = overlapped(of)
     for number in range(3):
         engine.submit(greedy(str(number), prompt, 8, stop_token_ids=(answer[2],)))
     engine.submit(greedy("gone", [4, 4, 4], 8))
@@ -177,7 +179,7 @@ def test_what_was_computed_for_nobody_is_not_counted_as_served() -> None:
 
 def test_a_token_on_its_way_is_still_to_be_read() -> None:
     """Beside one token of each that runs, a report has what the prompts under way have left."""
-    engine = ahead(family("llama"), token_budget=8)
+    engine = overlapped(family("llama"), token_budget=8)
     for number in range(3):
         engine.submit(greedy(str(number), [9, 8, 7], 12))
     engine.submit(greedy("long", list(range(1, 31)), 4))
@@ -191,8 +193,8 @@ def test_a_token_on_its_way_is_still_to_be_read() -> None:
 
 
 def test_logits_that_are_not_finite_fail_the_request_and_no_other() -> None:
-    of = lean_family("llama")
-    engine = ahead(of)
+    of = fused_family("llama")
+    engine = overlapped(of)
     with torch.no_grad():
         of.served.model.model.embed_tokens.weight[77] = float("nan")
     engine.submit(greedy("sick", [77, 2, 3], 4))
@@ -209,7 +211,7 @@ def test_an_iteration_that_the_device_did_not_take_is_computed_again(
 ) -> None:
     """The first reads prompts, the fourth comes to a new page."""
     of = family("llama")
-    engine = ahead(of)
+    engine = overlapped(of)
     make, asked = DeviceRunner._step, count()
 
     def step(*given: Any, **more: Any) -> Step:
@@ -230,7 +232,7 @@ def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_have_none() -> None:
     served = of.served
     grammars = Grammars(served.tokenizer, served.vocab_size, served.eos_token_ids)
     yes_or_no = grammars.compile('start: %json {"enum": ["yes", "no"]}', "response_format")
-    engine = ahead(of)
+    engine = overlapped(of)
     asked = requests(3)
     for number, (prompt, tokens) in enumerate(asked):
         engine.submit(greedy(str(number), prompt, tokens))
@@ -243,4 +245,4 @@ def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_have_none() -> None:
     assert got["guided"].last.finish is Finish.STOP
     for number, (prompt, tokens) in enumerate(asked):
         assert got[str(number)].token_ids == of.generate(prompt, tokens)
-    assert not engine._careful
+    assert not engine._needs_host

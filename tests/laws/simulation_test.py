@@ -218,7 +218,7 @@ def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> tuple[dict[s
         remaining = sum(each.expected_remaining() for each in scheduler.running)
         loads.append(remaining + unread + queue.prompt_tokens + queue.response_tokens)
         scheduler.advance(plan)
-        for request in [entry.request for entry in plan.entries if entry.samples]:
+        for request in [entry.request for entry in plan.chunks if entry.samples]:
             first.setdefault(request.id, now_s + 1)
             request.tokens.append(0)
             left[request.id] -= 1

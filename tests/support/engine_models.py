@@ -13,7 +13,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from site_engine.core.request import Output, Request, Sampling
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 from tests.support.model_families import random_model
 
@@ -109,7 +111,7 @@ def engine_for(model: LoadedModel, **settings: Any) -> SiteEngine:
         "kv_tokens": 2048,
         "debug_poison": True,
     } | settings
-    return SiteEngine(model, EngineSettings(**chosen), Ticks())
+    return packed_engine(model, EngineSettings(**chosen), Ticks())
 
 
 def greedy(request_id: str, prompt: list[int], max_tokens: int, **sampling: Any) -> Request:

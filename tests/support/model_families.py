@@ -12,7 +12,8 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from site_engine.core.request import Request, Sampling
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import CannotServe, from_model
 
 VOCAB = 99
@@ -119,7 +120,7 @@ def try_family(model_type: str) -> Verdict:
         served = from_model(copy.deepcopy(plain), eos_token_ids=())
     except CannotServe as refusal:
         return Verdict("refused", str(refusal))
-    engine = SiteEngine(
+    engine = packed_engine(
         served, EngineSettings(slots=4, token_budget=16, page_size=4, kv_tokens=512), time.monotonic
     )
     rnd = random.Random(1)

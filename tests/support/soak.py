@@ -28,7 +28,8 @@ from site_engine.core.request import (
     RequestRejected,
     Sampling,
 )
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel
 
 DEMO_MODEL = Path(__file__).parents[2] / "mico" / "demo_model" / "weights"
@@ -129,12 +130,12 @@ class Soak:
     def __init__(self, model: LoadedModel, seed: int) -> None:
         self.rnd = random.Random(seed)
         self.clock = WorkTime()
-        self.engine = SiteEngine(model, SETTINGS, self.clock)
+        self.engine = packed_engine(model, SETTINGS, self.clock)
         self.book = Book()
         self._vocab_size = model.vocab_size
         self._prompts = [self._tokens(self.rnd.randint(5, 60)) for _ in range(KNOWN_PROMPTS)]
         self._answers = [self._alone(prompt) for prompt in self._prompts]
-        runner: Any = self.engine._runner
+        runner: Any = self.engine.runner
         self.faults = runner._forward = Faults(runner._forward, self.rnd)
         swap: Any = self.engine._scheduler.swap
         swap._worth = self._swaps

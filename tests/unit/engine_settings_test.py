@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from site_engine.engine.engine import TOKEN_BUDGETS, EngineSettings, SiteEngine
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import TOKEN_BUDGETS, EngineSettings
 from tests.support.engine_models import Ticks, family
 
 torch.set_num_threads(1)
@@ -16,7 +17,7 @@ def test_the_tokens_of_an_iteration_follow_the_device_unless_told(
     given: int | None, slots: int, expected: int
 ) -> None:
     settings = EngineSettings(slots=slots, token_budget=given, kv_tokens=1024)
-    assert SiteEngine(family("llama").served, settings, Ticks())._token_budget == expected
+    assert packed_engine(family("llama").served, settings, Ticks())._token_budget == expected
     assert TOKEN_BUDGETS["cuda"] > TOKEN_BUDGETS["cpu"]
 
 

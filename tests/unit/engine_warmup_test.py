@@ -34,7 +34,7 @@ def test_an_answer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(plan: object) -> None:
         raise ValueError("no kernel image")
 
-    monkeypatch.setattr(engine._runner, "run", broken)
+    monkeypatch.setattr(engine.runner, "run", broken)
     with pytest.raises(RuntimeError, match="no kernel image"):
         warm_up(engine, VOCAB, 1000)
 
@@ -43,14 +43,14 @@ def test_an_iteration_takes_until_the_next_begins_however_unevenly_its_floor_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = engine_for(family("llama").served, iteration_floor_s=0.05)
-    clock, run = engine._clock, engine._runner.run
+    clock, run = engine._clock, engine.runner.run
     assert isinstance(clock, Ticks)
 
     def every_other_takes_longer(plan: SchedulePlan) -> Logits:
         clock.now_s += 0.03 * (turn % 2)
         return run(plan)
 
-    monkeypatch.setattr(engine._runner, "run", every_other_takes_longer)
+    monkeypatch.setattr(engine.runner, "run", every_other_takes_longer)
     engine.submit(greedy("r", [5, 6, 7], 40, ignore_eos=True))
     for turn in range(40):
         clock.now_s = 0.05 * turn

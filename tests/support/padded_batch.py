@@ -14,10 +14,11 @@ from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
-from site_engine.engine.engine import EngineSettings, SiteEngine
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
-from site_engine.model.kv_cache import LayerShape
+from site_engine.model.kv_cache import KVCache, LayerShape
 from site_engine.model.loader import LoadedModel
 from site_engine.model.runner import Forward, Logits, split, wants_prompt
 from site_engine.model.torch_attention import additive, weigh
@@ -25,21 +26,17 @@ from site_engine.model.torch_attention import additive, weigh
 FIRST_COLUMNS = 256
 
 
-class DenseEngine(SiteEngine):
-    """The same loop over a dense batch. The page pool still counts tokens for admission, but holds none.
+def padded_engine(
+    model: LoadedModel, settings: EngineSettings, clock: Callable[[], float], *, apart: bool = False
+) -> SiteEngine:
+    """Build an engine over a padded batch. Its page pool counts tokens for admission and holds none.
 
-    `apart`: a prompt is computed on its own and its keys and values are put in ("decoupled"), instead of
+    With `apart` a prompt is computed on its own and its keys and values are put in ("decoupled"), instead of
     adding its length in columns to every row.
     """
-
-    def __init__(
-        self, model: LoadedModel, settings: EngineSettings, clock: Callable[[], float], *, apart: bool = False
-    ) -> None:
-        if settings.prefix_cache or settings.swap_tokens or settings.debug_poison:
-            raise ValueError("prefix_cache, swap_tokens and debug_poison need pages, a dense batch has none")
-        super().__init__(model, settings, clock, paged=False)
-        self.dense = DenseRunner(model, rows=settings.slots, apart=apart)
-        self._runner = self.dense
+    if settings.prefix_cache or settings.swap_tokens or settings.debug_poison:
+        raise ValueError("prefix_cache, swap_tokens and debug_poison need pages, a padded batch has none")
+    return SiteEngine(model, PaddedRunner(model, settings, apart=apart), settings, clock)
 
 
 class Columns:
@@ -120,7 +117,7 @@ class Columns:
             room[..., begin + columns : end, :] = moved
 
 
-class DenseContext:
+class PaddedContext:
     """One pass over all rows: `fresh` [rows, width] says where its new columns hold a token."""
 
     def __init__(self, columns: Columns, fresh: torch.Tensor) -> None:
@@ -174,14 +171,19 @@ class DenseContext:
         return mask
 
 
-class DenseRunner:
+class PaddedRunner:
     """The rows of a batch are seats; a request sits in the row the scheduler gave it.
 
     Counts `passes` through the model, `kv_length` in columns and `kv_places` in columns times rows, both
     summed over passes, and `computed`, the tokens and the padding that went through the layers.
     """
 
-    def __init__(self, model: LoadedModel, *, rows: int, apart: bool) -> None:
+    def __init__(self, model: LoadedModel, settings: EngineSettings, *, apart: bool) -> None:
+        rows, capacity = settings.slots, settings.kv_tokens or settings.slots * model.context_tokens
+        pages = capacity // settings.page_size
+        self.kv_cache = KVCache(
+            [], pages, settings.page_size, model.dtype, model.device
+        )  # counts, holds nothing
         self._forward: Forward = model.forward
         self._model = model
         self._apart = apart
@@ -191,16 +193,16 @@ class DenseRunner:
 
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan. Running the same entries twice is harmless: what a row holds beyond them is cut."""
-        self._seat(plan.entries)
+        self._seat(plan.chunks)
         self._columns.release()
         apart = [entry for entry in plan.prefills if self._apart and entry.start == 0]
-        joint = [entry for entry in plan.entries if entry not in apart]
+        joint = [entry for entry in plan.chunks if entry not in apart]
         rows = dict(zip(joint, self._pass(self._columns, joint), strict=True)) if joint else {}
         for entry in apart:
             alone = Columns(self._model.layers, 1, self._model.dtype, self._model.device)
             rows[entry] = self._pass(alone, [entry])[0]
             self._columns.put(entry.request.row, alone)
-        return split(plan, torch.cat([rows[entry] for entry in plan.entries]))
+        return split(plan, torch.cat([rows[entry] for entry in plan.chunks]))
 
     def _seat(self, entries: list[ScheduledChunk]) -> None:
         """Empty the rows whose request is gone, and bring the others to where their entries start."""
@@ -232,7 +234,7 @@ class DenseRunner:
             entry = ScheduledChunk(request, start, length, samples)
             counts.append(length if wants_prompt(entry) else int(samples))
             wanted += range(end - counts[-1], end)
-        step = DenseContext(columns, fresh)
+        step = PaddedContext(columns, fresh)
         device = self._model.device
         with torch.inference_mode(), attention_context.use(step):
             logits = self._forward(

@@ -1,0 +1,104 @@
+"""Assemble an engine from a loaded model: the KV cache, the runner for the device, and the step loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from site_engine.engine.engine import SiteEngine
+from site_engine.engine.settings import EngineSettings
+from site_engine.model import certify
+from site_engine.model.kv_cache import KVCache, affordable_tokens
+from site_engine.model.loader import CannotServe, LoadedModel
+from site_engine.model.runner import Forward, PackedRunner
+
+Clock = Callable[[], float]
+
+WARM_CONTEXT_TOKENS = 1024
+"""CUDA graphs for contexts up to this length are captured before the first request."""
+
+
+def build_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) -> SiteEngine:
+    """Build the engine for the model's device, ready to serve. Raises CannotServe and ValueError."""
+    if model.device.type != "cuda":
+        return packed_engine(model, settings, clock)
+    from site_engine.cuda.forward import fast_forward  # needs Triton, which not every platform has
+
+    engine = overlapped_engine(model, settings, clock, fast_forward(model))
+    warm_graphs(engine)
+    return engine
+
+
+def packed_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) -> SiteEngine:
+    """Build an engine that runs packed tokens through PyTorch attention, on any device."""
+    return SiteEngine(
+        model, _packed_runner(model, allocate_kv_cache(model, settings), settings), settings, clock
+    )
+
+
+def overlapped_engine(
+    model: LoadedModel, settings: EngineSettings, clock: Clock, forward: Forward | None = None
+) -> SiteEngine:
+    """Build an engine that launches each step before it reads the one before, with Triton kernels.
+
+    Raises CannotServe unless the device's logits equal those of the packed runner within the tolerance of
+    the data type.
+    """
+    from site_engine.cuda.runner import DeviceRunner
+
+    kv_cache = allocate_kv_cache(model, settings)
+    reference = _packed_runner(model, kv_cache, settings)
+    config = model.model.config.get_text_config()
+    runner = DeviceRunner(
+        forward or model.forward,
+        reference,
+        slots=settings.slots,
+        pages_per_row=_pages_per_row(model, kv_cache),
+        heads_per_kv_head=max(
+            1, int(config.num_attention_heads) // min(shape.kv_heads for shape in model.layers)
+        ),
+    )
+    limit_tokens = min(model.context_tokens, kv_cache.tokens)
+    off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens)
+    tolerance = certify.TOLERANCE.get(model.dtype, 0.0)
+    if not off <= tolerance:
+        raise CannotServe(
+            f"{type(model.model).__name__} computes other logits here than the reference: "
+            f"they differ by {off:.1e} of the largest (limit {tolerance:.0e})"
+        )
+    return SiteEngine(model, runner, settings, clock)
+
+
+def warm_graphs(engine: SiteEngine, longest: int = WARM_CONTEXT_TOKENS) -> int:
+    """Capture the graphs of common steps before the first request and return their number.
+
+    Graphs of other shapes are captured when first needed.
+    """
+    from site_engine.cuda.runner import DeviceRunner
+
+    assert isinstance(engine.runner, DeviceRunner)
+    gc.collect()
+    gc.freeze()  # the collector never scans what is loaded, so no step waits for it
+    return engine.runner.warm(min(longest, engine.limit_tokens))
+
+
+def allocate_kv_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
+    """Allocate pages for `kv_tokens`, or for what fits the free memory. Raises ValueError below one page."""
+    tokens = settings.kv_tokens
+    if tokens is None:
+        affordable = affordable_tokens(model.layers, model.dtype, model.device)
+        tokens = min(affordable, settings.slots * model.context_tokens)
+    pages = tokens // settings.page_size
+    if pages < 1:
+        raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
+    return KVCache(model.layers, pages, settings.page_size, model.dtype, model.device)
+
+
+def _packed_runner(model: LoadedModel, kv_cache: KVCache, settings: EngineSettings) -> PackedRunner:
+    return PackedRunner(
+        model.forward, kv_cache, slots=settings.slots, pages_per_row=_pages_per_row(model, kv_cache)
+    )
+
+
+def _pages_per_row(model: LoadedModel, kv_cache: KVCache) -> int:
+    return -(-min(model.context_tokens, kv_cache.tokens) // kv_cache.page_size)

@@ -1,0 +1,39 @@
+"""The limits and policies of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from site_engine.core.request_queue import DEFAULT_POLICY, Policy
+
+TOKEN_BUDGETS = {"cpu": 512, "cuda": 8192}
+"""Default tokens per iteration by device. 8,192 was measured on an H200 (bench/results/gpu.md); on a CPU
+longer chunks only delay the requests that decode.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    slots: int = 32  # requests that run at once
+    token_budget: int | None = None  # tokens computed per iteration; None: by the device
+    page_size: int = 16  # tokens
+    kv_tokens: int | None = None  # capacity for keys and values; None: measured from the free memory
+    max_pending: int = 1024
+    iteration_floor_s: float = 0.0  # shortest iteration; the engine's owner waits, the engine only counts it
+    prefix_cache: bool = True
+    share_prefixes: bool = False  # also between tenants, who could then time what others have asked
+    swap_tokens: int = 0  # host memory for preempted requests, in tokens; 0: they are computed again
+    policy: Policy = DEFAULT_POLICY
+    debug_poison: bool = False  # fill freed pages with NaN
+
+    def __post_init__(self) -> None:
+        if min(self.slots, self.page_size, self.max_pending) < 1:
+            raise ValueError("slots, page_size and max_pending must be at least 1")
+        if self.token_budget is not None and self.token_budget < self.slots:
+            raise ValueError(
+                f"token_budget ({self.token_budget}) must cover one token of each of {self.slots} slots"
+            )
+
+    def token_budget_on(self, device_type: str) -> int:
+        """Return the tokens computed per iteration on a device of this torch type."""
+        return self.token_budget or max(TOKEN_BUDGETS.get(device_type, 512), self.slots)
