@@ -31,7 +31,7 @@ from gateway.http.files import file_routes
 from gateway.http.server import HttpServer, http_server
 from gateway.listeners import ListenerCredentials, load_credentials
 from gateway.query.answer import answer
-from gateway.query.context import Gateway
+from gateway.query.context import QueryContext
 from gateway.query.forecasting import Forecasts
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
@@ -67,7 +67,7 @@ COLLECT = (5_000, 20, 20)
 class Core(NamedTuple):
     """The parts that answer queries, and those that observe every outcome."""
 
-    gateway: Gateway
+    gateway: QueryContext
     metrics: Metrics
     publisher: SnapshotPublisher
     leases: Leases
@@ -125,10 +125,10 @@ async def serve(config: GatewayConfig) -> int:
             core.publisher.close()  # or listening pages would keep the server from ending
             batches.runner.drain()
             server.should_exit = True
-            asyncio.get_running_loop().call_later(config.drain_s, core.gateway.end)
+            asyncio.get_running_loop().call_later(config.drain_s, core.gateway.shut_down)
         stopping.cancel()
         await serving
-        await core.gateway.settled()
+        await core.gateway.wait_settled()
         return 0 if server.started else 1
 
 
@@ -166,22 +166,22 @@ async def _core(
 
     leases = Leases(store.slices, WhenAway(config.quotas_when_away))
     await leases.start()
-    gateway = Gateway(
+    gateway = QueryContext(
         directory,
         federation,
         forecasts,
         record,
         has_room=lambda: store.recorder.has_room,
         policy_name=config.policy,
-        most_live=config.most_live,
-        most_tries=config.most_tries,
+        max_live=config.most_live,
+        max_tries=config.most_tries,
         clock=gateway_clock,
         quotas=leases.quotas,
         lease_more=leases.more,
-        complete_s=gateway_clock() + REJOIN_S,
+        fleet_complete_s=gateway_clock() + REJOIN_S,
     )
     if traces is not None:
-        gateway.traced = traces.inject
+        gateway.trace_query = traces.inject
     address = f"{config.grpc_host}:{config.grpc_port}"
     try:
         server, port, mutual_port = await listen(federation, address, credentials.link, credentials.mutual)
@@ -195,7 +195,7 @@ async def _core(
         yield Core(gateway, metrics, publisher, leases)
     finally:
         await server.stop(grace=1.0)
-        await gateway.settled()
+        await gateway.wait_settled()
         await leases.close()
         await forecasts.close()
 
@@ -294,7 +294,7 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
         models=lambda: list(gateway.directory.served.values()),
         authenticate=store.keys.authenticate,
         look_again=store.keys.look_again,
-        shown_quota=gateway.quotas.shown,
+        shown_quota=gateway.quotas.status,
         ready=ready,
         version=version("mico"),
         clock=gateway.clock,

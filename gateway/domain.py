@@ -78,10 +78,11 @@ class Caller:
 
 
 class Query(msgspec.Struct, frozen=True):
-    """One user request. `id` is ours and unique; `request_id` is what the client sees and may have chosen.
+    """One user request. `id` is unique and made by the gateway; `request_id` is shown to the client, which
+    may have chosen it.
 
-    `toward` is the site that it was assigned to with others of its window, None if it is decided alone. Times
-    are seconds on the gateway's monotonic clock.
+    `preferred_site` is the site to which a batch assigned the query jointly with others, None if the query is
+    decided alone. Times are seconds on the gateway's monotonic clock.
     """
 
     id: str
@@ -93,7 +94,7 @@ class Query(msgspec.Struct, frozen=True):
     deadline_s: float
     lane: Lane = Lane.INTERACTIVE
     priority: int = 0
-    toward: str | None = None
+    preferred_site: str | None = None
     request_id: str = ""
     traceparent: str = ""
 
@@ -347,19 +348,19 @@ class Usage(msgspec.Struct, frozen=True):
         return self.prompt_tokens + self.completion_tokens
 
 
-Piece = Opening | Delta | Usage
+AnswerEvent = Opening | Delta | Usage
 """An answer is Opening, Delta …, Usage. It raises a MicoError where it cannot go on."""
 
-Answer = Callable[[Query], AsyncGenerator[Piece, None]]
+Answer = Callable[[Query], AsyncGenerator[AnswerEvent, None]]
 """Yields the pieces of the answer to a query. Closing the generator cancels the query at its site."""
 
 
-# ---- an attempt that broke -----------------------------------------------------------------------
+# ---- an attempt that failed ----------------------------------------------------------------------
 
 
-class Cause(StrEnum):
-    """Why an attempt broke. The first two are the client's mistakes; the first only if no site has a longer
-    context, the second everywhere.
+class FailureCause(StrEnum):
+    """Why an attempt failed. The first two are mistakes of the client: CONTEXT_LENGTH only if no site has a
+    longer context, INVALID at every site.
     """
 
     CONTEXT_LENGTH = "context_length"
@@ -373,14 +374,14 @@ class Cause(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Broken(NamedTuple):
-    """`toward`: the site that bid for a released attempt."""
+class AttemptFailure(NamedTuple):
+    """How an attempt failed at a site. `preferred_site` is the site that bid for a released attempt."""
 
     site: str
-    cause: Cause
+    cause: FailureCause
     message: str
     param: str | None = None
-    toward: str | None = None
+    preferred_site: str | None = None
 
 
 class Resume(NamedTuple):

@@ -16,7 +16,7 @@ MicoError
 ├── UpstreamFailed           502, a site failed before the first token and no other could take over
 ├── UpstreamLost             in the stream: a site failed after the first token and resuming is impossible
 ├── DeadlinePassed           504
-└── Ending                   503, or in the stream: this gateway ends before the answer does
+└── ShuttingDown             503, or in the stream: this gateway ends before the answer does
 """
 
 from __future__ import annotations
@@ -97,5 +97,5 @@ class DeadlinePassed(MicoError):
     pass
 
 
-class Ending(MicoError):
+class ShuttingDown(MicoError):
     pass

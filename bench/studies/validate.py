@@ -37,7 +37,7 @@ from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.prompt import Chat, Message
 from gateway.query.answer import answer
-from gateway.query.context import Gateway
+from gateway.query.context import QueryContext
 from gateway.query.forecasting import Forecasts
 from gateway.routing.policies import POLICIES
 from mico import demo_model
@@ -63,7 +63,7 @@ WARM_UP = 60
 class Real:
     """A gateway's core and what became of the queries, by id."""
 
-    def __init__(self, gateway: Gateway, outcomes: dict[str, Outcome], max_tokens: int) -> None:
+    def __init__(self, gateway: QueryContext, outcomes: dict[str, Outcome], max_tokens: int) -> None:
         self.gateway, self.outcomes = gateway, outcomes
         self._sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
 
@@ -93,7 +93,7 @@ class Real:
             came_s.append(self.gateway.clock())
             asked.append(asyncio.create_task(self.ask(f"{name}{number}", text, model)))
         await asyncio.gather(*asked)
-        await self.gateway.settled()
+        await self.gateway.wait_settled()
         return came_s
 
 
@@ -111,7 +111,7 @@ async def federation(folder: Folder, max_tokens: int) -> AsyncIterator[Real]:
         for site in plan.sites:
             write_private(folder.config(site.name), toml(plan.site(site)))
             processes.append(start_process(folder, site.name, "site"))
-        gateway = Gateway(
+        gateway = QueryContext(
             directory, link, forecasts, lambda each: outcomes.update({each.query_id: each}), clock=clock
         )
         async with asyncio.timeout(READY_WITHIN_S):

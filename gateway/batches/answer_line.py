@@ -52,10 +52,12 @@ def line_queries(
     context: BatchContext,
     *,
     query_id: str,
-    toward: str | None = None,
+    preferred_site: str | None = None,
     within_s: float = WINDOW_S,
 ) -> list[Query]:
-    """In the batch lane, with all the time that the batch has; `toward`: the site of joint assignment."""
+    """Build the queries of a line: in the batch lane, with all the time that the batch has. `preferred_site`:
+    the site that joint assignment chose.
+    """
     queries = build_queries(
         asked,
         caller,
@@ -65,7 +67,7 @@ def line_queries(
         timeout_s=within_s,
         traceparent="",
     )
-    return [replace(query, lane=Lane.BATCH, toward=toward) for query in queries]
+    return [replace(query, lane=Lane.BATCH, preferred_site=preferred_site) for query in queries]
 
 
 async def ask(
@@ -75,12 +77,14 @@ async def ask(
     context: BatchContext,
     *,
     query_id: str,
-    toward: str | None,
+    preferred_site: str | None,
     within_s: float,
 ) -> bytes:
     """The body of the answer. Raises what the endpoint would translate for a client."""
     asked = asked_of(endpoint, wanted.body, context)
-    asking = line_queries(asked, caller, context, query_id=query_id, toward=toward, within_s=within_s)
+    asking = line_queries(
+        asked, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
+    )
     async with aclosing(answer_all(context.answer, asking)) as pieces:
         answer = await unary_response.collect(pieces, asked.choices)
     created_s = int(context.unix_time())

@@ -25,10 +25,10 @@ from gateway.errors import (
     AboveQuota,
     BudgetSpent,
     ClientMistake,
-    Ending,
     MicoError,
     NoSite,
     Overloaded,
+    ShuttingDown,
     TooMany,
     Unauthenticated,
 )
@@ -249,7 +249,7 @@ class Job:
             body = await self._ask(line, query_id, site)
         except (BudgetSpent, AboveQuota) as spent:
             return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, spent))
-        except (TooMany, Overloaded, NoSite, Ending) as full:
+        except (TooMany, Overloaded, NoSite, ShuttingDown) as full:
             if isinstance(full, NoSite) and self._free(self._context.clock()):
                 return self._broke(line, query_id, full)  # others could run: it is this line
             wait_s = full.retry_after_s or BACKOFF_S
@@ -275,7 +275,7 @@ class Job:
             caller,
             context,
             query_id=query_id,
-            toward=site or None,
+            preferred_site=site or None,
             within_s=max(1.0, batch.expires_at - context.unix_time()),
         )
 

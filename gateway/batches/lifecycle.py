@@ -18,7 +18,7 @@ from gateway.batches.runner import POLL_S, Runner
 from gateway.batches.values import BatchLimits
 from gateway.domain import Caller
 from gateway.query.answer import answer
-from gateway.query.context import Gateway
+from gateway.query.context import QueryContext
 from gateway.store.database import open_engine
 
 LIMITS: Final = BatchLimits()
@@ -38,7 +38,7 @@ async def open_batches(
     url: str,
     replica: str,
     *,
-    gateway: Gateway,
+    gateway: QueryContext,
     caller: Callable[[str], Caller | None],
     unix_time: Callable[[], float] = time.time,
     limits: BatchLimits = LIMITS,
@@ -52,13 +52,13 @@ async def open_batches(
     directory = gateway.directory
 
     def dispatched(query_id: str) -> bool:
-        story = gateway.stories.get(query_id) or gateway.stories.get(f"{query_id}-0")
-        return story is not None and story.current is not None
+        state = gateway.live_queries.get(query_id) or gateway.live_queries.get(f"{query_id}-0")
+        return state is not None and state.current is not None
 
     context = BatchContext(
         answer=partial(answer, gateway),
         models=lambda: list(directory.served.values()),
-        known_models=lambda: directory.models if gateway.complete else (),
+        known_models=lambda: directory.models if gateway.fleet_complete else (),
         sites=lambda: directory.sites,
         forecast=gateway.forecasts.ahead,
         caller=caller,

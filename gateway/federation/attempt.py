@@ -1,6 +1,6 @@
-"""One live try of one query on one site: what has come of it, for the one reader that relays it.
+"""One running attempt: buffers the output of one query at one site for the reader that relays it.
 
-Does not talk to the site; `link.py` feeds it and is told when the reader gives up.
+Does not talk to the site: `link.py` feeds the attempt and is called back when the reader gives up.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from gateway.domain import Broken, Decision, Delta, Finish, SiteIdentity
+from gateway.domain import AttemptFailure, Decision, Delta, Finish, SiteIdentity
 from gateway.routing.demand import Demand
 
 
-class AttemptBroken(Exception):
-    """Raised to the reader when the attempt cannot go on at its site."""
+class AttemptFailed(Exception):
+    """Raised to the reader when the attempt cannot go on at its site; `failure` says why."""
 
-    def __init__(self, broken: Broken) -> None:
-        super().__init__(broken.message)
-        self.broken = broken
+    def __init__(self, failure: AttemptFailure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 class Accepted(NamedTuple):
@@ -38,9 +38,9 @@ class _Choice:
 
 
 class LiveAttempt:
-    """Deltas of a choice that the reader has not fetched yet are merged: memory is bounded by one answer.
+    """Merge the deltas of a choice that the reader has not fetched yet: memory is bounded by one answer.
 
-    One reader awaits `next`; `ended` is set once every choice has finished or the attempt broke.
+    One reader awaits `next`. `ended` is set once every choice has finished or the attempt has failed.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LiveAttempt:
         self.resumable = resumable
         self.started = False
         self.accepted: Accepted | None = None
-        self.late = False
-        self.broken: Broken | None = None
+        self.expired = False
+        self.failure: AttemptFailure | None = None
         self.ended = asyncio.Event()
         self._choices = [_Choice() for _ in range(choices)]
         self._reader: asyncio.Future[None] | None = None
@@ -74,23 +74,23 @@ class LiveAttempt:
 
     @property
     def movable(self) -> bool:
-        """Whether another site can take it over without the client noticing."""
+        """Return whether another site can take the attempt over without the client noticing."""
         return self.resumable or not self.started
 
     @property
     def completion_tokens(self) -> int:
-        """Counted by the site, over all choices."""
+        """Return the count of the site, summed over all choices."""
         if len(self._choices) == 1:
             return self._choices[0].completion_tokens
         return sum(choice.completion_tokens for choice in self._choices)
 
-    # -- the link's side --
+    # -- called by the link --
 
     def accept(self, accepted: Accepted) -> None:
         self.accepted = accepted
 
     def feed(self, delta: Delta) -> None:
-        """Take one delta. Raises IndexError for a choice that was not asked for."""
+        """Add one delta. Raises IndexError for a choice that was not requested."""
         choice = self._choices[delta.index]
         if choice.finished or self.ended.is_set():
             return
@@ -107,15 +107,15 @@ class LiveAttempt:
         choice = self._choices[index]
         choice.completion_tokens = max(choice.completion_tokens, completion_tokens)
 
-    def close_choice(self, index: int, broken: Broken) -> None:
-        """A choice was cancelled at the site; the attempt has ended once all its choices have."""
+    def close_choice(self, index: int, failure: AttemptFailure) -> None:
+        """Mark a choice as cancelled at the site; the attempt ends once all its choices have ended."""
         self._choices[index].finished = True
         if all(choice.finished for choice in self._choices):
-            self.fail(broken)
+            self.fail(failure)
 
-    def fail(self, broken: Broken) -> None:
+    def fail(self, failure: AttemptFailure) -> None:
         if not self.ended.is_set():
-            self.broken = broken
+            self.failure = failure
             self.ended.set()
         self._wake()
 
@@ -123,53 +123,52 @@ class LiveAttempt:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    # -- the reader's side --
+    # -- called by the reader --
 
     async def next(self) -> list[Delta]:
-        """What came since the last call, one delta a choice, in order of choices; [] after the end.
+        """Wait for output; return one delta a choice, in order of choices, or [] after the end.
 
-        Raises AttemptBroken after everything that came before the break has been handed out, and TimeoutError
-        once it was hurried and there is nothing to hand out.
+        Raises AttemptFailed after everything that came before the failure has been returned, and TimeoutError
+        once the attempt has expired and nothing is left to return.
         """
         while True:
-            if news := self._take():
-                return news
-            if self.broken is not None:
-                raise AttemptBroken(self.broken)
+            if deltas := self._take_pending():
+                return deltas
+            if self.failure is not None:
+                raise AttemptFailed(self.failure)
             if self.ended.is_set():
                 return []
-            if self.late:
+            if self.expired:
                 raise TimeoutError
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
 
-    def hurry(self) -> None:
-        """The reader waits for no more than has come by now."""
-        self.late = True
+    def expire(self) -> None:
+        """Stop waiting: `next` returns what has come by now, then raises TimeoutError."""
+        self.expired = True
         self._wake()
 
-    def cut(self) -> list[Delta]:
-        """What ends the choices that run on, as if they had reached their length."""
-        news, open_choices = {}, [n for n, choice in enumerate(self._choices) if not choice.finished]
-        for delta in self._take():
-            news[delta.index] = delta
-        for index in open_choices:
-            last = news.get(index) or Delta(index, "", self._choices[index].completion_tokens)
-            news[index] = replace(last, finish=Finish.LENGTH)
-        return list(news.values())
+    def truncate(self) -> list[Delta]:
+        """Return the last deltas of the choices that still run, as if they had reached their length."""
+        unfinished = [index for index, choice in enumerate(self._choices) if not choice.finished]
+        deltas = {delta.index: delta for delta in self._take_pending()}
+        for index in unfinished:
+            last = deltas.get(index) or Delta(index, "", self._choices[index].completion_tokens)
+            deltas[index] = replace(last, finish=Finish.LENGTH)
+        return list(deltas.values())
 
     def cancel(self) -> None:
-        """The reader wants no more of it. A no-op after the end; the site's last count still arrives."""
+        """Give the attempt up. Does nothing after its end; the last count of the site still arrives."""
         if not self.ended.is_set():
             self._on_cancel(self)
 
-    def _take(self) -> list[Delta]:
-        news = []
+    def _take_pending(self) -> list[Delta]:
+        deltas = []
         for choice in self._choices:
             if choice.pending is not None:
-                news.append(choice.pending)
+                deltas.append(choice.pending)
                 choice.pending = None
-        return news
+        return deltas
 
 
 def _merge(first: Delta, then: Delta) -> Delta:

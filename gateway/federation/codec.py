@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from gateway.domain import (
-    Broken,
-    Cause,
+    AttemptFailure,
     Delta,
+    FailureCause,
     Finish,
     IterationCost,
     LoadReport,
@@ -105,21 +105,21 @@ def accepted(message: pb.Accepted) -> Accepted:
     return Accepted(message.prompt_tokens, message.position, message.max_tokens)
 
 
-_CAUSES: Mapping[int, Cause] = MappingProxyType(
+_CAUSES: Mapping[int, FailureCause] = MappingProxyType(
     {
-        pb.Rejected.FULL: Cause.FULL,
-        pb.Rejected.DRAINING: Cause.DRAINING,
-        pb.Rejected.MODEL_UNKNOWN: Cause.UNSUPPORTED,
-        pb.Rejected.UNSUPPORTED: Cause.UNSUPPORTED,
-        pb.Rejected.CONTEXT_LENGTH: Cause.CONTEXT_LENGTH,
-        pb.Rejected.INVALID: Cause.INVALID,
+        pb.Rejected.FULL: FailureCause.FULL,
+        pb.Rejected.DRAINING: FailureCause.DRAINING,
+        pb.Rejected.MODEL_UNKNOWN: FailureCause.UNSUPPORTED,
+        pb.Rejected.UNSUPPORTED: FailureCause.UNSUPPORTED,
+        pb.Rejected.CONTEXT_LENGTH: FailureCause.CONTEXT_LENGTH,
+        pb.Rejected.INVALID: FailureCause.INVALID,
     }
 )
 
 
-def rejected(message: pb.Rejected, site: str) -> Broken:
-    cause = _CAUSES.get(message.reason, Cause.FAILED)
-    return Broken(site, cause, message.message or f"{site} rejected the query", message.param or None)
+def rejected(message: pb.Rejected, site: str) -> AttemptFailure:
+    cause = _CAUSES.get(message.reason, FailureCause.FAILED)
+    return AttemptFailure(site, cause, message.message or f"{site} rejected the query", message.param or None)
 
 
 _FINISHES: Mapping[int, Finish | None] = MappingProxyType(

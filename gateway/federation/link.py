@@ -11,7 +11,16 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from gateway.domain import Broken, Cause, Credit, Decision, Query, Resume, SiteIdentity, SiteState
+from gateway.domain import (
+    AttemptFailure,
+    Credit,
+    Decision,
+    FailureCause,
+    Query,
+    Resume,
+    SiteIdentity,
+    SiteState,
+)
 from gateway.federation import codec
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
@@ -99,7 +108,7 @@ class Link:
             resumable=query.sampling.resumable and self._names_tokens(query.model),
         )
         if self.closing is not None:
-            attempt.fail(Broken(self.name, Cause.LOST, self.closing))
+            attempt.fail(AttemptFailure(self.name, FailureCause.LOST, self.closing))
             return attempt
         deadline_s = max(0.001, query.deadline_s - self._clock())
         message = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
@@ -120,7 +129,10 @@ class Link:
     def forget(self, attempt: LiveAttempt) -> None:
         """Do not wait for its end any longer; what the site may still say of it is dropped."""
         if attempt.id in self._live:
-            self._end(attempt, Broken(self.name, Cause.CANCELLED, "the site did not say that it ended"))
+            self._end(
+                attempt,
+                AttemptFailure(self.name, FailureCause.CANCELLED, "the site did not say that it ended"),
+            )
 
     def move_away(self, served_elsewhere: Container[str], reason: str) -> int:
         """Break what another site can go on with, so that it is decided anew; the rest may finish here."""
@@ -129,7 +141,7 @@ class Link:
         ]
         for attempt in moving:
             self._cancel(attempt)
-            self._end(attempt, Broken(self.name, Cause.DRAINING, reason))
+            self._end(attempt, AttemptFailure(self.name, FailureCause.DRAINING, reason))
         return len(moving)
 
     def ping(self) -> None:
@@ -168,7 +180,9 @@ class Link:
         """The link is gone: whatever lived on it is lost here, and its readers are told."""
         self.closing = reason
         for attempt in list(self._live.values()):
-            self._end(attempt, Broken(self.name, Cause.LOST, f"{self.name} was lost: {reason}"))
+            self._end(
+                attempt, AttemptFailure(self.name, FailureCause.LOST, f"{self.name} was lost: {reason}")
+            )
 
     def _accepted(self, message: pb.Accepted) -> None:
         if attempt := self._live.get(message.attempt_id):
@@ -202,9 +216,14 @@ class Link:
         attempt.count(message.index, message.completion_tokens)
         if message.finish == pb.Delta.FAILED:
             self._cancel(attempt)  # its other choices would run on for nobody
-            self._end(attempt, Broken(self.name, Cause.FAILED, message.error or f"{self.name} failed"))
+            self._end(
+                attempt,
+                AttemptFailure(self.name, FailureCause.FAILED, message.error or f"{self.name} failed"),
+            )
         else:
-            attempt.close_choice(message.index, Broken(self.name, Cause.CANCELLED, "cancelled"))
+            attempt.close_choice(
+                message.index, AttemptFailure(self.name, FailureCause.CANCELLED, "cancelled")
+            )
 
     def _report(self, message: pb.Load) -> None:
         """Messages keep their order, so a report covers every attempt accepted before it."""
@@ -217,10 +236,13 @@ class Link:
 
     def _released(self, message: pb.Released) -> None:
         """The site gave these up for good: each goes to whoever bid for it, or is decided anew."""
-        toward = self._offloading.answered(message.release_id)
+        bidder = self._offloading.answered(message.release_id)
         for attempt_id in message.attempt_ids:
             if attempt := self._live.get(attempt_id):
-                self._end(attempt, Broken(self.name, Cause.RELEASED, "released", toward=toward))
+                self._end(
+                    attempt,
+                    AttemptFailure(self.name, FailureCause.RELEASED, "released", preferred_site=bidder),
+                )
 
     def _pong(self, message: pb.Pong) -> None:
         if sent_s := self._pings.pop(message.nonce, None):
@@ -232,8 +254,8 @@ class Link:
         log.info("site %s takes no more work: %s", self.name, message.reason)
         self._directory.state(self.name, SiteState.DRAINING)
 
-    def _end(self, attempt: LiveAttempt, broken: Broken) -> None:
-        attempt.fail(broken)
+    def _end(self, attempt: LiveAttempt, failure: AttemptFailure) -> None:
+        attempt.fail(failure)
         self._forget(attempt)
 
     def _forget(self, attempt: LiveAttempt) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.domain import Caller
-from gateway.quotas.book import Shown
+from gateway.quotas.ledger import QuotaStatus
 from gateway.quotas.limits import Kind
 
 Header = tuple[bytes, bytes]
-ShownQuota = Callable[[Caller, Kind], Shown | None]
+ShownQuota = Callable[[Caller, Kind], QuotaStatus | None]
 
 _NAMES = ((Kind.REQUESTS, b"requests"), (Kind.TOKENS, b"tokens"))
 RATE_HEADERS = tuple(
@@ -17,7 +17,7 @@ RATE_HEADERS = tuple(
 )
 
 
-def no_quota(caller: Caller, kind: Kind) -> Shown | None:
+def no_quota(caller: Caller, kind: Kind) -> QuotaStatus | None:
     return None
 
 

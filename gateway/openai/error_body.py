@@ -67,7 +67,7 @@ _ERROR_KINDS: dict[type[errors.MicoError], ErrorKind] = {
     errors.NoSite: ErrorKind(503, SERVER_ERROR, "no_site", wait_s=2.0),
     errors.UpstreamFailed: ErrorKind(502, SERVER_ERROR, "upstream_error"),
     errors.UpstreamLost: ErrorKind(502, SERVER_ERROR, "upstream_lost", headers=_REPEATS_PAID_WORK),
-    errors.Ending: ErrorKind(503, SERVER_ERROR, "shutting_down", wait_s=1.0),
+    errors.ShuttingDown: ErrorKind(503, SERVER_ERROR, "shutting_down", wait_s=1.0),
     errors.DeadlinePassed: ErrorKind(504, SERVER_ERROR, "timeout", headers=_REPEATS_PAID_WORK),
 }
 

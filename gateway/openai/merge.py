@@ -8,12 +8,12 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from gateway.domain import Answer, Delta, Opening, Piece, Query, Usage
+from gateway.domain import Answer, AnswerEvent, Delta, Opening, Query, Usage
 
 QUEUE_PIECES = 64
 """Per query; when the reader is slow, a full queue holds back the answers themselves."""
 
-Pieces = AsyncGenerator[Piece, None]
+Pieces = AsyncGenerator[AnswerEvent, None]
 
 
 def answer_all(answer: Answer, queries: Sequence[Query]) -> Pieces:
@@ -23,7 +23,9 @@ def answer_all(answer: Answer, queries: Sequence[Query]) -> Pieces:
 
 async def _answer_concurrently(answer: Answer, queries: Sequence[Query]) -> Pieces:
     """Yield the opening only when every query has one, so that a refusal still decides the HTTP status."""
-    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(QUEUE_PIECES * len(queries))
+    queue: asyncio.Queue[tuple[int, AnswerEvent | Exception | None]] = asyncio.Queue(
+        QUEUE_PIECES * len(queries)
+    )
     pumps = [asyncio.create_task(_pump(answer, query, number, queue)) for number, query in enumerate(queries)]
     try:
         async for piece in _merge(queue, len(queries), queries[0].sampling.n):
@@ -35,7 +37,10 @@ async def _answer_concurrently(answer: Answer, queries: Sequence[Query]) -> Piec
 
 
 async def _pump(
-    answer: Answer, query: Query, number: int, queue: asyncio.Queue[tuple[int, Piece | Exception | None]]
+    answer: Answer,
+    query: Query,
+    number: int,
+    queue: asyncio.Queue[tuple[int, AnswerEvent | Exception | None]],
 ) -> None:
     """Put the pieces of one answer into the queue, then None, or the exception that ended the answer."""
     try:
@@ -48,7 +53,9 @@ async def _pump(
         await queue.put((number, None))
 
 
-async def _merge(queue: asyncio.Queue[tuple[int, Piece | Exception | None]], running: int, n: int) -> Pieces:
+async def _merge(
+    queue: asyncio.Queue[tuple[int, AnswerEvent | Exception | None]], running: int, n: int
+) -> Pieces:
     """Yield one opening, all deltas, then the summed usage.
 
     Deltas that arrive before the last opening wait for it; at most a whole answer waits.

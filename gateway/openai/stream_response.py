@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.domain import Delta, Finish, Opening, Piece, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, Usage
 from gateway.openai.frames import one_line
 from gateway.openai.request import StreamOptions
 from gateway.openai.response_schema import ResponseHead, ResponseSchema, usage_fields
@@ -48,7 +48,7 @@ class ChunkEncoder:
         """Return whether every choice has a finish reason and the usage was encoded."""
         return self._has_usage and not self._unfinished
 
-    def encode(self, piece: Piece) -> bytes:
+    def encode(self, piece: AnswerEvent) -> bytes:
         """Return the frames of one piece, possibly none."""
         if isinstance(piece, Delta):
             return self._encode_delta(piece)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, ToolCall, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, ToolCall, Usage
 from gateway.openai.error_body import incomplete_answer
 from gateway.openai.response_schema import ResponseHead, ResponseSchema, usage_fields
 
@@ -53,7 +53,7 @@ class UnaryResponse:
         )
 
 
-async def collect(pieces: AsyncIterator[Piece], choices: int) -> UnaryResponse:
+async def collect(pieces: AsyncIterator[AnswerEvent], choices: int) -> UnaryResponse:
     """Collect an answer. Raises UpstreamLost if it is incomplete."""
     opening: Opening | None = None
     usage: Usage | None = None

@@ -1,4 +1,4 @@
-"""Who may ask what, before anything is forecast or decided. Pure: what is live is counted by the caller."""
+"""Admission control, before anything is forecast or decided. Pure: the caller counts the live queries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from gateway.errors import Forbidden, ModelNotFound, NoSite, Overloaded
 
 RETRY_AFTER_S = 1.0
 TENANT_PARTS = 4
-"""A tenant may have so many times what is free: alone four fifths of all, so that others always find room
-(Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998).
+"""A tenant may have this many times the places that are free: alone it gets four fifths of all, so that
+others always find room (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet
+switches, 1998).
 """
 
 
@@ -20,20 +21,20 @@ def admit(
     models: Collection[str],
     live: int,
     of_tenant: int = 0,
-    most_live: int,
+    max_live: int,
     has_room: bool,
-    complete: bool = True,
+    fleet_complete: bool = True,
 ) -> None:
     """Raises NoSite, ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
 
-    `live` queries are being answered now, `of_tenant` of them of this tenant, and at most `most_live` may be:
-    memory is bounded, and no tenant fills it alone. `has_room`:
-    whether what the query uses could be recorded; nothing is served that can't be. `complete`: whether every
-    site that an earlier process of this gateway knew has had the time to join again.
+    `live` queries are in progress, `of_tenant` of them of this tenant, and at most `max_live` may be: memory
+    is bounded, and no tenant fills it alone. `has_room`: whether the usage of the query could be recorded;
+    nothing is served that cannot be. `fleet_complete`: whether every site that an earlier process of this
+    gateway knew has had the time to join again.
     """
     if not models:  # a gateway that has just started can't know which models there are
         raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
-    if query.model not in models and not complete:
+    if query.model not in models and not fleet_complete:
         raise NoSite(
             f"no site that serves {query.model[:100]!r} has joined yet; this gateway has just started",
             retry_after_s=RETRY_AFTER_S,
@@ -47,11 +48,11 @@ def admit(
         raise Forbidden(f"this key may not use the model {query.model!r}", param="model")
     if not has_room:
         raise Overloaded("the database is away and the journal of usage is full", retry_after_s=RETRY_AFTER_S)
-    if live >= most_live:
+    if live >= max_live:
         raise Overloaded(
             f"{live} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S
         )
-    if of_tenant > TENANT_PARTS * (most_live - live):
+    if of_tenant > TENANT_PARTS * (max_live - live):
         raise Overloaded(
             f"{of_tenant} queries of {query.caller.tenant} are being answered, and there is little room left",
             retry_after_s=RETRY_AFTER_S,

@@ -1,278 +1,321 @@
-"""The story of one query: admit → forecast → decide → dispatch → relay → settle."""
+"""The core loop of one query: admit → reserve → forecast → decide → dispatch → relay → settle.
+
+Does not speak HTTP (`gateway/http`), and does not know how a site is chosen (`gateway/routing`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from gateway.domain import Decision, Piece, Query
-from gateway.errors import DeadlinePassed, Ending, Forbidden, MicoError
-from gateway.federation.attempt import AttemptBroken, LiveAttempt
+from gateway.domain import AnswerEvent, Decision, Query
+from gateway.errors import DeadlinePassed, Forbidden, MicoError, ShuttingDown
+from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.query.admission import admit
-from gateway.query.context import Gateway
-from gateway.query.state import Story
-from gateway.quotas.book import Full
+from gateway.query.context import QueryContext
+from gateway.quotas.ledger import SliceFull
 from gateway.routing.decide import Placement, decide
 from gateway.routing.demand import Demand
-from gateway.routing.failover import Setback, Try, gave_up, same_weights, tries, ways_on
-from gateway.routing.policies import JOINTLY
-from predictor.forecast import Forecast
+from gateway.routing.failover import FailedTry, Try, final_error, resume_options, same_weights, tries
+from gateway.routing.policies import JOINT_POLICIES
 
 T = TypeVar("T")
 
 
-async def answer(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
-    """Yield Opening, Delta …, Usage; raise a MicoError where that can't go on.
+def answer(context: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
+    """Yield Opening, Delta …, Usage; raise a MicoError where the answer cannot go on.
 
-    Close it to give the query up: its slots are freed, what it used is still recorded. Exactly one outcome is
-    recorded for every query that was admitted or refused here.
+    Close the generator to give the query up: its slots are freed, and what it used is still recorded. Exactly
+    one outcome is recorded for every query, whether it was admitted or refused.
     """
-    story = gateway.tell(query)
-    alarm = asyncio.get_running_loop().call_later(left_s(gateway, story), story.hurry)
-    try:
+    return QueryRun(context, query).run()
+
+
+class Assignment(NamedTuple):
+    """A try that has been decided: where it goes, and what it needs there."""
+
+    planned: Try
+    demand: Demand
+    decision: Decision
+
+
+class QueryRun:
+    """The way of one query through the gateway. `run` calls the other public methods in order."""
+
+    __slots__ = ("context", "query", "state")
+
+    def __init__(self, context: QueryContext, query: Query) -> None:
+        self.context = context
+        self.query = query
+        self.state = context.new_state(query)
+
+    async def run(self) -> AsyncGenerator[AnswerEvent, None]:
+        state = self.state
+        # No `asyncio.timeout()` around all this: it must not span a `yield` of an async generator. It cancels
+        # the task that entered it, and at a `yield` that task runs the consumer's code, not this one: the
+        # consumer would be cancelled in the middle of its own work, and another task may close the generator.
+        # So a timer expires the wait that is in progress, and every later one.
+        deadline = asyncio.get_running_loop().call_later(self._time_left_s(), state.expire)
+        try:
+            self.admit()
+            await self.reserve_prompt()
+            await self.forecast()
+            await self.reserve_answer()
+            plan = tries(self.query.sampling, self.context.max_tries, self.query.preferred_site)
+            planned = await self.batch_assign(next(plan))
+            while not state.answered:
+                assignment = self.decide(planned)
+                attempt = self.dispatch(assignment)
+                try:
+                    async for event in self.relay(attempt):
+                        yield event
+                    state.answered = True
+                except AttemptFailed as failed:
+                    planned = plan.send(FailedTry(failed.failure, state.delivered))
+            yield state.usage
+        except MicoError as error:
+            state.error = error
+            raise
+        except Exception as error:
+            state.error = MicoError(f"the gateway failed unexpectedly: {type(error).__name__}")
+            raise
+        finally:
+            deadline.cancel()
+            self.settle()
+
+    def admit(self) -> None:
+        """Enter the query among the live ones. Raises what `admission.admit` raises."""
+        context, query = self.context, self.query
         admit(
             query,
-            models=gateway.directory.models,
-            live=gateway.live,
-            of_tenant=gateway.live_of(query.caller.tenant),
-            most_live=gateway.most_live,
-            has_room=gateway.has_room(),
-            complete=gateway.complete,
+            models=context.directory.models,
+            live=context.live,
+            of_tenant=context.live_of(query.caller.tenant),
+            max_live=context.max_live,
+            has_room=context.has_room(),
+            fleet_complete=context.fleet_complete,
         )
-        gateway.begin(story)
-        await reserve_prompt(gateway, story)
-        story.foresee(await foreseen(gateway, story))
-        await reserve_answer(gateway, story)
-        plan = tries(query.sampling, gateway.most_tries, query.toward)
-        this = await gather(gateway, story, next(plan))
-        while not story.answered:
-            attempt = dispatch(gateway, story, this)
-            try:
-                async for piece in relay(gateway, story, attempt):
-                    yield piece
-                story.answered = True
-            except AttemptBroken as broken:
-                this = plan.send(Setback(broken.broken, story.delivered))
-        yield story.usage
-    except MicoError as error:
-        story.error = error
-        raise
-    except Exception as error:
-        story.error = MicoError(f"the gateway failed unexpectedly: {type(error).__name__}")
-        raise
-    finally:
-        alarm.cancel()
-        gateway.settle(story)
+        context.register(self.state)
 
+    async def reserve_prompt(self) -> None:
+        """Reserve a place and the prompt's tokens of the caller's quotas. Raises TooMany, before any
+        forecast.
+        """
+        query = self.query
 
-def dispatch(gateway: Gateway, story: Story, this: Try) -> LiveAttempt:
-    """Decide on a site and reserve room there. Raises the error for the client if no site can take it."""
-    query, forecast = story.query, story.forecast
-    assert forecast is not None, "a query is forecast before it is dispatched"
-    began_s = gateway.clock() - query.received_s
-    demand, placed = place(gateway, story, this)
-    if placed.site is None:
-        broken = story.current.broken if story.current else None
-        raise out_of_reach(gateway, query) or gave_up(broken, this.resume, placed.reason)
-    decision = Decision(
-        query_id=query.id,
-        attempt_id=gateway.new_id(),
-        site=placed.site.name,
-        policy=gateway.policy_name,
-        reason=placed.reason,
-        estimates=placed.estimates,
-        excluded=placed.excluded,
-        decided_s=gateway.clock() - query.received_s,
-        began_s=began_s,
-    )
-    link = gateway.federation.links[decision.site]
-    told = gateway.traced(query, decision.attempt_id)
-    attempt = link.assign(told, decision, demand, forecast, resume=this.resume, moves=this.moves)
-    story.begin(attempt)
-    return attempt
+        def open_reservation() -> None:
+            self.state.reservation = self.context.quotas.open(query.caller, query.prompt_tokens_guess)
 
+        await self._reserve(open_reservation)
 
-def place(gateway: Gateway, story: Story, this: Try) -> tuple[Demand, Placement]:
-    """Where it goes, by the first way of going on that a site has."""
-    barred = too_short(gateway, story) | of_other_weights(gateway, story, this)
-    for needs in ways_on(story.query, this.resume):
-        demand = demanded(story, this, needs)
-        placed = decide(
-            demand,
-            gateway.directory.fleet,
-            gateway.policy,
-            now_s=gateway.clock(),
-            turn=next(gateway.turns),
-            avoid=this.avoid,
-            barred=barred,
-            toward=this.toward,
-            because=this.because,
+    async def forecast(self) -> None:
+        """Wait for the forecast of the answer's length. Raises DeadlinePassed and ShuttingDown."""
+        state = self.state
+        state.forecast_future = self.context.forecasts.request(self.query)
+        if state.expired:
+            state.expire()
+        try:
+            state.set_forecast(await state.forecast_future)
+        except TimeoutError as exc:
+            raise self._timeout_error() from exc
+
+    async def reserve_answer(self) -> None:
+        """Reserve the tokens of the answer's 90% quantile. Raises TooMany."""
+        state = self.state
+        assert state.capped_forecast is not None, "a query is forecast before its answer is reserved"
+        tokens = state.capped_forecast.quantile(0.9) * self.query.sampling.n
+        await self._reserve(lambda: self.context.quotas.reserve(state.reservation, tokens))
+
+    async def batch_assign(self, first: Try) -> Try:
+        """Wait a few milliseconds for joint assignment, where a burst finds all sites full."""
+        context = self.context
+        if context.policy_name not in JOINT_POLICIES or first.preferred_site is not None:
+            return first
+        demand = self._demand(first, self.query.needs)
+        if not context.window.should_wait(demand, context.directory.fleet, context.clock()):
+            return first
+        return first._replace(preferred_site=await self._in_time(context.assign_in_window(demand)))
+
+    def decide(self, planned: Try) -> Assignment:
+        """Choose the site of a try. Raises the error for the client if no site can take it."""
+        context, query, state = self.context, self.query, self.state
+        began_s = context.clock() - query.received_s
+        demand, placed = self._place(planned)
+        if placed.site is None:
+            failure = state.current.failure if state.current else None
+            raise self._region_error() or final_error(failure, planned.resume, placed.reason)
+        decision = Decision(
+            query_id=query.id,
+            attempt_id=context.new_id(),
+            site=placed.site.name,
+            policy=context.policy_name,
+            reason=placed.reason,
+            estimates=placed.estimates,
+            excluded=placed.excluded,
+            decided_s=context.clock() - query.received_s,
+            began_s=began_s,
         )
-        if placed.site is not None:
-            break
-    return demand, placed
+        return Assignment(planned, demand, decision)
 
+    def dispatch(self, assignment: Assignment) -> LiveAttempt:
+        """Send the query to the site that was decided on, and count it against the room there."""
+        planned, demand, decision = assignment
+        forecast = self.state.forecast
+        assert forecast is not None, "a query is forecast before it is dispatched"
+        link = self.context.federation.links[decision.site]
+        traced = self.context.trace_query(self.query, decision.attempt_id)
+        attempt = link.assign(traced, decision, demand, forecast, resume=planned.resume, moves=planned.moves)
+        self.state.add_attempt(attempt)
+        return attempt
 
-def out_of_reach(gateway: Gateway, query: Query) -> Forbidden | None:
-    """The error for a key that may use none of the regions where the model is, as far as these are known."""
-    sites = [site.identity for site in gateway.directory.sites if query.model in site.identity.models]
-    allowed, regions = query.caller.regions, {site.region for site in sites}
-    if allowed is None or regions & allowed or not gateway.complete:
-        return None
-    where = ", ".join(sorted(regions))
-    return Forbidden(f"this key may not use the regions of {query.model}: {where}", param="model")
+    async def relay(self, attempt: LiveAttempt) -> AsyncGenerator[AnswerEvent, None]:
+        """Yield the output of the site, coalesced as it came.
 
-
-def demanded(story: Story, this: Try, needs: frozenset[str]) -> Demand:
-    if this.number > 1:
-        return demand_of(story, this, needs)
-    if story.demand is None:
-        story.demand = demand_of(story, this, needs)
-    return story.demand
-
-
-def demand_of(story: Story, this: Try, needs: frozenset[str]) -> Demand:
-    query, expected = story.query, story.expected
-    assert expected is not None, "a query is forecast before it is dispatched"
-    delivered = this.resume.tokens if this.resume else 0
-    prompt_tokens = story.prompt_tokens or query.prompt_tokens_guess
-    return Demand.of(
-        query.model,
-        prompt_tokens,
-        expected,
-        query.sampling,
-        delivered=delivered,
-        lane=query.lane,
-        needs=needs,
-        regions=query.caller.regions,
-    )
-
-
-async def gather(gateway: Gateway, story: Story, first: Try) -> Try:
-    """In a burst onto sites that are all full, wait some milliseconds to be assigned with what else comes."""
-    if gateway.policy_name not in JOINTLY or first.toward is not None:
-        return first
-    demand = demanded(story, first, story.query.needs)
-    if not gateway.window.keeps(demand, gateway.directory.fleet, gateway.clock()):
-        return first
-    return first._replace(toward=await in_time(gateway, story, gateway.gathered(demand)))
-
-
-def too_short(gateway: Gateway, story: Story) -> dict[str, str]:
-    """Sites that would refuse the prompt too, with why: it did not fit a context as long as theirs."""
-    limit_tokens = story.too_short_tokens
-    if not limit_tokens:
-        return {}
-    served = {site.name: site.identity.models.get(story.query.model) for site in gateway.directory.sites}
-    short = [name for name, model in served.items() if model and model.context_tokens <= limit_tokens]
-    return dict.fromkeys(short, "its context is too short")
-
-
-def of_other_weights(gateway: Gateway, story: Story, this: Try) -> dict[str, str]:
-    """Sites that would go on with an answer as another model, with why. It has begun once it was opened: by
-    then the client was told the revision, and a token that shows no text yet is of these weights, too.
-    """
-    begun_at, model = story.begun_at, story.query.model
-    if begun_at is None or this.resume is None:
-        return {}
-    others = [
-        site.name for site in gateway.directory.sites if not same_weights(begun_at, site.identity, model)
-    ]
-    return dict.fromkeys(others, "has other weights than those that began the answer")
-
-
-async def relay(gateway: Gateway, story: Story, attempt: LiveAttempt) -> AsyncGenerator[Piece, None]:
-    """Hand on what the site sends, as coalesced as it comes. Raises AttemptBroken, DeadlinePassed, Ending.
-
-    An answer that has used up the caller's quota ends like one that has reached its length.
-    """
-    room_tokens = 0  # what the answer may have before its reservation is looked at
-    try:
-        while deltas := await attempt.next():
-            if not story.opened:
-                yield story.open(attempt)
-            for delta in deltas:
-                story.take(attempt, delta)
-                yield delta
-            if attempt.completion_tokens <= room_tokens or attempt.ended.is_set():
-                continue
-            if not await covered(gateway, story):
-                for delta in attempt.cut():
-                    story.take(attempt, delta)
+        An answer that has used up the caller's quota ends like one that has reached its length. Raises
+        AttemptFailed, DeadlinePassed and ShuttingDown.
+        """
+        state = self.state
+        covered_tokens = 0  # the answer's length up to which its reservation need not be looked at
+        try:
+            while deltas := await attempt.next():
+                if not state.opened:
+                    yield state.open(attempt)
+                for delta in deltas:
+                    state.record_delta(attempt, delta)
                     yield delta
-                return
-            room_tokens = story.hold.tokens - story.prompt_tokens
-    except TimeoutError as exc:
-        raise too_late(gateway, story) from exc
+                if attempt.completion_tokens <= covered_tokens or attempt.ended.is_set():
+                    continue
+                if not await self._covered():
+                    for delta in attempt.truncate():
+                        state.record_delta(attempt, delta)
+                        yield delta
+                    return
+                covered_tokens = state.reservation.tokens - state.prompt_tokens
+        except TimeoutError as exc:
+            raise self._timeout_error() from exc
 
+    def settle(self) -> None:
+        """End the query: cancel what still runs, record one outcome, and return unused quota."""
+        self.context.settle(self.state)
 
-async def foreseen(gateway: Gateway, story: Story) -> Forecast:
-    """Raises DeadlinePassed and Ending."""
-    story.forecasting = gateway.forecasts.ask(story.query)
-    if story.late:
-        story.hurry()
-    try:
-        return await story.forecasting
-    except TimeoutError as exc:
-        raise too_late(gateway, story) from exc
+    # ---- deciding
 
+    def _place(self, planned: Try) -> tuple[Demand, Placement]:
+        """Decide by the first way of resuming that some site supports."""
+        context = self.context
+        excluded = self._too_short_sites() | self._sites_of_other_weights(planned)
+        for needs in resume_options(self.query, planned.resume):
+            demand = self._demand(planned, needs)
+            placed = decide(
+                demand,
+                context.directory.fleet,
+                context.policy,
+                now_s=context.clock(),
+                turn=next(context.turns),
+                tried=planned.tried,
+                excluded=excluded,
+                preferred_site=planned.preferred_site,
+                preference_reason=planned.preference_reason,
+            )
+            if placed.site is not None:
+                break
+        return demand, placed
 
-async def reserve_prompt(gateway: Gateway, story: Story) -> None:
-    """Hold a place and the prompt's tokens of the caller's quotas. Raises TooMany, before any forecast."""
-    query = story.query
+    def _demand(self, planned: Try, needs: frozenset[str]) -> Demand:
+        """Return the demand of a try; that of the first is worked out once."""
+        query, state = self.query, self.state
+        if planned.number == 1 and state.first_demand is not None:
+            return state.first_demand
+        assert state.capped_forecast is not None, "a query is forecast before it is decided"
+        demand = Demand.of(
+            query.model,
+            state.prompt_tokens or query.prompt_tokens_guess,
+            state.capped_forecast,
+            query.sampling,
+            delivered=planned.resume.tokens if planned.resume else 0,
+            lane=query.lane,
+            needs=needs,
+            regions=query.caller.regions,
+        )
+        if planned.number == 1:
+            state.first_demand = demand
+        return demand
 
-    def reserve() -> None:
-        story.hold = gateway.quotas.open(query.caller, query.prompt_tokens_guess)
+    def _too_short_sites(self) -> dict[str, str]:
+        """Return the sites that would refuse the prompt: it did not fit a context as long as theirs."""
+        limit_tokens = self.state.too_short_context_tokens
+        if not limit_tokens:
+            return {}
+        served = {
+            site.name: site.identity.models.get(self.query.model) for site in self.context.directory.sites
+        }
+        short = [name for name, model in served.items() if model and model.context_tokens <= limit_tokens]
+        return dict.fromkeys(short, "its context is too short")
 
-    await reserved(gateway, story, reserve)
+    def _sites_of_other_weights(self, planned: Try) -> dict[str, str]:
+        """Return the sites that would continue the answer as another model. An answer has begun once it was
+        opened: by then the client has the revision, and a token that shows no text yet is of those weights,
+        too.
+        """
+        opened_by, model = self.state.opened_by, self.query.model
+        if opened_by is None or planned.resume is None:
+            return {}
+        sites = self.context.directory.sites
+        different = [site.name for site in sites if not same_weights(opened_by, site.identity, model)]
+        return dict.fromkeys(different, "has other weights than those that began the answer")
 
+    def _region_error(self) -> Forbidden | None:
+        """Return the error for a key that may use none of the regions where the model is, as far as known."""
+        model, allowed = self.query.model, self.query.caller.regions
+        sites = [site.identity for site in self.context.directory.sites]
+        regions = {identity.region for identity in sites if model in identity.models}
+        if allowed is None or regions & allowed or not self.context.fleet_complete:
+            return None
+        where = ", ".join(sorted(regions))
+        return Forbidden(f"this key may not use the regions of {model}: {where}", param="model")
 
-async def reserve_answer(gateway: Gateway, story: Story) -> None:
-    """Hold the tokens of nine answers in ten of its kind. Raises TooMany."""
-    assert story.expected is not None, "a query is forecast before its answer is reserved"
-    tokens = story.expected.quantile(0.9) * story.query.sampling.n
-    await reserved(gateway, story, lambda: gateway.quotas.reserve(story.hold, tokens))
+    # ---- quotas
 
-
-async def reserved(gateway: Gateway, story: Story, reserve: Callable[[], None]) -> None:
-    """Where only this replica's slice of a quota is full, others are asked for more of it, once."""
-    try:
-        reserve()
-        return
-    except Full as full:
-        if not full.elsewhere:
+    async def _reserve(self, reserve: Callable[[], None]) -> None:
+        """Call `reserve`. Where only this replica's slice of a quota is full, lease more of it and try once
+        more.
+        """
+        try:
+            reserve()
+            return
+        except SliceFull as full:
+            if not full.elsewhere:
+                raise full.refusal from full
+        await self._in_time(self.context.lease_more())
+        try:
+            reserve()
+        except SliceFull as full:
             raise full.refusal from full
-    await in_time(gateway, story, gateway.lease_more())
-    try:
-        reserve()
-    except Full as full:
-        raise full.refusal from full
 
+    async def _covered(self) -> bool:
+        """Return whether the answer may go on: what it has used is reserved, or could be topped up."""
+        quotas, state = self.context.quotas, self.state
+        if quotas.covers(state.reservation, state.used_tokens):
+            return True
+        await self._in_time(self.context.lease_more())
+        return quotas.covers(state.reservation, state.used_tokens)
 
-async def covered(gateway: Gateway, story: Story) -> bool:
-    """Whether the answer may go on: what it has used is reserved, or could be topped up."""
-    if gateway.quotas.covers(story.hold, story.used_tokens):
-        return True
-    await in_time(gateway, story, gateway.lease_more())
-    return gateway.quotas.covers(story.hold, story.used_tokens)
+    # ---- time
 
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        """Raises DeadlinePassed, and ShuttingDown when this process can wait no longer."""
+        try:
+            async with asyncio.timeout(self._time_left_s()) as self.state.wait_timeout:
+                return await work
+        except TimeoutError as exc:
+            raise self._timeout_error() from exc
 
-async def in_time(gateway: Gateway, story: Story, work: Awaitable[T]) -> T:
-    """Raises DeadlinePassed, and Ending when this process can wait no longer."""
-    try:
-        async with asyncio.timeout(left_s(gateway, story)) as story.waiting:
-            return await work
-    except TimeoutError as exc:
-        raise too_late(gateway, story) from exc
+    def _time_left_s(self) -> float:
+        return 0.0 if self.context.shutting_down else self.query.deadline_s - self.context.clock()
 
-
-def left_s(gateway: Gateway, story: Story) -> float:
-    return 0.0 if gateway.ending else story.query.deadline_s - gateway.clock()
-
-
-def too_late(gateway: Gateway, story: Story) -> MicoError:
-    if gateway.ending:
-        return Ending("this gateway is shutting down; send the request again")
-    waited = gateway.clock() - story.query.received_s
-    return DeadlinePassed(f"the answer was not complete after {waited:.0f} s")
+    def _timeout_error(self) -> MicoError:
+        if self.context.shutting_down:
+            return ShuttingDown("this gateway is shutting down; send the request again")
+        waited_s = self.context.clock() - self.query.received_s
+        return DeadlinePassed(f"the answer was not complete after {waited_s:.0f} s")

@@ -1,4 +1,4 @@
-"""The parts that one answer needs, and the set of queries that are being answered."""
+"""The parts that every query shares, and the set of live queries."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.ids import hex_ids
 from gateway.query.forecasting import Forecasts
-from gateway.query.state import Story
-from gateway.quotas.book import Quotas
+from gateway.query.state import QueryState
+from gateway.quotas.ledger import QuotaLedger
 from gateway.routing.candidates import Policy
 from gateway.routing.demand import Demand
 from gateway.routing.policies import POLICIES
-from gateway.routing.window import GATHER_S, Gathered, Window
+from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry
 from gateway.telemetry.logs import note
 
 log = logging.getLogger(__name__)
 
 LAST_COUNT_WITHIN_S = 5.0
-"""How long a cancelled attempt may take to say what it used, before what is known is recorded."""
+"""Time for the site of a cancelled attempt to report its last count; then what is known is recorded."""
 
 
-async def _nobody_to_ask() -> None:
-    """Where there is one replica, or no quota."""
+async def _no_lease() -> None:
+    """The default of `lease_more`: there is one replica, or no quota."""
 
 
 @dataclass(slots=True)
-class Gateway:
-    """`record` must not block; `has_room` says whether it could take more.
+class QueryContext:
+    """`record` must not block; `has_room` returns whether it could take another outcome.
 
-    `stories` is what is being answered now: every count of it is its size. `lease_more` asks other replicas
-    for more of the quotas that are short here, for a bounded time.
+    `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` asks
+    the other replicas for more of the quotas that are short here, for a bounded time. `trace_query` returns
+    the query as the site of an attempt gets it: with the span of that attempt, where there are traces.
     """
 
     directory: Directory
@@ -47,20 +48,19 @@ class Gateway:
     record: Callable[[Outcome], None]
     has_room: Callable[[], bool] = lambda: True
     policy_name: str = "mico"
-    most_live: int = 10_000
-    most_tries: int = 4
+    max_live: int = 10_000
+    max_tries: int = 4
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
-    stories: dict[str, Story] = field(default_factory=dict)
+    live_queries: dict[str, QueryState] = field(default_factory=dict)
     turns: itertools.count[int] = field(default_factory=itertools.count)
-    window: Window = field(default_factory=Window)
-    quotas: Quotas = field(default_factory=Quotas)
-    lease_more: Callable[[], Awaitable[None]] = _nobody_to_ask
-    complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
-    ending: bool = False
+    window: AssignmentWindow = field(default_factory=AssignmentWindow)
+    quotas: QuotaLedger = field(default_factory=QuotaLedger)
+    lease_more: Callable[[], Awaitable[None]] = _no_lease
+    fleet_complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
+    shutting_down: bool = False
     new_id: Callable[[], str] = field(default_factory=hex_ids)
-    traced: Callable[[Query, str], Query] = lambda query, _: query
-    """The query as an attempt's site is told of it: with the span of that attempt, where there are traces."""
+    trace_query: Callable[[Query, str], Query] = lambda query, _: query
     _settling: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _of_tenants: dict[str, set[str]] = field(default_factory=dict, init=False)
 
@@ -70,88 +70,89 @@ class Gateway:
 
     @property
     def live(self) -> int:
-        return len(self.stories)
+        return len(self.live_queries)
 
     def live_of(self, tenant: str) -> int:
         return len(self._of_tenants.get(tenant, ()))
 
-    async def gathered(self, demand: Demand) -> str | None:
-        """The site that the demand is assigned to with others, when its window closes."""
+    async def assign_in_window(self, demand: Demand) -> str | None:
+        """Wait until the window closes; return the site that joint assignment chose, None to decide alone."""
         loop = asyncio.get_running_loop()
         site: asyncio.Future[str | None] = loop.create_future()
 
         def place(name: str | None) -> None:
-            if not site.done():  # nobody waits for it any more
+            if not site.done():  # the query may have given up
                 site.set_result(name)
 
-        if self.window.add(Gathered(demand, place)):
-            loop.call_later(GATHER_S, lambda: self.window.close(self.directory.fleet, self.clock()))
+        if self.window.add(WindowEntry(demand, place)):
+            loop.call_later(WINDOW_S, lambda: self.window.close(self.directory.fleet, self.clock()))
         return await site
 
-    def tell(self, query: Query) -> Story:
-        return Story(query, self.clock, self.wall_clock())
+    def new_state(self, query: Query) -> QueryState:
+        return QueryState(query, self.clock, self.wall_clock())
 
     @property
-    def complete(self) -> bool:
-        return self.clock() >= self.complete_s
+    def fleet_complete(self) -> bool:
+        """Return whether every site that an earlier process knew has had the time to join again."""
+        return self.clock() >= self.fleet_complete_s
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         """Wait for no answer any longer: each query ends now with an error that its client can read."""
-        self.ending = True
-        for story in self.stories.values():
-            story.hurry()
+        self.shutting_down = True
+        for state in self.live_queries.values():
+            state.expire()
 
-    def begin(self, story: Story) -> None:
-        """It was admitted, and is one of those that are answered now until it settles."""
-        query = story.query
-        self.stories[query.id] = story
+    def register(self, state: QueryState) -> None:
+        """Count an admitted query as live until it settles."""
+        query = state.query
+        self.live_queries[query.id] = state
         self._of_tenants.setdefault(query.caller.tenant, set()).add(query.id)
 
-    def settle(self, story: Story) -> None:
+    def settle(self, state: QueryState) -> None:
         """End the query: nothing of it runs on, and its outcome is recorded once its last count is known."""
-        story.end()
-        self._leave(story.query)
-        attempt = story.current
+        state.end()
+        self._unregister(state.query)
+        attempt = state.current
         if attempt is None or attempt.ended.is_set():
-            self._record(story)
+            self._record(state)
             return
         attempt.cancel()
-        task = asyncio.create_task(self._record_when_ended(story, attempt), name=f"settle {story.query.id}")
+        task = asyncio.create_task(self._record_when_ended(state, attempt), name=f"settle {state.query.id}")
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _leave(self, query: Query) -> None:
+    def _unregister(self, query: Query) -> None:
         tenant = query.caller.tenant
-        if self.stories.pop(query.id, None) is not None:
+        if self.live_queries.pop(query.id, None) is not None:
             self._of_tenants[tenant].discard(query.id)
             if not self._of_tenants[tenant]:
                 del self._of_tenants[tenant]
 
-    async def settled(self) -> None:
+    async def wait_settled(self) -> None:
         """Wait until every query that ended is recorded."""
         while self._settling:
             await asyncio.gather(*self._settling)
 
-    async def _record_when_ended(self, story: Story, attempt: LiveAttempt) -> None:
+    async def _record_when_ended(self, state: QueryState, attempt: LiveAttempt) -> None:
         try:
             await asyncio.wait_for(attempt.ended.wait(), LAST_COUNT_WITHIN_S)
         except TimeoutError:
             log.warning("site %s did not say that attempt %s ended", attempt.site.name, attempt.id)
             if link := self.federation.links.get(attempt.site.name):
                 link.forget(attempt)
-        self._record(story)
+        self._record(state)
 
-    def _record(self, story: Story) -> None:
-        outcome = story.outcome()
+    def _record(self, state: QueryState) -> None:
+        outcome = state.outcome()
         tokens = outcome.prompt_tokens + outcome.completion_tokens
-        self.quotas.settle(story.hold, tokens, refused=outcome.status is Status.REFUSED)
+        self.quotas.settle(state.reservation, tokens, refused=outcome.status is Status.REFUSED)
         self.record(outcome)
         if log.isEnabledFor(logging.INFO):
-            say(outcome)
+            log_outcome(outcome)
 
 
-def say(outcome: Outcome) -> None:
-    """In the line of its request, or in one of its own where that is written or there is none."""
+def log_outcome(outcome: Outcome) -> None:
+    """Log in the line of the request, or in a line of its own if that is missing or already written."""
     fields: dict[str, object] = {
         "outcome": outcome.status.value,
         "model": outcome.model,

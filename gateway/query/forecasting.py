@@ -110,7 +110,7 @@ class Forecasts(Collector):
     def name(self) -> str:
         return self._forecaster.name
 
-    def ask(self, query: Query) -> asyncio.Future[Forecast]:
+    def request(self, query: Query) -> asyncio.Future[Forecast]:
         """Who does not wait for it any longer may give it an end of another kind."""
         wanted = _wanted(query)
         self._asked[query.id] = Asked(wanted.features, query.sampling.max_tokens or inf)

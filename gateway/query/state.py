@@ -1,4 +1,4 @@
-"""What has happened to one query so far, and the record it leaves. Does no I/O."""
+"""The state of one query, and the outcome it leaves. Does no I/O."""
 
 from __future__ import annotations
 
@@ -6,32 +6,43 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from gateway.domain import Attempt, Cause, Delta, Opening, Outcome, Query, Resume, SiteIdentity, Status, Usage
+from gateway.domain import (
+    Attempt,
+    Delta,
+    FailureCause,
+    Opening,
+    Outcome,
+    Query,
+    Resume,
+    SiteIdentity,
+    Status,
+    Usage,
+)
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.federation.attempt import LiveAttempt
-from gateway.quotas.book import Hold
+from gateway.quotas.ledger import Reservation
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
 
 
-class Story:
-    """`now` is the monotonic clock; `received_at` is unix time, for the record only."""
+class QueryState:
+    """`clock` is monotonic; `received_at` is unix time, for the record only."""
 
-    def __init__(self, query: Query, now: Callable[[], float], received_at: float) -> None:
+    def __init__(self, query: Query, clock: Callable[[], float], received_at: float) -> None:
         self.query = query
         self.forecast: Forecast | None = None
-        self.expected: Forecast | None = None  # the same, capped by what the client allows
-        self.demand: Demand | None = None  # of the first try
-        self.begun_at: SiteIdentity | None = None  # who sent the first token
+        self.capped_forecast: Forecast | None = None  # by the max_tokens of the client
+        self.first_demand: Demand | None = None  # of the first try
+        self.opened_by: SiteIdentity | None = None  # the site that sent the first token
         self.error: MicoError | None = None
         self.answered = False
         self.ended_s: float | None = None
-        self.hold = Hold()
-        self.late = False  # its time is up
-        self.forecasting: asyncio.Future[Forecast] | None = None
-        self.waiting: asyncio.Timeout | None = None  # what else it waited for last, and may wait for still
+        self.reservation = Reservation()
+        self.expired = False  # its deadline has passed, or the process shuts down
+        self.forecast_future: asyncio.Future[Forecast] | None = None
+        self.wait_timeout: asyncio.Timeout | None = None  # of the last other wait, which may be over
         self._resumable = query.sampling.resumable
-        self._now = now
+        self._clock = clock
         self._received_at = received_at
         self._attempts: list[LiveAttempt] = []
         self._first_token_s: dict[str, float] = {}
@@ -53,7 +64,7 @@ class Story:
 
     @property
     def prompt_tokens(self) -> int:
-        """As the last site counted them; 0 before any site has."""
+        """Return the count of the last site; 0 before any site has counted."""
         for attempt in reversed(self._attempts):
             if attempt.accepted is not None:
                 return attempt.accepted.prompt_tokens
@@ -61,9 +72,10 @@ class Story:
 
     @property
     def completion_tokens(self) -> int:
-        """As the sites counted them. A resumed attempt counts what it was given, so the largest is all.
+        """Return the count of the sites. A resumed attempt counts what it was given, so the largest is the
+        total.
 
-        Once there is an answer it is the last attempt's: what another lost before delivery is not in it.
+        A complete answer has the last attempt's count: it lacks what another attempt lost before delivery.
         """
         if self._attempts and (self.answered or len(self._attempts) == 1):
             return self._attempts[-1].completion_tokens
@@ -75,32 +87,32 @@ class Story:
 
     @property
     def delivered(self) -> Resume | None:
-        """What the client has by now; None before the first token."""
+        """Return the part of the answer that the client has; None before the first token."""
         if not self.opened:
             return None
         ids = tuple(self._token_ids) if len(self._token_ids) == self._tokens else ()
         return Resume(ids, "".join(self._text), self._tokens, self._calls, self._argument_chars)
 
     @property
-    def too_short_tokens(self) -> int:
-        """The longest context that a site found too short for the prompt; 0 if none did."""
-        tried = [a for a in self._attempts if a.broken and a.broken.cause is Cause.CONTEXT_LENGTH]
-        return max((a.site.models[self.query.model].context_tokens for a in tried), default=0)
+    def too_short_context_tokens(self) -> int:
+        """Return the longest context that a site found too short for the prompt; 0 if none did."""
+        refused = [a for a in self._attempts if a.failure and a.failure.cause is FailureCause.CONTEXT_LENGTH]
+        return max((a.site.models[self.query.model].context_tokens for a in refused), default=0)
 
     @property
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.completion_tokens)
 
-    def begin(self, attempt: LiveAttempt) -> None:
+    def add_attempt(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)
-        if self.late:
-            attempt.hurry()
+        if self.expired:
+            attempt.expire()
         if self._queue_s is None:
-            self._queue_s = self._now() - self.query.received_s
+            self._queue_s = self._clock() - self.query.received_s
 
     def open(self, attempt: LiveAttempt) -> Opening:
-        """The first token of the first attempt that brings one."""
-        self.begun_at = attempt.site
+        """Record the first token of the first attempt that brings one."""
+        self.opened_by = attempt.site
         return Opening(
             site=attempt.site.name,
             cloud=attempt.site.cloud,
@@ -111,31 +123,31 @@ class Story:
             fingerprint=attempt.site.models[self.query.model].revision,
         )
 
-    def foresee(self, forecast: Forecast) -> None:
+    def set_forecast(self, forecast: Forecast) -> None:
         self.forecast = forecast
-        most = self.query.sampling.max_tokens
-        self.expected = forecast if most is None else forecast.capped(most)
-        self._forecast_s = self._now() - self.query.received_s
+        max_tokens = self.query.sampling.max_tokens
+        self.capped_forecast = forecast if max_tokens is None else forecast.capped(max_tokens)
+        self._forecast_s = self._clock() - self.query.received_s
 
-    def hurry(self) -> None:
-        """What it waits for is late from now on."""
-        self.late = True
+    def expire(self) -> None:
+        """End the wait in progress with TimeoutError, and every later one at once."""
+        self.expired = True
         if self.current is not None:
-            self.current.hurry()
-        if self.forecasting is not None and not self.forecasting.done():
-            self.forecasting.set_exception(TimeoutError())
-        if self.waiting is not None:
-            with suppress(RuntimeError):  # it does not wait
-                self.waiting.reschedule(0.0)
+            self.current.expire()
+        if self.forecast_future is not None and not self.forecast_future.done():
+            self.forecast_future.set_exception(TimeoutError())
+        if self.wait_timeout is not None:
+            with suppress(RuntimeError):  # that wait is over
+                self.wait_timeout.reschedule(0.0)
 
     def end(self) -> None:
-        """Nothing more goes to the client; counts may still arrive."""
-        self.ended_s = self._now()
+        """Mark the end for the client; counts of the site may still arrive."""
+        self.ended_s = self._clock()
 
-    def take(self, attempt: LiveAttempt, delta: Delta) -> None:
-        """Note what is about to be handed to the client."""
+    def record_delta(self, attempt: LiveAttempt, delta: Delta) -> None:
+        """Record a delta that is about to go to the client."""
         if attempt.id not in self._first_token_s:
-            self._first_token_s[attempt.id] = self._now() - self.query.received_s
+            self._first_token_s[attempt.id] = self._clock() - self.query.received_s
         if not self._resumable:
             return
         self._token_ids.extend(delta.token_ids)
@@ -159,11 +171,11 @@ class Story:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             forecast=self.forecast,
-            attempts=tuple(map(self._ended, self._attempts)),
+            attempts=tuple(map(self._attempt_record, self._attempts)),
             received_at=self._received_at,
             queue_s=self._queue_s,
             first_token_s=min(self._first_token_s.values(), default=None),
-            total_s=(self._now() if self.ended_s is None else self.ended_s) - query.received_s,
+            total_s=(self._clock() if self.ended_s is None else self.ended_s) - query.received_s,
             forecast_s=self._forecast_s,
             traceparent=query.traceparent,
             mistaken=isinstance(self.error, ClientMistake),
@@ -177,10 +189,10 @@ class Story:
         before_any_site = not self._attempts or isinstance(self.error, ClientMistake | Overloaded)
         return Status.REFUSED if before_any_site else Status.FAILED
 
-    def _ended(self, attempt: LiveAttempt) -> Attempt:
+    def _attempt_record(self, attempt: LiveAttempt) -> Attempt:
         return Attempt(
             decision=attempt.decision,
-            ended=attempt.broken.cause.value if attempt.broken else "finished",
+            ended=attempt.failure.cause.value if attempt.failure else "finished",
             prompt_tokens=attempt.accepted.prompt_tokens if attempt.accepted else 0,
             completion_tokens=attempt.completion_tokens,
             first_token_s=self._first_token_s.get(attempt.id),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, Protocol
 
-from gateway.quotas.book import Quotas
+from gateway.quotas.ledger import QuotaLedger
 from gateway.quotas.limits import Claim, LimitId, WhenAway
 from gateway.store.errors import StoreUnavailable
 from gateway.store.slices import Left, NameTaken, Round
@@ -46,7 +46,7 @@ class Leases:
     def __init__(
         self, slices: Slices, when_away: WhenAway, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.quotas = Quotas(lapse=self._lapsed)
+        self.quotas = QuotaLedger(lapsed=self._lapsed)
         self._slices = slices
         self._when_away = when_away
         self._clock = clock
@@ -59,9 +59,9 @@ class Leases:
     async def start(self, *, background: bool = True) -> None:
         """Raises StoreUnavailable."""
         left = await self._slices.join()
-        self.quotas.learn(await self._slices.limits())
+        self.quotas.set_limits(await self._slices.limits())
         for each in left:
-            self.quotas.take_over(*each)
+            self.quotas.restore(*each)
         await self.renew()
         if background:
             self._task = asyncio.create_task(self._renew_for_ever())
@@ -102,14 +102,14 @@ class Leases:
 
     async def _renew_once(self) -> None:
         began_s = self._clock()
-        done = await self._slices.round(list(self.quotas.restless()), self.quotas.claim)
+        done = await self._slices.round(list(self.quotas.unsettled()), self.quotas.claim)
         self._renewed_s = began_s
         self.quotas.replicas = done.replicas
-        surplus = [self.quotas.granted(*each) for each in done.grants]
+        surplus = [self.quotas.apply_grant(*each) for each in done.grants]
         if any(surplus) and done.replicas > 1:  # nobody waits for what the only replica gives back
             self._wanted.set()
         if done.limits is not None:
-            self.quotas.learn(done.limits)
+            self.quotas.set_limits(done.limits)
             await self._renew_once()  # settle what is new
 
     async def _renew_for_ever(self) -> None:

@@ -11,18 +11,18 @@ import numpy as np
 from gateway.domain import Estimate, Site
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
-from gateway.routing.estimate import estimates, sizes, told
+from gateway.routing.estimate import estimate_at, estimates, sizes
 from gateway.routing.filters import may, why_not
 from gateway.routing.fleet import Fleet
 
-MOST_TOLD = 16
-"""Estimates kept with a decision: of so many sites at most, the cheapest, or the first to finish."""
-MOST_EXCLUDED_TOLD = 64
-NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+MAX_ESTIMATES = 16
+"""Number of sites whose estimates are kept with a decision: the cheapest, or the first to finish."""
+MAX_EXCLUSIONS = 64
+NO_EXCLUSIONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Placement(NamedTuple):
-    """Where a demand goes. `site` is None if every site was excluded; then `reason` says why."""
+    """The chosen site and the reason. `site` is None if every site was excluded; then `reason` says why."""
 
     site: Site | None
     reason: str
@@ -37,55 +37,63 @@ def decide(
     *,
     now_s: float,
     turn: int,
-    avoid: Collection[str] = (),
-    barred: Mapping[str, str] = NOTHING,
-    toward: str | None = None,
-    because: str = "",
-    tell: bool = True,
+    tried: Collection[str] = (),
+    excluded: Mapping[str, str] = NO_EXCLUSIONS,
+    preferred_site: str | None = None,
+    preference_reason: str = "",
+    keep_estimates: bool = True,
 ) -> Placement:
-    """`avoid`: sites that failed before; `barred`: others that can't, with why. `toward`: the site to take if
-    it still can, and `because` is why. `tell`: keep what speaks for it.
+    """Choose the site for one demand.
+
+    `tried`: the sites that failed this query before. `excluded`: further sites to leave out, each with the
+    reason. `preferred_site` is taken if it can serve the demand; `preference_reason` then explains the
+    choice. `keep_estimates`: keep the estimates that speak for the choice.
     """
     at = fleet.figures
     candidates = Candidates(
         sites=fleet.sites,
-        may=may(demand, fleet, at, now_s, [*avoid, *barred] if barred else avoid),
+        may=may(demand, fleet, at, now_s, [*tried, *excluded] if excluded else tried),
         at=at,
         estimates=estimates(sizes(demand), at, fleet.remaining),
         now_s=now_s,
     )
-    excluded = _excluded(demand, candidates, now_s, avoid, barred)
+    reasons = _exclusion_reasons(demand, candidates, now_s, tried, excluded)
     if not np.count_nonzero(candidates.may):
-        return Placement(None, "no site can serve it: " + _list(excluded), (), excluded)
-    wanted = fleet.place(toward) if toward is not None else None
-    if wanted is not None and candidates.may[wanted]:
-        choice = Choice(wanted, because)
+        return Placement(None, "no site can serve it: " + _joined(reasons), (), reasons)
+    preferred = fleet.place(preferred_site) if preferred_site is not None else None
+    if preferred is not None and candidates.may[preferred]:
+        choice = Choice(preferred, preference_reason)
     else:
         choice = policy(demand, candidates, turn)
-    kept = _told(demand, candidates, choice, now_s) if tell else ()
-    return Placement(fleet.sites[choice.place], choice.reason, kept, excluded)
+    estimated = _best_estimates(demand, candidates, choice, now_s) if keep_estimates else ()
+    return Placement(fleet.sites[choice.place], choice.reason, estimated, reasons)
 
 
-def _told(demand: Demand, candidates: Candidates, choice: Choice, now_s: float) -> tuple[Estimate, ...]:
+def _best_estimates(
+    demand: Demand, candidates: Candidates, choice: Choice, now_s: float
+) -> tuple[Estimate, ...]:
     places, found, cost = candidates.places, candidates.estimates, choice.cost
-    if len(places) > MOST_TOLD:
+    if len(places) > MAX_ESTIMATES:
         by = (found.finish_s if cost is None else cost)[places]
-        best = places[np.argpartition(by, MOST_TOLD - 1)[: MOST_TOLD - 1]]
+        best = places[np.argpartition(by, MAX_ESTIMATES - 1)[: MAX_ESTIMATES - 1]]
         places = np.union1d(best, [choice.place])
     sites = candidates.sites
-    return tuple(told(sites[place], found, place, demand, now_s, cost=cost) for place in places.tolist())
+    return tuple(
+        estimate_at(sites[place], found, place, demand, now_s, cost=cost) for place in places.tolist()
+    )
 
 
-def _excluded(
-    demand: Demand, candidates: Candidates, now_s: float, avoid: Collection[str], barred: Mapping[str, str]
+def _exclusion_reasons(
+    demand: Demand, candidates: Candidates, now_s: float, tried: Collection[str], excluded: Mapping[str, str]
 ) -> dict[str, str]:
     if np.count_nonzero(candidates.may) == len(candidates.may):
         return {}
-    out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MOST_EXCLUDED_TOLD]]
+    out = [candidates.sites[place] for place in np.flatnonzero(~candidates.may)[:MAX_EXCLUSIONS]]
     return {
-        site.name: barred.get(site.name) or why_not(demand, site, now_s, avoid) or "excluded" for site in out
+        site.name: excluded.get(site.name) or why_not(demand, site, now_s, tried) or "excluded"
+        for site in out
     }
 
 
-def _list(excluded: dict[str, str]) -> str:
-    return "; ".join(f"{site}: {reason}" for site, reason in sorted(excluded.items())) or "no site has joined"
+def _joined(reasons: dict[str, str]) -> str:
+    return "; ".join(f"{site}: {reason}" for site, reason in sorted(reasons.items())) or "no site has joined"

@@ -81,19 +81,19 @@ def _order(size: Sizes) -> Numbers:
 
 
 def estimate(demand: Demand, site: Site, now_s: float) -> Estimate:
-    """For one site."""
+    """Return the estimate for one site."""
     fleet = Fleet.of([site])
-    return told(site, estimates(sizes(demand), fleet.figures, fleet.remaining), 0, demand, now_s)
+    return estimate_at(site, estimates(sizes(demand), fleet.figures, fleet.remaining), 0, demand, now_s)
 
 
 def sizes(demand: Demand) -> Sizes:
     return Sizes(demand.prompt_tokens, demand.response_tokens, demand.kv_tokens)
 
 
-def told(
+def estimate_at(
     site: Site, found: Estimates, place: int, demand: Demand, now_s: float, *, cost: Numbers | None = None
 ) -> Estimate:
-    """One of the estimates, as it is kept with a decision."""
+    """Return the estimate of one site, as it is kept with a decision."""
     return Estimate(
         site=site.name,
         wait_s=float(found.wait_s[place]),

@@ -1,11 +1,11 @@
-"""Which attempt comes next, as a generator that yields tries and is told how each broke."""
+"""Retry and failover, as a generator that yields the next try and receives how the last one failed."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from typing import Final, NamedTuple
 
-from gateway.domain import Broken, Cause, Query, Resume, Sampling, SiteIdentity
+from gateway.domain import AttemptFailure, FailureCause, Query, Resume, Sampling, SiteIdentity
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -17,80 +17,86 @@ from gateway.errors import (
 )
 from gateway.prompt import Chat
 
-MOST_MOVES = 3
-"""A query changes its site at most so often: no ping-pong, whatever the estimates say."""
+MAX_MOVES = 3
+"""Limit on how often a query changes its site: no ping-pong, whatever the estimates say."""
 RETRY_AFTER_S = 1.0
 NATIVE: Final = "native"
-"""The engine that is our own, and names its weights by their revision."""
+"""The engine of this project, which names its weights by their revision."""
 
 
 class Try(NamedTuple):
-    """`avoid`: sites not to be used again. `resume`: what the client has, None before the first token.
+    """The next try. `tried`: sites not to be used again. `resume`: the answer that the client has so far,
+    None before the first token.
 
-    `toward`: the site that bid for the query, which then moves there for the `moves`-th time; of the first
-    try, the site that it was assigned to with others.
+    `preferred_site`: the site that bid for the query, which then moves there as move number `moves`; for the
+    first try, the site that joint assignment chose.
     """
 
     number: int
-    avoid: frozenset[str] = frozenset()
+    tried: frozenset[str] = frozenset()
     resume: Resume | None = None
-    toward: str | None = None
+    preferred_site: str | None = None
     moves: int = 0
 
     @property
-    def because(self) -> str:
-        """Why `toward`, in an operator's words."""
+    def preference_reason(self) -> str:
+        """Return the reason for `preferred_site`, in words for operators."""
         if self.moves:
-            return f"offloaded: {self.toward} was idle and bid for it"
+            return f"offloaded: {self.preferred_site} was idle and bid for it"
         return "assigned jointly: with what else of its batch or burst starts now"
 
 
-class Setback(NamedTuple):
-    """How a try ended: the break, and what the client has been given of the answer by now."""
+class FailedTry(NamedTuple):
+    """A try that failed, and the part of the answer that the client has by now."""
 
-    broken: Broken
+    failure: AttemptFailure
     delivered: Resume | None
 
 
-def tries(sampling: Sampling, most: int, toward: str | None = None) -> Generator[Try, Setback, None]:
-    """Until `most` tries have failed, never the same site twice. Raises the error for the client in the end.
+def tries(
+    sampling: Sampling, max_tries: int, preferred_site: str | None = None
+) -> Generator[Try, FailedTry, None]:
+    """Yield tries until `max_tries` have failed, never the same site twice; then raise the error for the
+    client.
 
-    To be released by a site is no failure: the query goes on to the site that bid for it. Nobody asks for
-    more than `MOST_MOVES` releases, so a site that gives up more than those has failed.
+    A release by a site is no failure: the query moves to the site that bid for it. Gateways ask for at most
+    `MAX_MOVES` releases, so a site that releases more often has failed.
     """
-    this, failures = Try(1, toward=toward), 0
+    current, failures = Try(1, preferred_site=preferred_site), 0
     while True:
-        broken, resume = yield this
-        _check(broken, resume, sampling)
-        if broken.cause is Cause.RELEASED and this.moves < MOST_MOVES:
-            this = Try(this.number + 1, this.avoid, resume, broken.toward, this.moves + 1)
+        failure, resume = yield current
+        _check(failure, resume, sampling)
+        if failure.cause is FailureCause.RELEASED and current.moves < MAX_MOVES:
+            current = Try(
+                current.number + 1, current.tried, resume, failure.preferred_site, current.moves + 1
+            )
             continue
         failures += 1
-        if failures >= most:
-            raise gave_up(broken, resume)
-        this = Try(this.number + 1, this.avoid | {broken.site}, resume, moves=this.moves)
+        if failures >= max_tries:
+            raise final_error(failure, resume)
+        current = Try(current.number + 1, current.tried | {failure.site}, resume, moves=current.moves)
 
 
-def _check(broken: Broken, resume: Resume | None, sampling: Sampling) -> None:
-    """Raise what no other site could better."""
-    if broken.cause is Cause.INVALID and resume is None:  # else another site took it as it was
-        raise BadRequest(broken.message, param=broken.param)
+def _check(failure: AttemptFailure, resume: Resume | None, sampling: Sampling) -> None:
+    """Raise the errors that no other site could avoid."""
+    if failure.cause is FailureCause.INVALID and resume is None:  # else another site took it as it was
+        raise BadRequest(failure.message, param=failure.param)
     if resume is not None and not sampling.resumable:
-        raise UpstreamLost(f"{broken.message}; with n > 1, logprobs or echo an answer can't go on elsewhere")
+        raise UpstreamLost(f"{failure.message}; with n > 1, logprobs or echo an answer can't go on elsewhere")
     if resume is not None and resume.has_output and not resume.token_ids:
-        _check_text(broken, resume, sampling)
+        _check_text(failure, resume, sampling)
 
 
-def _check_text(broken: Broken, resume: Resume, sampling: Sampling) -> None:
-    """Raise where text alone is not enough to go on from."""
+def _check_text(failure: AttemptFailure, resume: Resume, sampling: Sampling) -> None:
+    """Raise where text alone is not enough to resume from."""
     what = "a call of a function had begun" if resume.tool_calls else ""
     what = what or ("an answer drawn from a seed" if _is_drawn_from_seed(sampling) else "")
     if what:
-        raise UpstreamLost(f"{broken.message}; {what}, and no site named the tokens to go on from")
+        raise UpstreamLost(f"{failure.message}; {what}, and no site named the tokens to go on from")
 
 
-def ways_on(query: Query, resume: Resume | None) -> tuple[frozenset[str], ...]:
-    """The features that a site needs to go on, the exact way first: after the tokens, then after the text."""
+def resume_options(query: Query, resume: Resume | None) -> tuple[frozenset[str], ...]:
+    """Return the features needed to resume, the exact way first: after the tokens, then after the text."""
     if resume is None or not resume.has_output:
         return (query.needs,)
     ways = []
@@ -102,8 +108,8 @@ def ways_on(query: Query, resume: Resume | None) -> tuple[frozenset[str], ...]:
 
 
 def same_weights(one: SiteIdentity, other: SiteIdentity, model: str) -> bool:
-    """Whether one may finish what the other has begun. Of a server nobody knows which weights it has: its
-    operator answers for them.
+    """Return whether one site may finish an answer that the other has begun. The weights of a server that is
+    not native are unknown: its operator answers for them.
     """
     here, there = one.models.get(model), other.models.get(model)
     if here is None or there is None or not one.engine == other.engine == NATIVE:
@@ -112,29 +118,33 @@ def same_weights(one: SiteIdentity, other: SiteIdentity, model: str) -> bool:
 
 
 def _is_drawn_from_seed(sampling: Sampling) -> bool:
-    """Whether the answer is to be the same each time, so that only its exact tokens are its beginning."""
+    """Return whether the answer must be the same each time, so that only its exact tokens can be resumed."""
     greedy = sampling.temperature <= 0 or sampling.top_p <= 0 or sampling.top_k == 1
     return sampling.seed is not None and not greedy
 
 
 def _after_text(query: Query) -> set[str]:
-    """Only a site that has the tokenizer puts text behind token ids, or reads it as what it is to follow."""
+    """Return the features needed to resume after text: only a site with the tokenizer can append text to
+    token ids, or parse it against the tools or the schema.
+    """
     kind = "resume_chat" if isinstance(query.prompt, Chat) else "resume_text"
     exact = isinstance(query.prompt, tuple) or query.needs & {"tools", "guided"}
     return {kind, "resume"} if exact else {kind}
 
 
-def gave_up(broken: Broken | None, resume: Resume | None, reason: str = "") -> MicoError:
-    """The error for a query that no site takes: `broken` is how the last try ended, if there was one."""
-    if resume is not None and broken is not None:
+def final_error(failure: AttemptFailure | None, resume: Resume | None, reason: str = "") -> MicoError:
+    """Return the error for a query that no site takes. `failure` is how the last try failed, if there was
+    one.
+    """
+    if resume is not None and failure is not None:
         because = f" ({reason})" if reason else ""
-        return UpstreamLost(f"{broken.message}, and no other site could go on{because}")
-    if broken is not None and broken.cause is Cause.CONTEXT_LENGTH:
-        return ContextTooLong(broken.message, param=broken.param)
-    if broken is None:
+        return UpstreamLost(f"{failure.message}, and no other site could go on{because}")
+    if failure is not None and failure.cause is FailureCause.CONTEXT_LENGTH:
+        return ContextTooLong(failure.message, param=failure.param)
+    if failure is None:
         return NoSite(reason, retry_after_s=RETRY_AFTER_S)
-    if broken.cause in (Cause.FULL, Cause.DRAINING):
-        return Overloaded(f"every site is full: {broken.message}", retry_after_s=RETRY_AFTER_S)
-    if broken.cause is Cause.UNSUPPORTED:
-        return BadRequest(broken.message, param=broken.param)
-    return UpstreamFailed(f"{broken.message}, and no other site could take over")
+    if failure.cause in (FailureCause.FULL, FailureCause.DRAINING):
+        return Overloaded(f"every site is full: {failure.message}", retry_after_s=RETRY_AFTER_S)
+    if failure.cause is FailureCause.UNSUPPORTED:
+        return BadRequest(failure.message, param=failure.param)
+    return UpstreamFailed(f"{failure.message}, and no other site could take over")

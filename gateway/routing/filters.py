@@ -1,4 +1,4 @@
-"""Which sites may serve a demand at all, and the reason why another may not."""
+"""Select the sites that can serve a demand, and explain why another cannot."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ STALE_AFTER_S = 3.0
 
 
 def may(
-    demand: Demand, fleet: Fleet, at: Figures, now_s: float, avoid: Collection[str] = ()
+    demand: Demand, fleet: Fleet, at: Figures, now_s: float, tried: Collection[str] = ()
 ) -> NDArray[np.bool_]:
-    """Which sites can take the demand: those that `why_not` has nothing against."""
+    """Return a mask `[sites]` of the sites for which `why_not` returns None."""
     fresh: NDArray[np.bool_] = at.heard_s >= now_s - STALE_AFTER_S
     found = fresh & fleet.serving(demand.model, demand.needs, demand.regions)
-    for name in avoid:
+    for name in tried:
         place = fleet.place(name)
         if place is not None:
             found[place] = False
     return found
 
 
-def why_not(demand: Demand, site: Site, now_s: float, avoid: Collection[str] = ()) -> str | None:
-    """Why this site can't take the demand, None if it can. `avoid`: sites that failed this query before."""
-    if site.name in avoid:
+def why_not(demand: Demand, site: Site, now_s: float, tried: Collection[str] = ()) -> str | None:
+    """Return why the site cannot take the demand, None if it can. `tried`: sites that failed this query
+    before.
+    """
+    if site.name in tried:
         return "failed this query before"
     if site.state is not SiteState.READY:
         return site.state.value

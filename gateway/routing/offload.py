@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gateway.domain import Credit, Lane, Site
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimates, of_demands
-from gateway.routing.failover import MOST_MOVES
+from gateway.routing.failover import MAX_MOVES
 from gateway.routing.filters import why_not
 from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_row
 
@@ -114,7 +114,7 @@ def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) ->
 
 
 def _may_move(each: Pending, bidder: Site, fleet: Fleet, now_s: float) -> bool:
-    if each.site == bidder.name or each.moves >= MOST_MOVES or fleet.place(each.site) is None:
+    if each.site == bidder.name or each.moves >= MAX_MOVES or fleet.place(each.site) is None:
         return False
     return why_not(each.demand, bidder, now_s) is None
 

@@ -126,5 +126,5 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     }
 )
 
-JOINTLY = frozenset({"mico", "token_balanced"})
+JOINT_POLICIES = frozenset({"mico", "token_balanced"})
 """The policies under which a burst on full sites is assigned as one window."""

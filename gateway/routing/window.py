@@ -14,55 +14,57 @@ from gateway.routing.filters import may
 from gateway.routing.fleet import Fleet
 
 BUCKETS = 10
-GATHER_S = 0.003
-"""Of a burst, what comes within so long is assigned jointly."""
+WINDOW_S = 0.003
+"""Queries of a burst that come within this time are assigned jointly."""
 
 
-class Gathered(NamedTuple):
-    """`place` is called once, with a site's name or None: decide it alone."""
+class WindowEntry(NamedTuple):
+    """A query that waits to be assigned. `place` is called once, with the name of a site, or None to decide
+    the query alone.
+    """
 
     demand: Demand
     place: Callable[[str | None], None]
 
 
-class Window:
-    """What comes in a burst while every site is full, until it is assigned jointly.
+class AssignmentWindow:
+    """Collects queries that come in a burst while every site is full, then assigns them jointly.
 
-    A query that nobody came shortly before, or that a free slot waits for, is not kept.
+    A query does not wait if none came shortly before it, or if a slot is free for it.
     """
 
     def __init__(self) -> None:
-        self._gathered: list[Gathered] = []
-        self._came_s = -inf
+        self._entries: list[WindowEntry] = []
+        self._last_arrival_s = -inf
 
-    def keeps(self, demand: Demand, fleet: Fleet, now_s: float) -> bool:
-        """Whether a query that comes now should wait for others. Call it once for each."""
-        follows, self._came_s = now_s - self._came_s <= GATHER_S, now_s
+    def should_wait(self, demand: Demand, fleet: Fleet, now_s: float) -> bool:
+        """Return whether a query that comes now should wait for others. Call once for each query."""
+        follows, self._last_arrival_s = now_s - self._last_arrival_s <= WINDOW_S, now_s
         at = fleet.figures
         return follows and not np.count_nonzero(may(demand, fleet, at, now_s) & (at.held < at.slots))
 
-    def add(self, gathered: Gathered) -> bool:
-        """Whether it is the first: then `close` is due in `GATHER_S`."""
-        self._gathered.append(gathered)
-        return len(self._gathered) == 1
+    def add(self, entry: WindowEntry) -> bool:
+        """Add a query. Return whether it is the first: then `close` is due in `WINDOW_S`."""
+        self._entries.append(entry)
+        return len(self._entries) == 1
 
     def close(self, fleet: Fleet, now_s: float) -> None:
-        """Longest first, so that each site hears of what takes longest before the rest."""
-        gathered, self._gathered = self._gathered, []
-        sites: list[str | None] = [None] * len(gathered)
-        order = sorted(range(len(gathered)), key=lambda index: -gathered[index].demand.response_tokens)
+        """Place every query, longest first, so that each site receives what takes longest before the rest."""
+        entries, self._entries = self._entries, []
+        sites: list[str | None] = [None] * len(entries)
+        order = sorted(range(len(entries)), key=lambda index: -entries[index].demand.response_tokens)
         try:
-            sites = together([each.demand for each in gathered], fleet, now_s)
-        finally:  # whatever went wrong, nobody waits for a window that has closed
+            sites = assign_jointly([each.demand for each in entries], fleet, now_s)
+        finally:  # on an error, too: no query waits for a window that has closed
             for index in order:
-                gathered[index].place(sites[index])
+                entries[index].place(sites[index])
 
 
-def together(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str | None]:
-    """Each demand's site where they are assigned jointly, None where fewer want the same than there are slots
-    for it: what each of a few adds to the KV of a site, and to its queue, the policy knows better.
+def assign_jointly(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> list[str | None]:
+    """Return the site of each demand, or None where fewer demands of a kind wait than there are slots for
+    them: the policy knows better how a few add to the KV and the queue of a site.
 
-    A prompt counts as the response tokens that a site could generate in the time it takes.
+    A prompt counts as the response tokens that a site could generate in the time the prompt takes.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     for index, demand in enumerate(demands):

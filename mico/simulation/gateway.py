@@ -10,15 +10,24 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from gateway.domain import Broken, Cause, Credit, LoadReport, Model, Resume, Sampling, SiteIdentity
+from gateway.domain import (
+    AttemptFailure,
+    Credit,
+    FailureCause,
+    LoadReport,
+    Model,
+    Resume,
+    Sampling,
+    SiteIdentity,
+)
 from gateway.errors import MicoError
 from gateway.federation.directory import Directory
 from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
-from gateway.routing.failover import Setback, Try, tries
-from gateway.routing.policies import JOINTLY, POLICIES
-from gateway.routing.window import GATHER_S, Gathered, Window, assign
+from gateway.routing.failover import FailedTry, Try, tries
+from gateway.routing.policies import JOINT_POLICIES, POLICIES
+from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign
 from mico.simulation.bids import WatchedOffloading
 from mico.simulation.events import Clock
 from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
@@ -74,11 +83,11 @@ class Gateway:
         self.offload = offload
         self._window_s, self._window_length = window_s, window_length
         self._window: list[Query] = []
-        self._burst = Window()
-        self._jointly = any(policy is POLICIES[name] for name in JOINTLY)
+        self._burst = AssignmentWindow()
+        self._jointly = any(policy is POLICIES[name] for name in JOINT_POLICIES)
         self._turns = count()
         self._ids = count()
-        self._plans: dict[int, Generator[Try, Setback, None]] = {}
+        self._plans: dict[int, Generator[Try, FailedTry, None]] = {}
         for spec in specs:
             self.joined(spec.name)
 
@@ -113,15 +122,15 @@ class Gateway:
     def _gather(self, query: Query) -> None:
         """As production does: at once, or with what else comes in a burst on full sites."""
         first, demand = self._plan(query), self._expected[query.number].demand
-        if not (self._jointly and self._burst.keeps(demand, self.directory.fleet, self._clock.now_s)):
+        if not (self._jointly and self._burst.should_wait(demand, self.directory.fleet, self._clock.now_s)):
             self._dispatch(query, first, 0)
             return
 
         def place(site: str | None) -> None:
-            self._dispatch(query, first._replace(toward=site), 0)
+            self._dispatch(query, first._replace(preferred_site=site), 0)
 
-        if self._burst.add(Gathered(demand, place)):
-            self._clock.after(GATHER_S, lambda: self._burst.close(self.directory.fleet, self._clock.now_s))
+        if self._burst.add(WindowEntry(demand, place)):
+            self._clock.after(WINDOW_S, lambda: self._burst.close(self.directory.fleet, self._clock.now_s))
 
     def _plan(self, query: Query) -> Try:
         plan = self._plans[query.number] = tries(Sampling(), MOST_TRIES)
@@ -137,14 +146,14 @@ class Gateway:
         for index in sorted(range(len(queries)), key=lambda index: -lengths[index]):
             first = self._plan(queries[index])
             site = fleet.sites[places[index]].name
-            self._dispatch(queries[index], first._replace(toward=site), 0)
+            self._dispatch(queries[index], first._replace(preferred_site=site), 0)
 
-    def broke(self, attempt: Attempt, broken: Broken, delivered: int) -> None:
+    def broke(self, attempt: Attempt, failure: AttemptFailure, delivered: int) -> None:
         """The attempt is over: production's plan says what comes next."""
         self.links[attempt.site].forget(attempt)
         resume = Resume() if delivered else None
         try:
-            this = self._plans[attempt.query.number].send(Setback(broken, resume))
+            this = self._plans[attempt.query.number].send(FailedTry(failure, resume))
         except MicoError:
             self._over(attempt.query)
             return
@@ -161,10 +170,10 @@ class Gateway:
             self._policy,
             now_s=self._clock.now_s,
             turn=next(self._turns),
-            avoid=this.avoid,
-            toward=this.toward,
-            because=this.because,
-            tell=False,
+            tried=this.tried,
+            preferred_site=this.preferred_site,
+            preference_reason=this.preference_reason,
+            keep_estimates=False,
         )
         if placed.site is None:
             self._over(query)
@@ -199,17 +208,21 @@ class Gateway:
         self.links[name].report(load, taken_s)
 
     def released(self, name: str, release_id: str, attempt_ids: list[str]) -> None:
-        toward = self.offloading.answered(release_id)
+        bidder = self.offloading.answered(release_id)
         for attempt_id in attempt_ids:
             attempt = self.links[name].live.get(attempt_id)
             if attempt is not None:
-                self.broke(attempt, Broken(name, Cause.RELEASED, "released", toward=toward), 0)
+                self.broke(
+                    attempt, AttemptFailure(name, FailureCause.RELEASED, "released", preferred_site=bidder), 0
+                )
 
     def lost(self, name: str, delivered: Callable[[Attempt], int]) -> None:
         self.directory.leave(name)
         self.offloading.changed(name)
         for attempt in list(self.links[name].live.values()):
-            self.broke(attempt, Broken(name, Cause.LOST, f"{name} was lost"), delivered(attempt))
+            self.broke(
+                attempt, AttemptFailure(name, FailureCause.LOST, f"{name} was lost"), delivered(attempt)
+            )
 
 
 class Link:

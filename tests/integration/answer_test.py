@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.domain import Delta, Opening, Piece, Query, Status, Usage
+from gateway.domain import AnswerEvent, Delta, Opening, Query, Status, Usage
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -24,7 +24,7 @@ from gateway.errors import (
 )
 from gateway.query.answer import answer
 from gateway.query.forecasting import Forecasts
-from gateway.routing.failover import MOST_MOVES
+from gateway.routing.failover import MAX_MOVES
 from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features
 from tests.support.fakes.federation import DEADLINE_S, FlatForecaster, Scene, ScriptedSite, scene, until
@@ -36,17 +36,17 @@ def run(scenario: Callable[[Scene], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
         async with scene(**settings) as here:
             await scenario(here)
-            await here.gateway.settled()
+            await here.gateway.wait_settled()
             await until(here.nothing_is_left, "all counters at zero")
 
     asyncio.run(main())
 
 
-async def whole(here: Scene, query: Query) -> list[Piece]:
+async def whole(here: Scene, query: Query) -> list[AnswerEvent]:
     return [piece async for piece in answer(here.gateway, query)]
 
 
-def text_of(pieces: list[Piece]) -> str:
+def text_of(pieces: list[AnswerEvent]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, Delta))
 
 
@@ -167,7 +167,7 @@ def test_a_site_lost_before_the_first_token_is_replaced_unnoticed() -> None:
 def test_a_site_lost_in_mid_answer_is_resumed_from_what_the_client_has() -> None:
     async def scenario(here: Scene) -> None:
         sites = [await here.site("a"), await here.site("b")]
-        pieces: list[Piece] = []
+        pieces: list[AnswerEvent] = []
 
         async def read() -> None:
             async for piece in answer(here.gateway, here.query()):
@@ -197,7 +197,7 @@ def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
         task = asyncio.create_task(whole(here, here.query(n=2)))
         dying, assign = await one_of(here, *sites)
         await dying.step(assign, "Hel", 3)
-        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await until(lambda: any(a.opened for a in here.gateway.live_queries.values()), "the first token")
         await dying.close()
         with pytest.raises(UpstreamLost, match="n > 1"):
             await task
@@ -211,7 +211,7 @@ def test_an_answer_without_token_ids_goes_on_from_its_text() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
         site.names_tokens = False
-        pieces: list[Piece] = []
+        pieces: list[AnswerEvent] = []
 
         async def read() -> None:
             async for piece in answer(here.gateway, here.query()):
@@ -243,7 +243,7 @@ def test_an_answer_drawn_from_a_seed_does_not_go_on_from_its_text() -> None:
         assign = await site.assigned()
         await here.site("b", features=("chat", "resume_text", "resume_chat"))
         await site.step(assign, "Hel", 3)
-        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await until(lambda: any(a.opened for a in here.gateway.live_queries.values()), "the first token")
         await site.close()
         with pytest.raises(UpstreamLost, match="drawn from a seed, and no site named the tokens"):
             await task
@@ -258,7 +258,7 @@ def test_a_site_that_refuses_to_go_on_is_not_the_clients_mistake() -> None:
         assign = await site.assigned()
         others = {name: await here.site(name) for name in ("b", "c")}
         await site.step(assign, "Hel", 3)
-        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await until(lambda: any(a.opened for a in here.gateway.live_queries.values()), "the first token")
         await site.close()
         first, resumed = await one_of(here, *others.values())
         refusal = pb.Rejected(attempt_id=resumed.attempt_id, reason=pb.Rejected.INVALID, message="no")
@@ -273,7 +273,7 @@ def test_a_site_that_refuses_to_go_on_is_not_the_clients_mistake() -> None:
 def test_an_answer_does_not_go_on_at_a_site_that_can_not_resume() -> None:
     async def scenario(here: Scene) -> None:
         dying = await here.site("a")
-        pieces: list[Piece] = []
+        pieces: list[AnswerEvent] = []
 
         async def read() -> None:
             async for piece in answer(here.gateway, here.query()):
@@ -302,7 +302,7 @@ def test_an_answer_does_not_go_on_with_other_weights(engine: str) -> None:
         assign = await dying.assigned()
         other = await here.site("b", revision="rev-2", engine=engine)
         await dying.step(assign, "Hel", 3)
-        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await until(lambda: any(a.opened for a in here.gateway.live_queries.values()), "the first token")
         await dying.close()
         if engine == "native":
             with pytest.raises(UpstreamLost, match=r"b: has other weights than those that began"):
@@ -325,7 +325,7 @@ def test_half_a_character_goes_on_with_no_other_weights() -> None:
         other = await here.site("b", revision="rev-2")
         half = pb.Delta(attempt_id=assign.attempt_id, token_ids=[240], completion_tokens=1)
         await dying.send(step=pb.Step(deltas=[half]))
-        await until(lambda: any(a.opened for a in here.gateway.stories.values()), "the first token")
+        await until(lambda: any(a.opened for a in here.gateway.live_queries.values()), "the first token")
         await dying.close()
         with pytest.raises(UpstreamLost, match=r"b: has other weights than those that began"):
             await task
@@ -514,12 +514,12 @@ def test_the_most_live_queries_bound_memory() -> None:
         await site.finish(assign, "done", 1)
         await first
 
-    run(scenario, most_live=1)
+    run(scenario, max_live=1)
 
 
 async def queue_at(
     here: Scene, busy: ScriptedSite, count: int
-) -> tuple[list[asyncio.Task[list[Piece]]], list[pb.Assign]]:
+) -> tuple[list[asyncio.Task[list[AnswerEvent]]], list[pb.Assign]]:
     """`count` queries that a site with one slot has accepted; it reports all but the first as waiting."""
     tasks = [asyncio.create_task(whole(here, here.query())) for _ in range(count)]
     assigns = [await busy.assigned() for _ in range(count)]
@@ -602,7 +602,7 @@ def test_a_burst_on_one_old_report_spreads_over_equal_sites() -> None:
 def test_a_release_of_what_has_started_does_not_start_the_answer_again() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
-        pieces: list[Piece] = []
+        pieces: list[AnswerEvent] = []
 
         async def read() -> None:
             async for piece in answer(here.gateway, here.query()):
@@ -625,7 +625,7 @@ def test_a_site_that_gives_everything_up_is_given_up() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
         task = asyncio.create_task(whole(here, here.query()))
-        for _ in range(MOST_MOVES + 1):
+        for _ in range(MAX_MOVES + 1):
             attempt = (await site.next()).assign.attempt_id
             await site.send(released=pb.Released(release_id="nobody asked", attempt_ids=[attempt]))
         with pytest.raises(UpstreamFailed):

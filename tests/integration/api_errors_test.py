@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from gateway import errors
-from gateway.domain import Piece, Query
+from gateway.domain import AnswerEvent, Query
 from gateway.openai.error_body import translate
 from tests.support.fakes.edge import MODEL, Edge, chat, chat_body, error_of, fail, run, say
 
@@ -33,7 +33,7 @@ TREE = [
     (errors.UpstreamFailed("Broke."), 502, "upstream_error", openai.InternalServerError),
     (errors.UpstreamLost("Lost."), 502, "upstream_lost", openai.InternalServerError),
     (errors.DeadlinePassed("Too late."), 504, "timeout", openai.InternalServerError),
-    (errors.Ending("Going down."), 503, "shutting_down", openai.InternalServerError),
+    (errors.ShuttingDown("Going down."), 503, "shutting_down", openai.InternalServerError),
 ]
 
 
@@ -93,7 +93,7 @@ def test_a_429_or_503_always_has_a_retry_after() -> None:
 def failing_first(error: errors.MicoError, times: int) -> Any:
     failures = iter([error] * times)
 
-    async def answer(query: Query) -> AsyncGenerator[Piece, None]:
+    async def answer(query: Query) -> AsyncGenerator[AnswerEvent, None]:
         for failure in failures:
             raise failure
         async for piece in say("at last")(query):

@@ -34,7 +34,7 @@ def play(scenario: Callable[[Scene, Edge, int], Awaitable[None]]) -> None:
             )
             async with on_loopback(Script(), backend) as (edge, port):
                 await scenario(here, edge, port)
-                await here.gateway.settled()
+                await here.gateway.wait_settled()
                 await until(here.nothing_is_left, "all counters at zero")
 
     asyncio.run(main())
@@ -93,7 +93,9 @@ def test_a_disconnect_cancels_the_request_at_the_site(stream: bool, started: boo
         assign = await site.assigned()
         if started:
             await site.step(assign, "Hel", 1)
-            await until(lambda: any(story.opened for story in here.gateway.stories.values()), "an opening")
+            await until(
+                lambda: any(state.opened for state in here.gateway.live_queries.values()), "an opening"
+            )
         writer.close()
         cancel = await site.next()
         assert cancel.cancel.attempt_id == assign.attempt_id

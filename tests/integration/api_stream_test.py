@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from openai.types.chat import ChatCompletionChunk
 
-from gateway.domain import Delta, Finish, Piece, Query, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Query, Usage
 from gateway.errors import Overloaded, UpstreamLost
 from tests.support.fakes.edge import (
     MODEL,
@@ -187,7 +187,7 @@ def test_pieces_leave_as_they_come() -> None:
         seen = asyncio.Event()
 
         async def answer(query: Query) -> Any:
-            pieces: list[Piece] = [OPENING, Delta(0, "first", 1)]
+            pieces: list[AnswerEvent] = [OPENING, Delta(0, "first", 1)]
             for piece in pieces:
                 yield piece
             await seen.wait()

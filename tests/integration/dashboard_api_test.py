@@ -21,7 +21,7 @@ from gateway.admin.access import COOKIE, SESSION_S
 from gateway.admin.order_service import OrderService
 from gateway.admin.routes import AdminContext, admin_routes
 from gateway.admin.stream import columns_after, last_seen_seq, sse_event
-from gateway.domain import Caller, Delta, Piece
+from gateway.domain import AnswerEvent, Caller, Delta
 from gateway.errors import NoSite
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
@@ -154,7 +154,7 @@ def play(url: str, scenario: Callable[[Replica], Awaitable[None]]) -> None:
 
 
 async def text_of(here: Scene, **sampling: Any) -> str:
-    pieces: list[Piece] = [piece async for piece in answer(here.gateway, here.query(**sampling))]
+    pieces: list[AnswerEvent] = [piece async for piece in answer(here.gateway, here.query(**sampling))]
     return "".join(piece.text for piece in pieces if isinstance(piece, Delta))
 
 
@@ -190,7 +190,7 @@ def test_a_pause_moves_what_still_runs_once_its_time_has_passed(url: str) -> Non
         running = asyncio.create_task(text_of(o.here))
         assign = await slow.assigned()
         await slow.step(assign, "Hel", 3)
-        await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
+        await until(lambda: any(s.opened for s in o.here.gateway.live_queries.values()), "the first token")
         other = await o.here.site("b")
         o.publisher.tick()
         assert (await o.act("a", "pause", within_s=60)).status_code == 200
@@ -213,7 +213,7 @@ def test_what_can_not_go_on_elsewhere_is_left_to_finish(url: str) -> None:
         running = asyncio.create_task(text_of(o.here, n=2))
         assign = await site.assigned()
         await site.step(assign, "x", 1)
-        await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
+        await until(lambda: any(s.opened for s in o.here.gateway.live_queries.values()), "the first token")
         await o.here.site("b")
         o.publisher.tick()
         await o.act("a", "pause", within_s=0)
@@ -231,7 +231,7 @@ def test_a_pause_moves_nothing_to_other_weights(url: str) -> None:
         running = asyncio.create_task(text_of(o.here))
         assign = await site.assigned()
         await site.step(assign, "Hel", 3)
-        await until(lambda: any(s.opened for s in o.here.gateway.stories.values()), "the first token")
+        await until(lambda: any(s.opened for s in o.here.gateway.live_queries.values()), "the first token")
         other = await o.here.site("b", revision="rev-2")
         o.publisher.tick()
         await o.act("a", "pause", within_s=0)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from gateway.domain import Delta, Finish, Piece, Query, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Query, Usage
 from gateway.http.app import create_http
 from gateway.http.server import http_server
 from tests.support.fakes.edge import KEY, MODEL, OPENING, Script
@@ -21,7 +21,7 @@ TOKENS = 40
 ERROR = b'{"error":{"message":"","type":"","param":null,"code":null}}'
 
 
-async def slowly(query: Query) -> AsyncGenerator[Piece, None]:
+async def slowly(query: Query) -> AsyncGenerator[AnswerEvent, None]:
     """Long enough for clients to leave in the middle of it."""
     yield OPENING
     for number in range(TOKENS):

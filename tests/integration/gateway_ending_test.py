@@ -46,7 +46,7 @@ def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
             )
             async with on_loopback(Script(), backend) as (edge, _):
                 await scenario(here, edge)
-                await here.gateway.settled()
+                await here.gateway.wait_settled()
                 await until(here.nothing_is_left, "all counters at zero")
 
     asyncio.run(main())
@@ -70,7 +70,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event() -> None:
         assign = await site.assigned()
         await site.step(assign, "Hel", 1)
         await until(lambda: len(events) >= 2, "the first piece")
-        here.gateway.end()
+        here.gateway.shut_down()
         cancel = await site.next()
         assert cancel.cancel.attempt_id == assign.attempt_id
         await site.step(assign, "", 1, finish=pb.Delta.CANCELLED)
@@ -89,7 +89,7 @@ def test_whoever_waits_for_a_first_token_is_told_to_come_back() -> None:
         site = await here.site("alpha")
         asking = asyncio.create_task(edge.chat(model="m"))
         assign = await site.assigned()
-        here.gateway.end()
+        here.gateway.shut_down()
         assert (await site.next()).cancel.attempt_id == assign.attempt_id
         await site.step(assign, "", 0, finish=pb.Delta.CANCELLED)
         refused = await asking
@@ -102,11 +102,11 @@ def test_whoever_waits_for_a_first_token_is_told_to_come_back() -> None:
 def test_a_model_whose_sites_have_not_rejoined_yet_is_no_404() -> None:
     async def scenario(here: Scene, edge: Edge) -> None:
         await here.site("alpha")
-        here.gateway.complete_s = here.gateway.clock() + 60
+        here.gateway.fleet_complete_s = here.gateway.clock() + 60
         early = await edge.chat(model="other")
         assert error_of(early, 503)["code"] == "no_site"
         assert early.headers["retry-after"] == "1"
-        here.gateway.complete_s = here.gateway.clock()
+        here.gateway.fleet_complete_s = here.gateway.clock()
         with pytest.raises(openai.NotFoundError):
             await edge.sdk.chat.completions.create(**chat_body(model="other"))
 

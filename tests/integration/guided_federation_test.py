@@ -137,7 +137,7 @@ def play(scenario: Callable[[Stage], Awaitable[None]]) -> None:
                 stage = Stage(here, edge)
                 try:
                     await scenario(stage)
-                    await here.gateway.settled()
+                    await here.gateway.wait_settled()
                     await until(here.nothing_is_left, "all counters at zero")
                 finally:
                     for name in list(stage.sites):
@@ -279,8 +279,8 @@ def test_an_answer_goes_on_at_another_site_in_the_middle_of_its_schema(is_call: 
             finish = chunk.choices[0].finish_reason or finish
             parts.append(said(delta))
             if stage.sites.keys() == {"a", "b"} and len("".join(parts)) > 3:
-                (story,) = stage.here.gateway.stories.values()
-                await stage.end(story.current.site.name)
+                (state,) = stage.here.gateway.live_queries.values()
+                await stage.end(state.current.site.name)
         assert "".join(parts) == expected
         assert (len(ids), finish) == ((1, "tool_calls") if is_call else (0, "stop"))
         assert len(stage.here.outcomes[-1].attempts) == 2

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from gateway.admin.dashboard.pages import page_routes
-from gateway.domain import Answer, Delta, Piece, Query
+from gateway.domain import Answer, AnswerEvent, Delta, Query
 from gateway.http.app import create_http
 from gateway.http.backend import Readiness
 from gateway.http.server import Limits, http_server
@@ -142,7 +142,7 @@ def test_what_is_no_http_is_not_told_within_an_answer() -> None:
         writer.write(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert b"HTTP/1.1" not in await cut(reader)
 
-    async def unending(query: Query) -> AsyncGenerator[Piece, None]:
+    async def unending(query: Query) -> AsyncGenerator[AnswerEvent, None]:
         yield OPENING
         yield Delta(0, "Hello", 1)
         await asyncio.Event().wait()

@@ -11,7 +11,7 @@ from gateway.domain import Caller, Delta, Finish, Opening, Query, Status, Usage
 from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany
 from gateway.http.rate_headers import duration
 from gateway.query.answer import answer
-from gateway.quotas.book import Quotas, Shown
+from gateway.quotas.ledger import QuotaLedger, QuotaStatus
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
 from gateway.telemetry.recent import is_failure
 from tests.support.fakes.edge import Edge, error_of, fail, run
@@ -22,15 +22,15 @@ FORECAST_P90 = 90
 """Of the fakes' forecaster, 1 to 100 tokens."""
 
 
-def quotas_of(**limits: int) -> Quotas:
+def quotas_of(**limits: int) -> QuotaLedger:
     """A replica that holds all of these quotas of the fakes' tenant."""
-    found = Quotas()
+    found = QuotaLedger()
     ids = {LimitId(Scope.TENANT, TENANT, Kind(name)): amount for name, amount in limits.items()}
-    found.learn(ids)
+    found.set_limits(ids)
     for limit_id, amount in ids.items():
         claim = found.claim(limit_id)
         assert claim is not None
-        found.granted(limit_id, claim, Grant(amount, amount, 0))
+        found.apply_grant(limit_id, claim, Grant(amount, amount, 0))
     return found
 
 
@@ -52,7 +52,7 @@ def test_tokens_are_reserved_before_the_answer_and_settled_on_what_it_took() -> 
             assert used(here, Kind.TOKENS) == guess + FORECAST_P90
             await site.finish(assign, "hello", 5)
             await asking
-            await here.gateway.settled()
+            await here.gateway.wait_settled()
             assert used(here, Kind.TOKENS) == 7 + 5
             assert used(here, Kind.REQUESTS) == 1
 
@@ -97,7 +97,7 @@ def test_places_are_free_again_whatever_way_a_query_ends() -> None:
                     else:
                         await site.step(assign, "", 0, finish=4, error="out of memory")
                 await asyncio.gather(*asking, return_exceptions=True)
-                await here.gateway.settled()
+                await here.gateway.wait_settled()
                 assert used(here, Kind.QUERIES) == 0
 
     asyncio.run(main())
@@ -116,7 +116,7 @@ def test_an_answer_longer_than_forecast_is_topped_up_and_in_the_end_cut() -> Non
             pieces = await asking
             assert (await site.next()).WhichOneof("body") == "cancel"
             await site.step(assign, "", 215, finish=3)
-            await here.gateway.settled()
+            await here.gateway.wait_settled()
             assert isinstance(pieces[0], Opening)
             assert isinstance(pieces[-1], Usage)
             finishes = [piece.finish for piece in pieces if isinstance(piece, Delta) and piece.finish]
@@ -138,10 +138,10 @@ def test_a_slice_that_is_short_is_asked_for_once_and_the_query_goes_on() -> None
         asked += 1
         claim = quotas.claim(tokens)
         assert claim is not None and claim.want > 0
-        quotas.granted(tokens, claim, Grant(1_000, 1_000, 0))
+        quotas.apply_grant(tokens, claim, Grant(1_000, 1_000, 0))
 
     async def main() -> None:
-        quotas._held[tokens].ceiling = 0
+        quotas._limits[tokens].ceiling = 0
         async with scene(quotas=quotas, lease_more=lease_more) as here:
             site = await here.site("a")
             asking = asyncio.create_task(gather(here, here.query()))
@@ -154,7 +154,7 @@ def test_a_slice_that_is_short_is_asked_for_once_and_the_query_goes_on() -> None
 
 def test_one_tenant_does_not_fill_the_gateway() -> None:
     async def main() -> None:
-        async with scene(most_live=10) as here:
+        async with scene(max_live=10) as here:
             site = await here.site("a", slots=20)
             flood = [asyncio.create_task(gather(here, here.query())) for _ in range(12)]
             await until(lambda: sum(task.done() for task in flood) == 3)
@@ -167,7 +167,7 @@ def test_one_tenant_does_not_fill_the_gateway() -> None:
             for _ in range(10):
                 await site.finish(await site.assigned(), "x", 1)
             await asyncio.gather(*flood, asking, return_exceptions=True)
-            await here.gateway.settled()
+            await here.gateway.wait_settled()
             assert here.nothing_is_left()
             assert here.gateway.live_of(TENANT) == 0
 
@@ -182,7 +182,7 @@ def test_a_key_may_only_use_sites_of_its_regions() -> None:
             with pytest.raises(Forbidden, match="this key may not use the regions of m: here"):
                 await gather(here, here.query(caller=outside))
             assert (here.outcomes[-1].status, here.outcomes[-1].mistaken) == (Status.REFUSED, True)
-            here.gateway.complete_s = float("inf")  # a site elsewhere may be on its way back
+            here.gateway.fleet_complete_s = float("inf")  # a site elsewhere may be on its way back
             with pytest.raises(NoSite, match="this key may not use region here"):
                 await gather(here, here.query(caller=outside))
             inside = Caller("key-3", "tenant-2", regions=frozenset({"elsewhere", "here"}))
@@ -193,8 +193,10 @@ def test_a_key_may_only_use_sites_of_its_regions() -> None:
     asyncio.run(main())
 
 
-def shown(caller: Caller, kind: Kind) -> Shown | None:
-    return {Kind.REQUESTS: Shown(60, 59, 0.012), Kind.TOKENS: Shown(5_000, 4_321, 360.0)}.get(kind)
+def shown(caller: Caller, kind: Kind) -> QuotaStatus | None:
+    return {Kind.REQUESTS: QuotaStatus(60, 59, 0.012), Kind.TOKENS: QuotaStatus(5_000, 4_321, 360.0)}.get(
+        kind
+    )
 
 
 TOLD = {

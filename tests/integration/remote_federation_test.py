@@ -125,7 +125,9 @@ def test_half_a_chat_that_no_server_can_continue_ends_with_an_error() -> None:
             server.mood = Mood.HALF
             server.go.clear()
         asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
-        await until(lambda: any(each.opened for each in fleet.here.gateway.stories.values()), "a first word")
+        await until(
+            lambda: any(each.opened for each in fleet.here.gateway.live_queries.values()), "a first word"
+        )
         for server in fleet.servers.values():
             server.go.set()
         with pytest.raises(UpstreamLost, match="no other site could go on"):
@@ -179,10 +181,10 @@ def test_from_our_own_site_to_a_server_and_back() -> None:
         fleet.hold_back()
         server.go.clear()
         await own.step(assign, SAID[:3], 3)
-        (story,) = fleet.here.gateway.stories.values()
-        await until(lambda: story.opened, "a first word")
+        (state,) = fleet.here.gateway.live_queries.values()
+        await until(lambda: state.opened, "a first word")
         await own.close()
-        await until(lambda: story.delivered and story.delivered.text == SAID[:4], "a letter of the server's")
+        await until(lambda: state.delivered and state.delivered.text == SAID[:4], "a letter of the server's")
         assert server.asked[-1]["messages"][-1] == {"role": "assistant", "content": SAID[:3]}
         again = await fleet.here.site("again", features=("chat", "resume", "resume_text", "resume_chat"))
         await server.die()
@@ -209,7 +211,9 @@ def test_what_our_own_sites_began_goes_on_exactly_where_one_is_left() -> None:
         fleet.hold_back()
         asked = len(fleet.servers["a"].asked)
         await own.step(assign, SAID[:3], 3)
-        await until(lambda: any(each.opened for each in fleet.here.gateway.stories.values()), "a first word")
+        await until(
+            lambda: any(each.opened for each in fleet.here.gateway.live_queries.values()), "a first word"
+        )
         await other.report()
         await own.close()
         resumed = await other.assigned()

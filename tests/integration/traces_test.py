@@ -64,7 +64,7 @@ async def traced(
     """Ask one query of a gateway and a site that both export to memory."""
     exported = InMemorySpanExporter()
     traces = Traces("east", SimpleSpanProcessor(exported))
-    here.gateway.traced = traces.inject
+    here.gateway.trace_query = traces.inject
     monkeypatch.setattr(site_engine.telemetry.traces, "exporter", lambda url: SimpleSpanProcessor(exported))
     loaded = Loaded(engine or TimedEngine(), FakeTokenizer(), "m", "r1", CONTEXT_TOKENS, VOCABULARY)
     config = SiteConfig(

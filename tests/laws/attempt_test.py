@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import (
-    Broken,
+    AttemptFailure,
     Caller,
-    Cause,
     Decision,
     Delta,
+    FailureCause,
     Finish,
     Model,
     Query,
     Sampling,
     SiteIdentity,
 )
-from gateway.federation.attempt import AttemptBroken, LiveAttempt
+from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import ANSWER_WITHIN_S, Offloading
@@ -86,13 +86,13 @@ def test_what_came_before_a_break_is_handed_out_before_the_break() -> None:
     async def scenario() -> None:
         attempt = live(1)
         attempt.feed(Delta(0, "half", 2))
-        attempt.fail(Broken("s", Cause.LOST, "gone"))
+        attempt.fail(AttemptFailure("s", FailureCause.LOST, "gone"))
         attempt.feed(Delta(0, " too late", 4))
         assert [delta.text for delta in await attempt.next()] == ["half"]
         try:
             await attempt.next()
-        except AttemptBroken as exc:
-            assert exc.broken.cause is Cause.LOST
+        except AttemptFailed as exc:
+            assert exc.failure.cause is FailureCause.LOST
         else:
             raise AssertionError("the break was swallowed")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.domain import Credit, IterationCost, Lane, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.routing.demand import Demand
-from gateway.routing.failover import MOST_MOVES
+from gateway.routing.failover import MAX_MOVES
 from gateway.routing.fleet import Fleet
 from gateway.routing.offload import Pending, offer, promising, wins
 
@@ -129,8 +129,8 @@ def test_a_site_with_a_free_slot_behind_a_long_prompt_wins_nothing() -> None:
 def test_a_query_that_moved_often_enough_stays() -> None:
     bidder, busy = site("idle"), site("busy", running=4, pending=5)
     sites = Fleet.of([bidder, busy])
-    assert wins("idle", [pending(0, moves=MOST_MOVES)], sites, NOW) == []
-    assert wins("idle", [pending(0, moves=MOST_MOVES - 1)], sites, NOW) != []
+    assert wins("idle", [pending(0, moves=MAX_MOVES)], sites, NOW) == []
+    assert wins("idle", [pending(0, moves=MAX_MOVES - 1)], sites, NOW) != []
 
 
 def test_nobody_wins_its_own_queue_or_one_of_a_site_that_left() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.domain import Caller
 from gateway.errors import AboveQuota, BudgetSpent, Overloaded
-from gateway.quotas.book import OVERDRAFT, Full, Hold, Quotas
+from gateway.quotas.ledger import OVERDRAFT, QuotaLedger, Reservation, SliceFull
 from gateway.quotas.limits import WINDOW_S, Claim, Grant, Kind, LimitId, Scope
 from gateway.quotas.meter import Minute, Month, month_of, next_month
 from gateway.quotas.shares import Slice, fair_shares, granted
@@ -31,14 +31,14 @@ class Wall:
         return self.now
 
 
-def alone(limits: dict[LimitId, int], wall: Wall) -> Quotas:
+def alone(limits: dict[LimitId, int], wall: Wall) -> QuotaLedger:
     """A replica that has all of every quota."""
-    quotas = Quotas(clock=wall)
-    quotas.learn(limits)
+    quotas = QuotaLedger(clock=wall)
+    quotas.set_limits(limits)
     for limit_id, limit in limits.items():
         claim = quotas.claim(limit_id)
         assert claim is not None
-        quotas.granted(limit_id, claim, Grant(limit, limit, 0))
+        quotas.apply_grant(limit_id, claim, Grant(limit, limit, 0))
     return quotas
 
 
@@ -50,29 +50,29 @@ class Replicas:
     limit: int
     count: int
     kind: Kind
-    books: list[Quotas] = field(default_factory=list)
+    ledgers: list[QuotaLedger] = field(default_factory=list)
     written: dict[str, Slice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.id = limit_of(self.kind)
-        self.books = [Quotas(clock=self.wall) for _ in range(self.count)]
-        for book in self.books:
-            book.learn({self.id: self.limit})
-            book.replicas = self.count
+        self.ledgers = [QuotaLedger(clock=self.wall) for _ in range(self.count)]
+        for ledger in self.ledgers:
+            ledger.set_limits({self.id: self.limit})
+            ledger.replicas = self.count
 
     def round(self, number: int) -> None:
-        name, book = f"r{number}", self.books[number]
-        claim = book.claim(self.id)
+        name, ledger = f"r{number}", self.ledgers[number]
+        claim = ledger.claim(self.id)
         assert claim is not None
         others = [each for each in self.written.values() if each.replica != name]
         alive = [f"r{each}" for each in range(self.count)]
         grant = granted(self.limit, name, claim, others, alive)
         self.written[name] = Slice(name, grant.amount, claim.used, claim.want, alive=True)
-        book.granted(self.id, claim, grant)
+        ledger.apply_grant(self.id, claim, grant)
 
     @property
     def used(self) -> int:
-        return sum(book.in_use(self.id) - book._held[self.id].elsewhere for book in self.books)
+        return sum(ledger.in_use(self.id) - ledger._limits[self.id].elsewhere for ledger in self.ledgers)
 
 
 STEPS = st.lists(
@@ -91,23 +91,23 @@ def test_replicas_together_never_use_more_than_the_quota(
     steps: list[tuple[str, int, int]], count: int, limit: int, kind: Kind
 ) -> None:
     here = Replicas(Wall(), limit, count, kind)
-    holds: list[tuple[Quotas, Hold, int]] = []
+    reservations: list[tuple[QuotaLedger, Reservation, int]] = []
     for what, number, amount in steps:
-        book = here.books[number % count]
+        ledger = here.ledgers[number % count]
         if what == "ask":
-            with suppress(Full):
-                holds.append((book, book.open(CALLER, amount), amount))
-        elif what == "end" and holds:
-            owner, hold, tokens = holds.pop(number % len(holds))
-            owner.settle(hold, tokens // 2)
+            with suppress(SliceFull):
+                reservations.append((ledger, ledger.open(CALLER, amount), amount))
+        elif what == "end" and reservations:
+            owner, reservation, tokens = reservations.pop(number % len(reservations))
+            owner.settle(reservation, tokens // 2)
         elif what == "round":
             here.round(number % count)
         elif what == "wait":
             here.wall.now += amount
         assert here.used <= limit
         assert sum(each.amount for each in here.written.values()) <= limit
-    for owner, hold, _ in holds:
-        owner.settle(hold, 0)
+    for owner, reservation, _ in reservations:
+        owner.settle(reservation, 0)
     if kind is Kind.QUERIES:
         assert here.used == 0
 
@@ -130,9 +130,9 @@ def test_a_replica_where_all_is_asked_gets_nearly_all_within_a_few_rounds() -> N
     taken = 0
     for _ in range(12):
         try:
-            here.books[0].open(CALLER, 100)
+            here.ledgers[0].open(CALLER, 100)
             taken += 100
-        except Full as full:
+        except SliceFull as full:
             assert full.elsewhere == (taken < 900)
         for number in (0, 1, 1, 0):
             here.round(number)
@@ -163,24 +163,24 @@ def test_a_month_ends_with_its_last_second() -> None:
 def test_a_query_reserves_tops_up_and_settles_on_what_it_used() -> None:
     wall, tokens = Wall(), limit_of(Kind.TOKENS)
     quotas = alone({tokens: 1_000}, wall)
-    hold = quotas.open(CALLER, 100)
-    quotas.reserve(hold, 300)
+    reservation = quotas.open(CALLER, 100)
+    quotas.reserve(reservation, 300)
     assert quotas.in_use(tokens) == 400
-    assert quotas.covers(hold, 400)
-    assert quotas.covers(hold, 401)
+    assert quotas.covers(reservation, 400)
+    assert quotas.covers(reservation, 401)
     assert quotas.in_use(tokens) == 464  # topped up by a step, not by a token
-    quotas.settle(hold, 250)
-    quotas.settle(hold, 250)
+    quotas.settle(reservation, 250)
+    quotas.settle(reservation, 250)
     assert quotas.in_use(tokens) == 250
 
 
 def test_an_answer_is_cut_only_where_the_slice_and_a_twentieth_are_gone() -> None:
     tokens = limit_of(Kind.TOKENS)
     quotas = alone({tokens: 1_000}, Wall())
-    hold = quotas.open(CALLER, 1_000)
+    reservation = quotas.open(CALLER, 1_000)
     most = 1_000 + int(1_000 * OVERDRAFT)
-    assert quotas.covers(hold, most)
-    assert not quotas.covers(hold, most + 1)
+    assert quotas.covers(reservation, most)
+    assert not quotas.covers(reservation, most + 1)
 
 
 @pytest.mark.parametrize("scope", Scope)
@@ -189,15 +189,15 @@ def test_every_kind_of_quota_refuses_what_is_too_much_and_says_which(kind: Kind,
     wall = Wall()
     quotas = alone({limit_of(kind, scope): 2}, wall)
     first = [quotas.open(CALLER, 1) for _ in range(2)]
-    with pytest.raises(Full) as full:
+    with pytest.raises(SliceFull) as full:
         quotas.open(CALLER, 1)
     refusal = full.value.refusal
     assert kind.phrase in refusal.message
     assert f"{scope.value} '{'shop' if scope is Scope.TENANT else 'key-1'}'" in refusal.message
     assert not full.value.elsewhere
     assert isinstance(refusal, BudgetSpent) == (kind is Kind.MONTH)
-    for hold in first:
-        quotas.settle(hold, 0, refused=True)
+    for reservation in first:
+        quotas.settle(reservation, 0, refused=True)
     quotas.open(CALLER, 2)
 
 
@@ -205,50 +205,50 @@ def test_a_refused_query_leaves_no_trace_in_any_quota() -> None:
     wall = Wall()
     limits = {limit_of(kind): 10 for kind in Kind} | {limit_of(Kind.TOKENS, Scope.KEY): 5}
     quotas = alone(limits, wall)
-    with pytest.raises(Full):
+    with pytest.raises(SliceFull):
         quotas.open(CALLER, 6)
     assert [quotas.in_use(each) for each in limits] == [0] * len(limits)
-    hold = quotas.open(CALLER, 5)
-    quotas.settle(hold, 0, refused=True)
+    reservation = quotas.open(CALLER, 5)
+    quotas.settle(reservation, 0, refused=True)
     assert [quotas.in_use(each) for each in limits] == [0] * len(limits)
 
 
 def test_a_query_larger_than_the_quota_is_told_so() -> None:
     quotas = alone({limit_of(Kind.TOKENS): 100}, Wall())
-    with pytest.raises(Full) as full:
+    with pytest.raises(SliceFull) as full:
         quotas.open(CALLER, 101)
     assert isinstance(full.value.refusal, AboveQuota)
 
 
 def test_a_forecast_longer_than_the_quota_reserves_what_there_can_be() -> None:
     quotas = alone({limit_of(Kind.TOKENS): 100}, Wall())
-    hold = quotas.open(CALLER, 20)
-    quotas.reserve(hold, 10_000)
-    assert hold.tokens == 100
+    reservation = quotas.open(CALLER, 20)
+    quotas.reserve(reservation, 10_000)
+    assert reservation.tokens == 100
 
 
 def test_without_a_quota_nothing_is_held_or_shown() -> None:
     quotas = alone({LimitId(Scope.TENANT, "other", Kind.TOKENS): 1}, Wall())
-    hold = quotas.open(CALLER, 10**9)
-    assert quotas.covers(hold, 10**12)
-    quotas.settle(hold, 10**12)
-    assert quotas.shown(CALLER, Kind.TOKENS) is None
+    reservation = quotas.open(CALLER, 10**9)
+    assert quotas.covers(reservation, 10**12)
+    quotas.settle(reservation, 10**12)
+    assert quotas.status(CALLER, Kind.TOKENS) is None
 
 
 def test_what_is_shown_is_the_tightest_quota_as_a_whole() -> None:
     wall, tenant, key = Wall(), limit_of(Kind.TOKENS), limit_of(Kind.TOKENS, Scope.KEY)
     quotas = alone({tenant: 1_000, key: 100}, wall)
     quotas.open(CALLER, 30)
-    quotas.granted(key, Claim(100, 30, 30, 0), Grant(100, 100, 20))
-    shown = quotas.shown(CALLER, Kind.TOKENS)
+    quotas.apply_grant(key, Claim(100, 30, 30, 0), Grant(100, 100, 20))
+    shown = quotas.status(CALLER, Kind.TOKENS)
     assert shown is not None
     assert (shown.limit, shown.remaining) == (100, 50)
     assert 60 < shown.reset_s <= 61
 
 
 def test_a_lapsed_lease_turns_away_only_those_who_have_quotas() -> None:
-    quotas = Quotas(lapse=lambda: True)
-    quotas.learn({limit_of(Kind.TOKENS): 10})
+    quotas = QuotaLedger(lapsed=lambda: True)
+    quotas.set_limits({limit_of(Kind.TOKENS): 10})
     with pytest.raises(Overloaded, match="lease"):
         quotas.open(CALLER, 1)
     quotas.open(Caller("key-2", "nobody's"), 1)
@@ -258,10 +258,10 @@ def test_limits_that_change_keep_what_is_in_use() -> None:
     tokens = limit_of(Kind.TOKENS)
     quotas = alone({tokens: 100}, Wall())
     quotas.open(CALLER, 60)
-    quotas.learn({tokens: 50})
+    quotas.set_limits({tokens: 50})
     assert quotas.in_use(tokens) == 60
     claim = quotas.claim(tokens)
     assert claim is not None
-    quotas.granted(tokens, claim, granted(50, "a", claim, [], ["a"]))
-    with pytest.raises(Full):
+    quotas.apply_grant(tokens, claim, granted(50, "a", claim, [], ["a"]))
+    with pytest.raises(SliceFull):
         quotas.open(CALLER, 1)

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.domain import Broken, Caller, Cause, Delta, Query, Resume
+from gateway.domain import AttemptFailure, Caller, Delta, FailureCause, Query, Resume
 from gateway.domain import Sampling as Asked
 from gateway.errors import UpstreamLost
 from gateway.prompt import Chat, Message, Prompt
-from gateway.query.state import Story
-from gateway.routing.failover import Setback, tries, ways_on
+from gateway.query.state import QueryState
+from gateway.routing.failover import FailedTry, resume_options, tries
 from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, RequestRejected, Sampling
 from site_engine.engine_client import Prepared
@@ -64,13 +64,13 @@ def test_what_goes_on_has_a_way_and_what_has_none_is_refused(
     plan = tries(sampling, 3)
     next(plan)
     try:
-        this = plan.send(Setback(Broken("a", Cause.LOST, "gone"), resume))
+        this = plan.send(FailedTry(AttemptFailure("a", FailureCause.LOST, "gone"), resume))
     except UpstreamLost:
         assert not resume.token_ids
-        assert ways_on(query(prompt, sampling), resume) == ()
+        assert resume_options(query(prompt, sampling), resume) == ()
         return
     asked = query(prompt, sampling)
-    ways = ways_on(asked, this.resume)
+    ways = resume_options(asked, this.resume)
     assert ways
     assert all(asked.needs <= way for way in ways)
     if resume.has_output:
@@ -88,14 +88,14 @@ class _Attempt:
 @given(st.lists(st.tuples(texts, st.integers(0, 3), st.booleans()), min_size=1, max_size=9))
 def test_tokens_are_named_all_or_not_at_all(news: list[tuple[str, int, bool]]) -> None:
     """Some of the sites name the tokens that they count, others do not; the text is whole in any case."""
-    story = Story(query("hi", Asked()), lambda: 0.0, 0.0)
+    state = QueryState(query("hi", Asked()), lambda: 0.0, 0.0)
     counted, named = 0, []
     attempt: Any = _Attempt()
     for text, tokens, names in news:
         ids = tuple(range(counted, counted + tokens)) if names else ()
         counted, named = counted + tokens, [*named, *ids]
-        story.take(attempt, Delta(0, text, counted, token_ids=ids))
-    delivered = story.delivered
+        state.record_delta(attempt, Delta(0, text, counted, token_ids=ids))
+    delivered = state.delivered
     assert delivered is not None
     assert (delivered.text, delivered.tokens) == ("".join(text for text, _, _ in news), counted)
     assert delivered.token_ids == (tuple(range(counted)) if len(named) == counted else ())

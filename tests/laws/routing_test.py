@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import (
-    Broken,
-    Cause,
+    AttemptFailure,
     Credit,
+    FailureCause,
     IterationCost,
     Lane,
     LoadReport,
@@ -28,7 +28,7 @@ from gateway.errors import MicoError, UpstreamLost
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimate
-from gateway.routing.failover import MOST_MOVES, Setback, tries
+from gateway.routing.failover import MAX_MOVES, FailedTry, tries
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import PROMPT_TOKEN_WORK, Fleet, size
 from gateway.routing.policies import POLICIES, mico
@@ -258,32 +258,45 @@ def test_a_demand_reserves_its_90_percent_quantile_within_its_cap() -> None:
     assert (resumed.prompt_tokens, resumed.kv_tokens) == (25, 10 + 20)
 
 
-causes = st.sampled_from([c for c in Cause if c not in (Cause.CONTEXT_LENGTH, Cause.INVALID, Cause.RELEASED)])
+causes = st.sampled_from(
+    [
+        c
+        for c in FailureCause
+        if c not in (FailureCause.CONTEXT_LENGTH, FailureCause.INVALID, FailureCause.RELEASED)
+    ]
+)
 
 
 @given(st.integers(1, 6), st.lists(causes, min_size=6, max_size=6))
-def test_tries_are_bounded_and_never_repeat_a_site(most: int, breaks: list[Cause]) -> None:
+def test_tries_are_bounded_and_never_repeat_a_site(most: int, breaks: list[FailureCause]) -> None:
     plan = tries(Sampling(), most)
     this = next(plan)
     used: set[str] = set()
     with pytest.raises(MicoError):
         for number, cause in enumerate(breaks, 1):
             assert this.number == number
-            assert this.avoid == used
+            assert this.tried == used
             used.add(f"s{number}")
-            this = plan.send(Setback(Broken(f"s{number}", cause, "broke"), None))
+            this = plan.send(FailedTry(AttemptFailure(f"s{number}", cause, "broke"), None))
     assert len(used) == most
 
 
-@given(st.integers(1, MOST_MOVES))
+@given(st.integers(1, MAX_MOVES))
 def test_to_be_released_is_no_failure_and_leads_to_the_bidder(moves: int) -> None:
     plan = tries(Sampling(), 1)
     this = next(plan)
     for move in range(1, moves + 1):
-        this = plan.send(Setback(Broken("a", Cause.RELEASED, "released", toward="b"), None))
-        assert (this.number, this.moves, this.toward, this.avoid) == (move + 1, move, "b", frozenset())
+        this = plan.send(
+            FailedTry(AttemptFailure("a", FailureCause.RELEASED, "released", preferred_site="b"), None)
+        )
+        assert (this.number, this.moves, this.preferred_site, this.tried) == (
+            move + 1,
+            move,
+            "b",
+            frozenset(),
+        )
     with pytest.raises(MicoError):
-        plan.send(Setback(Broken("b", Cause.LOST, "gone"), None))
+        plan.send(FailedTry(AttemptFailure("b", FailureCause.LOST, "gone"), None))
 
 
 @given(st.tuples(st.integers(0, 9)), st.integers(0, 20))
@@ -291,7 +304,7 @@ def test_what_was_delivered_goes_with_the_next_try(token_ids: tuple[int, ...], c
     plan = tries(Sampling(), 3)
     next(plan)
     delivered = Resume(token_ids, "a" * chars, 1)
-    assert plan.send(Setback(Broken("a", Cause.LOST, "gone"), delivered)).resume == delivered
+    assert plan.send(FailedTry(AttemptFailure("a", FailureCause.LOST, "gone"), delivered)).resume == delivered
 
 
 @pytest.mark.parametrize("sampling", [Sampling(n=2), Sampling(logprobs=0), Sampling(echo=True)])
@@ -299,7 +312,7 @@ def test_what_can_not_be_resumed_is_refused_honestly(sampling: Sampling) -> None
     plan = tries(sampling, 3)
     next(plan)
     with pytest.raises(UpstreamLost, match="gone"):
-        plan.send(Setback(Broken("a", Cause.LOST, "gone"), Resume((1,), "a", 1)))
+        plan.send(FailedTry(AttemptFailure("a", FailureCause.LOST, "gone"), Resume((1,), "a", 1)))
 
 
 def test_more_free_memory_than_a_site_has_makes_it_no_faster() -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import Credit, IterationCost, LoadReport, Model, Site, SiteIdentity, SiteState
-from gateway.routing.decide import MOST_TOLD, decide
+from gateway.routing.decide import MAX_ESTIMATES, decide
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES
-from gateway.routing.window import GATHER_S, Gathered, Window, assign, together
+from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign, assign_jointly
 
 NOW = 10.0
 DEMAND = Demand("m", prompt_tokens=50, response_tokens=80.0, kv_tokens=250)
@@ -63,7 +63,7 @@ def test_of_many_sites_the_best_are_told_and_the_chosen_one_among_them() -> None
     many = [replace(idle(f"s{i:03d}"), rtt_s=i / 1000) for i in range(100)]
     placed = decide(DEMAND, Fleet.of(many), POLICIES["round_robin"], now_s=0.0, turn=70)
     assert placed.site is many[70]
-    assert [each.site for each in placed.estimates] == [f"s{i:03d}" for i in [*range(MOST_TOLD - 1), 70]]
+    assert [each.site for each in placed.estimates] == [f"s{i:03d}" for i in [*range(MAX_ESTIMATES - 1), 70]]
 
 
 def test_a_burst_on_reports_a_second_old_spreads_by_slots_and_speed() -> None:
@@ -149,21 +149,25 @@ def full(name: str, *, slower: float = 1.0) -> Site:
 
 
 def test_a_window_keeps_only_what_follows_closely_onto_full_sites() -> None:
-    window, crowded = Window(), Fleet.of([full("a"), full("b")])
-    assert not window.keeps(DEMAND, crowded, 1.0), "nobody came before it"
-    assert window.keeps(DEMAND, crowded, 1.0 + GATHER_S / 2)
-    assert not window.keeps(DEMAND, crowded, 2.0), "the burst is over"
-    assert not window.keeps(DEMAND, Fleet.of([full("a"), idle("b")]), 2.0), "a slot is free"
-    assert window.keeps(replace(DEMAND, model="x"), Fleet.of([idle("a")]), 2.0), "but not of this model"
+    window, crowded = AssignmentWindow(), Fleet.of([full("a"), full("b")])
+    assert not window.should_wait(DEMAND, crowded, 1.0), "nobody came before it"
+    assert window.should_wait(DEMAND, crowded, 1.0 + WINDOW_S / 2)
+    assert not window.should_wait(DEMAND, crowded, 2.0), "the burst is over"
+    assert not window.should_wait(DEMAND, Fleet.of([full("a"), idle("b")]), 2.0), "a slot is free"
+    assert window.should_wait(replace(DEMAND, model="x"), Fleet.of([idle("a")]), 2.0), "but not of this model"
 
 
 @given(st.lists(st.tuples(st.floats(1, 900), st.sampled_from(["m", "n", "nobody's"])), max_size=90))
 def test_what_a_window_kept_is_placed_once_where_it_may_go(asked: list[tuple[float, str]]) -> None:
     n = Model("n", "", 4096, 0, "")
     other = replace(full("other"), identity=replace(full("other").identity, models={"n": n}))
-    fleet, window, placed = Fleet.of([full("a"), full("b", slower=2.0), other]), Window(), list[str | None]()
+    fleet, window, placed = (
+        Fleet.of([full("a"), full("b", slower=2.0), other]),
+        AssignmentWindow(),
+        list[str | None](),
+    )
     firsts = [
-        window.add(Gathered(replace(DEMAND, model=model, response_tokens=tokens), placed.append))
+        window.add(WindowEntry(replace(DEMAND, model=model, response_tokens=tokens), placed.append))
         for tokens, model in asked
     ]
     window.close(fleet, 0.0)
@@ -178,14 +182,14 @@ def test_what_a_window_kept_is_placed_once_where_it_may_go(asked: list[tuple[flo
 
 
 def test_a_window_follows_speed_and_what_a_site_has_to_do() -> None:
-    sites = together([DEMAND] * 300, Fleet.of([full("fast"), full("slow", slower=2.0)]), 0.0)
+    sites = assign_jointly([DEMAND] * 300, Fleet.of([full("fast"), full("slow", slower=2.0)]), 0.0)
     assert 185 <= sites.count("fast") <= 215
 
 
 def test_nobody_waits_for_a_window_that_could_not_be_assigned() -> None:
-    window, placed = Window(), list[str | None]()
+    window, placed = AssignmentWindow(), list[str | None]()
     for _ in range(9):
-        window.add(Gathered(replace(DEMAND, response_tokens=float("nan")), placed.append))
+        window.add(WindowEntry(replace(DEMAND, response_tokens=float("nan")), placed.append))
     with pytest.raises(ValueError):
         window.close(Fleet.of([full("a")]), 0.0)
     assert placed == [None] * 9

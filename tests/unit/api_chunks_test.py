@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Delta, Finish, Opening, Piece, TokenLogprob, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, Usage
 from gateway.openai.request import StreamOptions
 from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
 from gateway.openai.stream_response import ChunkEncoder
@@ -30,10 +30,10 @@ deltas = st.tuples(st.integers(0, CHOICES - 1), texts, st.lists(tokens, max_size
 
 
 @st.composite
-def answers(draw: Any) -> list[Piece]:
+def answers(draw: Any) -> list[AnswerEvent]:
     """Any interleaving of the choices; each ends once, with or without text in its last delta."""
     counts = [0] * CHOICES
-    pieces: list[Piece] = [OPENING]
+    pieces: list[AnswerEvent] = [OPENING]
     for index, words, drawn in draw(st.lists(deltas, max_size=12)):
         counts[index] += 1
         pieces.append(Delta(index, words, counts[index], logprobs=tuple(drawn)))
@@ -43,7 +43,9 @@ def answers(draw: Any) -> list[Piece]:
     return [*pieces, Usage(7, sum(counts) + CHOICES)]
 
 
-def streamed(shape: ResponseSchema, pieces: list[Piece], streaming: StreamOptions) -> list[dict[str, Any]]:
+def streamed(
+    shape: ResponseSchema, pieces: list[AnswerEvent], streaming: StreamOptions
+) -> list[dict[str, Any]]:
     chunks = ChunkEncoder(shape, HEAD, CHOICES, streaming, OPENING.prompt_tokens)
     frames = b"".join(chunks.encode(piece) for piece in pieces).decode().split("\n\n")
     assert frames.pop() == ""
@@ -51,8 +53,8 @@ def streamed(shape: ResponseSchema, pieces: list[Piece], streaming: StreamOption
     return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
-def whole(shape: ResponseSchema, pieces: list[Piece], with_logprobs: bool) -> dict[str, Any]:
-    async def replay() -> AsyncIterator[Piece]:
+def whole(shape: ResponseSchema, pieces: list[AnswerEvent], with_logprobs: bool) -> dict[str, Any]:
+    async def replay() -> AsyncIterator[AnswerEvent]:
         for piece in pieces:
             yield piece
 
@@ -82,7 +84,7 @@ def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("shape", [CHAT, TEXT])
 @given(pieces=answers())
-def test_the_pieces_joined_equal_the_whole(shape: ResponseSchema, pieces: list[Piece]) -> None:
+def test_the_pieces_joined_equal_the_whole(shape: ResponseSchema, pieces: list[AnswerEvent]) -> None:
     body = whole(shape, pieces, with_logprobs=True)
     for choice, into in zip(
         body["choices"], joined(streamed(shape, pieces, StreamOptions(True))), strict=True
@@ -95,7 +97,7 @@ def test_the_pieces_joined_equal_the_whole(shape: ResponseSchema, pieces: list[P
 
 @pytest.mark.parametrize("shape", [CHAT, TEXT])
 @given(pieces=answers())
-def test_usage_only_grows_and_ends_at_the_total(shape: ResponseSchema, pieces: list[Piece]) -> None:
+def test_usage_only_grows_and_ends_at_the_total(shape: ResponseSchema, pieces: list[AnswerEvent]) -> None:
     chunks = streamed(shape, pieces, StreamOptions(True, include_usage=True, continuous_usage=True))
     totals = [chunk["usage"]["total_tokens"] for chunk in chunks]
     assert totals == sorted(totals)
@@ -105,7 +107,7 @@ def test_usage_only_grows_and_ends_at_the_total(shape: ResponseSchema, pieces: l
 
 @pytest.mark.parametrize("shape", [CHAT, TEXT])
 @given(pieces=answers())
-def test_every_choice_ends_in_its_last_chunk(shape: ResponseSchema, pieces: list[Piece]) -> None:
+def test_every_choice_ends_in_its_last_chunk(shape: ResponseSchema, pieces: list[AnswerEvent]) -> None:
     last = {c["index"]: c for chunk in streamed(shape, pieces, StreamOptions(True)) for c in chunk["choices"]}
     assert all(choice["finish_reason"] for choice in last.values())
     assert len(last) == CHOICES

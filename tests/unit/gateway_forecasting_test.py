@@ -38,7 +38,7 @@ def test_a_forecaster_that_answers_too_few_is_replaced_by_the_fallback() -> None
     async def scenario() -> None:
         forecasts = Forecasts(Forgetful(), HistogramForecaster())
         async with asyncio.timeout(60):
-            found = await asyncio.gather(*(forecasts.ask(query(f"q{i}")) for i in range(3)))
+            found = await asyncio.gather(*(forecasts.request(query(f"q{i}")) for i in range(3)))
         assert {each.source for each in found} == {"histogram:m"}
         await forecasts.close()
 
@@ -57,7 +57,7 @@ def test_a_failure_of_the_fallback_reaches_those_who_wait_and_those_who_come_lat
         forecasts = Forecasts(Broken(), Broken())
         for round_ in range(2):
             async with asyncio.timeout(60):
-                waiting = (forecasts.ask(query(f"q{round_}{i}")) for i in range(3))
+                waiting = (forecasts.request(query(f"q{round_}{i}")) for i in range(3))
                 found = await asyncio.gather(*waiting, return_exceptions=True)
             assert all(isinstance(each, RuntimeError) for each in found)
         await forecasts.close()
@@ -89,14 +89,14 @@ def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_lo
         forecasts = Forecasts(watched, HistogramForecaster())
 
         async def alone(name: str, text: str) -> None:
-            await forecasts.ask(Query(name, "m", text, Sampling(), Caller("k", "t"), 0.0, 100.0))
+            await forecasts.request(Query(name, "m", text, Sampling(), Caller("k", "t"), 0.0, 100.0))
             forecasts.observe(outcome(name, 5))
 
         async with asyncio.timeout(60):
             await forecasts.ahead(query("a line of a batch"))  # that nobody is answered yet
             for number, text in enumerate(["hi", "hi", "hello", "hello"]):
                 await alone(f"q{number}", text)  # the first of its length is not known to be quick
-            await forecasts.ask(query("running"))
+            await forecasts.request(query("running"))
             await alone("beside", "hi")
             forecasts.observe(outcome("running", 5))
             await alone("after", "hi")
@@ -151,7 +151,7 @@ def test_an_answer_that_was_cut_short_teaches_nothing() -> None:
         histogram = HistogramForecaster()
         forecasts = Forecasts(histogram, histogram)
         asked = Query("q", "m", "hi", Sampling(max_tokens=5), Caller("k", "t"), 0.0, 100.0)
-        before = await forecasts.ask(asked)
+        before = await forecasts.request(asked)
         forecasts.observe(outcome("q", 5, forecast=before))
         assert histogram.forecast([Features("hi", "m")])[0] == before
         forecasts.observe(outcome("q", 5, forecast=before))
@@ -169,16 +169,16 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
         forecasts = Forecasts(HotReloadForecaster(folder), HistogramForecaster(), look_every_s=0.01)
         forecasts.start()
         async with asyncio.timeout(60):
-            first = await forecasts.ask(query("q"))
+            first = await forecasts.request(query("q"))
             assert first.source == f"{LEXICAL_NAME}:unknown-model"
             forecasts.observe(outcome("q", 7, forecast=first))
-            while "like" not in (await forecasts.ask(query("r"))).source:
+            while "like" not in (await forecasts.request(query("r"))).source:
                 pass  # it is learned beside the forecasts
             card, graph = read_card(folder), (folder / GRAPH_FILE).read_bytes()
             write(folder, graph, replace(card, name="newer"))
             while forecasts.name != "newer":  # noqa: ASYNC110 - the folder is looked at by time
                 await asyncio.sleep(0.01)
-            assert (await forecasts.ask(query("s"))).source.startswith("newer")
+            assert (await forecasts.request(query("s"))).source.startswith("newer")
         await forecasts.close()
 
     asyncio.run(scenario())
@@ -187,7 +187,7 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
 def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
     async def scenario(kept: OutcomeLog | None) -> None:
         forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=kept)
-        forecasts.observe(outcome("q", 7, forecast=await forecasts.ask(query("q"))))
+        forecasts.observe(outcome("q", 7, forecast=await forecasts.request(query("q"))))
         await forecasts.close()
 
     asyncio.run(scenario(None))
@@ -213,7 +213,7 @@ def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
         forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=Slow(tmp_path))
 
         async def answered(tokens: int) -> None:
-            await forecasts.ask(query(f"q{tokens}"))
+            await forecasts.request(query(f"q{tokens}"))
             forecasts.observe(outcome(f"q{tokens}", tokens))
 
         for tokens in range(1, 20):
@@ -241,7 +241,7 @@ def test_what_was_learned_makes_room_to_learn_more(tmp_path: Path, monkeypatch: 
         async with asyncio.timeout(60):
             for tokens in range(1, 4):
                 while tokens not in added:
-                    await forecasts.ask(query(f"q{tokens}"))
+                    await forecasts.request(query(f"q{tokens}"))
                     forecasts.observe(outcome(f"q{tokens}", tokens))
         await forecasts.close()
 

@@ -12,10 +12,10 @@ from openai.types import Batch, FileDeleted, FileObject
 from openai.types.chat import ChatCompletion
 from sqlalchemy.exc import OperationalError
 
-from gateway.domain import Lane, Piece, Query, Standing
+from gateway.domain import AnswerEvent, Lane, Query, Standing
 from gateway.errors import TooMany
 from gateway.query.answer import answer
-from gateway.query.context import Gateway
+from gateway.query.context import QueryContext
 from gateway.store.store import open_store
 from tests.support.batch_replica import CALLERS, Replica, asked_at_least, chat_line, jsonl, replica
 from tests.support.fakes.federation import until
@@ -417,7 +417,7 @@ def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
     monkeypatch.setattr("gateway.batches.job.BACKOFF_S", 0.01)
     seen: set[str] = set()
 
-    async def limited(gateway: Gateway, query: Query) -> AsyncGenerator[Piece, None]:
+    async def limited(gateway: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
         """The first run of every line meets a quota."""
         if query.text not in seen:
             seen.add(query.text)

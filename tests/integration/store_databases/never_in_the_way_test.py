@@ -54,7 +54,7 @@ def test_a_silent_database_delays_no_query_and_every_answer_has_its_row(
                         assert store.keys.authenticate(secret) is not None
                         assert len(here.outcomes) == QUERIES
                     await serving
-                    assert leases.quotas.shown(Caller(key.id, "shop"), Kind.QUERIES) is not None
+                    assert leases.quotas.status(Caller(key.id, "shop"), Kind.QUERIES) is not None
                     assert here.nothing_is_left()
                 await until(lambda: store.recorder.pending == 0, "all rows stored")
                 assert await store.read.count_usage() == QUERIES

@@ -75,7 +75,7 @@ def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
             await second[0].keys.refresh()
             limit = 30 * TOKENS_EACH
             await store.quotas.set_quotas(Scope.TENANT, "shop", {Kind.TOKENS: limit}, ACT)
-            while not all(here.gateway.quotas._held for _, here, _ in (first, second)):
+            while not all(here.gateway.quotas._limits for _, here, _ in (first, second)):
                 await first[1].gateway.lease_more()
                 await second[1].gateway.lease_more()
             granted = 0

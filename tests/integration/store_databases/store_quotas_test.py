@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.domain import Caller
 from gateway.errors import Overloaded
-from gateway.quotas.book import Full
 from gateway.quotas.leases import Leases
+from gateway.quotas.ledger import SliceFull
 from gateway.quotas.limits import WINDOW_S, Kind, LimitId, Scope, WhenAway
 from gateway.store.database import open_engine
 from gateway.store.errors import StoreUnavailable
@@ -53,7 +53,7 @@ async def replica(
 def offer(replica: Leases, tokens: int) -> int:
     try:
         replica.quotas.open(CALLER, tokens)
-    except Full:
+    except SliceFull:
         return 0
     return tokens
 

@@ -15,7 +15,18 @@ import openai
 import uvicorn
 from openai.types.shared import ErrorObject
 
-from gateway.domain import Answer, Caller, Delta, Finish, Model, Opening, Piece, Query, TokenLogprob, Usage
+from gateway.domain import (
+    Answer,
+    AnswerEvent,
+    Caller,
+    Delta,
+    Finish,
+    Model,
+    Opening,
+    Query,
+    TokenLogprob,
+    Usage,
+)
 from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 
@@ -39,7 +50,7 @@ MODELS = (
 def say(*texts: str, opening: Opening = OPENING, finish: Finish = Finish.STOP) -> Answer:
     """Every choice says the same texts, one token each; the choices take turns."""
 
-    async def answer(query: Query) -> AsyncGenerator[Piece, None]:
+    async def answer(query: Query) -> AsyncGenerator[AnswerEvent, None]:
         choices = range(query.sampling.n)
         yield opening
         for number, text in enumerate(texts, 1):
@@ -51,8 +62,8 @@ def say(*texts: str, opening: Opening = OPENING, finish: Finish = Finish.STOP) -
     return answer
 
 
-def fail(error: Exception, after: Sequence[Piece] = ()) -> Answer:
-    async def answer(query: Query) -> AsyncGenerator[Piece, None]:
+def fail(error: Exception, after: Sequence[AnswerEvent] = ()) -> Answer:
+    async def answer(query: Query) -> AsyncGenerator[AnswerEvent, None]:
         for piece in after:
             yield piece
         raise error
@@ -60,8 +71,8 @@ def fail(error: Exception, after: Sequence[Piece] = ()) -> Answer:
     return answer
 
 
-def play(*pieces: Piece) -> Answer:
-    async def answer(query: Query) -> AsyncGenerator[Piece, None]:
+def play(*pieces: AnswerEvent) -> Answer:
+    async def answer(query: Query) -> AsyncGenerator[AnswerEvent, None]:
         for piece in pieces:
             yield piece
 
@@ -86,7 +97,7 @@ class Script:
     queries: list[Query] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
-    async def _play(self, query: Query) -> AsyncGenerator[Piece, None]:
+    async def _play(self, query: Query) -> AsyncGenerator[AnswerEvent, None]:
         self.queries.append(query)
         inner = self.answer(query)
         try:

@@ -15,7 +15,7 @@ from gateway.domain import Caller, Outcome, Query, Sampling
 from gateway.federation.directory import Directory
 from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
 from gateway.prompt import Chat, Message
-from gateway.query.context import Gateway
+from gateway.query.context import QueryContext
 from gateway.query.forecasting import Forecasts
 from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features
@@ -179,7 +179,7 @@ class Heart:
 class Scene:
     """A gateway's core, its outcomes, and the sites that joined it."""
 
-    def __init__(self, gateway: Gateway, address: str, outcomes: list[Outcome], heart: Heart) -> None:
+    def __init__(self, gateway: QueryContext, address: str, outcomes: list[Outcome], heart: Heart) -> None:
         self.gateway, self.address, self.outcomes, self._heart = gateway, address, outcomes, heart
         self.sites: list[ScriptedSite] = []
         self._number = 0
@@ -247,13 +247,13 @@ async def scene(**settings: Any) -> AsyncIterator[Scene]:
         federation = Federation(linked, directory, time.monotonic, sleep=heart.sleep)
         forecasts = Forecasts(FlatForecaster(), FlatForecaster())
         server, port, _ = await listen(federation, "127.0.0.1:0")
-        gateway = Gateway(directory, federation, forecasts, outcomes.append, **settings)
+        gateway = QueryContext(directory, federation, forecasts, outcomes.append, **settings)
         here = Scene(gateway, f"127.0.0.1:{port}", outcomes, heart)
         try:
             yield here
         finally:
             for site in here.sites:
                 await site.close()
-            await gateway.settled()
+            await gateway.wait_settled()
             await forecasts.close()
             await server.stop(None)
