@@ -1,7 +1,7 @@
 """Simulated settings, every rival at every load: python -m bench.matrix RESULTS.jsonl [--jobs N]
 
 Each finished run is a line of RESULTS.jsonl, and what is there already is not run again: one file for one
-`--data`, `--queries` and `--parts`. Tables: python -m bench.matrix_tables RESULTS.jsonl
+`--data`, `--queries` and `--parts`. Tables: python -m bench.studies.matrix_tables RESULTS.jsonl
 
 `--parts 3`: three seeds of Poisson, three stretches of each trace, evenly spaced; they overlap where a trace
 is shorter than three times `--queries`.

@@ -20,7 +20,7 @@ as much at two requests per slot, and next to nothing while most slots are free.
 Counted by heads, at the speed of the fastest candidate, so that crowding weighs alike on fast and slow
 sites: were it weighed by each site's own speed, fast sites would build up queues while slow ones have slots
 free, and once all have queues, a slow site is for long answers, which a wait delays least per token.
-Measured: bench/results/simulation.md.
+Measured: docs/decisions/routing-cost.md.
 """
 FIRST_TOKEN = 6.0
 """A second until the first token weighs so much more than one between tokens."""

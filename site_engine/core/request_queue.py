@@ -34,7 +34,7 @@ which nearly all starve would be first come first served.
 TENANT_PARTS = 4
 FAIR_WITHIN_TOKENS = 32_768
 """Tenants whose shares differ by less count as served alike, so that the shortest of all of them goes first.
-With turns at every request p99 latency per token is up to twice as long (bench/results/simulation.md).
+With turns at every request p99 latency per token is up to twice as long (docs/decisions/site-order.md).
 """
 FLOOD_TIMES = 4.0
 """What a tenant has waiting beyond so many times what the others have on average is a flood."""

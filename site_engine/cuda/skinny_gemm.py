@@ -1,7 +1,7 @@
 """Products of few rows by our own kernel, which starts on its weights while the kernel before it still runs.
 
 A product comes in parts, which the next norm adds up, and the gate is computed with its product. With more
-rows than `MOST_ROWS` the library's products are as fast. Measured on an H200: bench/results/gpu.md.
+rows than `MOST_ROWS` the library's products are as fast. Measured on an H200: docs/decisions/gpu-few-rows.md.
 """
 
 from __future__ import annotations

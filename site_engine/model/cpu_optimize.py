@@ -25,7 +25,7 @@ def suit_cpu(model: Any) -> Any:
 
 def _store_by_columns(linear: torch.nn.Linear) -> None:
     """A product with few rows then reads memory in order: 1.6 times as fast for one row
-    (bench/results/engine.md). The numbers are the same.
+    (docs/decisions/engine-cpu.md). The numbers are the same.
     """
     linear.weight.data = linear.weight.data.t().contiguous().t()
 

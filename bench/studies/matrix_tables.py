@@ -1,4 +1,4 @@
-"""The tables of bench/results/simulation.md: python -m bench.matrix_tables RESULTS.jsonl
+"""The tables of bench/results/simulation.md: python -m bench.studies.matrix_tables RESULTS.jsonl
 
 Reads the runs of bench.matrix. A figure is the geometric mean of a setting's parts, a rival's too; the best
 of all rivals in that figure is named. Where `mico` is above it: (=), or (-) beyond the spread, that is if the
