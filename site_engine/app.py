@@ -1,4 +1,4 @@
-"""One site process: the model and its engine thread, the tokenizer thread, the links, and an orderly end."""
+"""Compose and run one site process: the engine, the tokenizer, the links to the gateways, the shutdown."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from site_engine.engine.engine_thread import Worker
 from site_engine.engine_client import Listener
 from site_engine.errors import ConfigError
 from site_engine.federation.attempts import OnFinish
-from site_engine.federation.dial import Dialling
+from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
 from site_engine.messages import Hello, Model
 from site_engine.native import Loaded, NativeEngine, grammars_of, load_engine
-from site_engine.shutdown import EXIT_FAILED, Ending, tick, until_the_end
+from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.text.tokenize import PromptTokenizer
@@ -27,28 +27,36 @@ log = logging.getLogger(__name__)
 
 
 def run(config: SiteConfig) -> int:
-    """Serves until a signal; the exit status of the process."""
+    """Serve until a signal; return the exit status of the process."""
     logs.set_up(config.log_level, config.site)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(serve(config) if config.engine == "native" else _serve_remote(config))
+            return runner.run(_serve_engine(config))
     except ConfigError as exc:
         log.critical("%s", exc)
         return EXIT_FAILED
 
 
+async def _serve_engine(config: SiteConfig) -> int:
+    if config.engine == "native":
+        return await serve(config)
+    from site_engine.remote_site import serve as serve_remote
+
+    return await serve_remote(config)
+
+
 async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
-    """Loads the model, links to the gateways, serves, drains. Raises ConfigError if it cannot begin.
+    """Load the model, link to the gateways, serve, drain. Raises ConfigError if that cannot begin.
 
     The first SIGTERM or SIGINT drains; the second ends without waiting.
     """
-    dialling = Dialling.of(config)
+    dialer = Dialer.from_config(config)
     loaded = await asyncio.to_thread(load or load_engine, config)
     async with attempt_log(config) as on_finish:
-        return await _serve(config, loaded, dialling, on_finish)
+        return await _serve(config, loaded, dialer, on_finish)
 
 
-async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, on_finish: OnFinish) -> int:
+async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: OnFinish) -> int:
     loop = asyncio.get_running_loop()
     grammars = await asyncio.to_thread(grammars_of, loaded)
     tokenizer = PromptTokenizer(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe, grammars)
@@ -60,15 +68,15 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, on_fini
         config.max_pending,
         on_finish=on_finish,
     )
-    links = dialling.links(site)
-    ending = Ending()
+    links = dialer.links(site)
+    shutdown = Shutdown()
     ticking = asyncio.create_task(tick(site))
-    worker.start(Listener(site.outputs, site.load, ending.broke))
+    worker.start(Listener(site.outputs, site.load, shutdown.engine_broken))
     try:
-        with ending.on_signals(loop):
+        with shutdown.handle_signals(loop):
             links.add(config.gateways)
             log.info("serving %s in %d slots", ", ".join(site.models), config.slots or loaded.slots)
-            return await until_the_end(site, links, ending, config.drain_s)
+            return await run_until_shutdown(site, links, shutdown, config.drain_s)
     finally:
         ticking.cancel()
         await links.close("the site is ending")
@@ -76,14 +84,8 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialling: Dialling, on_fini
         await asyncio.to_thread(worker.stop)
 
 
-async def _serve_remote(config: SiteConfig) -> int:
-    from site_engine.remote.process import serve as serve_remote
-
-    return await serve_remote(config)
-
-
 def _hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hello:
-    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet: all there is
+    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
     model = Model(
         id=config.served_model or loaded.name,
         revision=loaded.revision,

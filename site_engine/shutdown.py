@@ -1,4 +1,4 @@
-"""How a site process lives and ends: a first signal drains; a second, or a broken engine, does not wait."""
+"""The end of a site process: a first signal drains; a second, or a broken engine, ends it at once."""
 
 from __future__ import annotations
 
@@ -24,60 +24,55 @@ async def tick(site: Site) -> None:
         await asyncio.sleep(TICK_S)
 
 
-class Ending:
-    """Why and how fast the process is to end."""
+class Shutdown:
+    """Why and how fast the process is to end, and its exit status."""
 
     def __init__(self) -> None:
-        self.began = asyncio.Event()
-        self.hurried = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.immediate = asyncio.Event()
         self.reason = ""
         self.status = EXIT_OK
 
-    def broke(self, reason: str) -> None:
+    def engine_broken(self, reason: str) -> None:
         self.status = EXIT_FAILED
         self.reason = f"the engine is broken: {reason}"
-        self.hurried.set()
-        self.began.set()
+        self.immediate.set()
+        self.requested.set()
 
-    def signalled(self, number: signal.Signals) -> None:
-        if self.began.is_set():
+    def on_signal(self, number: signal.Signals) -> None:
+        if self.requested.is_set():
             self.status = self.status or 128 + number
-            self.hurried.set()
+            self.immediate.set()
         else:
             self.reason = f"the site is ending ({number.name})"
-            self.began.set()
+            self.requested.set()
 
     @contextmanager
-    def on_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Only the main thread of a process hears signals; elsewhere nothing is installed."""
-        heard = (
-            (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        )
-        for number in heard:
-            loop.add_signal_handler(number, self.signalled, number)
+    def handle_signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Handle SIGTERM and SIGINT. Install nothing outside the main thread, which alone gets signals."""
+        is_main = threading.current_thread() is threading.main_thread()
+        handled = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+        for number in handled:
+            loop.add_signal_handler(number, self.on_signal, number)
         try:
             yield
         finally:
-            for number in heard:
+            for number in handled:
                 loop.remove_signal_handler(number)
 
 
-async def until_the_end(site: Site, links: Links, ending: Ending, drain_s: float) -> int:
-    await ending.began.wait()
-    if not ending.hurried.is_set():
-        log.info("draining: %s; %d attempts still run", ending.reason, site.live)
-        site.drain(ending.reason, drain_s)
-        await _drained(site, ending, drain_s)
+async def run_until_shutdown(site: Site, links: Links, shutdown: Shutdown, drain_s: float) -> int:
+    """Wait for a shutdown, drain for at most `drain_s`, close the links; return the exit status."""
+    await shutdown.requested.wait()
+    if not shutdown.immediate.is_set():
+        log.info("draining: %s; %d attempts still run", shutdown.reason, site.live)
+        site.drain(shutdown.reason, drain_s)
+        idle = asyncio.Event()
+        site.when_idle(idle.set)
+        waiting = [asyncio.create_task(event.wait()) for event in (idle, shutdown.immediate)]
+        await asyncio.wait(waiting, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
     log.info("ending with %d attempts left", site.live)
-    await links.close(ending.reason)
-    return ending.status
-
-
-async def _drained(site: Site, ending: Ending, drain_s: float) -> None:
-    """Until nothing runs, the time is up, or somebody is in a hurry."""
-    idle = asyncio.Event()
-    site.when_idle(idle.set)
-    waiting = [asyncio.create_task(event.wait()) for event in (idle, ending.hurried)]
-    await asyncio.wait(waiting, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
-        task.cancel()
+    await links.close(shutdown.reason)
+    return shutdown.status

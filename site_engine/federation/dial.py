@@ -1,4 +1,4 @@
-"""How a site process reaches its gateways: token, TLS, its own certificates, one patience for all links."""
+"""Dial the gateways of a site process: its token, TLS or its own certificates, and one patience for all."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from site_engine.federation.site import Site
 log = logging.getLogger(__name__)
 
 
-class Dialling(NamedTuple):
-    """What every link of this process needs. `identity`: of a site that gets its certificates itself."""
+class Dialer(NamedTuple):
+    """Credentials of all links of this process. `identity`: of a site that gets its certificates itself."""
 
     token: str
     credentials: Callable[[], Any]
     identity: Identity | None
 
     @classmethod
-    def of(cls, config: SiteConfig) -> Dialling:
-        """Raises ConfigError. Warns of links that anybody on the way can read."""
+    def from_config(cls, config: SiteConfig) -> Dialer:
+        """Make a dialer; warn of links that anybody on the way can read. Raises ConfigError."""
         identity = identity_of(config)
         fixed = _credentials(config)
-        dialling = cls(config.secret(), identity.credentials if identity else lambda: fixed, identity)
-        open_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
-        if open_links:
-            log.warning("links to %s are plain text, the token too; set tls", ", ".join(open_links))
-        return dialling
+        dialer = cls(config.secret(), identity.credentials if identity else lambda: fixed, identity)
+        plain_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
+        if plain_links:
+            log.warning("links to %s are plain text, the token too; set tls", ", ".join(plain_links))
+        return dialer
 
     def links(self, site: Site) -> Links:
         patience = Patience()
@@ -58,7 +58,7 @@ class Dialling(NamedTuple):
 
 
 def identity_of(config: SiteConfig) -> Identity | None:
-    """Raises ConfigError."""
+    """Return the identity that `config` names, None if none. Raises ConfigError."""
     if config.identity is None:
         return None
     ca = None if config.tls_ca is None else _bytes(config.tls_ca)

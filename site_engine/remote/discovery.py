@@ -69,8 +69,8 @@ async def discover(server: Server, config: SiteConfig) -> Found:
     return Found(terms, models, source, probe, page.busy is not None)
 
 
-async def look(server: Server, dialect: Dialect) -> Busy:
-    """How busy the server is now. Raises ServerLost, UnknownPage."""
+async def fetch_load(server: Server, dialect: Dialect) -> Busy:
+    """Read the server's metrics. Raises ServerLost, UnknownPage."""
     status, body = await server.get(METRICS_PATH)
     if status >= 500:
         raise ServerLost(f"{server.root}{METRICS_PATH} answers {status}")
@@ -79,8 +79,8 @@ async def look(server: Server, dialect: Dialect) -> Busy:
     return busy(samples(body.decode(errors="replace")), dialect.names)
 
 
-async def alive(server: Server, path: str) -> None:
-    """Raises ServerLost. A refusal is a sign of life, a fault is not."""
+async def check_alive(server: Server, path: str) -> None:
+    """Raise ServerLost unless the server is alive. A refusal is a sign of life, a fault is not."""
     status, _ = await server.get(path)
     if status >= 500:
         raise ServerLost(f"{server.root}{path} answers {status}")

@@ -52,6 +52,9 @@ class Terms:
     tokens_per_min: int | None = None
 
 
+_NOT_STARTED = Listener(lambda _: None, lambda _: None, lambda _: None)
+
+
 class RemoteEngine:
     """The EngineClient of a site in front of a server.
 
@@ -60,10 +63,10 @@ class RemoteEngine:
 
     waiting = 0  # prompts are prepared at once
 
-    def __init__(self, server: Server, terms: Terms, listener: Listener, clock: Callable[[], float]) -> None:
+    def __init__(self, server: Server, terms: Terms, clock: Callable[[], float]) -> None:
         self._server = server
         self._terms = terms
-        self.listener = listener
+        self.listener = _NOT_STARTED
         self._clock = clock
         self.holding = Holding()
         self.window = Window(terms.slots)
@@ -144,15 +147,15 @@ class RemoteEngine:
 
     # the server's word
 
-    def seen(self, busy: Busy) -> None:
-        """A page of its metrics: how busy it is now."""
+    def update_load(self, busy: Busy) -> None:
+        """Take the server's latest metrics."""
         self._busy = busy
         self.window.figures(sent=len(self.holding.sent), waiting=busy.waiting or 0)
         self.pump()
         self._show_load()
 
-    def unseen(self) -> None:
-        """Its page says nothing any more: what it said last would only mislead."""
+    def forget_load(self) -> None:
+        """Drop the latest metrics, which would only mislead once the server exports none."""
         self._busy = None
 
     def fail_all(self, reason: str) -> None:

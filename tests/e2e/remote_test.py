@@ -18,7 +18,7 @@ from openai import APIError
 
 from mico.local.plan import toml
 from site_engine.config import SiteConfig
-from site_engine.remote.process import serve
+from site_engine.remote_site import serve
 from tests.support.local_federation import LocalFederation, eventually
 from tests.support.site_gateway import TOKEN, Gateway, Session, serving
 from wire import federation_pb2 as pb

@@ -104,8 +104,7 @@ async def remote() -> AsyncIterator[Client]:
     async with openai_server(pace_s=0.02) as upstream:
         server = Server(upstream.url.removesuffix("/v1"), "", silence_s=WAIT_S, connections=4)
         terms = Terms({"letters": "letters"}, UNKNOWN, CONTEXT_TOKENS, SLOTS * CONTEXT_TOKENS, SLOTS, PENDING)
-        nobody = Listener(lambda _: None, lambda _: None, lambda _: None)
-        engine = RemoteEngine(server, terms, nobody, time.monotonic)
+        engine = RemoteEngine(server, terms, time.monotonic)
         client = Client(engine)
         engine.listener = client.listener()
         try:

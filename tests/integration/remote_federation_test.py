@@ -14,9 +14,9 @@ from gateway.domain import Delta, Query, SiteState, Standing, Status, Usage
 from gateway.errors import BadRequest, ContextTooLong, UpstreamLost
 from gateway.prompt import Chat, Message, Prompt
 from gateway.query.answer import answer
+from site_engine import remote_site
 from site_engine.config import SiteConfig
-from site_engine.remote import process
-from site_engine.remote.process import serve
+from site_engine.remote_site import serve
 from tests.support.fakes.federation import TOKEN, Scene, scene, until
 from tests.support.openai_server import Mood, OpenAIServer
 from wire import federation_pb2 as pb
@@ -91,8 +91,8 @@ def run(scenario: Callable[[Fleet], Awaitable[None]], *names: str, **of_server: 
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_EVERY_S", "LISTED_EVERY_S", "BACKOFF_FIRST_S"):
-        monkeypatch.setattr(process, name, 0.02)
+    for name in ("POLL_EVERY_S", "LIST_EVERY_S", "BACKOFF_FIRST_S"):
+        monkeypatch.setattr(remote_site, name, 0.02)
 
 
 def test_three_servers_answer_as_one() -> None:

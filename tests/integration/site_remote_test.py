@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from site_engine import remote_site
 from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
-from site_engine.remote import process
-from site_engine.remote.process import serve
+from site_engine.remote_site import serve
 from tests.support import metric_pages
 from tests.support.openai_server import Mood, OpenAIServer, openai_server
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
@@ -86,8 +86,8 @@ def run(scenario: Callable[[Scene], Awaitable[None]], **of_scene: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_EVERY_S", "PROBE_EVERY_S", "LISTED_EVERY_S", "BACKOFF_FIRST_S"):
-        monkeypatch.setattr(process, name, 0.02)
+    for name in ("POLL_EVERY_S", "PROBE_EVERY_S", "LIST_EVERY_S", "BACKOFF_FIRST_S"):
+        monkeypatch.setattr(remote_site, name, 0.02)
 
 
 def chat(attempt_id: str, text: str, **sampling: Any) -> dict[str, pb.Assign]:

@@ -141,7 +141,7 @@ def test_what_the_client_does_not_sample_is_not_traced_anywhere(monkeypatch: pyt
 
 def test_nothing_is_imported_where_no_collector_is_named() -> None:
     program = (
-        "import sys, gateway.app, site_engine.app, site_engine.remote.process\n"
+        "import sys, gateway.app, site_engine.app, site_engine.remote_site\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,170 @@
+"""Compose and run a site in front of a server: linked to the gateways while the server lives.
+
+Each time the server comes (back), it is discovered anew: it may have other models or other limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from contextlib import suppress
+from uuid import uuid4
+
+from site_engine.config import SLOTS, SiteConfig
+from site_engine.engine_client import Listener
+from site_engine.federation.attempts import OnFinish
+from site_engine.federation.dial import Dialer
+from site_engine.federation.site import Site
+from site_engine.messages import Hello
+from site_engine.remote.discovery import MODELS_PATH, Found, check_alive, discover, fetch_load
+from site_engine.remote.engine import RemoteEngine
+from site_engine.remote.prometheus import UnknownPage
+from site_engine.remote.server import Server, ServerLost
+from site_engine.shutdown import EXIT_OK, Shutdown, run_until_shutdown, tick
+from site_engine.telemetry.attempt_log import attempt_log
+from site_engine.version import own_version
+
+log = logging.getLogger(__name__)
+
+POLL_EVERY_S = 0.5
+PROBE_EVERY_S = 2.0
+LIST_EVERY_S = 15.0
+"""For a server without a health page, such as a provider: listing models is not free there."""
+MAX_MISSES = 3
+BACKOFF_FIRST_S, MAX_BACKOFF_S = 0.5, 15.0
+SPARE_CONNECTIONS = 4
+
+
+async def serve(config: SiteConfig) -> int:
+    """Serve until a signal; return the exit status. Raises ConfigError if that cannot begin."""
+    dialer = Dialer.from_config(config)
+    root = config.url.rstrip("/").removesuffix("/v1")
+    server = Server(
+        root,
+        config.server_key(os.environ),
+        silence_s=config.silence_s,
+        connections=(config.slots or SLOTS) + SPARE_CONNECTIONS,
+    )
+    shutdown = Shutdown()
+    try:
+        async with attempt_log(config) as on_finish:
+            with shutdown.handle_signals(asyncio.get_running_loop()):
+                while True:
+                    found = await _discover_patiently(server, config, shutdown)
+                    if found is None:
+                        return EXIT_OK
+                    status = await Service(server, config, found, shutdown, on_finish).run(dialer)
+                    if status is not None:
+                        return status
+    finally:
+        await server.close()
+
+
+async def _discover_patiently(server: Server, config: SiteConfig, shutdown: Shutdown) -> Found | None:
+    """Wait for the server to come; return None if a shutdown comes first."""
+    backoff_s = BACKOFF_FIRST_S
+    while not shutdown.requested.is_set():
+        try:
+            return await discover(server, config)
+        except ServerLost as exc:
+            log.warning("waiting for the server: %s", exc)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(backoff_s):
+                await shutdown.requested.wait()
+        backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
+    return None
+
+
+class Service:
+    """The site while its server is there."""
+
+    def __init__(
+        self, server: Server, config: SiteConfig, found: Found, shutdown: Shutdown, on_finish: OnFinish
+    ) -> None:
+        self._server = server
+        self._config = config
+        self._found = found
+        self._shutdown = shutdown
+        self._lost = asyncio.Event()
+        self._reason = ""
+        self._engine = RemoteEngine(server, found.terms, time.monotonic)
+        self._site = Site(_hello(config, found), self._engine, time.monotonic, 1, on_finish=on_finish)
+        self._engine.listener = Listener(self._site.outputs, self._site.load, self._lose)
+
+    async def run(self, dialer: Dialer) -> int | None:
+        """Return the exit status if the process is to end; None if the server is gone."""
+        links = dialer.links(self._site)
+        watching = [asyncio.create_task(each) for each in (tick(self._site), self._poll_forever())]
+        ends = asyncio.create_task(
+            run_until_shutdown(self._site, links, self._shutdown, self._config.drain_s)
+        )
+        lost = asyncio.create_task(self._lost.wait())
+        try:
+            links.add(self._config.gateways)
+            log.info("serving %s; load from %s", ", ".join(self._site.models), self._found.source)
+            await asyncio.wait((ends, lost), return_when=asyncio.FIRST_COMPLETED)
+            if ends.done() or self._shutdown.requested.is_set():
+                return await ends
+            log.error("the server is lost: %s", self._reason)
+            return None
+        finally:
+            for task in (*watching, ends, lost):
+                task.cancel()
+            self._engine.fail_all(self._reason or "the site is ending")
+            await links.close(self._reason or "the site is ending")
+
+    def _lose(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._lost.set()
+
+    async def _poll_forever(self) -> None:
+        """Poll the server's metrics, or its probe if it has none; lose it after several misses in a row."""
+        missed, degraded = 0, False
+        while True:
+            try:
+                degraded = await self._poll(degraded)
+                missed = 0
+            except ServerLost as exc:
+                missed += 1
+                if missed >= MAX_MISSES:
+                    self._lose(f"{missed} probes in a row failed, the last: {exc}")
+                    return
+            if missed or self._found.has_metrics:
+                await asyncio.sleep(POLL_EVERY_S)
+            else:
+                lists_models = self._found.probe == MODELS_PATH
+                await asyncio.sleep(LIST_EVERY_S if lists_models else PROBE_EVERY_S)
+
+    async def _poll(self, degraded: bool) -> bool:
+        """Poll once; return whether the metrics page, which was understood at first, no longer is."""
+        if not self._found.has_metrics:
+            await check_alive(self._server, self._found.probe)
+            return degraded
+        try:
+            self._engine.update_load(await fetch_load(self._server, self._found.terms.dialect))
+        except UnknownPage as exc:
+            self._engine.forget_load()
+            if not degraded:
+                log.warning("load is estimated from what passes through: %s", exc)
+            return True
+        return False
+
+
+def _hello(config: SiteConfig, found: Found) -> Hello:
+    terms = found.terms
+    return Hello(
+        site=config.site,
+        boot_id=uuid4().hex,
+        cloud=config.cloud,
+        region=config.region,
+        pool=config.pool,
+        models=found.models,
+        slots=terms.slots,
+        kv_capacity_tokens=terms.kv_capacity_tokens,
+        input_usd_per_mtok=config.input_usd_per_mtok,
+        output_usd_per_mtok=config.output_usd_per_mtok,
+        version=f"{own_version()} ({terms.dialect.name}, load from {found.source})"[:200],
+        engine="openai",
+    )
