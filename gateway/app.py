@@ -177,7 +177,7 @@ async def _core(
         max_tries=config.most_tries,
         clock=gateway_clock,
         quotas=leases.quotas,
-        lease_more=leases.more,
+        lease_more=leases.lease_more,
         fleet_complete_s=gateway_clock() + REJOIN_S,
     )
     if traces is not None:
@@ -285,7 +285,7 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
         up = [site.name for site in gateway.directory.sites if site.state is SiteState.READY]
         if not up:
             return Readiness(False, "no site is ready to serve")
-        away = store.recorder.health.failing_since or core.leases.silent_s > SILENT_S
+        away = store.recorder.health.failing_since or core.leases.since_renewed_s > SILENT_S
         # The log says why: whoever asks here has no key, and the reason names the database's address.
         return Readiness(True, ", ".join(up) + ("; degraded: the database is away" if away else ""))
 

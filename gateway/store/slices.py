@@ -17,9 +17,10 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.quotas.limits import WINDOW_S, Claim, Grant, Kind, LimitId, Scope
+from gateway.quotas.limits import WINDOW_S, Claim, Kind, LimitId, Scope
 from gateway.quotas.meter import month_of
 from gateway.quotas.shares import Slice, granted
+from gateway.quotas.slices import GrantedSlice, LeaseRound, NameTaken, PreviousSlice, SlicesUnavailable
 from gateway.store.database import reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import quota_slices, quotas, replicas
@@ -55,30 +56,7 @@ _DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())")
 
 T = TypeVar("T")
 
-Ask = Callable[[LimitId], Claim | None]
-
-
-class Granted(NamedTuple):
-    id: LimitId
-    claim: Claim
-    grant: Grant
-
-
-class Left(NamedTuple):
-    """What the process before this one, of the same name, held of a limit."""
-
-    id: LimitId
-    amount: int
-    used: int
-    used_at: float
-
-
-class Round(NamedTuple):
-    """`limits`: as they are now, or None if that is as they were the last time."""
-
-    replicas: int
-    grants: list[Granted]
-    limits: dict[LimitId, int] | None = None
+ClaimOf = Callable[[LimitId], Claim | None]
 
 
 class _Seen(NamedTuple):
@@ -90,12 +68,12 @@ class _Seen(NamedTuple):
     limits: dict[LimitId, int] | None
 
 
-class NameTaken(Exception):
-    """Another process renews the leases of this name."""
+class SlicesAway(StoreUnavailable, SlicesUnavailable):
+    """The database is away: StoreUnavailable, and SlicesUnavailable for leasing, which imports no store."""
 
 
 class SliceTable:
-    """Every method raises StoreUnavailable when the database does not answer in time."""
+    """Every method raises SlicesAway when the database does not answer in time."""
 
     def __init__(
         self,
@@ -118,16 +96,16 @@ class SliceTable:
     def lease_s(self) -> float:
         return self._lease_s
 
-    async def join(self) -> list[Left]:
+    async def join(self) -> list[PreviousSlice]:
         """Take this name, and what the process before this one held under it."""
 
-        async def work(connection: AsyncConnection) -> list[Left]:
+        async def work(connection: AsyncConnection) -> list[PreviousSlice]:
             await self._renew(connection, take=True)
             mine = select(quota_slices).where(quota_slices.c.replica == self._name)
             found = [*await connection.execute(mine)]
             now = self._clock()
             return [
-                Left(id_of(row), row.amount, row.used, row.used_at)
+                PreviousSlice(id_of(row), row.amount, row.used, row.used_at)
                 for row in found
                 if row.period in (0, _period(row.kind, now))
             ]
@@ -160,31 +138,31 @@ class SliceTable:
         self._mark, found = await self._transaction(work)  # only now: what did not arrive is asked for again
         return found
 
-    async def round(self, restless: Iterable[LimitId], ask: Ask) -> Round:
-        """Renew the lease; settle the slices that are restless here, or that others are short of.
+    async def round(self, unsettled: Iterable[LimitId], claim_of: ClaimOf) -> LeaseRound:
+        """Renew the lease; settle the slices that are unsettled here, or that others are short of.
 
         Raises NameTaken.
         """
-        now, ours = self._clock(), set(restless)
+        now, ours = self._clock(), set(unsettled)
 
-        async def first(connection: AsyncConnection) -> tuple[_Seen, list[LimitId], list[Granted]]:
+        async def first(connection: AsyncConnection) -> tuple[_Seen, list[LimitId], list[GrantedSlice]]:
             seen = await self._look(connection)
             wanted = sorted(ours.union(seen.hungry))
             part = wanted[:LIMITS_AT_ONCE]
-            return seen, wanted, await self._settle(connection, part, ask, seen.alive, now)
+            return seen, wanted, await self._settle(connection, part, claim_of, seen.alive, now)
 
         seen, wanted, grants = await self._transaction(first)
         for start in range(LIMITS_AT_ONCE, len(wanted), LIMITS_AT_ONCE):
             part = wanted[start : start + LIMITS_AT_ONCE]
 
-            async def work(connection: AsyncConnection, part: list[LimitId] = part) -> list[Granted]:
+            async def work(connection: AsyncConnection, part: list[LimitId] = part) -> list[GrantedSlice]:
                 if connection.dialect.name == "sqlite":
                     await self._renew(connection)
-                return await self._settle(connection, part, ask, seen.alive, now)
+                return await self._settle(connection, part, claim_of, seen.alive, now)
 
             grants += await self._transaction(work)
         self._mark = seen.mark
-        return Round(len(seen.alive), grants, seen.limits)
+        return LeaseRound(len(seen.alive), grants, seen.limits)
 
     async def _look(self, connection: AsyncConnection) -> _Seen:
         now = await self._renew(connection)
@@ -210,15 +188,20 @@ class SliceTable:
         return now
 
     async def _settle(
-        self, connection: AsyncConnection, ids: Sequence[LimitId], ask: Ask, alive: list[str], now: float
-    ) -> list[Granted]:
+        self,
+        connection: AsyncConnection,
+        ids: Sequence[LimitId],
+        claim_of: ClaimOf,
+        alive: list[str],
+        now: float,
+    ) -> list[GrantedSlice]:
         if not ids:
             return []
         limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, {"ids": ids})}
         rows = await self._rows(connection, ids)
         grants = []
         for limit_id, limit in limits.items():
-            claim = ask(limit_id)
+            claim = claim_of(limit_id)
             if claim is not None:
                 grants.append(self._grant(limit_id, limit, claim, rows[limit_id], alive))
         if grants:
@@ -227,14 +210,14 @@ class SliceTable:
 
     def _grant(
         self, limit_id: LimitId, limit: int, claim: Claim, rows: list[Row[Any]], alive: list[str]
-    ) -> Granted:
+    ) -> GrantedSlice:
         mine = next((row for row in rows if row.replica == self._name), None)
         if mine is None:  # nothing is written down: what was held is not ours any more
             claim = claim._replace(ceiling=0)
         others = [_slice(row, claim.period, alive) for row in rows if row.replica != self._name]
-        return Granted(limit_id, claim, granted(limit, self._name, claim, others, alive))
+        return GrantedSlice(limit_id, claim, granted(limit, self._name, claim, others, alive))
 
-    def _row(self, granted: Granted, now: float) -> dict[str, Any]:
+    def _row(self, granted: GrantedSlice, now: float) -> dict[str, Any]:
         claim = granted.claim
         return {
             **granted.id._asdict(),
@@ -291,9 +274,9 @@ class SliceTable:
             async with asyncio.timeout(ROUND_TIMEOUT_S), self._engine.begin() as connection:
                 return await work(connection)
         except TimeoutError as exc:
-            raise StoreUnavailable(f"no answer within {ROUND_TIMEOUT_S:g} s") from exc
+            raise SlicesAway(f"no answer within {ROUND_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:
-            raise StoreUnavailable(reason(exc)) from exc
+            raise SlicesAway(reason(exc)) from exc
 
 
 async def _mark(connection: AsyncConnection) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import Claim, Grant, Kind, LimitId, Scope, WhenAway
-from gateway.store.slices import Granted, Left, Round
+from gateway.quotas.slices import GrantedSlice, LeaseRound, PreviousSlice
 
 LIMIT = LimitId(Scope.TENANT, "shop", Kind.TOKENS)
 
@@ -24,7 +24,7 @@ class Shrinking:
         self.rounds = 0
         self.several = asyncio.Event()
 
-    async def join(self) -> list[Left]:
+    async def join(self) -> list[PreviousSlice]:
         return []
 
     async def leave(self) -> None:
@@ -36,14 +36,16 @@ class Shrinking:
     async def limits(self) -> dict[LimitId, int]:
         return {LIMIT: 1_000_000}
 
-    async def round(self, restless: Iterable[LimitId], ask: Callable[[LimitId], Claim | None]) -> Round:
+    async def round(
+        self, unsettled: Iterable[LimitId], claim_of: Callable[[LimitId], Claim | None]
+    ) -> LeaseRound:
         self.rounds += 1
         if self.rounds > 3:
             self.several.set()
-        claim = ask(LIMIT)
+        claim = claim_of(LIMIT)
         assert claim is not None
         grant = Grant(amount=1_000 - self.rounds, target=900 - self.rounds, elsewhere=0)
-        return Round(self.replicas, [Granted(LIMIT, claim, grant)])
+        return LeaseRound(self.replicas, [GrantedSlice(LIMIT, claim, grant)])
 
 
 @pytest.mark.parametrize(("replicas", "hurries"), [(1, False), (2, True)])
@@ -52,7 +54,7 @@ def test_a_surplus_is_given_back_at_once_only_to_others(replicas: int, hurries: 
         slices = Shrinking(replicas)
         leases = Leases(slices, WhenAway.HOLD)
         await leases.start(background=False)
-        assert leases._wanted.is_set() is hurries
+        assert leases._round_wanted.is_set() is hurries
 
     asyncio.run(scenario())
 

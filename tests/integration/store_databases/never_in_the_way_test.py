@@ -33,7 +33,7 @@ def test_a_silent_database_delays_no_query_and_every_answer_has_its_row(
             leases = Leases(store.slices, WhenAway.HOLD)
             await leases.start()
             try:
-                async with scene(quotas=leases.quotas, lease_more=leases.more) as here:
+                async with scene(quotas=leases.quotas, lease_more=leases.lease_more) as here:
                     site = await here.site("a", slots=50)
                     here.gateway.record = recorded(store.recorder.record, here.outcomes)
 

@@ -29,7 +29,7 @@ async def gateway(url: str, folder: Path, name: str) -> AsyncIterator[tuple[Stor
         leases = Leases(store.slices, WhenAway.HOLD)
         await leases.start()
         try:
-            async with scene(quotas=leases.quotas, lease_more=leases.more) as here:
+            async with scene(quotas=leases.quotas, lease_more=leases.lease_more) as here:
                 yield store, here, await here.site("a", slots=50)
         finally:
             await leases.close()
@@ -62,8 +62,8 @@ def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
 ) -> None:
     monkeypatch.setattr("gateway.quotas.meter.WINDOW_S", float("inf"))  # the test may take its minutes
     monkeypatch.setattr("gateway.quotas.leases.MORE_WITHIN_S", DEADLINE_S)
-    monkeypatch.setattr("gateway.quotas.leases.EVERY_S", 0.1)
-    monkeypatch.setattr("gateway.quotas.leases.REST_S", 0.01)
+    monkeypatch.setattr("gateway.quotas.leases.ROUND_EVERY_S", 0.1)
+    monkeypatch.setattr("gateway.quotas.leases.MIN_PAUSE_S", 0.01)
 
     async def main() -> None:
         async with (

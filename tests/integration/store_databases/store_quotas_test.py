@@ -265,14 +265,14 @@ def test_a_query_waits_for_a_larger_slice_only_while_the_database_answers(
                 async with asyncio.timeout(60):
                     while not offer(two, 800):
                         await two.renew()
-                        await one.more()
+                        await one.lease_more()
                 await asyncio.to_thread(postgres.kill)
                 try:
                     async with asyncio.timeout(60):
                         while not one._away:
-                            await one.more()
+                            await one.lease_more()
                     with pytest.raises(StopIteration):
-                        one.more().send(None)  # done at once, without a wait
+                        one.lease_more().send(None)  # done at once, without a wait
                 finally:
                     await asyncio.to_thread(postgres.start)
             finally:
