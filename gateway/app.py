@@ -230,7 +230,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
     publisher.replica_summaries = lambda: exchange.summaries
     publisher.certificate_until = store.certificates.expires_at
     publisher.store_event = partial(store.recorder.record_event, replica=publisher.replica)
-    await publisher.restore_events(store.read.seen_by)
+    await publisher.restore_events(store.read.events_of_replica)
     await order_service.start()
     await publisher.start()
     exchanging = asyncio.create_task(exchange.run())

@@ -23,7 +23,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
     from gateway.store.database import reason
     from gateway.store.errors import StoreError, StoreUnavailable
-    from gateway.store.quota_table import NoSuch
+    from gateway.store.quota_table import UnknownSubject
     from gateway.store.store import open_store
 
     async def visit() -> T:
@@ -33,7 +33,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
 
     try:
         return asyncio.run(visit())
-    except NoSuch as error:
+    except UnknownSubject as error:
         raise CommandFailed(str(error), tip="mico tenants list and mico keys list name them") from error
     except StoreUnavailable as error:
         raise CommandFailed("the database did not answer", cause=str(error), tip=AWAY) from error

@@ -14,7 +14,7 @@ from gateway.admin.access import Access, AnyRequest, path_after
 from gateway.admin.order_service import event_of
 from gateway.errors import BadRequest
 from gateway.http.files import answering, page_of
-from gateway.store.queries import Explained, Reads, SiteHistory
+from gateway.store.queries import ExplainedQuery, Reads, SiteHistory
 from gateway.telemetry.history import columns
 from gateway.telemetry.publisher import SnapshotPublisher
 
@@ -56,7 +56,7 @@ def read_routes(access: Access, publisher: SnapshotPublisher, reads: Reads | Non
         await access.operator(request)
         request_id = path_after(request, "/admin/api/decisions/")
         with answering():
-            found: list[Explained] = await reads.explain(request_id) if reads else []
+            found: list[ExplainedQuery] = await reads.explain(request_id) if reads else []
         return _json_bytes(msgspec.json.encode({"queries": found}))
 
     return [overview, plot_history, events, site_events, decisions]

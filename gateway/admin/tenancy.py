@@ -20,9 +20,9 @@ from gateway.operator_orders import clean_reason
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.database import reason
-from gateway.store.key_table import NAMES, KeyInfo, is_name
+from gateway.store.key_table import NAME_RULE, KeyInfo, is_valid_name
 from gateway.store.queries import TotalBy
-from gateway.store.quota_table import LARGEST, NoSuch, Quota
+from gateway.store.quota_table import MAX_AMOUNT, Quota, UnknownSubject
 from gateway.store.store import Store
 
 T = TypeVar("T")
@@ -151,8 +151,8 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         who = (await access.acting(request)).who
         new = await body_of(request, NewQuotas)
         for kind, amount in new.limits.items():
-            if amount is not None and not 0 <= amount <= LARGEST:
-                raise BadRequest(f"{kind.value} is from 0 to {LARGEST}", param=f"limits.{kind.value}")
+            if amount is not None and not 0 <= amount <= MAX_AMOUNT:
+                raise BadRequest(f"{kind.value} is from 0 to {MAX_AMOUNT}", param=f"limits.{kind.value}")
         async with answered():
             found = await store.quotas.set_quotas(new.scope, new.subject, new.limits, act(who, new.reason))
         return {"quotas": [quota_facts(quota) for quota in found]}
@@ -190,7 +190,7 @@ async def answered() -> AsyncIterator[None]:
     """Raises NotFound, BadRequest, or Overloaded when the database is away."""
     try:
         yield
-    except NoSuch as exc:
+    except UnknownSubject as exc:
         raise NotFound(str(exc)) from exc
     except DataError as exc:  # Postgres keeps no NUL in a text
         raise BadRequest("a name has characters that no name here has: nothing was changed") from exc
@@ -218,8 +218,8 @@ def days_of(days: float) -> float:
 
 
 def named(name: str, param: str) -> str:
-    if not is_name(name):
-        raise BadRequest(f"{param} has {NAMES}", param=param)
+    if not is_valid_name(name):
+        raise BadRequest(f"{param} has {NAME_RULE}", param=param)
     return name
 
 

@@ -35,10 +35,10 @@ class Refusal(Exception):
 class Register(Protocol):
     """What was issued and revoked; the first two work in memory."""
 
-    def void_until(self, site: str) -> float: ...
+    def revoked_until(self, site: str) -> float: ...
     def expires_at(self, site: str) -> float: ...
     async def refresh(self) -> None: ...
-    async def issued(
+    async def record_issued(
         self, site: str, *, serial: str, issued_at: float, expires_at: float, renewal: bool
     ) -> None: ...
 
@@ -51,7 +51,7 @@ class Certificates:
 
     def complaint(self, shown: SiteCertificate) -> str | None:
         """Why it is good no longer. A link lives on after the certificate it began with, while renewed."""
-        if shown.issued_at <= self.register.void_until(shown.site):
+        if shown.issued_at <= self.register.revoked_until(shown.site):
             return "its certificate was revoked"
         if max(shown.expires_at, self.register.expires_at(shown.site)) < self.unix_time():
             return "its certificate has expired and was not renewed"
@@ -72,14 +72,14 @@ class Certificates:
         return site
 
     def _check(self, invited: Invitation, site: str) -> None:
-        if invited.issued_at <= self.register.void_until(site):
+        if invited.issued_at <= self.register.revoked_until(site):
             raise PkiError("the join secret was revoked: `mico pki invite` makes a new one")
 
     async def issue(self, site: str, csr: bytes, *, renewal: bool) -> bytes:
         """Raises PkiError, StoreUnavailable."""
         issued = self.authority.issue_site(site, csr, datetime.fromtimestamp(self.unix_time(), UTC))
         _, serial, issued_at, expires_at = issued.certificate
-        await self.register.issued(
+        await self.register.record_issued(
             site, serial=serial, issued_at=issued_at, expires_at=expires_at, renewal=renewal
         )
         return issued.pem

@@ -1,1 +1,1 @@
-"""What the gateway keeps: keys, usage and decisions, in SQLite or Postgres. `store.py` opens it all."""
+"""The gateway's durable state (keys, usage, decisions, orders) in SQLite or Postgres; `store.py` opens it."""

@@ -1,4 +1,4 @@
-"""The audit: what was done goes into the database in one transaction with who, why, before and after."""
+"""Write audit entries: who changed what and why, in one transaction with the change."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ AT_THE_COMMAND_LINE = "command line"
 
 
 class Act(NamedTuple):
-    """Who does it and why. `who` is the id of a key, or says that it came by the command line."""
+    """Author of a change and the reason. `who` is the id of a key, or AT_THE_COMMAND_LINE."""
 
     who: str = AT_THE_COMMAND_LINE
     reason: str = ""
 
 
-async def note(
+async def add_entry(
     connection: AsyncConnection, act: Act, now: float, *, action: str, before: str, after: str
 ) -> None:
-    who = await signature(connection, act.who)
+    """Add an entry to the audit, in the open transaction."""
+    who = await key_label(connection, act.who)
     entry = AuditEntry(uuid4().hex, now, who, "", action, act.reason, before, after)
     await connection.execute(insert(audit), asdict(entry))
 
 
-async def signature(connection: AsyncConnection, key_id: str) -> str:
-    """The key's name beside its id, for people."""
+async def key_label(connection: AsyncConnection, key_id: str) -> str:
+    """Return the key's name and id for display, or `key_id` as it is when no key has that id."""
     name = await connection.scalar(select(keys.c.name).where(keys.c.id == key_id))
     return f"{name} ({key_id})" if name else key_id

@@ -1,7 +1,8 @@
-"""What was issued to sites and what is void of it, in memory: who joins waits for no database.
+"""Keep sites' issued and revoked certificates in memory, so that a joining site does not wait for the
+database.
 
-Every REFRESH_S the register asks the database, so a revocation holds on every replica within REFRESH_S +
-REFRESH_TIMEOUT_S while the database answers. Else what was known last stays true.
+The registry asks the database every REFRESH_S, so a revocation holds on every replica within REFRESH_S +
+REFRESH_TIMEOUT_S while the database answers. While it does not, the last known state holds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import ColumnElement, Table, func, select, update
+from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -28,8 +29,10 @@ REFRESH_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
-    """One site: its newest certificate, and until when whatever was issued to it is void. Unix times."""
+class RegisteredSite:
+    """The newest certificate of a site. Whatever was issued to the site by `revoked_at` is void. Unix
+    times.
+    """
 
     site: str
     serial: str | None
@@ -41,13 +44,15 @@ class Registered:
 
 
 class CertificateRegistry:
+    """Certificates by site, refreshed from the database in the background."""
+
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._known: Mapping[str, Registered] = {}
+        self._known: Mapping[str, RegisteredSite] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises StoreUnavailable: without a first look a revoked site might be let in."""
+        """Raises StoreUnavailable: without a first refresh a revoked site might be admitted."""
         await self.refresh()
         self._task = asyncio.create_task(self._refresh_for_ever())
 
@@ -56,27 +61,33 @@ class CertificateRegistry:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def void_until(self, site: str) -> float:
-        """What was issued to it by then is void."""
+    def revoked_until(self, site: str) -> float:
+        """Return the time up to which whatever was issued to the site is void; -inf if nothing was
+        revoked.
+        """
         known = self._known.get(site)
         return float("-inf") if known is None or known.revoked_at is None else known.revoked_at
 
     def expires_at(self, site: str) -> float:
-        """Of its newest certificate; long ago if there is none."""
+        """Return when the newest certificate of the site expires; -inf if there is none."""
         known = self._known.get(site)
         return float("-inf") if known is None or known.expires_at is None else known.expires_at
 
-    async def issued(
+    async def record_issued(
         self, site: str, *, serial: str, issued_at: float, expires_at: float, renewal: bool
     ) -> None:
-        """Raises StoreUnavailable: a certificate that nobody knows of could not be listed."""
+        """Record a certificate before it is handed out. Raises StoreUnavailable: an unrecorded one is
+        not listed.
+        """
         count = table.c.renewals + 1 if renewal else 0
         new = {"serial": serial, "issued_at": issued_at, "expires_at": expires_at}
         await self._put(site, {**new, "renewals": 0, "reason": ""}, {**new, "renewals": count})
 
     async def revoke(self, site: str, why: str, now: float) -> None:
-        """What was issued to the site by now is void, join secrets too; of a name that ends in `*` also
-        what was issued to each site that begins so. Raises StoreUnavailable.
+        """Void everything issued to the site until now, join secrets too.
+
+        A name that ends in `*` also voids what was issued to every site whose name begins so. Raises
+        StoreUnavailable.
         """
         void: dict[str, object] = {
             "serial": None,
@@ -85,18 +96,19 @@ class CertificateRegistry:
             "revoked_at": now,
             "reason": why,
         }
-        await self._put(site, {**void, "renewals": 0}, void, _of_pool(site))
+        await self._put(site, {**void, "renewals": 0}, void, _pool_members(site))
 
-    async def every(self) -> list[Registered]:
+    async def list_sites(self) -> list[RegisteredSite]:
+        """Return all sites, sorted by name."""
         async with self._engine.connect() as connection:
             found = await connection.execute(select(table).order_by(table.c.site))
-            return [Registered(**row._mapping) for row in found]
+            return [RegisteredSite(**row._mapping) for row in found]
 
     async def refresh(self) -> None:
-        """Raises StoreUnavailable, and keeps what was known."""
+        """Read the table. Raises StoreUnavailable, and then keeps the last known state."""
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
-                self._known = {each.site: each for each in await self.every()}
+                self._known = {each.site: each for each in await self.list_sites()}
         except TimeoutError as exc:
             raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:
@@ -107,14 +119,16 @@ class CertificateRegistry:
         site: str,
         new: dict[str, object],
         change: dict[str, object],
-        also: ColumnElement[bool] | None = None,
+        also_where: ColumnElement[bool] | None = None,
     ) -> None:
-        """The row of this site, and the same change of others that are there."""
+        """Insert the row of a site or change it, and make the same change to existing rows `also_where`."""
+        insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S), self._engine.begin() as connection:
-                await connection.execute(_upsert(self._engine.dialect.name, table, site, new, change))
-                if also is not None:
-                    await connection.execute(update(table).where(also).values(**change))
+                row = insert(table).values(site=site, **new)
+                await connection.execute(row.on_conflict_do_update(index_elements=["site"], set_=change))
+                if also_where is not None:
+                    await connection.execute(update(table).where(also_where).values(**change))
         except TimeoutError as exc:
             raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:
@@ -127,21 +141,14 @@ class CertificateRegistry:
             try:
                 await self.refresh()
             except StoreUnavailable as exc:
-                log.warning("certificates are as of the last look at the database: %s", exc)
+                log.warning("certificates are as of the last refresh: %s", exc)
             except Exception:
-                log.exception("a look at the certificates went wrong in an unforeseen way")
+                log.exception("a refresh of the certificates went wrong in an unforeseen way")
 
 
-def _of_pool(site: str) -> ColumnElement[bool] | None:
-    """The machines of a pool, if this is the name of one: exact, where LIKE would not tell case on SQLite."""
+def _pool_members(site: str) -> ColumnElement[bool] | None:
+    """Match the machines of a pool, if `site` names one. Exact: SQLite's LIKE ignores case."""
     if not site.endswith("*"):
         return None
     begins = site[:-1]
     return func.substr(table.c.site, 1, len(begins)) == begins
-
-
-def _upsert(
-    dialect: str, into: Table, site: str, new: dict[str, object], change: dict[str, object]
-) -> sqlite.Insert | postgresql.Insert:
-    insert = sqlite.insert(into) if dialect == "sqlite" else postgresql.insert(into)
-    return insert.values(site=site, **new).on_conflict_do_update(index_elements=["site"], set_=change)

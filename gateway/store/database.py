@@ -1,4 +1,4 @@
-"""One SQLAlchemy engine for SQLite and for Postgres, and what each needs so that nothing waits for ever."""
+"""Open one SQLAlchemy engine for SQLite or Postgres, with timeouts so that no call waits for ever."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.schema import Column
 
 from gateway.store.errors import SchemaMismatch, StoreError, StoreUnavailable
-from gateway.store.sqlite import Brisk
+from gateway.store.sqlite import SingleHopConnection
 from gateway.store.tables import SCHEMA
 
 BUSY_TIMEOUT_MS: Final = 5_000
 CONNECTIONS: Final = 8
-"""Recorder, keys, leases, orders, certificates, figures, retention, a read. No client's query takes one."""
+"""For recorder, keys, leases, orders, certificates, snapshots, retention and a read. Clients' queries
+take none.
+"""
 
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
@@ -35,14 +37,14 @@ _POSTGRES_CONNECT: dict[str, Any] = {
 
 
 def database_url(text: str) -> URL:
-    """`sqlite:///file` or `postgresql://user@host/name`, with our driver. Raises StoreError."""
+    """Parse `sqlite:///file` or `postgresql://user@host/name` and set our driver. Raises StoreError."""
     try:
         url = make_url(text)
     except ArgumentError as exc:
         raise StoreError(
             "the database URL is not of the form sqlite:///FILE or postgresql://USER@HOST/NAME"
         ) from exc
-    except ValueError:  # it tells what it took for the port: of a password, where that has an @
+    except ValueError:  # its text would quote a part of a password that has an @
         raise StoreError(
             "the port in the database URL is no number; an @ in a password is written %40"
         ) from None
@@ -57,7 +59,7 @@ def database_url(text: str) -> URL:
 
 
 def open_engine(text: str) -> AsyncEngine:
-    """Connects to nothing yet. Raises StoreError."""
+    """Create the engine; it does not connect yet. Raises StoreError."""
     url = database_url(text)
     is_sqlite = url.get_backend_name() == "sqlite"
     try:
@@ -67,7 +69,7 @@ def open_engine(text: str) -> AsyncEngine:
             max_overflow=0,
             pool_timeout=5,
             pool_pre_ping=not is_sqlite,
-            connect_args={"async_creator_fn": Brisk.connect} if is_sqlite else _postgres(),
+            connect_args={"async_creator_fn": SingleHopConnection.connect} if is_sqlite else _postgres(),
         )
     except ModuleNotFoundError as exc:
         raise StoreError("Postgres needs psycopg: pip install 'mico[postgres]'") from exc
@@ -77,14 +79,14 @@ def open_engine(text: str) -> AsyncEngine:
 
 
 def _postgres() -> dict[str, Any]:
-    """Raises ModuleNotFoundError."""
-    from gateway.store.postgres import Answering
+    """Return the arguments of a Postgres connection. Raises ModuleNotFoundError without psycopg."""
+    from gateway.store.postgres import TimeoutConnection
 
-    return {**_POSTGRES_CONNECT, "async_creator_fn": Answering.connect}
+    return {**_POSTGRES_CONNECT, "async_creator_fn": TimeoutConnection.connect}
 
 
 def prepare_sqlite(connection: Any, _record: object) -> None:
-    """Readers beside one writer, wait for a lock, and a commit that a power loss does not undo."""
+    """Allow readers beside one writer, wait for locks, and make commits survive a power loss."""
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
     cursor.execute("PRAGMA journal_mode = WAL")
@@ -94,14 +96,14 @@ def prepare_sqlite(connection: Any, _record: object) -> None:
 
 
 def insert_new(dialect: str, into: Table) -> Insert:
-    """INSERT that leaves a row alone which is there already."""
+    """Return an INSERT that skips rows whose key exists."""
     if dialect == "sqlite":
         return sqlite.insert(into).on_conflict_do_nothing()
     return postgresql.insert(into).on_conflict_do_nothing()
 
 
 async def check_schema(engine: AsyncEngine) -> None:
-    """Raises SchemaMismatch, or StoreUnavailable when nobody answers."""
+    """Check that the tables are of this program's version. Raises SchemaMismatch or StoreUnavailable."""
     try:
         async with engine.connect() as connection:
             found = await connection.run_sync(_schema)
@@ -120,6 +122,8 @@ def _schema(connection: Connection) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """The driver's own first line: never the statement, its values or the URL's password."""
+    """Return the first line of the driver's message: never the statement, its values or the URL's
+    password.
+    """
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     return next(iter(str(cause).splitlines()), "") or type(cause).__name__

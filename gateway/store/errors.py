@@ -1,6 +1,6 @@
-"""What can go wrong between the gateway and its database. None of it ever fails a query.
+"""Errors between the gateway and its database. None of them ever fails a query.
 
-StoreError                a sentence that a person can act on; stops the start of a process
+StoreError                has a sentence that a person can act on; stops the start of a process
 ├── SchemaMismatch        the tables are older or newer than this program
 ├── JournalTaken          another process writes to the same journal
 ├── StoreUnavailable      the database does not answer now: try again later

@@ -1,7 +1,7 @@
-"""A bounded queue of lines on the local disk, in numbered segments: what is in it outlives the process.
+"""Queue lines on the local disk, bounded, in numbered segments that outlive the process.
 
 `append` hands a line to the operating system before it returns, so `kill -9` loses nothing; a power loss may
-cost what was appended since the last `sync`. Does not know what the lines mean.
+lose the lines appended since the last `sync`. Does not interpret the lines.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ SET_ASIDE_BYTES: Final = 16 << 20
 
 
 class JournalFull(OSError):
-    pass
+    """The journal has reached its limit."""
 
 
 class Journal:
-    """Of one process at a time. Methods run in one thread, except `read` and `sync`, which touch no state."""
+    """The journal of one process at a time. Methods run in one thread, except `read` and `sync`: they
+    use no state.
+    """
 
     def __init__(
         self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, limit_bytes: int = LIMIT_BYTES
     ) -> None:
-        """Raises JournalTaken when another process has this folder."""
+        """Open the folder and the segments found in it. Raises JournalTaken when another process uses
+        the folder.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.limit_bytes = limit_bytes
         self._segment_bytes = segment_bytes
         self._lock = _lock(folder)
         self._sealed: dict[Path, _Segment] = {
-            path: _Segment.found(path) for path in sorted(folder.glob("*.jsonl"))
+            path: _Segment.from_file(path) for path in sorted(folder.glob("*.jsonl"))
         }
         self._next = 1 + max((int(path.stem) for path in self._sealed), default=0)
         self._current: _Segment | None = None
@@ -50,7 +54,9 @@ class Journal:
         self.lines = sum(segment.lines for segment in self._sealed.values())
 
     def append(self, line: bytes) -> None:
-        """`line` ends with its only newline. Raises OSError if the disk refuses, JournalFull at the limit."""
+        """Append a line that ends with its only newline. Raises OSError if the disk refuses,
+        JournalFull at the limit.
+        """
         if self.size_bytes + len(line) > self.limit_bytes:
             raise JournalFull(f"the journal holds its limit of {self.limit_bytes} bytes")
         segment = self._current or self._begin()
@@ -74,19 +80,21 @@ class Journal:
         return self._current
 
     def seal(self) -> None:
-        """Ends the current segment: from now on it is one of `sealed`."""
+        """End the current segment and move it to `sealed`."""
         segment, self._current = self._current, None
         if segment is not None:
             self._sealed[segment.path] = segment
             os.close(self._file)
 
     def unsynced(self) -> set[Path]:
-        """What was written since the last call: for `sync`."""
+        """Return the segments written since the last call, for `sync`."""
         paths, self._unsynced = self._unsynced, set()
         return paths
 
     def sync(self, paths: Iterable[Path]) -> None:
-        """Blocks until the disk has them. A segment that is gone was stored and needs it no more."""
+        """Block until the segments are on disk. A missing segment was stored and removed: it needs no
+        sync.
+        """
         for path in (*paths, self.folder):
             with suppress(FileNotFoundError):
                 file = os.open(path, os.O_RDONLY)
@@ -97,11 +105,13 @@ class Journal:
 
     @property
     def sealed(self) -> list[Path]:
-        """Oldest first."""
+        """The sealed segments, oldest first."""
         return list(self._sealed)
 
     def read(self, path: Path) -> list[bytes]:
-        """The whole lines of a sealed segment. A torn last line was never acknowledged and is left out."""
+        """Return the whole lines of a sealed segment. A torn last line was never acknowledged and is
+        left out.
+        """
         try:
             *lines, torn = path.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -112,14 +122,14 @@ class Journal:
         return lines
 
     def remove(self, path: Path) -> None:
-        """Only after its lines are safe elsewhere."""
+        """Delete a segment, once its lines are stored elsewhere."""
         path.unlink(missing_ok=True)
         segment = self._sealed.pop(path)
         self.size_bytes -= segment.size_bytes
         self.lines -= segment.lines
 
     def set_aside(self, line: bytes) -> bool:
-        """Keeps a line that can be stored nowhere, for a person to look at. False if there is no room."""
+        """Keep a line that no database accepts, for a person to read. Return False if there is no room."""
         path = self.folder / "refused.lines"
         with path.open("ab") as file:
             if file.tell() + len(line) > SET_ASIDE_BYTES:
@@ -141,7 +151,7 @@ class _Segment:
         self.lines = lines
 
     @classmethod
-    def found(cls, path: Path) -> _Segment:
+    def from_file(cls, path: Path) -> _Segment:
         content = path.read_bytes()
         return cls(path, len(content), content.count(b"\n"))
 

@@ -1,4 +1,4 @@
-"""Keys in the database: make, rotate, revoke, list, read those that are valid. Every change is audited."""
+"""Create, rotate, revoke, list and read keys in the database. Every change is audited."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.domain import Caller
-from gateway.store.audit import Act, note
+from gateway.store.audit import Act, add_entry
 from gateway.store.database import insert_new
 from gateway.store.pepper import Pepper, new_secret
 from gateway.store.tables import keys, tenants
 
 DEFAULT_TENANT = "default"
 STAMP_BITS = 40
-NAME_CHARS = 200
-NAMES = f"1 to {NAME_CHARS} printable characters"
+MAX_NAME_CHARS = 200
+NAME_RULE = f"1 to {MAX_NAME_CHARS} printable characters"
 
 
-def is_name(text: str) -> bool:
-    """Of a key or a tenant: it has `NAMES`."""
-    return 0 < len(text) <= NAME_CHARS and text.isprintable()
+def is_valid_name(text: str) -> bool:
+    """Return whether the text may name a key or a tenant, by `NAME_RULE`."""
+    return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable()
 
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """A key as people see it. Times are unix seconds; `models` or `regions` None means every one.
+    """A key without its secret. Times are unix seconds; `models` or `regions` None means every one.
 
-    `first_id`: of the keys that replaced one another the first, whose quotas they share.
+    `first_id` is the first of the keys that replaced one another: they share its quotas.
     """
 
     id: str
@@ -52,6 +52,8 @@ class KeyInfo:
 
 
 class StoredKey(NamedTuple):
+    """A key as `KeyRing` holds it in memory."""
+
     digest: bytes
     pepper_id: str
     caller: Caller
@@ -59,7 +61,9 @@ class StoredKey(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """Differs whenever any key was made, changed, revoked or deleted, or its tenant was changed."""
+    """Fingerprint of the table: differs after any key was created, changed, revoked or deleted, or its
+    tenant changed.
+    """
 
     keys: int
     revoked: int
@@ -81,18 +85,21 @@ class NewKey:
 async def create(
     engine: AsyncEngine, pepper: Pepper, new: NewKey, now: float, act: Act
 ) -> tuple[KeyInfo, str]:
-    """The key and its secret, which nobody can see again. A tenant that is not there yet is made."""
+    """Create a key, and its tenant if missing. Return the key and its secret, which cannot be read again."""
     async with engine.begin() as connection:
         info, secret = await _insert(connection, pepper, new, now)
-        await note(connection, act, now, action=f"create key {info.id}", before="none", after=_scopes(info))
+        await add_entry(
+            connection, act, now, action=f"create key {info.id}", before="none", after=_scopes(info)
+        )
     return info, secret
 
 
 async def rotate(
     engine: AsyncEngine, pepper: Pepper, key_id: str, overlap_s: float, *, now: float, act: Act
 ) -> tuple[KeyInfo, str] | None:
-    """A key in the place of another, with its scopes, quotas and length of life; both are valid for
-    `overlap_s`. None when there is no such key, or it is not valid any more.
+    """Replace a key by one with the same scopes, quotas and lifetime; both are valid for `overlap_s`.
+
+    Returns None when there is no such key, or it is not valid any more.
     """
     async with engine.begin() as connection:
         old = await _get(connection, key_id)
@@ -106,7 +113,7 @@ async def rotate(
         change = update(keys).where(keys.c.id == key_id)
         await connection.execute(change.values(expires_at=ends, stamp=secrets.randbits(STAMP_BITS)))
         after = f"{info.id}; {key_id} ends in {ends - now:.0f} s"
-        await note(connection, act, now, action=f"rotate key {key_id}", before=key_id, after=after)
+        await add_entry(connection, act, now, action=f"rotate key {key_id}", before=key_id, after=after)
     return info, secret
 
 
@@ -138,17 +145,19 @@ async def _insert(
 
 
 async def revoke(engine: AsyncEngine, key_id: str, now: float, act: Act) -> KeyInfo | None:
-    """None when there is no such key. The time of a first revocation stays."""
+    """Revoke a key; None when there is no such key. A second revocation keeps the time of the first."""
     first = update(keys).where(keys.c.id == key_id, keys.c.revoked_at.is_(None))
     async with engine.begin() as connection:
         change = first.values(revoked_at=now, stamp=secrets.randbits(STAMP_BITS))
         if (await connection.execute(change)).rowcount:
-            await note(connection, act, now, action=f"revoke key {key_id}", before="valid", after="revoked")
+            await add_entry(
+                connection, act, now, action=f"revoke key {key_id}", before="valid", after="revoked"
+            )
         return await _get(connection, key_id)
 
 
-async def every(engine: AsyncEngine) -> list[KeyInfo]:
-    """Oldest first, revoked ones too."""
+async def list_all(engine: AsyncEngine) -> list[KeyInfo]:
+    """Return all keys, oldest first, revoked ones too."""
     async with engine.connect() as connection:
         found = await connection.execute(select(keys).order_by(keys.c.created_at, keys.c.id))
         return [_info(row) for row in found]
@@ -163,11 +172,13 @@ _MARKER = select(
 
 
 async def marker(connection: AsyncConnection) -> Marker:
+    """Read the table's fingerprint: one small query."""
     total, revoked, stamped, changed = (await connection.execute(_MARKER)).one()
     return Marker(total, revoked, int(stamped), int(changed))
 
 
 async def unrevoked(connection: AsyncConnection) -> list[StoredKey]:
+    """Return all keys that are not revoked, expired ones too."""
     columns = (
         keys.c.id,
         keys.c.tenant,

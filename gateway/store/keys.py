@@ -1,7 +1,7 @@
-"""The keys in memory: a query is authenticated without a look at the database.
+"""Hold the keys in memory, so that a query is authenticated without the database.
 
-Every REFRESH_S the ring asks the database whether anything changed, so a revocation holds on every replica
-within REFRESH_S + REFRESH_TIMEOUT_S while the database answers. Else the last known keys stay good.
+The ring asks the database every REFRESH_S for changes, so a revocation holds on every replica within
+REFRESH_S + REFRESH_TIMEOUT_S while the database answers. While it does not, the last known keys stay valid.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S: Final = 2.0
 REFRESH_TIMEOUT_S: Final = 2.0
-REST_S: Final = 0.25
-"""The least time between two refreshes, however many unknown keys arrive."""
+MIN_REFRESH_INTERVAL_S: Final = 0.25
+"""Minimum time between two refreshes, however many unknown keys arrive."""
 LOOK_AGAIN_S: Final = 1.0
 BY_COMMAND: Final = Act()
 
 
 class KeyRing:
+    """Authenticates secrets, and creates, rotates and revokes keys."""
+
     def __init__(
         self, engine: AsyncEngine, pepper: Pepper, *, clock: Callable[[], float] = time.time
     ) -> None:
@@ -49,10 +51,10 @@ class KeyRing:
         self._round = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.refreshed_at: float | None = None
-        """Unix time of the last successful look at the database."""
+        """Unix time of the last successful refresh."""
 
     async def start(self) -> None:
-        """Raises StoreUnavailable: without a first look nobody could be let in."""
+        """Raises StoreUnavailable: without a first refresh no key is known."""
         await self.refresh()
         self._task = asyncio.create_task(self._refresh_for_ever())
 
@@ -63,7 +65,10 @@ class KeyRing:
             self._task = None
 
     def authenticate(self, secret: str) -> Caller | None:
-        """No I/O. None for a key that is unknown, revoked or expired. An unknown one hurries the refresh."""
+        """Return the caller; None for a key that is unknown, revoked or expired.
+
+        Does no I/O. An unknown key triggers the next refresh early.
+        """
         if not looks_like_a_secret(secret):
             return None
         digest = self._pepper.digest(secret)
@@ -76,10 +81,10 @@ class KeyRing:
         return key.caller
 
     async def look_again(self, secret: str) -> Caller | None:
-        """For a key that `authenticate` did not know: it may have been made a moment ago by another process.
+        """Authenticate after the next refresh: another process may have created the key a moment ago.
 
-        Waits for the next refresh, which all who wait share, at most LOOK_AGAIN_S. A flood of wrong keys
-        costs the database one small query every REST_S.
+        All waiting callers share one refresh and wait at most LOOK_AGAIN_S. A flood of wrong keys costs the
+        database one small query every MIN_REFRESH_INTERVAL_S.
         """
         if looks_like_a_secret(secret):
             with suppress(TimeoutError):
@@ -88,13 +93,16 @@ class KeyRing:
         return self.authenticate(secret)
 
     def still_valid(self, key_id: str) -> Caller | None:
-        """Who a key lets in that was seen before, by its id; None once it is revoked or expired. No I/O."""
+        """Return the caller of a key by its id; None once it is revoked or expired. Does no I/O."""
         key = self._by_id(key_id)
         expired = key is not None and key.expires_at is not None and self._clock() >= key.expires_at
         return None if key is None or expired else key.caller
 
     def unrevoked(self, key_id: str) -> Caller | None:
-        """For work that a key was good for when it was accepted: its time may be over by now. No I/O."""
+        """Return the caller of a key by its id, although it may have expired. Does no I/O.
+
+        For work that was accepted while the key was valid.
+        """
         key = self._by_id(key_id)
         return None if key is None else key.caller
 
@@ -103,7 +111,7 @@ class KeyRing:
 
     @property
     def session_key(self) -> bytes:
-        """What sessions are signed with: the same on all replicas of one pepper."""
+        """The key that signs sessions: the same on all replicas that share a pepper."""
         return self._pepper.digest("admin session")
 
     async def create_key(
@@ -117,14 +125,14 @@ class KeyRing:
         expires_at: float | None = None,
         act: Act = BY_COMMAND,
     ) -> tuple[KeyInfo, str]:
-        """The key and its secret, shown this once. Works here at once, elsewhere within seconds."""
+        """Create a key; return it and its secret. It works here at once, on other replicas within seconds."""
         new = NewKey(name, tenant, models, admin, expires_at, regions)
         created = await key_table.create(self._engine, self._pepper, new, self._clock(), act)
         await self._refresh_or_log()
         return created
 
     async def list_keys(self) -> list[KeyInfo]:
-        return await key_table.every(self._engine)
+        return await key_table.list_all(self._engine)
 
     async def rotate_key(
         self, key_id: str, overlap_s: float, act: Act = BY_COMMAND
@@ -149,7 +157,7 @@ class KeyRing:
             async with asyncio.timeout(REFRESH_TIMEOUT_S), self._engine.connect() as connection:
                 now = await key_table.marker(connection)
                 if now != self._marker:
-                    self._learn(await key_table.unrevoked(connection))
+                    self._replace_known(await key_table.unrevoked(connection))
                     self._marker = now
         except TimeoutError as exc:
             raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
@@ -157,7 +165,7 @@ class KeyRing:
             raise StoreUnavailable(reason(exc)) from exc
         self.refreshed_at = self._clock()
 
-    def _learn(self, found: list[StoredKey]) -> None:
+    def _replace_known(self, found: list[StoredKey]) -> None:
         ours = {key.digest: key for key in found if key.pepper_id == self._pepper.id}
         foreign = len(found) - len(ours)
         if foreign > self._foreign:
@@ -167,25 +175,25 @@ class KeyRing:
         self._known, self._foreign = ours, foreign
 
     async def next_refresh(self) -> None:
-        """Returns after a refresh that began after this call."""
+        """Wait for a refresh that begins after this call."""
         self._wanted.set()
         await self._round.wait()
 
     async def _refresh_for_ever(self) -> None:
         while True:
             with suppress(TimeoutError):  # wait_for would lose a cancellation that comes with the event
-                async with asyncio.timeout(REFRESH_S - REST_S):
+                async with asyncio.timeout(REFRESH_S - MIN_REFRESH_INTERVAL_S):
                     await self._wanted.wait()
             self._wanted.clear()
             done, self._round = self._round, asyncio.Event()
             await self._refresh_or_log()
             done.set()
-            await asyncio.sleep(REST_S)
+            await asyncio.sleep(MIN_REFRESH_INTERVAL_S)
 
     async def _refresh_or_log(self) -> None:
         try:
             await self.refresh()
         except StoreUnavailable as exc:
-            logger.warning("keys are as of the last look at the database: %s", exc)
+            logger.warning("keys are as of the last refresh: %s", exc)
         except Exception:
             logger.exception("a refresh of the keys went wrong in an unforeseen way")

@@ -1,4 +1,4 @@
-"""What operators ordered, shared by all replicas, and the audit of it. An order and its entry go together."""
+"""Store operators' orders for all replicas, each in one transaction with its audit entry."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from dataclasses import asdict, replace
 from uuid import uuid4
 
 from sqlalchemy import ColumnElement, and_, delete, insert, select
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.operator_orders import AuditEntry, Order
-from gateway.store.audit import signature
+from gateway.store.audit import key_label
 from gateway.store.tables import audit, site_orders
 
 EXPIRY = "expired"
 
 
 class OrderTable:
-    """May raise SQLAlchemy's errors: its callers are people and a loop that tries again."""
+    """Methods may raise SQLAlchemy's errors: the callers are people and a loop that retries."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
     async def orders(self) -> list[Order]:
+        """Return all orders, ended ones too until `expire` removes them."""
         async with self._engine.connect() as connection:
             return [Order(**row._mapping) for row in await connection.execute(select(site_orders))]
 
-    async def entries(self, most: int) -> list[AuditEntry]:
-        """Newest first."""
-        newest = select(audit).order_by(audit.c.at.desc(), audit.c.id).limit(most)
+    async def entries(self, limit: int) -> list[AuditEntry]:
+        """Return the newest audit entries, newest first."""
+        newest = select(audit).order_by(audit.c.at.desc(), audit.c.id).limit(limit)
         async with self._engine.connect() as connection:
             return [AuditEntry(**row._mapping) for row in await connection.execute(newest)]
 
     async def change(
         self, site: str, subject: str, order: Order | None, *, action: str, who: str, reason: str, now: float
     ) -> AuditEntry:
-        """Put `order` in the place of the one on this subject, or lift that when it is None.
+        """Replace the order on this subject by `order`, or lift it when `order` is None.
 
-        `who` is the id of a key; the key's name is written beside it, for people.
+        `who` is the id of a key; the entry also has the key's name.
         """
         async with self._engine.begin() as connection:
-            who = await signature(connection, who)
+            who = await key_label(connection, who)
             order = replace(order, who=who) if order is not None else None
-            before = await _value(connection, site, subject)
+            found = await connection.scalar(select(site_orders.c.value).where(_on(site, subject)))
+            before = str(found) if found is not None else "default"
             await connection.execute(delete(site_orders).where(_on(site, subject)))
             if order is not None:
                 await connection.execute(insert(site_orders), asdict(order))
@@ -60,7 +62,7 @@ class OrderTable:
         return entry
 
     async def expire(self, order: Order, now: float) -> None:
-        """Remove an order whose time has passed; of several replicas one writes it down."""
+        """Remove an order whose time has passed. Of several replicas only one adds the audit entry."""
         same = and_(_on(order.site, order.subject), site_orders.c.given_at == order.given_at)
         async with self._engine.begin() as connection:
             removed = await connection.execute(delete(site_orders).where(same))
@@ -71,11 +73,6 @@ class OrderTable:
                     uuid4().hex, now, order.who, order.site, EXPIRY, reason, before, after, order.until_at
                 )
                 await connection.execute(insert(audit), asdict(entry))
-
-
-async def _value(connection: AsyncConnection, site: str, subject: str) -> str:
-    found = await connection.scalar(select(site_orders.c.value).where(_on(site, subject)))
-    return str(found) if found is not None else "default"
 
 
 def _on(site: str, subject: str) -> ColumnElement[bool]:

@@ -1,4 +1,4 @@
-"""Turns a key's secret into what is stored of it: a keyed hash. Without the pepper the database says nothing.
+"""Turn a key's secret into the keyed hash that is stored. Without the pepper the hashes are of no use.
 
 A secret carries 256 random bits, so a fast hash is enough: there is nothing to guess.
 """
@@ -17,19 +17,19 @@ from gateway.store.errors import StoreError
 SECRET_PREFIX: Final = "mico-"
 SECRET_BYTES: Final = 32
 SECRET_LENGTH: Final = len(SECRET_PREFIX) + 43
-PEPPER_LEAST_CHARACTERS: Final = 32
+MIN_PEPPER_CHARS: Final = 32
 
 
 class Pepper:
-    """Replicas that share a database must share it. Never shown, also not in `repr`."""
+    """The key of the hash. Replicas that share a database must share it. Not shown in `repr`."""
 
     __slots__ = ("_key", "id")
 
     def __init__(self, text: str) -> None:
-        """Raises StoreError when it is too short to be a secret."""
-        if len(text) < PEPPER_LEAST_CHARACTERS:
+        """Raises StoreError when the text is too short for a secret."""
+        if len(text) < MIN_PEPPER_CHARS:
             raise StoreError(
-                f"the key pepper needs at least {PEPPER_LEAST_CHARACTERS} characters: `openssl rand -hex 32`"
+                f"the key pepper needs at least {MIN_PEPPER_CHARS} characters: `openssl rand -hex 32`"
             )
         self._key = blake2b(text.encode(), person=b"mico pepper").digest()
         self.id = blake2b(b"", key=self._key, digest_size=4).hexdigest()
@@ -39,7 +39,7 @@ class Pepper:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Pepper:
-        """The pepper that lies in the data folder, made at the first start."""
+        """Read the pepper from the data folder; create it at the first start."""
         path = folder / "key-pepper"
         if not path.exists():
             _write_once(path, secrets.token_hex(32))
@@ -51,12 +51,12 @@ def new_secret() -> str:
 
 
 def looks_like_a_secret(text: str) -> bool:
-    """Whether it could be one of ours: what cannot needs no look into the database."""
+    """Return whether the text has the form of our secrets: nothing else needs a look into the database."""
     return len(text) == SECRET_LENGTH and text.isascii() and text.startswith(SECRET_PREFIX)
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Whole or not at all, readable by its owner only; the first of several processes wins."""
+    """Write a file atomically, readable by its owner only. Of several processes the first wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

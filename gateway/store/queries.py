@@ -1,12 +1,12 @@
-"""What operators ask of the store. Never on the way of a query."""
+"""Answer operators' reads: explain a query, sum usage, list events. Never on the path of a query."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sqlalchemy import Row, func, or_, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.domain import Attempt
@@ -15,8 +15,8 @@ from gateway.site_events import Event
 from gateway.store.rows import DecisionRow, EventRow, UsageRow, attempt_of, event_of
 from gateway.store.tables import audit, decisions, site_events, usage
 
-EXPLAINED_AT_MOST = 20
-NEWEST = (site_events.c.at.desc(), site_events.c.id.desc())
+MAX_EXPLAINED = 20
+NEWEST_FIRST = (site_events.c.at.desc(), site_events.c.id.desc())
 
 
 class TotalBy(StrEnum):
@@ -28,7 +28,9 @@ class TotalBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Sums over one tenant, model, site or cloud. Site and cloud "" are of what never reached one."""
+    """Sums over one tenant, model, site or cloud. Site and cloud "" stand for queries that never
+    reached one.
+    """
 
     name: str
     queries: int
@@ -37,41 +39,44 @@ class Total:
 
 
 class SiteHistory(NamedTuple):
-    """What happened to one site, and what operators did to it; each newest first."""
+    """Events of one site and operators' acts on it; each newest first."""
 
     events: list[EventRow]
     entries: list[AuditEntry]
 
 
 @dataclass(frozen=True, slots=True)
-class Explained:
-    """Why a query went where it went, and what happened."""
+class ExplainedQuery:
+    """One query: its usage row and its attempts, each with the decision behind it."""
 
     usage: UsageRow
     attempts: tuple[Attempt, ...]
 
 
 class Reads:
-    """May raise SQLAlchemy's errors: its callers are commands and pages, not queries."""
+    """Methods may raise SQLAlchemy's errors: the callers are commands and pages, not queries."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    async def explain(self, any_id: str) -> list[Explained]:
-        """By request id, query id or the answer's own id, newest first; several when one was used again."""
+    async def explain(self, any_id: str) -> list[ExplainedQuery]:
+        """Find queries by request id, query id or the answer's id, newest first. A reused request id
+        finds several.
+        """
         query_id = any_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
         named = or_(usage.c.request_id == any_id, usage.c.query_id == query_id)
-        newest = select(usage).where(named).order_by(usage.c.received_at.desc()).limit(EXPLAINED_AT_MOST)
+        newest = select(usage).where(named).order_by(usage.c.received_at.desc()).limit(MAX_EXPLAINED)
         async with self._engine.connect() as connection:
-            rows = [_usage_row(row) for row in await connection.execute(newest)]
-            return [Explained(row, await _attempts(connection, row)) for row in rows]
+            rows = [UsageRow(**row._mapping) for row in await connection.execute(newest)]
+            return [ExplainedQuery(row, await _attempts(connection, row)) for row in rows]
 
     async def count_usage(self) -> int:
+        """Return the number of stored queries."""
         async with self._engine.connect() as connection:
             return (await connection.execute(select(func.count()).select_from(usage))).scalar_one()
 
     async def totals(self, by: TotalBy, *, since: float = 0.0) -> list[Total]:
-        """Of queries received at `since` (unix time) or later, most completion tokens first."""
+        """Sum the queries received at `since` (unix time) or later; most completion tokens first."""
         name = usage.c[by.value]
         completion = func.sum(usage.c.completion_tokens)
         sums = (
@@ -84,34 +89,26 @@ class Reads:
             found = await connection.execute(sums)
             return [Total(who, queries, int(prompt), int(answer)) for who, queries, prompt, answer in found]
 
-    async def site(self, name: str, most: int) -> SiteHistory:
-        """As all replicas saw it; at most `most` of each."""
+    async def site(self, name: str, limit: int) -> SiteHistory:
+        """Return the history of a site as all replicas saw it; at most `limit` events and entries each."""
         events = select(site_events).where(site_events.c.site == name)
         entries = select(audit).where(audit.c.site == name)
         async with self._engine.connect() as connection:
-            seen = await connection.execute(events.order_by(*NEWEST).limit(most))
-            done = await connection.execute(entries.order_by(audit.c.at.desc(), audit.c.id).limit(most))
+            seen = await connection.execute(events.order_by(*NEWEST_FIRST).limit(limit))
+            done = await connection.execute(entries.order_by(audit.c.at.desc(), audit.c.id).limit(limit))
             return SiteHistory(
                 [EventRow(**row._mapping) for row in seen], [AuditEntry(**row._mapping) for row in done]
             )
 
-    async def seen_by(self, replica: str, since: float, most: int) -> list[Event]:
-        """The newest events that this replica wrote down at `since` (unix time) or later, newest first."""
-        its_own = select(site_events).where(site_events.c.at >= since, site_events.c.replica == replica)
+    async def events_of_replica(self, replica: str, since: float, limit: int) -> list[Event]:
+        """Return the newest events that a replica recorded at `since` (unix time) or later, newest first."""
+        own = select(site_events).where(site_events.c.at >= since, site_events.c.replica == replica)
         async with self._engine.connect() as connection:
-            found = await connection.execute(its_own.order_by(*NEWEST).limit(most))
+            found = await connection.execute(own.order_by(*NEWEST_FIRST).limit(limit))
             return [event_of(EventRow(**row._mapping)) for row in found]
 
 
 async def _attempts(connection: AsyncConnection, row: UsageRow) -> tuple[Attempt, ...]:
     in_order = select(decisions).where(decisions.c.query_id == row.query_id).order_by(decisions.c.attempt)
     found = await connection.execute(in_order)
-    return tuple(attempt_of(_decision_row(each)) for each in found)
-
-
-def _usage_row(row: Row[Any]) -> UsageRow:
-    return UsageRow(**row._mapping)
-
-
-def _decision_row(row: Row[Any]) -> DecisionRow:
-    return DecisionRow(**row._mapping)
+    return tuple(attempt_of(DecisionRow(**each._mapping)) for each in found)

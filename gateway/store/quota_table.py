@@ -1,4 +1,4 @@
-"""Tenants and the quotas of tenants and keys, as operators set them. Every change is audited.
+"""Store tenants, and the quotas of tenants and keys that operators set. Every change is audited.
 
 Does not count what is in use: `slices.py` and `gateway/quotas` do.
 """
@@ -15,20 +15,20 @@ from sqlalchemy import ColumnElement, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.quotas.limits import Kind, LimitId, Scope
-from gateway.store.audit import Act, note
+from gateway.store.audit import Act, add_entry
 from gateway.store.database import insert_new
 from gateway.store.errors import StoreError
 from gateway.store.key_table import STAMP_BITS
 from gateway.store.slices import id_of
 from gateway.store.tables import keys, quota_slices, quotas, tenants
 
-LARGEST: Final = 2**53
-"""What JSON carries exactly."""
+MAX_AMOUNT: Final = 2**53
+"""Largest integer that JSON carries exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`best_priority`: no query of it goes before others of this priority; lower goes earlier."""
+    """A tenant. No query of it gets a priority better (lower) than `best_priority`."""
 
     name: str
     created_at: float
@@ -36,19 +36,19 @@ class Tenant:
 
 
 class Quota(NamedTuple):
-    """`in_use` here and elsewhere, as the replicas wrote it down last."""
+    """A quota. `in_use` is the sum over all replicas, as each stored it last."""
 
     id: LimitId
     amount: int
     in_use: int
 
 
-class NoSuch(StoreError):
+class UnknownSubject(StoreError):
     """There is no such tenant or key."""
 
 
 class QuotaTable:
-    """May raise SQLAlchemy's errors: its callers are people."""
+    """Methods may raise SQLAlchemy's errors: the callers are people."""
 
     def __init__(self, engine: AsyncEngine, *, clock: Callable[[], float] = time.time) -> None:
         self._engine = engine
@@ -60,7 +60,7 @@ class QuotaTable:
             return [Tenant(row.name, row.created_at, row.best_priority) for row in found]
 
     async def set_tenant(self, name: str, *, best_priority: int, act: Act) -> Tenant:
-        """Make a tenant, or change one."""
+        """Create or change a tenant."""
         now = self._clock()
         async with self._engine.begin() as connection:
             new = {"name": name, "created_at": now}
@@ -70,7 +70,7 @@ class QuotaTable:
             await connection.execute(change.values(best_priority=best_priority, stamp=_stamp()))
             was = "none" if before is None else f"best priority {before}"
             after = f"best priority {best_priority}"
-            await note(connection, act, now, action=f"set tenant {name}", before=was, after=after)
+            await add_entry(connection, act, now, action=f"set tenant {name}", before=was, after=after)
             row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one()
         return Tenant(row.name, row.created_at, row.best_priority)
 
@@ -81,7 +81,9 @@ class QuotaTable:
     async def set_quotas(
         self, scope: Scope, subject: str, amounts: Mapping[Kind, int | None], act: Act
     ) -> list[Quota]:
-        """Set some quotas of a tenant or a key; None lifts one. Raises NoSuch. Holds within seconds."""
+        """Set some quotas of a tenant or a key; None lifts one. Takes effect within seconds. Raises
+        UnknownSubject.
+        """
         now = self._clock()
         async with self._engine.begin() as connection:
             subject = await _known(connection, scope, subject)
@@ -99,7 +101,7 @@ class QuotaTable:
             await connection.execute(delete(quota_slices).where(*_on(quota_slices.c, scope, subject, lifted)))
             found = await _of(connection, scope, subject)
             action = f"set quotas of {scope.value} {subject}"
-            await note(connection, act, now, action=action, before=before, after=_text(found))
+            await add_entry(connection, act, now, action=action, before=before, after=_text(found))
         return found
 
 
@@ -118,16 +120,16 @@ async def _of(connection: AsyncConnection, scope: Scope, subject: str) -> list[Q
 
 
 async def _known(connection: AsyncConnection, scope: Scope, subject: str) -> str:
-    """The subject as quotas have it: of a key the first of those that it replaces. Raises NoSuch."""
+    """Return the subject of quotas: a tenant's name, or the first id of a key. Raises UnknownSubject."""
     if scope is Scope.TENANT:
         name = await connection.scalar(select(tenants.c.name).where(tenants.c.name == subject))
         if name is None:
-            raise NoSuch(f"there is no tenant {subject!r}")
+            raise UnknownSubject(f"there is no tenant {subject!r}")
         return subject
     first = func.coalesce(keys.c.first_id, keys.c.id)
     found = await connection.scalar(select(first).where(keys.c.id == subject))
     if found is None:
-        raise NoSuch(f"there is no key {subject!r}")
+        raise UnknownSubject(f"there is no key {subject!r}")
     return str(found)
 
 

@@ -1,11 +1,11 @@
-"""Usage, decisions and events, written behind: `record` never waits, and what it took is stored once.
+"""Record usage, decisions and events write-behind: `record` never waits, and each record is stored once.
 
 The journal is the queue. Whether a segment was written a moment ago, before an outage of the database or
-before a `kill -9`, it takes the one way: read, insert what is not there yet, commit, remove.
+before a `kill -9`, it takes one path: read, insert what is missing, commit, remove.
 
-When the journal is full (the database was away too long), `has_room` is false: the gateway then turns new
-queries away, and the rest of the journal is for those in flight. What finds no place is logged and counted.
-Events of sites are only logged then: usage goes before them.
+When the journal is full (the database was away too long), `has_room` is false: the gateway then rejects new
+queries, and the rest of the journal is for those in flight. Records that do not fit are logged and counted.
+Site events are only logged then: usage has precedence.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.25
 SYNC_S: Final = 0.2
-"""A loss of power may cost what was recorded in this time. `kill -9` costs nothing."""
+"""A power loss may lose the records of this time. `kill -9` loses none."""
 RETRY_S: Final = (0.5, 5.0)
 CLOSE_S: Final = 10.0
 IN_FLIGHT_SHARE: Final = 1 / 16
-"""The part of the journal that is kept for queries in flight when it is full."""
+"""The part of the journal that is reserved for queries in flight."""
 MEMORY_LINES: Final = 4_096
-"""Lines kept while the disk takes none: these a `kill -9` would cost."""
+"""Lines held in memory while the disk refuses them: `kill -9` would lose these."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecorderHealth:
-    """`failing_since` is unix time. `lost` counts records of this process that are in the log only."""
+    """State of the recorder. `failing_since` is unix time; `lost` counts records that are in the log only."""
 
     pending: int
     journal_bytes: int
@@ -57,6 +57,8 @@ class RecorderHealth:
 
 
 class Recorder:
+    """Journals records in `folder` and stores them through `writer` in the background."""
+
     def __init__(
         self,
         folder: Path,
@@ -73,8 +75,8 @@ class Recorder:
         self._clock = clock
         self._journal: Journal | None = None
         self._memory: deque[bytes] = deque()
-        self._turn = asyncio.Lock()
-        self._wanted = asyncio.Event()
+        self._flushing = asyncio.Lock()
+        self._flush_wanted = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._retry_s = RETRY_S[0]
         self._failing_since: float | None = None
@@ -84,13 +86,13 @@ class Recorder:
         self._events = 0
 
     async def start(self, *, background: bool = True) -> None:
-        """Takes the folder and what an earlier process left in it. Raises JournalTaken."""
+        """Open the journal, with the records that an earlier process left. Raises JournalTaken."""
         self._journal = await asyncio.to_thread(
             Journal, self._folder, segment_bytes=self._segment_bytes, limit_bytes=self._limit_bytes
         )
         if self.pending:
             logger.info("replaying %d records of an earlier process", self.pending)
-            self._wanted.set()
+            self._flush_wanted.set()
         if background:
             self._tasks = [
                 asyncio.create_task(self._flush_for_ever()),
@@ -98,7 +100,7 @@ class Recorder:
             ]
 
     async def close(self) -> None:
-        """Stores what it can within CLOSE_S; the rest stays in the journal for the next start."""
+        """Store what is possible within CLOSE_S; the rest stays in the journal for the next start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -110,10 +112,10 @@ class Recorder:
                 await self._flush_or_log()
         journal = self._journal
         try:
-            self._leave_memory(journal)
+            self._move_memory_to_journal(journal)
         except OSError as exc:
             while self._memory:
-                self._lose(self._memory.popleft().decode(), exc)
+                self._log_lost(self._memory.popleft().decode(), exc)
         if self.pending:
             logger.warning("%d records stay in %s until the next start", self.pending, self._folder)
         self._journal = None
@@ -125,9 +127,9 @@ class Recorder:
             journal.close()
 
     def record(self, outcome: Outcome, cloud: str = "") -> None:
-        """Never blocks and never fails the query that it is about. `cloud` is where its site is.
+        """Record how a query ended. Never blocks and never fails the query. `cloud` is the cloud of its site.
 
-        Once there is no room, a query that used nothing leaves the rest to others.
+        Once there is no room, a query that used no tokens is not recorded.
         """
         journal = self._started
         if not (self.has_room or outcome.prompt_tokens or outcome.completion_tokens):
@@ -135,12 +137,12 @@ class Recorder:
         try:
             line = to_line(record_of(outcome, cloud))
         except (ValueError, TypeError, msgspec.MsgspecError) as exc:
-            self._lose(repr(outcome), exc)
+            self._log_lost(repr(outcome), exc)
             return
         self._append(journal, line)
 
     def record_event(self, event: Event, replica: str) -> None:
-        """Never blocks, and takes no room that usage needs."""
+        """Record a site event. Never blocks, and uses no room that usage needs."""
         journal = self._started
         if self.has_room:
             self._events += 1
@@ -154,25 +156,25 @@ class Recorder:
             journal.append(line)
         except OSError as exc:
             self._keep_in_memory(line, exc)
-        self._wanted.set()
+        self._flush_wanted.set()
 
     def _keep_in_memory(self, line: bytes, error: OSError) -> None:
         self._last_error = f"journal: {error}"
         if len(self._memory) < MEMORY_LINES:
             self._memory.append(line)
         else:
-            self._lose(line.decode(), error)
+            self._log_lost(line.decode(), error)
 
-    def _lose(self, what: str, error: Exception) -> None:
+    def _log_lost(self, record: str, error: Exception) -> None:
         self._lost += 1
-        logger.error("usage is in this log only (%s): %s", error, what)
+        logger.error("usage is in this log only (%s): %s", error, record)
 
     async def flush(self) -> bool:
-        """Stores all that is pending now. False when the database or the disk did not let it."""
+        """Store everything pending. Return False when the database or the disk failed."""
         journal = self._started
-        async with self._turn:
+        async with self._flushing:
             with suppress(OSError):
-                self._leave_memory(journal)
+                self._move_memory_to_journal(journal)
             try:
                 await self._store_memory()
                 journal.seal()
@@ -185,8 +187,8 @@ class Recorder:
             self._succeeded()
             return True
 
-    def _leave_memory(self, journal: Journal) -> None:
-        """For the disk, where lines outlive the process. Raises OSError as long as it takes none."""
+    def _move_memory_to_journal(self, journal: Journal) -> None:
+        """Append the lines held in memory to the journal. Raises OSError while the disk refuses them."""
         while self._memory:
             journal.append(self._memory[0])
             self._memory.popleft()
@@ -242,13 +244,13 @@ class Recorder:
 
     async def _flush_for_ever(self) -> None:
         while True:
-            await self._wanted.wait()
-            await asyncio.sleep(FLUSH_S)  # gathers a batch
-            self._wanted.clear()
+            await self._flush_wanted.wait()
+            await asyncio.sleep(FLUSH_S)  # collects a batch
+            self._flush_wanted.clear()
             if not await self._flush_or_log():
                 await asyncio.sleep(self._retry_s)
                 self._retry_s = min(2 * self._retry_s, RETRY_S[1])
-                self._wanted.set()
+                self._flush_wanted.set()
 
     async def _flush_or_log(self) -> bool:
         try:
@@ -276,12 +278,12 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """Records that are not in the database yet."""
+        """Number of records that are not in the database yet."""
         return len(self._memory) + (self._journal.lines if self._journal else 0)
 
     @property
     def has_room(self) -> bool:
-        """False: the gateway should take no new query."""
+        """Whether the gateway may admit new queries."""
         if self._journal is None:
             return False
         room = self._journal.size_bytes < self._limit_bytes * (1 - IN_FLIGHT_SHARE)

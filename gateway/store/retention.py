@@ -1,4 +1,4 @@
-"""Old rows go in small steps, so that no delete holds up a write: decisions early, usage and audit late."""
+"""Delete old rows in small steps, so that no delete delays a write: decisions early, usage and audit late."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from gateway.store.tables import audit, decisions, site_events, usage
 logger = logging.getLogger(__name__)
 
 DAY_S: Final = 86_400.0
-ROUND_S: Final = 3_600.0
-QUERIES_AT_ONCE: Final = 500
-REST_S: Final = 0.05
-"""Between two steps: SQLite has one writer, and the recorder comes first."""
+SWEEP_INTERVAL_S: Final = 3_600.0
+ROWS_PER_STEP: Final = 500
+PAUSE_S: Final = 0.05
+"""Pause between two steps: SQLite has one writer, and the recorder has precedence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """For how long. A decision is some five times as large as the usage that it explains."""
+class RetentionPeriods:
+    """How long rows are kept, in days. A decision is about five times as large as the usage that it
+    explains.
+    """
 
     usage_days: float = 400.0
     decisions_days: float = 30.0
@@ -36,9 +38,13 @@ class Keep:
 
 
 class Retention:
-    def __init__(self, engine: AsyncEngine, keep: Keep, *, clock: Callable[[], float] = time.time) -> None:
+    """Deletes rows older than `periods`, every SWEEP_INTERVAL_S."""
+
+    def __init__(
+        self, engine: AsyncEngine, periods: RetentionPeriods, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._engine = engine
-        self._keep = keep
+        self._periods = periods
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
 
@@ -52,20 +58,22 @@ class Retention:
             self._task = None
 
     async def sweep(self) -> int:
-        """Removes all that is too old; returns the number of rows. Several replicas may do it at once."""
-        removed = await self._remove(decisions, decisions.c.received_at, self._keep.decisions_days)
-        removed += await self._remove(usage, usage.c.received_at, self._keep.usage_days)
-        removed += await self._remove(site_events, site_events.c.at, self._keep.site_events_days)
-        return removed + await self._remove(audit, audit.c.at, self._keep.audit_days)
+        """Delete all rows that are too old; return their number. Several replicas may sweep at once."""
+        removed = await self._remove(decisions, decisions.c.received_at, self._periods.decisions_days)
+        removed += await self._remove(usage, usage.c.received_at, self._periods.usage_days)
+        removed += await self._remove(site_events, site_events.c.at, self._periods.site_events_days)
+        return removed + await self._remove(audit, audit.c.at, self._periods.audit_days)
 
     async def _remove(self, table: Table, at: Column[float], days: float) -> int:
-        key = tuple(table.primary_key.columns)  # whole, so that nobody deletes a row that another has locked
+        key = tuple(
+            table.primary_key.columns
+        )  # the whole key, so that no replica deletes a row that another has locked
         too_old = (
             select(*key)
             .where(at < self._clock() - days * DAY_S)
             .order_by(at)
-            .limit(QUERIES_AT_ONCE)
-            .with_for_update(skip_locked=True)  # of Postgres: replicas never wait for each other
+            .limit(ROWS_PER_STEP)
+            .with_for_update(skip_locked=True)  # on Postgres: replicas never wait for each other
         )
         removed = 0
         while True:
@@ -74,7 +82,7 @@ class Retention:
             removed += step.rowcount
             if step.rowcount == 0:
                 return removed
-            await asyncio.sleep(REST_S)
+            await asyncio.sleep(PAUSE_S)
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -85,4 +93,4 @@ class Retention:
                 logger.warning("old rows stay for another hour: %s", reason(exc))
             except Exception:
                 logger.exception("removing old rows went wrong in an unforeseen way")
-            await asyncio.sleep(ROUND_S)
+            await asyncio.sleep(SWEEP_INTERVAL_S)

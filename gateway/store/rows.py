@@ -1,4 +1,4 @@
-"""Outcomes and events as rows and back: the one converter to what is journaled and stored.
+"""Convert outcomes and events to the rows that are journaled and stored, and back.
 
 Does not keep any text of a prompt or an answer, only lengths in tokens.
 """
@@ -18,7 +18,7 @@ TEXT_LIMIT = 500
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """One query as it ended. `query_id` is ours and unique; clients know `request_id` and may reuse one."""
+    """The end of one query. `query_id` is ours and unique; clients know `request_id` and may reuse it."""
 
     query_id: str
     request_id: str
@@ -43,7 +43,7 @@ class UsageRow(msgspec.Struct, frozen=True):
 
 
 class DecisionRow(msgspec.Struct, frozen=True):
-    """One attempt of that query, with everything that its decision was made of."""
+    """One attempt of a query, with the inputs of its decision."""
 
     query_id: str
     attempt: int
@@ -62,7 +62,7 @@ class DecisionRow(msgspec.Struct, frozen=True):
 
 
 class EventRow(msgspec.Struct, frozen=True):
-    """What one replica saw happen to a site. Of one time and process they are in the order of their `id`."""
+    """An event of a site that one replica saw. Events of one process with equal `at` are ordered by `id`."""
 
     id: str
     at: float
@@ -74,14 +74,14 @@ class EventRow(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A query as it is journaled in one line and stored in one transaction."""
+    """The rows of a query: one line of the journal, stored in one transaction."""
 
     usage: UsageRow
     decisions: tuple[DecisionRow, ...]
 
 
 class _Line(msgspec.Struct):
-    """What a line of the journal may hold: a record's fields, or an event."""
+    """A line of the journal: a record's fields, or an event."""
 
     usage: UsageRow | None = None
     decisions: tuple[DecisionRow, ...] = ()
@@ -92,12 +92,13 @@ _line_encoder = msgspec.json.Encoder()
 _line_decoder = msgspec.json.Decoder(_Line)
 
 
-def to_line(told: Record | EventRow) -> bytes:
-    return _line_encoder.encode({"event": told} if isinstance(told, EventRow) else told) + b"\n"
+def to_line(row: Record | EventRow) -> bytes:
+    """Encode a line of the journal, with its newline."""
+    return _line_encoder.encode({"event": row} if isinstance(row, EventRow) else row) + b"\n"
 
 
 def from_line(line: bytes) -> Record | EventRow:
-    """Raises msgspec.MsgspecError when the line is neither a whole record nor an event."""
+    """Decode a line of the journal. Raises msgspec.MsgspecError when it is neither a record nor an event."""
     found = _line_decoder.decode(line)
     if found.event is not None:
         return found.event
@@ -115,7 +116,7 @@ def event_of(row: EventRow) -> Event:
 
 
 def record_of(outcome: Outcome, cloud: str = "") -> Record:
-    """`cloud` is where the site is that the outcome names."""
+    """Convert an outcome. `cloud` is the cloud of the outcome's site."""
     return Record(_usage_row(outcome, cloud), _decision_rows(outcome))
 
 
@@ -189,7 +190,7 @@ def attempt_of(row: DecisionRow) -> Attempt:
 
 
 def _estimate(values: dict[str, Any]) -> Estimate:
-    """JSON knows no infinity and keeps it as null."""
+    """Convert back; null stands for infinity, which JSON does not have."""
     cost = values.get("cost")
     finite: dict[str, Any] = {name: inf if value is None else value for name, value in values.items()}
     return Estimate(**finite | {"cost": cost})
@@ -200,5 +201,5 @@ def _finite(value: float | None) -> float | None:
 
 
 def _text(value: str) -> str:
-    """Text that came from outside, such that every database takes it: bounded, valid UTF-8, no NUL."""
+    """Return outside text in a form that every database accepts: bounded, valid UTF-8, no NUL."""
     return value[:TEXT_LIMIT].encode("utf-8", "replace").decode().replace("\0", "�")

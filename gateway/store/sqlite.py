@@ -1,5 +1,7 @@
-"""Connections to SQLite that take one turn of their thread a statement. By the driver's own cursors it would
-be four (made, executed, read, closed) and two more a transaction, and each wakes a thread and the event loop.
+"""SQLite connections that need one hop to the driver's thread for each statement.
+
+aiosqlite's own cursors need four (create, execute, fetch, close) and two more for a transaction, and each hop
+wakes a thread and the event loop.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import aiosqlite
 T = TypeVar("T")
 
 
-class Found(NamedTuple):
-    """All that a statement has to say: no cursor of SQLite's outlives it."""
+class StatementResult(NamedTuple):
+    """The whole result of a statement: no SQLite cursor outlives it."""
 
     rows: Sequence[Any] = ()
     description: Any = None
@@ -22,16 +24,18 @@ class Found(NamedTuple):
     lastrowid: int | None = None
 
 
-class Brisk(aiosqlite.Connection):
-    """`_begun`: whether a transaction may be open. A turn whose end nobody waited for may have begun one, so
-    that is believed until a later turn says otherwise.
+class SingleHopConnection(aiosqlite.Connection):
+    """An aiosqlite connection whose statements run and fetch in one hop.
+
+    `_may_be_in_transaction` stays true after a cancelled statement, which may have begun a transaction, until
+    a later statement reports the state.
     """
 
-    _begun = False
+    _may_be_in_transaction = False
 
     @classmethod
     async def connect(cls, database: str, **settings: Any) -> Self:
-        """As SQLAlchemy's own: its thread does not keep a process from ending."""
+        """Connect as SQLAlchemy's dialect does: with a daemon thread, which lets the process end."""
         connection = cls(lambda: sqlite3.connect(database, **settings), 64)
         connection._thread.daemon = True
         return await connection  # type: ignore[return-value]
@@ -39,65 +43,71 @@ class Brisk(aiosqlite.Connection):
     def cursor(self) -> Cursor:  # type: ignore[override]
         return Cursor(self)
 
-    async def turn(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    async def run_on_thread(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` on the driver's thread and return its result."""
+
         def on_thread() -> tuple[T, bool]:
             connection = self._conn
             return work(connection), connection.in_transaction
 
-        self._begun = True
+        self._may_be_in_transaction = True
         done: tuple[T, bool] = await self._execute(on_thread)  # type: ignore[no-untyped-call]
-        self._begun = done[1]
+        self._may_be_in_transaction = done[1]
         return done[0]
 
     async def commit(self) -> None:
-        if self._begun:
-            await self.turn(sqlite3.Connection.commit)
+        if self._may_be_in_transaction:
+            await self.run_on_thread(sqlite3.Connection.commit)
 
     async def rollback(self) -> None:
-        if self._begun:
-            await self.turn(sqlite3.Connection.rollback)
+        if self._may_be_in_transaction:
+            await self.run_on_thread(sqlite3.Connection.rollback)
 
 
 class Cursor:
-    """What SQLAlchemy asks of a driver's cursor, except to scroll in what was not fetched yet."""
+    """The driver cursor that SQLAlchemy expects. Does not stream: `execute` fetches all rows."""
 
     arraysize = 1
 
-    def __init__(self, connection: Brisk) -> None:
+    def __init__(self, connection: SingleHopConnection) -> None:
         self._connection = connection
-        self._found = Found()
+        self._result = StatementResult()
 
     async def __aenter__(self) -> Self:
         return self
 
     @property
     def description(self) -> Any:
-        return self._found.description
+        return self._result.description
 
     @property
     def rowcount(self) -> int:
-        return self._found.rowcount
+        return self._result.rowcount
 
     @property
     def lastrowid(self) -> int | None:
-        return self._found.lastrowid
+        return self._result.lastrowid
 
     async def execute(self, operation: str, parameters: Any = ()) -> None:
-        self._found = await self._connection.turn(lambda on: _found(on.execute(operation, parameters)))
+        self._result = await self._connection.run_on_thread(
+            lambda on: _result(on.execute(operation, parameters))
+        )
 
     async def executemany(self, operation: str, parameters: Any) -> None:
-        self._found = await self._connection.turn(lambda on: _found(on.executemany(operation, parameters)))
+        self._result = await self._connection.run_on_thread(
+            lambda on: _result(on.executemany(operation, parameters))
+        )
 
     async def fetchall(self) -> Sequence[Any]:
-        return self._found.rows
+        return self._result.rows
 
     async def close(self) -> None:
-        """Nothing of it is open."""
+        """Nothing to close: `execute` has closed the SQLite cursor."""
 
 
-def _found(cursor: sqlite3.Cursor) -> Found:
+def _result(cursor: sqlite3.Cursor) -> StatementResult:
     try:
         rows = cursor.fetchall() if cursor.description else ()
-        return Found(rows, cursor.description, cursor.rowcount, cursor.lastrowid)
+        return StatementResult(rows, cursor.description, cursor.rowcount, cursor.lastrowid)
     finally:
         cursor.close()

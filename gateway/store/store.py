@@ -1,4 +1,4 @@
-"""Everything the gateway keeps, opened and closed as one."""
+"""Open and close everything that the gateway stores."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from gateway.store.pepper import Pepper
 from gateway.store.queries import Reads
 from gateway.store.quota_table import QuotaTable
 from gateway.store.recorder import Recorder
-from gateway.store.retention import Keep, Retention
+from gateway.store.retention import Retention, RetentionPeriods
 from gateway.store.slices import SliceTable
 from gateway.store.snapshots import SnapshotTable
 from gateway.store.writer import DatabaseWriter
 
-KEEP: Final = Keep()
+DEFAULT_RETENTION: Final = RetentionPeriods()
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
+    """All parts of the store, over one engine."""
+
     keys: KeyRing
     recorder: Recorder
     read: Reads
@@ -43,20 +45,20 @@ async def open_store(
     *,
     name: str = "gateway",
     pepper: str | None = None,
-    keep: Keep = KEEP,
+    periods: RetentionPeriods = DEFAULT_RETENTION,
     serving: bool = True,
 ) -> AsyncIterator[Store]:
-    """`folder` holds the journal, and the pepper unless one is given: replicas on one database share one, and
-    each leases by a `name` of its own.
+    """Open the store. `folder` holds the journal, and the pepper unless one is given.
 
-    `serving=False` is for commands: no background work and no recording, beside a running gateway. The tables
-    must be there (`migrations.upgrade(url)`). Raises StoreError.
+    Replicas that share a database share one pepper, and each leases quotas under its own `name`.
+    `serving=False` is for commands beside a running gateway: no background work and no recording. The tables
+    must exist (`migrations.upgrade(url)`). Raises StoreError.
     """
     engine = open_engine(url)
     certificates = CertificateRegistry(engine)
     keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
-    retention = Retention(engine, keep)
+    retention = Retention(engine, periods)
     try:
         await check_schema(engine)
         if serving:

@@ -1,6 +1,6 @@
-"""The tables, as SQLAlchemy sees them. `migrations/` builds the same ones; a test holds the two together.
+"""Define the tables for SQLAlchemy. `migrations/` builds the same ones; a test compares the two.
 
-Times are unix seconds. Does not hold prompts or answers: of a query's text only its length in tokens is kept.
+Times are unix seconds. Does not store prompts or answers, only their lengths in tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 SCHEMA: Final = "0008"
-"""The migration that this program was written for."""
+"""The migration that this program needs."""
 
 metadata = MetaData(
     naming_convention={
@@ -39,7 +39,9 @@ tenants = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("created_at", Double, nullable=False),
-    Column("best_priority", Integer, nullable=False, server_default="0"),  # no query of it goes before this
+    Column(
+        "best_priority", Integer, nullable=False, server_default="0"
+    ),  # no query of the tenant gets a better priority
     Column("stamp", BigInteger, nullable=False, server_default="0"),  # as that of keys
 )
 
@@ -54,19 +56,21 @@ keys = Table(
     Column("hint", String, nullable=False),  # the secret's last characters, for people
     Column("models", JSON(none_as_null=True)),  # list of model ids; null means every model
     Column("regions", JSON(none_as_null=True)),  # list of sites' regions; null means every region
-    Column("first_id", String),  # of a key that replaces another: the first of them, whose quotas it shares
+    Column("first_id", String),  # first of the keys that replaced one another; they share its quotas
     Column("admin", Boolean, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("revoked_at", Double),
-    Column("stamp", BigInteger, nullable=False),  # random at every change: their sum tells of any change
+    Column(
+        "stamp", BigInteger, nullable=False
+    ),  # random at every change: the sum over all rows reveals any change
 )
 
 usage = Table(
     "usage",
     metadata,
     Column("query_id", String, primary_key=True),
-    Column("request_id", String, nullable=False, index=True),  # what the client knows; it may reuse one
+    Column("request_id", String, nullable=False, index=True),  # the client's id, not unique
     Column("received_at", Double, nullable=False, index=True),
     Column("tenant", String, nullable=False),
     Column("key_id", String, nullable=False),
@@ -120,8 +124,10 @@ replicas = Table(
     "replicas",
     metadata,
     Column("name", String, primary_key=True),
-    Column("boot_id", String, nullable=False),  # tells a restarted process from another one of the same name
-    Column("expires_at", Double, nullable=False),  # on the database's clock: then its leases have ended
+    Column(
+        "boot_id", String, nullable=False
+    ),  # distinguishes a restarted process from another of the same name
+    Column("expires_at", Double, nullable=False),  # on the database's clock: its leases end then
 )
 
 quota_slices = Table(
@@ -130,9 +136,9 @@ quota_slices = Table(
     Column("scope", String, primary_key=True),
     Column("subject", String, primary_key=True),
     Column("kind", String, primary_key=True),
-    Column("replica", String, primary_key=True),  # "": what replicas that are gone have used of a month
-    Column("period", BigInteger, nullable=False),  # the month that it is of; 0 for what has no calendar
-    Column("amount", BigInteger, nullable=False),  # how much may be in use there within the quota's window
+    Column("replica", String, primary_key=True),  # "": use of the month by replicas that are gone
+    Column("period", BigInteger, nullable=False),  # month number; 0 for quotas without a calendar
+    Column("amount", BigInteger, nullable=False),  # may be in use by that replica within the quota's window
     Column("used", BigInteger, nullable=False),
     Column("used_at", Double, nullable=False),
     Column("want", BigInteger, nullable=False),
@@ -147,8 +153,8 @@ site_orders = Table(
     Column("who", String, nullable=False),
     Column("reason", String, nullable=False),
     Column("given_at", Double, nullable=False),
-    Column("until_at", Double),  # ends by itself then
-    Column("move_at", Double),  # of a pause: what is left moves then
+    Column("until_at", Double),  # the order ends then
+    Column("move_at", Double),  # of a pause: remaining queries move then
 )
 
 site_events = Table(
@@ -160,7 +166,7 @@ site_events = Table(
     Column("kind", String, nullable=False),
     Column("text", String, nullable=False),
     Column("bad", Boolean, nullable=False),
-    Column("replica", String, nullable=False),  # which saw it: each sees every site for itself
+    Column("replica", String, nullable=False),  # the replica that saw it: every replica sees all sites
     Index("ix_site_events_newest", "site", "at"),
 )
 
@@ -189,7 +195,7 @@ replica_figures = Table(
     "replica_figures",
     metadata,
     Column("replica", String, primary_key=True),
-    Column("at", Double, nullable=False),  # on that replica's clock: only that it changes is read from it
+    Column("at", Double, nullable=False),  # on that replica's clock: readers only compare it for equality
     Column("summary", JSON, nullable=False),
 )
 
@@ -203,14 +209,14 @@ files = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False, index=True),
-    Column("complete", Boolean, nullable=False),  # else it is still being written, and nobody sees it
+    Column("complete", Boolean, nullable=False),  # false: still being written, not visible
 )
 
 file_parts = Table(
     "file_parts",
     metadata,
     Column("file_id", String, primary_key=True),
-    Column("part", Integer, primary_key=True, autoincrement=False),  # all of one size, but for the last
+    Column("part", Integer, primary_key=True, autoincrement=False),  # equal sizes except for the last
     Column("data", LargeBinary, nullable=False),
 )
 
@@ -236,13 +242,13 @@ batches = Table(
     Column("cancelling_at", Double),
     Column("cancelled_at", Double),
     Column("total", Integer, nullable=False),
-    Column("completed", Integer, nullable=False),  # as of its end; until then the lines are counted
+    Column("completed", Integer, nullable=False),  # set at the end; until then the lines are counted
     Column("failed", Integer, nullable=False),
-    Column("errors", JSON(none_as_null=True)),  # why the file is no batch
+    Column("errors", JSON(none_as_null=True)),  # why the file is not a valid batch
     Column("output_file_id", String),
     Column("error_file_id", String),
     Column("output_kept_s", Double, nullable=False),
-    Column("leased_by", String),  # one run of one replica
+    Column("leased_by", String),  # one runner of one replica
     Column("leased_until", Double),
 )
 
@@ -250,15 +256,15 @@ batch_lines = Table(
     "batch_lines",
     metadata,
     Column("batch_id", String, primary_key=True),
-    Column("line", Integer, primary_key=True, autoincrement=False),  # from 1, as people count
-    Column("place", Integer, nullable=False),  # in the order of running
+    Column("line", Integer, primary_key=True, autoincrement=False),  # from 1
+    Column("place", Integer, nullable=False),  # position in the order of running
     Column("custom_id", String, nullable=False),
-    Column("begins", BigInteger, nullable=False),  # its bytes in the input file
+    Column("begins", BigInteger, nullable=False),  # offset in the input file
     Column("size", Integer, nullable=False),
-    Column("prompt_tokens", Integer, nullable=False),  # as guessed, and as forecast
+    Column("prompt_tokens", Integer, nullable=False),  # estimated
     Column("response_tokens", Double, nullable=False),
-    Column("runs", Integer, nullable=False),  # that ended without an outcome
-    Column("failures", Integer, nullable=False),  # how many of those were a site's or our fault
+    Column("runs", Integer, nullable=False),  # runs that ended without an outcome
+    Column("failures", Integer, nullable=False),  # of those, how many were the fault of a site or the gateway
     Column("outcome", LargeBinary),  # the line of the output or error file, written once
     Column("failed", Boolean),
     Index("ix_batch_lines_place", "batch_id", "place"),
@@ -268,10 +274,10 @@ site_certificates = Table(
     "site_certificates",
     metadata,
     Column("site", String, primary_key=True),
-    Column("serial", String),  # of its newest certificate, hex; null: none issued, or void by now
+    Column("serial", String),  # of the newest certificate, hex; null: none issued, or void
     Column("issued_at", Double),
     Column("expires_at", Double),
-    Column("renewals", Integer, nullable=False),  # since it enrolled
-    Column("revoked_at", Double),  # whatever was issued by then is void
+    Column("renewals", Integer, nullable=False),  # since the site enrolled
+    Column("revoked_at", Double),  # everything issued until then is void
     Column("reason", String, nullable=False),  # of the revocation
 )

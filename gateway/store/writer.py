@@ -1,4 +1,4 @@
-"""Stores records in the database, each once however often it is offered."""
+"""Store records in the database, each once however often it is offered."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ from gateway.store.rows import EventRow, Record
 from gateway.store.tables import decisions, site_events, usage
 
 WRITE_TIMEOUT_S: Final = 15.0
-ROWS_AT_ONCE: Final = 100
-"""Binding a row costs the event loop some 5 µs: others get their turn between the parts of a large batch."""
+ROWS_PER_CHUNK: Final = 100
+"""Binding a row takes the event loop about 5 µs: other tasks run between the chunks of a large batch."""
 
 
 class Writer(Protocol):
+    """Sink of the recorder."""
+
     async def write(self, records: Sequence[Record | EventRow]) -> None:
-        """All or none, and none twice. Raises StoreUnavailable (later, perhaps) or RecordsRefused (never)."""
+        """Store all records or none, and none twice.
+
+        Raises StoreUnavailable (try again later) or RecordsRefused (will never succeed).
+        """
 
 
 class DatabaseWriter:
     def __init__(self, engine: AsyncEngine, timeout_s: float = WRITE_TIMEOUT_S) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
-        self._usage = Insertion(engine, usage)
-        self._decisions = Insertion(engine, decisions)
-        self._events = Insertion(engine, site_events)
+        self._usage = BulkInsert(engine, usage)
+        self._decisions = BulkInsert(engine, decisions)
+        self._events = BulkInsert(engine, site_events)
 
     async def write(self, records: Sequence[Record | EventRow]) -> None:
         try:
@@ -47,16 +52,18 @@ class DatabaseWriter:
 
     async def _insert(self, records: Sequence[Record | EventRow]) -> None:
         async with self._engine.begin() as connection:
-            for start in range(0, len(records), ROWS_AT_ONCE):
-                part = records[start : start + ROWS_AT_ONCE]
-                queries = [each for each in part if isinstance(each, Record)]
-                await self._usage.into(connection, [query.usage for query in queries])
-                await self._decisions.into(connection, [row for query in queries for row in query.decisions])
-                await self._events.into(connection, [each for each in part if isinstance(each, EventRow)])
+            for start in range(0, len(records), ROWS_PER_CHUNK):
+                chunk = records[start : start + ROWS_PER_CHUNK]
+                queries = [each for each in chunk if isinstance(each, Record)]
+                await self._usage.execute(connection, [query.usage for query in queries])
+                await self._decisions.execute(
+                    connection, [row for query in queries for row in query.decisions]
+                )
+                await self._events.execute(connection, [each for each in chunk if isinstance(each, EventRow)])
 
 
-class Insertion:
-    """INSERT of many rows in the driver's own words: SQLAlchemy writes it once and binds no row."""
+class BulkInsert:
+    """INSERT of many rows through the driver: SQLAlchemy compiles it once and binds no row."""
 
     def __init__(self, engine: AsyncEngine, table: Table) -> None:
         compiled = insert_new(engine.dialect.name, table).compile(dialect=engine.dialect)
@@ -64,7 +71,7 @@ class Insertion:
         self._order = compiled.positiontup  # None where the driver takes values by name
         self._json = [column.name for column in table.columns if isinstance(column.type, JSON)]
 
-    async def into(self, connection: AsyncConnection, rows: Sequence[object]) -> None:
+    async def execute(self, connection: AsyncConnection, rows: Sequence[object]) -> None:
         if rows:
             await connection.exec_driver_sql(self._statement, [self._values(row) for row in rows])
 

@@ -13,7 +13,7 @@ from mico.terminal import seconds
 
 if TYPE_CHECKING:
     from gateway.domain import Attempt
-    from gateway.store.queries import Explained
+    from gateway.store.queries import ExplainedQuery
     from gateway.store.store import Store
 
 app = typer.Typer(help="The database.", no_args_is_help=True)
@@ -43,7 +43,7 @@ def explain(
 
     here = session(context)
 
-    async def work(store: Store) -> list[Explained]:
+    async def work(store: Store) -> list[ExplainedQuery]:
         return await store.read.explain(request_id)
 
     found = with_store(here.settings.value("database_url", database), here.folder.path, work)
@@ -57,7 +57,7 @@ def explain(
         tell(here, each)
 
 
-def tell(here: Session, explained: Explained) -> None:
+def tell(here: Session, explained: ExplainedQuery) -> None:
     usage = explained.usage
     here.terminal.data(
         f"{usage.query_id}: {usage.model}, {usage.status}{f' ({usage.error})' if usage.error else ''}, "

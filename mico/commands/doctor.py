@@ -135,12 +135,12 @@ def database(here: Session) -> Finding:
 def certificates(here: Session) -> Iterator[Finding]:
     """Nothing where sites have none. One that is past three quarters of its life should have been renewed."""
     from gateway.security.pki.authority import SITE_LIFE
-    from gateway.store.certificates import Registered
+    from gateway.store.certificates import RegisteredSite
     from gateway.store.store import Store
     from mico.store_access import with_store
 
-    async def every(store: Store) -> list[Registered]:
-        return await store.certificates.every()
+    async def every(store: Store) -> list[RegisteredSite]:
+        return await store.certificates.list_sites()
 
     listed = with_store(here.settings.value("database_url"), here.folder.path, every)
     held = {each.site: each.expires_at for each in listed if each.expires_at is not None}

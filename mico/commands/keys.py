@@ -30,10 +30,10 @@ app = typer.Typer(help="API keys.", no_args_is_help=True)
 
 def named(name: str) -> str:
     """As the admin API wants names. Raises BadParameter."""
-    from gateway.store.key_table import NAMES, is_name
+    from gateway.store.key_table import NAME_RULE, is_valid_name
 
-    if not is_name(name):
-        raise typer.BadParameter(f"a name has {NAMES}")
+    if not is_valid_name(name):
+        raise typer.BadParameter(f"a name has {NAME_RULE}")
     return name
 
 

@@ -17,7 +17,7 @@ from mico.options import Database, Json
 from mico.session import session
 
 if TYPE_CHECKING:
-    from gateway.store.certificates import Registered
+    from gateway.store.certificates import RegisteredSite
     from gateway.store.store import Store
 
 SECONDS_A_DAY = 86_400
@@ -78,8 +78,8 @@ def list_sites(context: typer.Context, database: Database = None, as_json: Json 
 
     here = session(context)
 
-    async def work(store: Store) -> list[Registered]:
-        return await store.certificates.every()
+    async def work(store: Store) -> list[RegisteredSite]:
+        return await store.certificates.list_sites()
 
     rows = [facts(each) for each in visit(here, database, work)]
     if as_json:
@@ -131,7 +131,7 @@ def renew(
         raise CommandFailed("there is no new certificate", cause=str(error)) from error
 
 
-def facts(each: Registered) -> dict[str, Any]:
+def facts(each: RegisteredSite) -> dict[str, Any]:
     from mico.commands.keys import moment
 
     return {
@@ -146,7 +146,7 @@ def facts(each: Registered) -> dict[str, Any]:
     }
 
 
-def state(each: Registered, now: float) -> str:
+def state(each: RegisteredSite, now: float) -> str:
     if each.expires_at is None:
         return "revoked"
     return "ready" if now < each.expires_at else "expired"

@@ -115,12 +115,12 @@ def set_quotas(
 def amount(kind: str, text: str) -> int | None:
     if text == LIFTED:
         return None
-    from gateway.store.quota_table import LARGEST
+    from gateway.store.quota_table import MAX_AMOUNT
 
     whole = text.isascii() and text.isdecimal()
-    if whole and len(text.lstrip("0")) <= len(str(LARGEST)) and int(text) <= LARGEST:
+    if whole and len(text.lstrip("0")) <= len(str(MAX_AMOUNT)) and int(text) <= MAX_AMOUNT:
         return int(text)
-    option, most = "--" + kind.replace("_", "-"), f"at most {LARGEST}, "
+    option, most = "--" + kind.replace("_", "-"), f"at most {MAX_AMOUNT}, "
     wanted = f"a number, {most if whole else ''}or {LIFTED}"
     raise CommandFailed(f"{option} is {wanted}, not {text!r}", exit_code=ExitCode.WRONG_USAGE)
 

@@ -87,7 +87,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
     recorder = Recorder(Path(mkdtemp(dir=Path(str(engine.url.database)).parent)), DatabaseWriter(engine))
     await recorder.start()
     publisher.store_event = partial(recorder.record_event, replica=name)
-    await publisher.restore_events(reads.seen_by)
+    await publisher.restore_events(reads.events_of_replica)
     book = OrderTable(engine)
     order_service = OrderService(
         book, here.gateway.directory, here.gateway.federation.links, publisher, unix_time=unix_time

@@ -121,7 +121,7 @@ def test_a_site_joins_by_a_certificate_that_it_got_with_its_join_secret(tmp_path
         config = here.config("alpha", join_secret=here.invite("alpha"))
         async with here.site(config):
             await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
-        (row,) = await here.store.certificates.every()
+        (row,) = await here.store.certificates.list_sites()
         assert (row.site, row.renewals, row.revoked_at) == ("alpha", 0, None)
         assert (tmp_path / "alpha" / "site-key.pem").stat().st_mode & 0o777 == 0o600
         await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is gone")
@@ -136,7 +136,7 @@ def test_a_certificate_is_for_the_name_that_was_invited(tmp_path: Path) -> None:
         config = here.config("beta", join_secret=here.invite("alpha"))
         async with here.site(config):
             await until((tmp_path / "beta" / "site.pem").exists, "the certificate is issued")
-            (row,) = await here.store.certificates.every()
+            (row,) = await here.store.certificates.list_sites()
             assert row.site == "alpha"
         identity = identity_of(config)
         assert identity is not None
@@ -169,7 +169,7 @@ def test_a_revoked_site_is_cut_off_and_comes_back_only_when_invited_again(
         identity.refused()
         with pytest.raises(LinkLost, match="the join secret was revoked"):
             await identity.renew()
-        (row,) = await here.store.certificates.every()
+        (row,) = await here.store.certificates.list_sites()
         assert (row.serial, row.reason) == (None, "stolen")
         here.now_s = 4.0  # what is issued from now on is later than the revocation
         async with here.site(replace(config, join_secret=here.invite("alpha"))):
@@ -188,7 +188,7 @@ def test_a_link_outlives_its_first_certificate_if_that_is_renewed(tmp_path: Path
             identity = identity_of(replace(config, join_secret="", enrol_at=""))
             assert identity is not None
             await identity.renew()
-            (row,) = await here.store.certificates.every()
+            (row,) = await here.store.certificates.list_sites()
             assert row.renewals == 1
             here.now_s = 25 * 3600.0  # the first one has expired by now
             heard_s = link.heard_s
@@ -207,7 +207,7 @@ def test_a_site_may_have_a_long_name_in_any_script(tmp_path: Path) -> None:
         identity = identity_of(here.config(name, join_secret=here.invite(name)))
         assert identity is not None
         await identity.renew()
-        assert [each.site for each in await here.store.certificates.every()] == [name]
+        assert [each.site for each in await here.store.certificates.list_sites()] == [name]
 
     play(tmp_path, scenario)
 
@@ -241,7 +241,7 @@ def test_without_a_certificate_or_with_a_foreign_secret_nobody_is_let_in(tmp_pat
         assert identity is not None
         with pytest.raises(LinkLost, match="UNAUTHENTICATED, the join secret is missing or wrong"):
             await identity.renew()
-        assert await here.store.certificates.every() == []
+        assert await here.store.certificates.list_sites() == []
 
     play(tmp_path, scenario)
 
@@ -283,7 +283,7 @@ def test_machines_of_a_pool_share_a_join_secret_and_are_revoked_one_by_one(tmp_p
             identity = identity_of(here.config(name, join_secret=secret))
             assert identity is not None
             await identity.renew()
-        assert [row.site for row in await here.store.certificates.every()] == ["pool-1", "pool-2"]
+        assert [row.site for row in await here.store.certificates.list_sites()] == ["pool-1", "pool-2"]
         here.now_s = 2.0
         await here.store.certificates.revoke("pool-1", "lost", time.time() + here.now_s)
         for name, refusal in (

@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 from openai import OpenAI
 
-from gateway.store.queries import Explained
+from gateway.store.queries import ExplainedQuery
 from gateway.store.store import Store
 from mico.local.folder import Folder, Running
 from mico.local.processes import last_lines
@@ -119,18 +119,18 @@ class LocalFederation:
     def restart_dead(self) -> None:
         mico(self.folder.path, "up", "--detach", "--json")
 
-    def recorded(self, query_ids: list[str]) -> dict[str, list[Explained]]:
+    def recorded(self, query_ids: list[str]) -> dict[str, list[ExplainedQuery]]:
         """What the database says of each query."""
 
-        async def read(store: Store) -> dict[str, list[Explained]]:
+        async def read(store: Store) -> dict[str, list[ExplainedQuery]]:
             return {query_id: await store.read.explain(query_id) for query_id in query_ids}
 
         return with_store(self.running.database_url, self.folder.path, read)
 
-    def recorded_once(self, query_ids: list[str]) -> dict[str, Explained]:
+    def recorded_once(self, query_ids: list[str]) -> dict[str, ExplainedQuery]:
         """The record of each query, as soon as all are written. Fails when one is there twice."""
 
-        def complete() -> dict[str, list[Explained]] | None:
+        def complete() -> dict[str, list[ExplainedQuery]] | None:
             found = self.recorded(query_ids)
             return found if all(found.values()) else None
 

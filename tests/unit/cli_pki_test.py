@@ -79,6 +79,6 @@ def test_the_doctor_names_sites_that_do_not_renew(capsys: pytest.CaptureFixture[
 
 async def issue(here: Path, site: str, until: float) -> None:
     async with open_store(f"sqlite:///{here / '.mico' / 'mico.db'}", here / ".mico", serving=False) as store:
-        await store.certificates.issued(
+        await store.certificates.record_issued(
             site, serial="ab", issued_at=time.time(), expires_at=until, renewal=False
         )

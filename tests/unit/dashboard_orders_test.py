@@ -89,7 +89,7 @@ class SilentBook(OrderTable):
             await asyncio.Event().wait()
         return [self.order]
 
-    async def entries(self, most: int) -> list[AuditEntry]:
+    async def entries(self, limit: int) -> list[AuditEntry]:
         return []
 
     async def expire(self, order: Order, now: float) -> None:

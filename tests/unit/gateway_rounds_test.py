@@ -14,7 +14,7 @@ from gateway.batches import expiry
 from gateway.query.forecasting import Forecasts
 from gateway.store import certificates, retention
 from gateway.store.certificates import CertificateRegistry
-from gateway.store.retention import Keep, Retention
+from gateway.store.retention import Retention, RetentionPeriods
 from predictor.histogram import HistogramForecaster
 from predictor.hot_reload import HotReloadForecaster
 
@@ -57,7 +57,7 @@ async def old_rows_are_removed(once: Once) -> None:
             once.call()
             return 0
 
-    sweeping = Sweeping(ENGINE, Keep())
+    sweeping = Sweeping(ENGINE, RetentionPeriods())
     sweeping.start()
     await once.again.wait()
     await sweeping.close()
@@ -116,7 +116,7 @@ def test_a_round_follows_one_that_went_wrong(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(certificates, "REFRESH_S", 0.0)
-    monkeypatch.setattr(retention, "ROUND_S", 0.0)
+    monkeypatch.setattr(retention, "SWEEP_INTERVAL_S", 0.0)
     monkeypatch.setattr(expiry, "ROUND_S", 0.0)
 
     async def main() -> None:

@@ -1,4 +1,6 @@
-"""One turn of a thread a statement, the same answers, and no transaction that a cancelled one leaves."""
+"""One turn of the thread for each statement, the same answers, and no transaction that a cancelled one
+leaves.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.database import open_engine
-from gateway.store.sqlite import Brisk
+from gateway.store.sqlite import SingleHopConnection
 
 
 @pytest.fixture
@@ -27,13 +29,13 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     taken: list[object] = []
-    execute = Brisk._execute
+    execute = SingleHopConnection._execute
 
-    def counted(self: Brisk, *work: object, **also: object) -> object:
+    def counted(self: SingleHopConnection, *work: object, **also: object) -> object:
         taken.append(work)
         return execute(self, *work, **also)
 
-    monkeypatch.setattr(Brisk, "_execute", counted)
+    monkeypatch.setattr(SingleHopConnection, "_execute", counted)
     return taken
 
 
@@ -82,7 +84,10 @@ def test_a_statement_that_was_cancelled_while_it_waited_for_the_lock_is_undone(f
     """Its thread goes on with it, and nobody is told that it began a transaction."""
 
     async def main() -> None:
-        ours, other = await Brisk.connect(str(file), timeout=60), sqlite3.connect(file, timeout=20)
+        ours, other = (
+            await SingleHopConnection.connect(str(file), timeout=60),
+            sqlite3.connect(file, timeout=20),
+        )
         other.execute("INSERT INTO things VALUES ('theirs', 1)")
         inserting = asyncio.create_task(ours.cursor().execute("INSERT INTO things VALUES ('ours', 1)"))
         await asyncio.sleep(0)

@@ -13,28 +13,28 @@ from tests.support.fakes.federation import until
 
 
 async def issue(register: CertificateRegistry, site: str, at: float, *, renewal: bool) -> None:
-    await register.issued(site, serial=f"{at:.0f}", issued_at=at, expires_at=at + 100, renewal=renewal)
+    await register.record_issued(site, serial=f"{at:.0f}", issued_at=at, expires_at=at + 100, renewal=renewal)
 
 
 def test_a_site_has_one_row_through_renewals_and_revocations(url: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with open_store(url, tmp_path, serving=False) as store:
             register = store.certificates
-            assert register.void_until("a") == register.expires_at("a") == float("-inf")
+            assert register.revoked_until("a") == register.expires_at("a") == float("-inf")
             await issue(register, "a", 1000.0, renewal=False)
             await issue(register, "b", 1000.0, renewal=False)
             for number in (1, 2):
                 await issue(register, "a", 1000.0 + number, renewal=True)
-            first, other = await register.every()
+            first, other = await register.list_sites()
             assert (first.site, first.serial, first.renewals, first.expires_at) == ("a", "1002", 2, 1102.0)
             assert (other.site, other.renewals) == ("b", 0)
             await register.revoke("a", "why", 1500.0)
             await register.revoke("never seen", "", 1600.0)
-            assert register.void_until("a") == 1500.0
-            assert register.void_until("never seen") == 1600.0
+            assert register.revoked_until("a") == 1500.0
+            assert register.revoked_until("never seen") == 1600.0
             assert register.expires_at("a") == float("-inf")
             await issue(register, "a", 1700.0, renewal=False)
-            row = (await register.every())[0]
+            row = (await register.list_sites())[0]
             assert (row.renewals, row.revoked_at, row.reason) == (0, 1500.0, "why")
             assert register.expires_at("a") == 1800.0
 
@@ -48,7 +48,9 @@ def test_a_pool_is_revoked_with_each_of_its_machines(url: str, tmp_path: Path) -
             for site in ("gpu_1", "gpu_2", "GPU_3", "gpux4", "other"):
                 await issue(register, site, 1000.0, renewal=False)
             await register.revoke("gpu_*", "stolen", 1500.0)
-            found = {row.site: (row.serial, row.revoked_at, row.reason) for row in await register.every()}
+            found = {
+                row.site: (row.serial, row.revoked_at, row.reason) for row in await register.list_sites()
+            }
             void, good = (None, 1500.0, "stolen"), ("1000", None, "")
             assert found == {
                 "gpu_*": void,
@@ -58,7 +60,7 @@ def test_a_pool_is_revoked_with_each_of_its_machines(url: str, tmp_path: Path) -
                 "gpux4": good,
                 "other": good,
             }
-            assert register.void_until("gpu_2") == 1500.0
+            assert register.revoked_until("gpu_2") == 1500.0
 
     asyncio.run(main())
 
@@ -76,6 +78,6 @@ def test_another_replica_learns_of_a_revocation_within_seconds(
         ):
             await two.certificates.start()
             await one.certificates.revoke("a", "", 1500.0)
-            await until(lambda: two.certificates.void_until("a") == 1500.0, "the other replica knows")
+            await until(lambda: two.certificates.revoked_until("a") == 1500.0, "the other replica knows")
 
     asyncio.run(main())

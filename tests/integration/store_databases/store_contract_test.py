@@ -12,14 +12,14 @@ from sqlalchemy import text
 
 from gateway.domain import Caller, Status
 from gateway.store import keys, retention
-from gateway.store.audit import Act, note
+from gateway.store.audit import Act, add_entry
 from gateway.store.database import open_engine
 from gateway.store.errors import StoreError
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
 from gateway.store.queries import Reads, TotalBy
-from gateway.store.retention import DAY_S, Keep, Retention
+from gateway.store.retention import DAY_S, Retention, RetentionPeriods
 from gateway.store.rows import EventRow, event_of, record_of
 from gateway.store.snapshots import ReplicaSummary, SnapshotTable
 from gateway.store.store import open_store
@@ -108,7 +108,7 @@ def test_a_flood_of_wrong_keys_is_one_query_per_rest(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys, "REFRESH_S", 7_200.0)
-    monkeypatch.setattr(keys, "REST_S", 3_600.0)
+    monkeypatch.setattr(keys, "MIN_REFRESH_INTERVAL_S", 3_600.0)
     monkeypatch.setattr(keys, "LOOK_AGAIN_S", 0.05)
     looks = 0
     real_refresh = KeyRing.refresh
@@ -310,15 +310,15 @@ def test_replicas_read_what_the_others_said_last(url: str) -> None:
 
 
 def test_the_audit_is_kept_for_its_own_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "QUERIES_AT_ONCE", 2)
-    monkeypatch.setattr(retention, "REST_S", 0.0)
+    monkeypatch.setattr(retention, "ROWS_PER_STEP", 2)
+    monkeypatch.setattr(retention, "PAUSE_S", 0.0)
 
     async def main() -> None:
         engine = open_engine(url)
         async with engine.begin() as connection:
             for day in range(9):
-                await note(connection, Act("ops"), day * DAY_S, action=f"act {day}", before="", after="")
-        keeping = Retention(engine, Keep(audit_days=5), clock=lambda: 8.5 * DAY_S)
+                await add_entry(connection, Act("ops"), day * DAY_S, action=f"act {day}", before="", after="")
+        keeping = Retention(engine, RetentionPeriods(audit_days=5), clock=lambda: 8.5 * DAY_S)
         assert await keeping.sweep() == 4
         assert await keeping.sweep() == 0
         left = [entry.action for entry in await OrderTable(engine).entries(20)]
@@ -347,7 +347,7 @@ def test_events_of_a_site_are_kept_once_and_read_newest_first(url: str) -> None:
         assert [each.at / DAY_S for each in found] == [4, 4, 3, 3]
         assert found[:2] == [event(4, "a", "g2"), event(4, "a")]  # of one time: by their ids
         assert await read.site("nobody", 4) == ([], [])
-        seen = await read.seen_by("g2", 3 * DAY_S, 9)
+        seen = await read.events_of_replica("g2", 3 * DAY_S, 9)
         assert sorted(seen, key=lambda each: each.site)[:2] == [
             event_of(event(4, "a", "g2")),
             event_of(event(3, "a", "g2")),
@@ -361,13 +361,13 @@ def test_events_of_a_site_are_kept_once_and_read_newest_first(url: str) -> None:
 def test_events_of_sites_go_when_they_are_too_old_whoever_sweeps(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "QUERIES_AT_ONCE", 3)
-    monkeypatch.setattr(retention, "REST_S", 0.0)
+    monkeypatch.setattr(retention, "ROWS_PER_STEP", 3)
+    monkeypatch.setattr(retention, "PAUSE_S", 0.0)
 
     async def main() -> None:
         engine = open_engine(url)
         await DatabaseWriter(engine).write([event(day) for day in range(40)])
-        keeping = Retention(engine, Keep(site_events_days=10), clock=lambda: 40 * DAY_S)
+        keeping = Retention(engine, RetentionPeriods(site_events_days=10), clock=lambda: 40 * DAY_S)
         assert sum(await asyncio.gather(*(keeping.sweep() for _ in range(4)))) == 30
         assert await keeping.sweep() == 0
         assert [each.at / DAY_S for each in (await Reads(engine).site("a", 99)).events] == [
@@ -381,14 +381,16 @@ def test_events_of_sites_go_when_they_are_too_old_whoever_sweeps(
 def test_only_what_is_too_old_goes_and_decisions_go_first(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "QUERIES_AT_ONCE", 5)
-    monkeypatch.setattr(retention, "REST_S", 0.0)
+    monkeypatch.setattr(retention, "ROWS_PER_STEP", 5)
+    monkeypatch.setattr(retention, "PAUSE_S", 0.0)
 
     async def main() -> None:
         engine = open_engine(url)
         days = [record_of(outcome(f"q{n}", attempts=3, received_at=n * DAY_S)) for n in range(60)]
         await DatabaseWriter(engine).write(days)
-        keeping = Retention(engine, Keep(usage_days=40, decisions_days=10), clock=lambda: 60 * DAY_S)
+        keeping = Retention(
+            engine, RetentionPeriods(usage_days=40, decisions_days=10), clock=lambda: 60 * DAY_S
+        )
         removed = await asyncio.gather(*(keeping.sweep() for _ in range(4)))
         assert sum(removed) == 20 + 3 * 50
         assert await keeping.sweep() == 0

@@ -16,7 +16,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from gateway.store import keys
-from gateway.store import postgres as answering
+from gateway.store import postgres as postgres_driver
 from gateway.store.database import CONNECTIONS, open_engine
 from gateway.store.errors import StoreUnavailable
 from gateway.store.keys import REFRESH_TIMEOUT_S
@@ -70,7 +70,7 @@ def patient(wait: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
 
 
 def test_a_revocation_holds_within_the_time_that_is_promised() -> None:
-    assert keys.REFRESH_S + REFRESH_TIMEOUT_S + answering.STOP_WITHIN_S < 5.0
+    assert keys.REFRESH_S + REFRESH_TIMEOUT_S + postgres_driver.CANCEL_TIMEOUT_S < 5.0
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def test_no_call_waits_for_a_server_that_is_silent(
                 await connection.scalar(text("SELECT 1"))
             with postgres.frozen(), monkeypatch.context() as hurry:
                 async with ending():
-                    hurry.setattr(answering, "ANSWER_WITHIN_S", 0.1)
+                    hurry.setattr(postgres_driver, "ANSWER_TIMEOUT_S", 0.1)
                     with pytest.raises(OperationalError, match=r"no answer within 0\.1 s"):
                         await one.scalar(text("SELECT 1"))
                     hurry.undo()
@@ -226,7 +226,7 @@ def test_a_revocation_is_seen_though_every_open_connection_went_silent(
     postgres: PostgresServer, postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a failover: what was connected hears nothing more, what connects anew is answered."""
-    monkeypatch.setattr(answering, "PING_WITHIN_S", 0.1)
+    monkeypatch.setattr(postgres_driver, "PING_TIMEOUT_S", 0.1)
 
     async def main() -> None:
         async with (
