@@ -18,7 +18,7 @@ from litestar.datastructures import State
 
 from gateway.domain import Caller
 from gateway.errors import Forbidden, Unauthenticated
-from gateway.http.auth import address_of, caller_of, owner_of
+from gateway.http.auth import authenticate, authenticate_key, client_address
 from gateway.http.backend import Backend
 
 COOKIE = "mico_admin"
@@ -47,7 +47,7 @@ class Access:
     async def operator(self, request: AnyRequest) -> Operator:
         """Raises Unauthenticated or Forbidden."""
         if "authorization" in request.headers:
-            return self._admin(await caller_of(request.scope, self._backend))
+            return self._admin(await authenticate(request.scope, self._backend))
         return self.of_session(request.cookies.get(COOKIE, ""))
 
     async def acting(self, request: AnyRequest) -> Operator:
@@ -61,7 +61,7 @@ class Access:
 
     async def open_session(self, request: AnyRequest, secret: str, *, view_only: bool) -> str:
         """The value of the cookie. Raises Unauthenticated, TooMany or Forbidden."""
-        caller = await owner_of(secret, self._backend, address_of(request.scope))
+        caller = await authenticate_key(secret, self._backend, client_address(request.scope))
         self._admin(caller)
         until = int(self._backend.unix_time()) + SESSION_S
         claim = f"{caller.key_id} {until} {'view' if view_only else 'act'}".encode()

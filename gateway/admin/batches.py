@@ -10,21 +10,22 @@ from litestar.handlers import HTTPRouteHandler
 from gateway.admin.access import Access, AnyRequest
 from gateway.batches.ledger import Ledger
 from gateway.batches.values import Batch
-from gateway.http.batches import LIST_DEFAULT, LIST_MOST, shape
-from gateway.http.files import answering, listing, page_of
+from gateway.http.batches import DEFAULT_PAGE, MAX_PAGE, batch_json
+from gateway.http.error_handler import database_errors
+from gateway.http.pagination import list_response, read_page
 
 
 def batch_reads(access: Access, ledger: Ledger) -> list[HTTPRouteHandler]:
     @get("/admin/api/batches")
     async def batches(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
-        page = page_of(request, LIST_DEFAULT, LIST_MOST)
-        with answering(page):
+        page = read_page(request, DEFAULT_PAGE, MAX_PAGE)
+        with database_errors(page):
             found = await ledger.listed(None, page)
-        return listing([_for_operators(batch) for batch in found], page)
+        return list_response([_for_operators(batch) for batch in found], page)
 
     return [batches]
 
 
 def _for_operators(batch: Batch) -> dict[str, Any]:
-    return {**shape(batch), "tenant": batch.tenant, "key_id": batch.key_id, "leased_by": batch.leased_by}
+    return {**batch_json(batch), "tenant": batch.tenant, "key_id": batch.key_id, "leased_by": batch.leased_by}

@@ -13,7 +13,8 @@ from litestar.handlers import HTTPRouteHandler
 from gateway.admin.access import Access, AnyRequest, path_after
 from gateway.admin.order_service import event_of
 from gateway.errors import BadRequest
-from gateway.http.files import answering, page_of
+from gateway.http.error_handler import database_errors
+from gateway.http.pagination import read_page
 from gateway.store.queries import ExplainedQuery, Reads, SiteHistory
 from gateway.telemetry.history import columns
 from gateway.telemetry.publisher import SnapshotPublisher
@@ -46,8 +47,8 @@ def read_routes(access: Access, publisher: SnapshotPublisher, reads: Reads | Non
         name, _, suffix = path_after(request, "/admin/api/sites/").rpartition("/")
         if suffix != "events" or not name:
             raise NotFoundException
-        limit = page_of(request, DEFAULT_EVENTS, MAX_EVENTS).limit
-        with answering():
+        limit = read_page(request, DEFAULT_EVENTS, MAX_EVENTS).limit
+        with database_errors():
             history = await reads.site(name, limit) if reads else SiteHistory([], [])
         return _json_bytes(msgspec.json.encode({"events": event_dicts(history)[:limit]}))
 
@@ -55,7 +56,7 @@ def read_routes(access: Access, publisher: SnapshotPublisher, reads: Reads | Non
     async def decisions(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)
         request_id = path_after(request, "/admin/api/decisions/")
-        with answering():
+        with database_errors():
             found: list[ExplainedQuery] = await reads.explain(request_id) if reads else []
         return _json_bytes(msgspec.json.encode({"queries": found}))
 

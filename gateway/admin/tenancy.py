@@ -15,7 +15,7 @@ from sqlalchemy.exc import DataError, SQLAlchemyError
 from gateway.admin.access import Access, AnyRequest
 from gateway.errors import BadRequest, NotFound, Overloaded
 from gateway.http.body import decode_as
-from gateway.http.files import page_of
+from gateway.http.pagination import read_page
 from gateway.operator_orders import clean_reason
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
@@ -178,7 +178,7 @@ def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     @get("/admin/api/audit")
     async def audit(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
-        limit = page_of(request, ENTRIES, ENTRIES_MOST).limit
+        limit = read_page(request, ENTRIES, ENTRIES_MOST).limit
         async with answered():
             return {"entries": msgspec.to_builtins(await store.orders.entries(limit))}
 

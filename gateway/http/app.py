@@ -1,4 +1,4 @@
-"""Composes the HTTP application: the routes, one translator for failures, one envelope for every exchange."""
+"""Composes the HTTP application: the routes, one translator of errors, one middleware around all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from litestar.types import ControllerRouterHandler
 
 from gateway.http.backend import Backend
 from gateway.http.error_handler import log_and_translate
-from gateway.http.exchange import Envelope, Exchange
+from gateway.http.exchange import Exchange, ExchangeMiddleware
 from gateway.http.generation import generation_apps, generation_routes
 from gateway.http.health import health_routes
 from gateway.http.models import model_routes
 from gateway.http.rate_headers import RATE_HEADERS
-from gateway.http.unsupported import missing_routes
+from gateway.http.unsupported import unsupported_routes
 
 _EXPOSED_HEADERS = [
     "x-request-id",
@@ -30,27 +30,29 @@ _EXPOSED_HEADERS = [
 
 
 def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = ()) -> Litestar:
-    """`handlers` are further endpoints, such as metrics or files; they share the errors and the envelope."""
-    direct = generation_apps(backend)
+    """Build the application. `handlers` are further endpoints, such as metrics or files."""
+    generation = generation_apps(backend)
     app = Litestar(
         [
-            *generation_routes(direct),
+            *generation_routes(generation),
             *model_routes(backend),
             *health_routes(backend),
-            *missing_routes(),
+            *unsupported_routes(),
             *handlers,
         ],
-        exception_handlers={Exception: _refuse},
+        exception_handlers={Exception: _render_error},
         cors_config=CORSConfig(allow_origins=["*"], expose_headers=_EXPOSED_HEADERS),
         openapi_config=None,
         logging_config=None,
         request_max_body_size=backend.body_limit_bytes,
     )
-    app.asgi_handler = Envelope(app.asgi_handler, direct, backend.clock, backend.new_id, backend.shown_quota)
+    app.asgi_handler = ExchangeMiddleware(
+        app.asgi_handler, generation, backend.clock, backend.new_id, backend.quota_status
+    )
     return app
 
 
-def _refuse(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
+def _render_error(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
     problem = log_and_translate(exc, Exchange.of(request.scope))
     headers = {name.decode(): value.decode() for name, value in problem.headers}
     return Response(

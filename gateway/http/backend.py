@@ -1,4 +1,4 @@
-"""What the HTTP edge needs from the rest of the gateway: one frozen object of callables."""
+"""Everything of the gateway that the HTTP edge needs, as one frozen object of callables."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.domain import Answer, Caller, Model
-from gateway.http.rate_headers import ShownQuota, no_quota
+from gateway.http.rate_headers import QuotaLookup, no_quota
 from gateway.ids import hex_ids
 from gateway.security.login_limiter import LoginLimiter
 
 
 class Readiness(NamedTuple):
+    """`reason` says to an operator why the gateway is ready or not."""
+
     ready: bool
     reason: str
 
 
-async def _nobody(secret: str) -> None:
-    """Where keys are known from the start there is nothing to look up."""
+async def _no_such_key(secret: str) -> None:
+    """Find no key: where all keys are in memory there is nothing to look up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """`models` are those that sites serve now. `authenticate` works in memory and in constant time;
-    `look_again` may ask the database for a key that it does not know. `shown_quota` tells clients of theirs.
+    `look_up_key` may ask the database for a key that `authenticate` does not know. `quota_status` returns the
+    quota that a caller sees in the rate limit headers.
 
     `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
-    token is opened without it, so that no balancer cuts it; then `keep_alive_s` of silence bring a comment.
+    token is opened without it, so that no load balancer cuts it; after that, a comment is sent whenever the
+    stream has been silent for `keep_alive_s`.
     """
 
     answer: Answer
     models: Callable[[], Sequence[Model]]
     authenticate: Callable[[str], Caller | None]
-    look_again: Callable[[str], Awaitable[Caller | None]] = _nobody
-    shown_quota: ShownQuota = no_quota
+    look_up_key: Callable[[str], Awaitable[Caller | None]] = _no_such_key
+    quota_status: QuotaLookup = no_quota
     ready: Callable[[], Readiness]
     version: str
     clock: Callable[[], float] = time.monotonic

@@ -1,4 +1,4 @@
-"""/v1/batches: submit, look at, list and cancel the batches of one's tenant, in OpenAI's shapes."""
+"""Serves /v1/batches: submit, retrieve, list and cancel the batches of the caller's tenant."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from gateway.batches.ledger import Ledger, NoInput, TooManyBatches, new_id
 from gateway.batches.values import WINDOW, WINDOW_S, Batch, BatchLimits, BatchStatus
 from gateway.domain import Caller
 from gateway.errors import BadRequest, NotFound, TooMany
-from gateway.http.auth import caller_of
+from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
-from gateway.http.body import ClientGone, read_json
-from gateway.http.files import AnyRequest, answering, json, kept_for, listing, page_of
+from gateway.http.body import ClientGone, json_response, read_json
+from gateway.http.error_handler import database_errors
+from gateway.http.exchange import AnyRequest
+from gateway.http.files import read_expires_after
+from gateway.http.pagination import list_response, read_page
 from gateway.openai.fields import Fields, Problems, echo, whole_number
 
-LIST_MOST: Final = 100
-LIST_DEFAULT: Final = 20
-PAIRS: Final = 16
-NAME_CHARS: Final = 64
-VALUE_CHARS: Final = 512
+MAX_PAGE: Final = 100
+DEFAULT_PAGE: Final = 20
+MAX_METADATA_PAIRS: Final = 16
+MAX_METADATA_NAME_CHARS: Final = 64
+MAX_METADATA_VALUE_CHARS: Final = 512
 _TIMES: Final = (
     "in_progress_at",
     "finalizing_at",
@@ -39,63 +42,65 @@ _OPTIONAL: Final = ("model", "output_file_id", "error_file_id")
 def batch_routes(
     backend: Backend, ledger: Ledger, limits: BatchLimits, changed: Callable[[], None]
 ) -> list[HTTPRouteHandler]:
-    """`changed` is called when there is something new to do for whoever runs batches here."""
+    """`changed` is called after a batch was submitted or cancelled, to wake the runner of this replica."""
 
     @post("/v1/batches", status_code=200)
     async def create_batch(request: AnyRequest) -> Response[bytes]:
-        caller = await caller_of(request.scope, backend)
+        caller = await authenticate(request.scope, backend)
         try:
             body = await read_json(request.scope, request.receive, backend.body_limit_bytes)
         except ClientGone:
-            return json({})
+            return json_response({})
         batch = read_batch(body, caller, backend.unix_time(), limits)
-        with answering():
-            await create(batch, ledger, limits)
+        with database_errors():
+            await submit(batch, ledger, limits)
         changed()
-        return json(shape(batch))
+        return json_response(batch_json(batch))
 
     @get("/v1/batches")
     async def list_batches(request: AnyRequest) -> Response[bytes]:
-        caller = await caller_of(request.scope, backend)
-        page = page_of(request, LIST_DEFAULT, LIST_MOST)
-        with answering(page):
-            found = await ledger.listed(caller.tenant, page)
-        return listing([shape(batch) for batch in found], page)
+        caller = await authenticate(request.scope, backend)
+        page = read_page(request, DEFAULT_PAGE, MAX_PAGE)
+        with database_errors(page):
+            rows = await ledger.listed(caller.tenant, page)
+        return list_response([batch_json(batch) for batch in rows], page)
 
     @get("/v1/batches/{batch_id:str}")
     async def retrieve_batch(request: AnyRequest) -> Response[bytes]:
-        caller = await caller_of(request.scope, backend)
-        with answering():
-            return json(shape(await existing(ledger, caller.tenant, request.path_params["batch_id"])))
+        caller = await authenticate(request.scope, backend)
+        with database_errors():
+            return json_response(
+                batch_json(await get_batch(ledger, caller.tenant, request.path_params["batch_id"]))
+            )
 
     @post("/v1/batches/{batch_id:str}/cancel", status_code=200)
     async def cancel_batch(request: AnyRequest) -> Response[bytes]:
-        caller, batch_id = await caller_of(request.scope, backend), request.path_params["batch_id"]
-        with answering():
+        caller, batch_id = await authenticate(request.scope, backend), request.path_params["batch_id"]
+        with database_errors():
             cancelled = await ledger.cancel(caller.tenant, batch_id)
-            batch = await existing(ledger, caller.tenant, batch_id)
+            batch = await get_batch(ledger, caller.tenant, batch_id)
         if not cancelled and batch.cancelling_at is None:
             raise BadRequest(f"The batch is {batch.status}: there is nothing to cancel.", param="batch_id")
         changed()
-        return json(shape(batch))
+        return json_response(batch_json(batch))
 
     return [create_batch, list_batches, retrieve_batch, cancel_batch]
 
 
 def read_batch(body: dict[str, object], caller: Caller, now: float, limits: BatchLimits) -> Batch:
-    """Raises BadRequest."""
+    """Read the body of a new batch. Raises BadRequest."""
     problems = Problems()
     fields = Fields(body, problems)
     file_id = fields.required_text("input_file_id")
     endpoint = _one_of(fields, "endpoint", tuple(ENDPOINTS))
     _one_of(fields, "completion_window", (WINDOW,))
-    about = _about(fields)
-    kept = fields.child("output_expires_after")
+    metadata = _metadata(fields)
+    expires_after = fields.child("output_expires_after")
     problems.raise_any()
     kept_s = limits.kept_s
-    if kept is not None:
-        anchor, seconds = kept.text("anchor"), whole_number(kept.raw("seconds"))
-        kept_s = kept_for(anchor, str(seconds), limits.kept_s, "output_expires_after")
+    if expires_after is not None:
+        anchor, seconds = expires_after.text("anchor"), whole_number(expires_after.raw("seconds"))
+        kept_s = read_expires_after(anchor, str(seconds), limits.kept_s, "output_expires_after")
     return Batch(
         id=new_id(),
         tenant=caller.tenant,
@@ -105,12 +110,12 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
         created_at=now,
         expires_at=now + WINDOW_S,
         output_kept_s=kept_s,
-        about=about,
+        about=metadata,
     )
 
 
-async def create(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
-    """Raises BadRequest or TooMany."""
+async def submit(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
+    """Write a new batch. Raises BadRequest or TooMany."""
     try:
         await ledger.create(batch, limits.tenant_batches)
     except NoInput as exc:
@@ -125,16 +130,17 @@ async def create(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
         ) from exc
 
 
-async def existing(ledger: Ledger, tenant: str, batch_id: str) -> Batch:
+async def get_batch(ledger: Ledger, tenant: str, batch_id: str) -> Batch:
+    """Raises NotFound."""
     batch = await ledger.get(tenant, batch_id)
     if batch is None:
         raise NotFound(f"No batch found with id '{batch_id[:100]}'.", param="batch_id")
     return batch
 
 
-def shape(batch: Batch) -> dict[str, Any]:
-    """What is not known yet is left out."""
-    moments = {name: int(at) for name in _TIMES if (at := getattr(batch, name)) is not None}
+def batch_json(batch: Batch) -> dict[str, Any]:
+    """Render OpenAI's batch object. Fields that are not known yet are left out."""
+    times = {name: int(at) for name in _TIMES if (at := getattr(batch, name)) is not None}
     known = {name: value for name in _OPTIONAL if (value := getattr(batch, name)) is not None}
     errors = {} if batch.errors is None else {"errors": {"object": "list", "data": batch.errors}}
     metadata = {} if batch.about is None else {"metadata": batch.about}
@@ -149,7 +155,7 @@ def shape(batch: Batch) -> dict[str, Any]:
         "created_at": int(batch.created_at),
         "expires_at": int(batch.expires_at),
         "request_counts": counts,
-        **moments,
+        **times,
         **known,
         **errors,
         **metadata,
@@ -163,20 +169,22 @@ def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
     return value
 
 
-def _about(fields: Fields) -> dict[str, str] | None:
+def _metadata(fields: Fields) -> dict[str, str] | None:
     given = fields.raw("metadata")
     if given is None:
         return None
     pairs = given if isinstance(given, dict) else {}
-    proper = all(
-        len(name) <= NAME_CHARS and isinstance(value, str) and len(value) <= VALUE_CHARS
+    are_valid = all(
+        len(name) <= MAX_METADATA_NAME_CHARS
+        and isinstance(value, str)
+        and len(value) <= MAX_METADATA_VALUE_CHARS
         for name, value in pairs.items()
     )
-    if not isinstance(given, dict) or len(pairs) > PAIRS or not proper:
+    if not isinstance(given, dict) or len(pairs) > MAX_METADATA_PAIRS or not are_valid:
         fields.refuse(
             "metadata",
-            f"is an object of at most {PAIRS} strings, names up to {NAME_CHARS} characters, values up to"
-            f" {VALUE_CHARS}",
+            f"is an object of at most {MAX_METADATA_PAIRS} strings, names up to {MAX_METADATA_NAME_CHARS}"
+            f" characters, values up to {MAX_METADATA_VALUE_CHARS}",
         )
         return None
     return pairs

@@ -1,10 +1,11 @@
-"""A request's body: read under a limit, decoded as one JSON object."""
+"""Reads request bodies under a size limit, decodes and encodes JSON."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from litestar import Response
 from litestar.exceptions import HTTPException
 from litestar.types import Receive, Scope
 
@@ -14,15 +15,16 @@ from gateway.http.exchange import header
 T = TypeVar("T")
 
 
-_BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
-"""Bytes that are no UTF-8 are a ValueError that msgspec does not wrap."""
+_DECODE_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
+"""msgspec does not wrap the ValueError for bytes that are not UTF-8."""
 
 
 class ClientGone(Exception):
-    """The client went away; there is nobody to answer."""
+    """The client disconnected; there is nobody to answer."""
 
 
 async def read_json(scope: Scope, receive: Receive, limit_bytes: int) -> dict[str, object]:
+    """Read one JSON object. Raises BadRequest, HTTPException (413) or ClientGone."""
     media_type = header(scope, b"content-type").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise BadRequest(
@@ -32,7 +34,7 @@ async def read_json(scope: Scope, receive: Receive, limit_bytes: int) -> dict[st
 
 
 async def read_bytes(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Refuses by the announced length if there is one, else as soon as the limit is passed."""
+    """Read a body. Raises HTTPException (413) for the announced length, or once the limit is passed."""
     announced = header(scope, b"content-length")
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise _too_large(limit_bytes)
@@ -52,22 +54,27 @@ async def read_bytes(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def decode_as(raw: bytes, kind: type[T], otherwise: str) -> T:
-    """Raises BadRequest that begins with `otherwise` and never repeats what was sent."""
+def decode_as(raw: bytes, type_: type[T], message: str) -> T:
+    """Decode `raw` as `type_`. Raises BadRequest: `message`, and the reason without what was sent."""
     try:
-        return msgspec.json.decode(raw, type=kind)
-    except _BROKEN as exc:
-        raise BadRequest(f"{otherwise}: {exc}") from exc
+        return msgspec.json.decode(raw, type=type_)
+    except _DECODE_ERRORS as exc:
+        raise BadRequest(f"{message}: {exc}") from exc
 
 
 def decode(raw: bytes) -> dict[str, object]:
+    """Decode one JSON object. Raises BadRequest."""
     try:
         body = msgspec.json.decode(raw)
-    except _BROKEN as exc:
+    except _DECODE_ERRORS as exc:
         raise BadRequest(f"The body is not valid JSON: {str(exc)[:200]}.", code="invalid_json") from exc
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.", code="invalid_type")
     return body
+
+
+def json_response(body: dict[str, Any]) -> Response[bytes]:
+    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def _too_large(limit_bytes: int) -> HTTPException:

@@ -1,4 +1,4 @@
-"""Work for a client is done only while the client is there, whether or not anything has been sent yet."""
+"""Cancels the work for a client when the client disconnects, whether or not anything was sent before."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ from gateway.errors import DeadlinePassed
 async def while_connected(
     work: Coroutine[object, object, None], receive: Receive, *, within_s: float
 ) -> None:
-    """Do `work` to its end, or cancel it when the client goes away; return when `work` has wound up.
+    """Run `work` to its end, or cancel it when the client disconnects. Returns when `work` has cleaned up.
 
-    A client that stays but stops reading blocks `work` in its writes, so there is a limit of time as well.
+    A client that stays connected but stops reading blocks `work` in its writes, hence the time limit.
     Raises what `work` raises, and DeadlinePassed.
     """
-    over = _Over()
-    leaving = asyncio.create_task(_left(receive))
-    leaving.add_done_callback(over.gone)
-    alarm = asyncio.get_running_loop().call_later(within_s, over.late)
+    cancellation = _Cancellation()
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+    disconnect.add_done_callback(cancellation.on_disconnect)
+    timer = asyncio.get_running_loop().call_later(within_s, cancellation.on_timeout)
     try:
         await work
     except asyncio.CancelledError:
-        if not over.is_why():
+        if not cancellation.is_cause():
             raise
-        if over.was_late:
+        if cancellation.timed_out:
             raise DeadlinePassed(f"the answer could not be delivered within {within_s:.0f} s") from None
     finally:
-        over.task = None
-        alarm.cancel()
-        leaving.cancel()
+        cancellation.task = None
+        timer.cancel()
+        disconnect.cancel()
 
 
-class _Over:
-    """Cancels the task in which it was made, at most once; tells its cancellation from another's."""
+class _Cancellation:
+    """Cancels the current task at most once, and tells this cancellation from that of another caller."""
 
     def __init__(self) -> None:
         self.task = asyncio.current_task()
-        self.was_late = False
-        self._asked_before = self.task.cancelling() if self.task else 0
+        self.timed_out = False
+        self._cancelling_before = self.task.cancelling() if self.task else 0
         self._cancelled = False
 
-    def gone(self, _: object) -> None:
+    def on_disconnect(self, _: object) -> None:
         if self.task is not None and not self._cancelled:
             self._cancelled = self.task.cancel()
 
-    def late(self) -> None:
-        self.was_late = not self._cancelled
-        self.gone(None)
+    def on_timeout(self) -> None:
+        self.timed_out = not self._cancelled
+        self.on_disconnect(None)
 
-    def is_why(self) -> bool:
-        """Whether nobody else cancelled the task."""
-        return self._cancelled and self.task is not None and self.task.uncancel() <= self._asked_before
+    def is_cause(self) -> bool:
+        """Take the cancellation back and return whether it was the only one."""
+        return self._cancelled and self.task is not None and self.task.uncancel() <= self._cancelling_before
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from litestar.exceptions import HTTPException
 from litestar.types import Send
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
-from gateway.errors import MicoError
+from gateway.batches.files import Page
+from gateway.errors import BadRequest, MicoError, Overloaded
 from gateway.http.exchange import Exchange
 from gateway.openai.error_body import INVALID_REQUEST, ErrorResponse, translate
 
@@ -33,6 +37,21 @@ def is_unexpected(exc: BaseException) -> bool:
     if isinstance(exc, HTTPException):
         return exc.status_code >= 500
     return not isinstance(exc, MicoError)
+
+
+@contextmanager
+def database_errors(page: Page | None = None) -> Iterator[None]:
+    """Translate the database's errors to errors that a client can read. `page`: the requested one."""
+    try:
+        yield
+    except LookupError as exc:
+        if page is None:
+            raise
+        raise BadRequest(f"'after' names nothing: {page.after!r}."[:200], param="after") from exc
+    except DataError as exc:  # Postgres keeps no NUL in a text
+        raise BadRequest("A parameter has characters that no name here has.", code="invalid_value") from exc
+    except (SQLAlchemyError, OSError) as exc:
+        raise Overloaded("the database does not answer now", retry_after_s=2.0) from exc
 
 
 def log_and_translate(exc: Exception, exchange: Exchange) -> ErrorResponse:

@@ -1,4 +1,4 @@
-"""One HTTP request and its response: ids, clock, the headers that every response carries, the log line.
+"""Tracks each HTTP request and its response: ids, time, the headers of every response, the log line.
 
 Wraps the framework's outermost layer: unknown paths and wrong methods never reach ordinary middleware.
 """
@@ -8,18 +8,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from litestar import Request
+from litestar.datastructures import State
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.domain import Caller
-from gateway.http.rate_headers import ShownQuota, no_quota, rate_headers
+from gateway.http.rate_headers import QuotaLookup, no_quota, rate_headers
 from gateway.telemetry.logs import LINE, REQUEST_ID, Line
 
+AnyRequest = Request[Any, Any, State]
 log = logging.getLogger(__name__)
 
 REQUEST_ID_LIMIT_CHARS = 128
-_LOGGED = (b"openai-organization", b"openai-project", b"user-agent")
+_LOGGED_HEADERS = (b"openai-organization", b"openai-project", b"user-agent")
 _LOGGED_PREFIX = b"x-stainless-"
 _LOGGED_LIMIT_CHARS = 200
 _ALWAYS = [(b"x-content-type-options", b"nosniff")]
@@ -28,11 +32,11 @@ _ALWAYS_OVER_TLS = [*_ALWAYS, (b"strict-transport-security", b"max-age=31536000"
 
 @dataclass(slots=True)
 class Exchange:
-    """`request_id` is the client's own if it sent a proper one; `query_id` is always ours and unique.
+    """`request_id` is the client's own if it sent a valid one; `query_id` is generated here and unique.
 
-    `caller` is known once a generating request has shown its key: its quotas are told in the headers.
-    `complete` tells a response that was sent to its end from one whose client left or that was cut. `line` is
-    what the log will say of both, with what is known of the query by then.
+    `caller` is known once a generating request is authenticated; the response headers show its quotas.
+    `complete`: the response was sent to its end, that is, the client did not leave and nothing cut it. `line`
+    collects the fields of the log line, including those of the query.
     """
 
     request_id: str
@@ -51,7 +55,7 @@ class Exchange:
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The first value of a header, empty if it was not sent."""
+    """Return the first value of a header, empty if it was not sent."""
     for key, value in scope["headers"]:
         if key == name:
             return value.decode("latin-1")
@@ -59,12 +63,15 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def safe_header_value(text: str) -> bytes:
-    """Nothing a site or a client named can break out of its header."""
+    """Drop everything that could break out of a header from a name that a site or a client chose."""
     return "".join(c for c in text if c.isascii() and c.isprintable()).encode()
 
 
-class Envelope:
-    """`direct`: applications by the path of a POST, which need nothing of the framework that `app` is."""
+class ExchangeMiddleware:
+    """Runs the application that serves a request, adds the headers of every response, writes the log line.
+
+    `direct`: applications by the path of a POST that bypass `app`, the framework's application.
+    """
 
     def __init__(
         self,
@@ -72,11 +79,11 @@ class Envelope:
         direct: Mapping[str, ASGIApp],
         clock: Callable[[], float],
         new_id: Callable[[], str],
-        shown_quota: ShownQuota = no_quota,
+        quota_status: QuotaLookup = no_quota,
     ) -> None:
         self._app = app
         self._direct = direct
-        self._shown_quota = shown_quota
+        self._quota_status = quota_status
         self._clock = clock
         self._new_id = new_id
 
@@ -84,13 +91,13 @@ class Envelope:
         if scope["type"] != ScopeType.HTTP:
             await self._app(scope, receive, send)
             return
-        exchange = self._open(scope)
+        exchange = self._start(scope)
         scope["state"]["exchange"] = exchange
         REQUEST_ID.set(exchange.request_id)
         LINE.set(exchange.line)
         always = _ALWAYS_OVER_TLS if scope["scheme"] == "https" else _ALWAYS
 
-        async def stamp(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message["headers"], *self._headers(exchange), *always]
@@ -99,33 +106,33 @@ class Envelope:
             await send(message)
 
         try:
-            await self._app_for(scope)(scope, receive, stamp)
+            await self._select_app(scope)(scope, receive, send_with_headers)
         finally:
             self._log(scope, exchange)
 
-    def _app_for(self, scope: Scope) -> ASGIApp:
-        """A page of another origin needs the framework's headers for it, too."""
-        posted = scope["method"] == "POST"  # type: ignore[typeddict-item]
-        app = self._direct.get(scope["path"]) if posted else None
+    def _select_app(self, scope: Scope) -> ASGIApp:
+        """Return the framework's application also for pages of another origin: they need its CORS headers."""
+        is_post = scope["method"] == "POST"  # type: ignore[typeddict-item]
+        app = self._direct.get(scope["path"]) if is_post else None
         return self._app if app is None or header(scope, b"origin") else app
 
-    def _open(self, scope: Scope) -> Exchange:
+    def _start(self, scope: Scope) -> Exchange:
         query_id = self._new_id()
         sent = header(scope, b"x-request-id")
-        proper = 0 < len(sent) <= REQUEST_ID_LIMIT_CHARS and sent.isascii() and sent.isprintable()
-        return Exchange(sent if proper else query_id, query_id, self._clock())
+        valid = 0 < len(sent) <= REQUEST_ID_LIMIT_CHARS and sent.isascii() and sent.isprintable()
+        return Exchange(sent if valid else query_id, query_id, self._clock())
 
     def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
         elapsed_ms = round(1000 * (self._clock() - exchange.started_s))
-        told = rate_headers(exchange.caller, self._shown_quota) if exchange.caller else []
+        limits = rate_headers(exchange.caller, self._quota_status) if exchange.caller else []
         return [
             (b"x-request-id", exchange.request_id.encode()),
             (b"openai-processing-ms", b"%d" % elapsed_ms),
-            *told,
+            *limits,
         ]
 
     def _log(self, scope: Scope, exchange: Exchange) -> None:
-        """Status 499 means that the client went away before a status was sent."""
+        """Write the log line. Status 499: the client disconnected before a status was sent."""
         exchange.line.is_written = True
         if not log.isEnabledFor(logging.INFO):
             return
@@ -145,5 +152,5 @@ def _client_headers(scope: Scope) -> dict[str, str]:
     return {
         name.decode("latin-1"): value.decode("latin-1")[:_LOGGED_LIMIT_CHARS]
         for name, value in scope["headers"]
-        if name in _LOGGED or name.startswith(_LOGGED_PREFIX)
+        if name in _LOGGED_HEADERS or name.startswith(_LOGGED_PREFIX)
     }

@@ -12,7 +12,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.domain import Opening
-from gateway.http.auth import caller_of
+from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
 from gateway.http.body import ClientGone, read_json
 from gateway.http.disconnect import while_connected
@@ -76,7 +76,7 @@ class GenerationEndpoint:
             await send_error(exc, exchange, send)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
-        exchange.caller = caller = await caller_of(scope, self.backend)
+        exchange.caller = caller = await authenticate(scope, self.backend)
         try:
             request = self._read_request(await read_json(scope, receive, self.backend.body_limit_bytes))
         except ClientGone:

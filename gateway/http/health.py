@@ -1,4 +1,4 @@
-"""What probes and people ask a gateway without a key: is it alive, can it serve, which version is it."""
+"""Serves /health, /ready, /version and / to probes and people, without a key."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from gateway.errors import NoSite
 from gateway.http.backend import Backend
 
 
-def look(path: str) -> HTTPRouteHandler:
-    """Answers GET, and HEAD alike: of it the server sends no body. Load balancers ask so."""
+def get_or_head(path: str) -> HTTPRouteHandler:
+    """Serve GET and HEAD, which load balancers use; the server sends no body for HEAD."""
     return route(path, http_method=["GET", "HEAD"], status_code=200)
 
 
 def health_routes(backend: Backend) -> list[HTTPRouteHandler]:
-    @look("/health")
+    @get_or_head("/health")
     async def health() -> Response[bytes]:
         return Response(b"", media_type="text/plain")
 
-    @look("/ready")
+    @get_or_head("/ready")
     async def ready() -> dict[str, str]:
         state = backend.ready()
         if not state.ready:
             raise NoSite(state.reason)
         return {"status": "ready", "reason": state.reason}
 
-    @look("/version")
+    @get_or_head("/version")
     async def version() -> dict[str, str]:
         return {"version": backend.version}
 
-    @look("/")
-    async def front_door() -> dict[str, str]:
+    @get_or_head("/")
+    async def index() -> dict[str, str]:
         return {"name": "mico", "version": backend.version, "api": "/v1"}
 
-    return [health, ready, version, front_door]
+    return [health, ready, version, index]

@@ -1,44 +1,40 @@
-"""GET /v1/models: what the caller may use of what sites serve now."""
+"""Serves GET /v1/models: those models that sites serve now and the caller may use."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from litestar import Request, Response, get
-from litestar.datastructures import State
+from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.domain import Model
 from gateway.errors import ModelNotFound
-from gateway.http.auth import caller_of
+from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
-
-Asking = Request[Any, Any, State]
+from gateway.http.exchange import AnyRequest
 
 
 def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
-    async def usable(request: Asking) -> dict[str, Model]:
-        caller = await caller_of(request.scope, backend)
+    async def usable(request: AnyRequest) -> dict[str, Model]:
+        caller = await authenticate(request.scope, backend)
         return {model.id: model for model in backend.models() if caller.may_use(model.id)}
 
     @get("/v1/models")
-    async def list_models(request: Asking) -> Response[object]:
+    async def list_models(request: AnyRequest) -> Response[object]:
         return Response(
-            {"object": "list", "data": [_card(model) for model in (await usable(request)).values()]}
+            {"object": "list", "data": [_model_card(model) for model in (await usable(request)).values()]}
         )
 
     @get("/v1/models/{model_id:path}")
-    async def retrieve_model(request: Asking) -> Response[object]:
+    async def retrieve_model(request: AnyRequest) -> Response[object]:
         model_id = str(request.path_params["model_id"]).removeprefix("/")
         model = (await usable(request)).get(model_id)
         if model is None:
             raise ModelNotFound(f"The model '{model_id[:200]}' is not served here.")
-        return Response(_card(model))
+        return Response(_model_card(model))
 
     return [list_models, retrieve_model]
 
 
-def _card(model: Model) -> dict[str, object]:
+def _model_card(model: Model) -> dict[str, object]:
     return {
         "id": model.id,
         "object": "model",

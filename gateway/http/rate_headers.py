@@ -1,4 +1,4 @@
-"""The headers that tell a client of its quotas: OpenAI's six names, with durations as text."""
+"""Renders a caller's quotas as OpenAI's six rate limit headers, with durations as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gateway.quotas.ledger import QuotaStatus
 from gateway.quotas.limits import Kind
 
 Header = tuple[bytes, bytes]
-ShownQuota = Callable[[Caller, Kind], QuotaStatus | None]
+QuotaLookup = Callable[[Caller, Kind], QuotaStatus | None]
 
 _NAMES = ((Kind.REQUESTS, b"requests"), (Kind.TOKENS, b"tokens"))
 RATE_HEADERS = tuple(
@@ -21,11 +21,11 @@ def no_quota(caller: Caller, kind: Kind) -> QuotaStatus | None:
     return None
 
 
-def rate_headers(caller: Caller, shown: ShownQuota) -> list[Header]:
-    """Of the tightest quotas per minute that the caller has; none without one."""
+def rate_headers(caller: Caller, quota_status: QuotaLookup) -> list[Header]:
+    """Render the caller's tightest quotas per minute; no headers without a quota."""
     headers: list[Header] = []
     for kind, name in _NAMES:
-        quota = shown(caller, kind)
+        quota = quota_status(caller, kind)
         if quota is not None:
             headers += [
                 (b"x-ratelimit-limit-" + name, b"%d" % quota.limit),
@@ -36,7 +36,7 @@ def rate_headers(caller: Caller, shown: ShownQuota) -> list[Header]:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 12ms, 1.5s, 6m0s."""
+    """Render a duration as OpenAI does: 12ms, 1.5s, 6m0s."""
     if seconds < 1:
         return f"{round(seconds * 1000)}ms"
     if seconds < 60:

@@ -1,6 +1,6 @@
-"""The HTTP server: uvicorn, with limits on how slowly, how much and how often one connection may send.
+"""Runs uvicorn with limits on how slowly and how much a connection may send, and on their number.
 
-Limits the sending only: what an answer may take is limited where it is made.
+Does not limit the time of an answer: the endpoint does.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gateway.security.tls import CertificateFiles
 
 log = logging.getLogger(__name__)
 
-HELD_BYTES = 64 * 1024
-"""What one connection may hold back; beyond, a client that does not read is to be noticed at once."""
+MAX_BUFFERED_BYTES = 64 * 1024
+"""Maximum size of a connection's write buffer; beyond it, the transport must notice a client not reading."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """A request has `slow_s`, and a second more for every `bytes_per_s` of it, to arrive in full.
+class ConnectionLimits:
+    """A request must arrive in full within `slow_s`, plus one second for every `bytes_per_s` bytes of it.
 
-    `header_bytes` bounds what comes before a body, `unread_bytes` what is still sent after the answer.
+    `header_bytes` bounds everything before the body, `unread_bytes` what is still sent after the answer.
     """
 
     connections: int = 20_000
@@ -43,30 +43,31 @@ class Limits:
     unread_bytes: int = 16 * 2**20
 
 
-class Outgoing:
-    """What the responses of one connection write to. What is written in one turn of the event loop is sent at
-    its end, or at the end of the response: a short answer is one packet and one system call, and of streams
-    that come on together all are encoded before the first is sent, so that code stays in its cache.
+class WriteBuffer:
+    """Buffers what the responses of a connection write until the turn of the event loop or the response ends.
+
+    A short answer is then one packet and one system call. When several streams advance in the same turn, all
+    are encoded before the first is sent, so that the encoder's code stays in the CPU's cache.
     """
 
-    __slots__ = ("_held", "_loop", "_transport")
+    __slots__ = ("_buffer", "_loop", "_transport")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
-        self._held = b""
+        self._buffer = b""
 
     def write(self, data: bytes) -> None:
-        if data and not self._held:
+        if data and not self._buffer:
             self._loop.call_soon(self.flush)
-        self._held += data
-        if len(self._held) > HELD_BYTES:
+        self._buffer += data
+        if len(self._buffer) > MAX_BUFFERED_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        held, self._held = self._held, b""
-        if held and not self._transport.is_closing():
-            self._transport.write(held)
+        data, self._buffer = self._buffer, b""
+        if data and not self._transport.is_closing():
+            self._transport.write(data)
 
     def close(self) -> None:
         self.flush()
@@ -76,29 +77,29 @@ class Outgoing:
         return self._transport.is_closing()
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """One connection. What breaks a limit is cut off: whoever sends like that does not wait for an answer."""
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Cuts it without an answer when the client breaks a limit."""
 
-    def __init__(self, *args: Any, limits: Limits, **settings: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._limits = limits
-        self._outgoing: Outgoing
-        self._late: asyncio.TimerHandle | None = None
-        self._began_s = 0.0
+        self._write_buffer: WriteBuffer
+        self._timer: asyncio.TimerHandle | None = None
+        self._started_s = 0.0
         self._received = 0
         self._in_head = True
         self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._outgoing = Outgoing(transport, self.loop)
+        self._write_buffer = WriteBuffer(transport, self.loop)
         if len(self.connections) > self._limits.connections:
             transport.abort()
         else:
-            self._expect()
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._arrived()
+        self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -106,18 +107,18 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head and self._received > self._limits.header_bytes:
             self.transport.abort()
-        elif self._late is None and self._at_rest():
-            self._expect()  # it sent something that begins no request, and so lost its time of rest
+        elif self._timer is None and self._is_idle():
+            self._start_timer()  # it sent bytes that begin no request, which ended the keep-alive timer
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head, self._received, self._unread = True, 0, 0
-        self._expect()
+        self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
-        self.cycle.transport = self._outgoing  # type: ignore[assignment]
+        self.cycle.transport = self._write_buffer  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -127,48 +128,48 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.abort()
 
     def on_message_complete(self) -> None:
-        self._arrived()
+        self._stop_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._outgoing.flush()
+        self._write_buffer.flush()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is told so in the shape of every error, but never within the answer before it."""
+        """Answer malformed HTTP with an error in the usual format, but never within the previous answer."""
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.write(_no_http())
+            self.transport.write(_malformed_request_response())
         self.transport.close()
 
-    def _at_rest(self) -> bool:
-        """Nothing is being answered, and no timer of uvicorn's runs."""
+    def _is_idle(self) -> bool:
+        """Return whether no answer is in progress and no timer of uvicorn's runs."""
         answered = self.cycle is None or self.cycle.response_complete
         return answered and self.timeout_keep_alive_task is None and not self.transport.is_closing()
 
-    def _expect(self) -> None:
-        """A request is due from now on."""
-        self._arrived()
-        self._began_s = self.loop.time()
-        self._late = self.loop.call_later(self._limits.slow_s, self._look)
+    def _start_timer(self) -> None:
+        """Start the timer for a request that is due from now on."""
+        self._stop_timer()
+        self._started_s = self.loop.time()
+        self._timer = self.loop.call_later(self._limits.slow_s, self._check_progress)
 
-    def _arrived(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    def _look(self) -> None:
-        """Cut the connection, unless what came meanwhile earns it more time or nobody reads it here."""
+    def _check_progress(self) -> None:
+        """Cut the connection, unless the bytes received earn it more time or this side has paused reading."""
         allowed_s = self._limits.slow_s + self._received / self._limits.bytes_per_s
-        rest_s = self._began_s + allowed_s - self.loop.time()
+        remaining_s = self._started_s + allowed_s - self.loop.time()
         if self.flow is not None and self.flow.read_paused:
-            rest_s = max(rest_s, self._limits.slow_s)  # it is us who do not read
-        if rest_s <= 0:
+            remaining_s = max(remaining_s, self._limits.slow_s)  # this side does not read
+        if remaining_s <= 0:
             self.transport.abort()
         else:
-            self._late = self.loop.call_later(rest_s, self._look)
+            self._timer = self.loop.call_later(remaining_s, self._check_progress)
 
 
-def _no_http() -> bytes:
+def _malformed_request_response() -> bytes:
     message = "This is no HTTP request that can be read: its method, URL or headers are malformed."
     body = ErrorResponse(400, message, "invalid_request_error", "invalid_http").body()
     head = (
@@ -179,12 +180,12 @@ def _no_http() -> bytes:
 
 
 class HttpServer(uvicorn.Server):
-    """Signals are the process's, not the server's. Raises ConfigError where it can't listen."""
+    """Leaves signals to the process. Raises ConfigError if it cannot listen."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
-        except SystemExit as exc:  # so uvicorn ends a process in which it is the only thing that runs
+        except SystemExit as exc:  # uvicorn ends the process like this if it cannot listen
             where = f"{self.config.host}:{self.config.port}"
             raise ConfigError(f"clients can't ask at {where}: taken, or not of this machine") from exc
         for listening in (each for server in self.servers for each in server.sockets):
@@ -202,20 +203,20 @@ def http_server(
     port: int,
     end_within_s: float,
     certificate: CertificateFiles | None = None,
-    limits: Limits = Limits(),
+    limits: ConnectionLimits = ConnectionLimits(),
 ) -> HttpServer:
-    """`end_within_s`: how long answers may go on once the server is told to end."""
+    """Build the server. `end_within_s`: the time for answers to finish once the server shuts down."""
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]
+        http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
-        proxy_headers=False,  # who asks is who connects: anybody can write a header
+        proxy_headers=False,  # the client is the peer: anybody can write a header
         timeout_keep_alive=75,  # longer than what balancers and pooled clients keep open
         timeout_graceful_shutdown=max(1, round(end_within_s)),
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context(),

@@ -1,6 +1,6 @@
-"""One response of server-sent events: its headers, its frames, its comments against silence, its end.
+"""Sends one response of server-sent events: headers, frames, comments during silence, the end.
 
-Nothing is sent before the first frame, so that an early failure gets a status of its own. Never compresses.
+Sends nothing before the first frame, so that an early failure gets its own status. Does not compress.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ HEADERS: tuple[Header, ...] = (
 
 
 class EventStream:
-    """Used as a context: while it is open, silence is filled with comments.
+    """Context manager that sends a comment whenever the stream has been silent for too long.
 
-    A timer looks for silence, and only a comment takes a task: one that every stream ended by cancelling it
-    would be a cycle of garbage for each. A lock is held for what opens the stream and for a comment. A frame
-    needs none: one send is written in one go, so a frame and a comment may meet and both stay whole.
+    A timer detects silence and only a comment takes a task: a task per stream, cancelled at its end, would be
+    one reference cycle of garbage per stream. A lock guards the opening of the stream and the comments. A
+    frame needs no lock: each send is written at once, so a frame and a comment may come together and both
+    stay intact.
     """
 
     def __init__(
@@ -40,36 +41,36 @@ class EventStream:
         self._first_byte_s = first_byte_s
         self._last_s = clock()
         self._lock = asyncio.Lock()
-        self._alarm: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
         self.started = False
 
     async def __aenter__(self) -> Self:
-        self._listen()
+        self._start_timer()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cuts off a comment that a client does not take: whoever leaves early must not wait for it."""
+        """Cancel a comment that the client does not read, so that leaving early does not wait for it."""
         self._cancel()
         if self._comment is not None:
             await asyncio.gather(self._comment, return_exceptions=True)
 
     async def stop_comments(self) -> None:
-        """No comment from now on, and none half sent: whether the stream has started is settled."""
+        """Send no more comments. When this returns, `started` is final and no comment is half sent."""
         async with self._lock:
             self._cancel()
 
     async def start(self, headers: tuple[Header, ...] = ()) -> None:
-        """Sends the status, once; a second call does nothing."""
+        """Send the status and the headers; a second call does nothing."""
         async with self._lock:
             await self._open(headers)
 
     async def _open(self, headers: tuple[Header, ...] = ()) -> None:
         if not self.started:
             self.started = True
-            self._listen()  # from now on for a shorter silence
+            self._start_timer()  # keep_alive_s applies from now on
             await self._send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *headers]})
 
     async def write(self, frames: bytes) -> None:
@@ -77,36 +78,36 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end(self, frames: bytes = b"") -> None:
-        """The last frames and [DONE]. A client may trust that a stream without [DONE] was cut."""
+        """Send the last frames and [DONE]. A stream without [DONE] was cut."""
         await self.stop_comments()
         await self._send({"type": "http.response.body", "body": frames + DONE, "more_body": False})
 
-    def _listen(self) -> None:
-        """Look again when silence would have lasted too long."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        rest_s = max(0.0, self._rest_s())
-        self._alarm = asyncio.get_running_loop().call_later(rest_s, self._look)
+    def _start_timer(self) -> None:
+        """Set the timer to the moment when the silence will have lasted too long."""
+        if self._timer is not None:
+            self._timer.cancel()
+        remaining_s = max(0.0, self._remaining_s())
+        self._timer = asyncio.get_running_loop().call_later(remaining_s, self._on_timer)
 
-    def _look(self) -> None:
-        if self._rest_s() > 0:
-            self._listen()
-        elif self._comment is None or self._comment.done():  # one that is not taken yet looks when it was
-            self._comment = asyncio.create_task(self._fill_silence())
+    def _on_timer(self) -> None:
+        if self._remaining_s() > 0:
+            self._start_timer()
+        elif self._comment is None or self._comment.done():  # a pending comment restarts the timer itself
+            self._comment = asyncio.create_task(self._send_comment())
 
-    async def _fill_silence(self) -> None:
+    async def _send_comment(self) -> None:
         async with self._lock:
             await self._open()
             await self.write(KEEP_ALIVE)
-        self._listen()
+        self._start_timer()
 
     def _cancel(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()
 
-    def _rest_s(self) -> float:
-        """Until silence has lasted too long."""
+    def _remaining_s(self) -> float:
+        """Return the seconds until the silence has lasted too long."""
         limit_s = self._keep_alive_s if self.started else self._first_byte_s
         return self._last_s + limit_s - self._clock()

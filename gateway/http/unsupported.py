@@ -1,4 +1,4 @@
-"""What OpenAI's API has and this one has not: refused by name, whatever is sent, so that nobody guesses."""
+"""Refuses the endpoints of OpenAI's API that this gateway lacks, by name and whatever is sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.errors import NotFound
 
-HERE = "This gateway serves /v1/chat/completions, /v1/completions, /v1/models, /v1/files and /v1/batches"
-_MISSING = {
+SERVED = "This gateway serves /v1/chat/completions, /v1/completions, /v1/models, /v1/files and /v1/batches"
+_UNSUPPORTED = {
     "embeddings": ("/v1/embeddings",),
     "reranking": ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"),
     "images": ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
@@ -20,13 +20,13 @@ _MISSING = {
 }
 
 
-def missing_routes() -> list[HTTPRouteHandler]:
-    return [_missing(what, paths) for what, paths in _MISSING.items()]
+def unsupported_routes() -> list[HTTPRouteHandler]:
+    return [_refusing_route(what, paths) for what, paths in _UNSUPPORTED.items()]
 
 
-def _missing(what: str, paths: tuple[str, ...]) -> HTTPRouteHandler:
+def _refusing_route(what: str, paths: tuple[str, ...]) -> HTTPRouteHandler:
     @route(list(paths), http_method=["GET", "POST"], status_code=200)
     async def refuse() -> None:
-        raise NotFound(f"{HERE}; it has no {what}.")
+        raise NotFound(f"{SERVED}; it has no {what}.")
 
     return refuse

@@ -14,18 +14,20 @@ from gateway.admin.dashboard.pages import page_routes
 from gateway.domain import Answer, AnswerEvent, Delta, Query
 from gateway.http.app import create_http
 from gateway.http.backend import Readiness
-from gateway.http.server import Limits, http_server
+from gateway.http.server import ConnectionLimits, http_server
 from gateway.security.login_limiter import MAX_FAILURES, LoginLimiter
 from tests.support.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say
 
-QUICK = Limits(connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000)
+QUICK = ConnectionLimits(
+    connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000
+)
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 HEAD = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
 JSON = HEAD + "content-type: application/json\r\n"
 
 
 @asynccontextmanager
-async def serving(script: Script, limits: Limits = QUICK) -> AsyncIterator[Open]:
+async def serving(script: Script, limits: ConnectionLimits = QUICK) -> AsyncIterator[Open]:
     server = http_server(
         create_http(script.backend(), page_routes()), host="127.0.0.1", port=0, end_within_s=1, limits=limits
     )
@@ -52,7 +54,7 @@ async def serving(script: Script, limits: Limits = QUICK) -> AsyncIterator[Open]
 
 def play(
     scenario: Callable[[Open], Awaitable[None]],
-    limits: Limits = QUICK,
+    limits: ConnectionLimits = QUICK,
     readiness: Readiness = READY,
     answer: Answer | None = None,
 ) -> Script:
@@ -224,13 +226,13 @@ def test_one_connection_too_many_is_closed_and_the_others_stay() -> None:
 def test_wrong_keys_are_looked_up_only_so_often_and_a_good_one_still_passes() -> None:
     looked: list[str] = []
 
-    async def look_again(secret: str) -> Any:
+    async def look_up_key(secret: str) -> Any:
         looked.append(secret)
 
     async def main() -> None:
         script = Script(
             answer=say("Hello"),
-            settings={"look_again": look_again, "login_limiter": LoginLimiter(lambda: 0.0)},
+            settings={"look_up_key": look_up_key, "login_limiter": LoginLimiter(lambda: 0.0)},
         )
         async with in_process(script) as edge:
             body = chat_body()

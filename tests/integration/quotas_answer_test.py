@@ -217,7 +217,7 @@ def test_rate_limit_headers_show_the_quota(stream: bool) -> None:
         headers = response.headers.items()
         assert {name: value for name, value in headers if name.startswith("x-ratelimit-")} == TOLD
 
-    run(scenario, shown_quota=shown)
+    run(scenario, quota_status=shown)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_full_quota_is_openai_s_429_with_the_time_to_wait(
         headers = response.headers.items()
         assert {name: value for name, value in headers if name.startswith("x-ratelimit-")} == TOLD
 
-    run(scenario, fail(error), shown_quota=shown)
+    run(scenario, fail(error), quota_status=shown)
 
 
 def test_without_quotas_no_header_speaks_of_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gateway.http.server import HELD_BYTES, Outgoing
+from gateway.http.server import MAX_BUFFERED_BYTES, WriteBuffer
 
 
 class Wire:
@@ -27,7 +27,7 @@ def written(parts: list[bytes], *, turns_between: int, close: bool = False) -> l
     wire: Any = Wire()
 
     async def main() -> None:
-        response = Outgoing(wire, asyncio.get_running_loop())
+        response = WriteBuffer(wire, asyncio.get_running_loop())
         for part in parts:
             response.write(part)
             for _ in range(turns_between):
@@ -56,7 +56,7 @@ def test_an_empty_piece_is_no_packet() -> None:
 
 
 def test_no_more_is_held_than_a_client_may_be_owed_unnoticed() -> None:
-    large = HELD_BYTES * b"x"
+    large = MAX_BUFFERED_BYTES * b"x"
     assert written([b"head", large, b"a", b"b"], turns_between=0) == [b"head" + large, b"ab"]
 
 
@@ -68,7 +68,7 @@ def test_a_client_that_left_meanwhile_is_sent_nothing() -> None:
     wire: Any = Wire()
 
     async def main() -> None:
-        Outgoing(wire, asyncio.get_running_loop()).write(b"head")
+        WriteBuffer(wire, asyncio.get_running_loop()).write(b"head")
         wire.close()
         await asyncio.sleep(0)
 

@@ -11,7 +11,7 @@ from litestar.exceptions import NotFoundException
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import AnyRequest
-from gateway.http.health import look
+from gateway.http.health import get_or_head
 
 FOLDER: Final = Path(__file__).parent / "static"
 POLICY: Final = (
@@ -45,11 +45,11 @@ def _file(path: Path) -> File:
 def page_routes() -> list[HTTPRouteHandler]:
     files = read_files()
 
-    @look("/admin")
+    @get_or_head("/admin")
     async def page(request: AnyRequest) -> Response[bytes]:
         return _answer(request, files["index.html"])
 
-    @look("/admin/static/{name:str}")
+    @get_or_head("/admin/static/{name:str}")
     async def static(request: AnyRequest) -> Response[bytes]:
         name = request.path_params["name"]
         if name not in files:
