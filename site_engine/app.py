@@ -9,7 +9,7 @@ from collections.abc import Callable
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
-from site_engine.engine.engine_thread import Worker
+from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener
 from site_engine.errors import ConfigError
 from site_engine.federation.attempts import OnFinish
@@ -60,10 +60,12 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
     loop = asyncio.get_running_loop()
     grammars = await asyncio.to_thread(grammars_of, loaded)
     tokenizer = PromptTokenizer(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe, grammars)
-    worker = Worker(loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s)
+    engine_thread = EngineThread(
+        loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s
+    )
     site = Site(
         _hello(config, loaded, tokenizer.features),
-        NativeEngine(tokenizer, worker),
+        NativeEngine(tokenizer, engine_thread),
         time.monotonic,
         config.max_pending,
         on_finish=on_finish,
@@ -71,7 +73,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
     links = dialer.links(site)
     shutdown = Shutdown()
     ticking = asyncio.create_task(tick(site))
-    worker.start(Listener(site.outputs, site.load, shutdown.engine_broken))
+    engine_thread.start(Listener(site.outputs, site.load, shutdown.engine_broken))
     try:
         with shutdown.handle_signals(loop):
             links.add(config.gateways)
@@ -81,7 +83,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
         ticking.cancel()
         await links.close("the site is ending")
         tokenizer.close()
-        await asyncio.to_thread(worker.stop)
+        await asyncio.to_thread(engine_thread.stop)
 
 
 def _hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hello:

@@ -7,7 +7,7 @@
     ├── LinkLost            a stream to a gateway is over or silent: the log; the link dials again
     └── EngineBroken        the engine cannot go on: every open attempt as FAILED; the process ends
 
-The engine's own answer `site_engine.core.request.RequestRejected` becomes `NotServed` in the worker.
+The engine's own answer `site_engine.core.request.RequestRejected` becomes `NotServed` in the engine thread.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.request import Admission
-from site_engine.engine.engine_thread import Engine, Worker
+from site_engine.engine.engine_thread import Engine, EngineThread
 from site_engine.engine_client import Group, Prepared
 from site_engine.errors import ConfigError, NotServed
 from site_engine.messages import Assign
@@ -40,9 +40,9 @@ class Loaded(NamedTuple):
 class NativeEngine:
     """The EngineClient over a tokenizer and an engine, each on a thread of its own."""
 
-    def __init__(self, tokenizer: PromptTokenizer, worker: Worker) -> None:
+    def __init__(self, tokenizer: PromptTokenizer, engine_thread: EngineThread) -> None:
         self._tokenizer = tokenizer
-        self._worker = worker
+        self._engine_thread = engine_thread
 
     @property
     def waiting(self) -> int:
@@ -57,16 +57,16 @@ class NativeEngine:
     def submit(
         self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
     ) -> None:
-        self._worker.submit(group, reply)
+        self._engine_thread.submit(group, reply)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        self._worker.cancel(request_ids)
+        self._engine_thread.cancel(request_ids)
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        self._worker.release(groups, reply)
+        self._engine_thread.release(groups, reply)
 
     def request_load(self) -> None:
-        self._worker.ask_load()
+        self._engine_thread.ask_load()
 
 
 def load_engine(config: SiteConfig) -> Loaded:

@@ -1,4 +1,4 @@
-"""Deadlines of requests, earliest first."""
+"""Keep the deadlines of requests, earliest first."""
 
 from __future__ import annotations
 

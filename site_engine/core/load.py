@@ -1,4 +1,4 @@
-"""The figures a gateway may trust: what runs and waits, what is free, what an iteration costs."""
+"""Measure the load of an engine and fit the cost of an iteration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REMAINING_VALUES = 64
 
 
 class IterationCost(NamedTuple):
-    """Seconds of an iteration = base + per_row x rows + per_token x new tokens + per_kv_token x KV tokens."""
+    """Coefficients of seconds = base + per_row x rows + per_token x new tokens + per_kv_token x KV tokens."""
 
     base_s: float
     per_row_s: float
@@ -25,6 +25,8 @@ class IterationCost(NamedTuple):
 
 
 class LoadFigures(NamedTuple):
+    """One load report: requests, expected tokens, free KV memory, speed."""
+
     running: int
     pending: int
     token_load: float  # predicted tokens still to process: the M_k of the MICO paper (section 3.3)
@@ -33,20 +35,20 @@ class LoadFigures(NamedTuple):
     tokens_per_s: float
     seconds_per_iteration: float
     iteration: IterationCost
-    running_remaining: tuple[int, ...]  # expected, ascending, at most 64 values
+    running_remaining: tuple[int, ...]  # expected remaining tokens, ascending, at most 64 values
     running_weight: int  # requests each value stands for, rounded up
     pending_prompt_tokens: int
     pending_response_tokens: float
     tokens_total: int
     prompt_tokens_total: int
-    unread_tokens: int  # of what runs: the rest of prompts, and of each answer its newest token
+    unread_tokens: int  # of running requests: uncomputed prompt tokens, and the newest token of each
 
 
 class CostFit:
-    """Least squares with forgetting over (1, rows, tokens, KV tokens); no coefficient is negative."""
+    """Non-negative least squares with exponential forgetting over (1, rows, tokens, KV tokens)."""
 
-    FORGET = 0.995  # per iteration: the last few hundred count
-    SCALE = (1.0, 1 / 64, 1 / 512, 1 / 65536)  # brings the features near 1
+    FORGET = 0.995  # per iteration: an average over the last few hundred
+    SCALE = (1.0, 1 / 64, 1 / 512, 1 / 65536)  # scales the features to about 1
     RIDGE = 1e-4
 
     def __init__(self) -> None:
@@ -54,7 +56,7 @@ class CostFit:
         self._products = [0.0] * 4
 
     def observe(self, rows: int, tokens: int, kv_tokens: int, seconds: float) -> None:
-        """Every iteration calls this: on four numbers plain Python is several times faster than numpy."""
+        """Add one iteration. Plain Python: on four numbers it is several times faster than numpy."""
         _, per_row, per_token, per_kv = self.SCALE
         features = (1.0, rows * per_row, tokens * per_token, kv_tokens * per_kv)
         for squares, one in zip(self._squares, features, strict=True):
@@ -64,7 +66,7 @@ class CostFit:
             self._products[at] = self._products[at] * self.FORGET + one * seconds
 
     def cost(self) -> IterationCost:
-        """Drop the most negative coefficient until none is: a cost never falls with load."""
+        """Return the fit, dropping the most negative coefficient until none is: load never lowers a cost."""
         squares = np.array(self._squares) + np.eye(4) * self.RIDGE
         products = np.array(self._products)
         active = [0, 1, 2, 3]
@@ -80,7 +82,7 @@ class CostFit:
 
 
 class Meter:
-    """Counts what iterations did. Rates fade over the last seconds in which the engine was busy."""
+    """Counts tokens and iterations. Rates are averages that fade over the last busy seconds."""
 
     FADE_S = 3.0
 
@@ -110,7 +112,7 @@ class Meter:
 
 
 def condense(remaining: Sequence[float]) -> tuple[tuple[int, ...], int]:
-    """At most 64 ascending values that stand for all, and how many requests each stands for (their mean)."""
+    """Return at most 64 ascending values, each the mean of a group of requests, and the size of a group."""
     ordered = sorted(remaining)
     weight = max(1, -(-len(ordered) // REMAINING_VALUES))
     if weight == 1:

@@ -1,6 +1,6 @@
-"""The book of KV pages: which are free, how many references each has, how many are reserved.
+"""Allocate KV pages: free lists and reference counts.
 
-Numbers only: keys and values lie in `model/kv_cache.py`. Page 0 is never handed out; padding reads it.
+Does not hold keys and values; `model/kv_cache.py` does. Page 0 is never allocated: padding reads it.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ NULL_PAGE = 0
 
 
 class PoolObserver(Protocol):
-    """Told about every page that changes between free and used (the debug mode poisons freed pages)."""
+    """Receives every page that changes between free and used; the debug mode poisons freed pages."""
 
     def taken(self, pages: list[int]) -> None: ...
     def freed(self, pages: list[int]) -> None: ...
 
 
 class SwapSpace(Protocol):
-    """Memory beside the pool, where a preempted request's keys and values may wait."""
+    """Host memory for the keys and values of preempted requests."""
 
     def take_out(self, request_id: str, pages: list[int], tokens: int) -> bool:
-        """Copy the pages of `tokens` tokens, if there is room and it is cheaper than computing them again."""
+        """Copy the pages of `tokens` tokens out if there is room and recomputing would take longer."""
         ...
 
     def swap_in(self, request_id: str, pages: list[int], skip: int) -> None:
-        """Copy what was taken out into `pages`, but for the first `skip`, and forget it."""
+        """Copy the swapped pages into `pages` except the first `skip`, and drop the copy."""
         ...
 
     def drop(self, request_id: str) -> None: ...
 
 
 class PagePool:
-    """`pages` usable pages of `page_size` tokens each, reference-counted."""
+    """A pool of reference-counted pages of `page_size` tokens each."""
 
     def __init__(self, pages: int, page_size: int, observer: PoolObserver | None = None) -> None:
         if pages < 1 or page_size < 1:
@@ -44,7 +44,7 @@ class PagePool:
         self._free = list(range(pages, NULL_PAGE, -1))
         self._cached = bytearray(pages + 1)
         self._observer = observer
-        self.idle = 0  # cached pages that only the cache holds
+        self.idle = 0  # pages that only the prefix cache references
         self.on_idle: Callable[[int], None] = lambda page: None
 
     @property
@@ -57,7 +57,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that are free or can be made so."""
+        """Return the pages that are free or can be evicted."""
         return len(self._free) + self.idle
 
     def references(self, page: int) -> int:
@@ -67,7 +67,7 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None: all or nothing."""
+        """Allocate `count` pages with one reference each; return None if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -85,7 +85,7 @@ class PagePool:
             self.idle -= self._cached[page] and self._references[page] == 2
 
     def cache(self, page: int) -> None:
-        """The prefix cache takes a reference of its own to a page that is in use."""
+        """Add the prefix cache's own reference to a page that is in use."""
         self.share((page,))
         self._cached[page] = 1
 
@@ -95,7 +95,7 @@ class PagePool:
         self.drop((page,))
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Give one reference back per page; a page without any is free again."""
+        """Release one reference per page; a page without references is free again."""
         freed = []
         for page in pages:
             if self._references[page] == 0:

@@ -1,11 +1,12 @@
-"""Prompts that begin alike share the pages of their beginning: a tree with one full page of tokens per node.
+"""Share the KV pages of common prefixes: a radix tree with one full page of tokens per node.
 
-The tree holds one reference to each of its pages. A page is offered as soon as its computation is planned:
-all keys and values of an iteration are written before any is read, so the same iteration may share it. Who
-holds a page of the tree holds all before it: none in use follows a page that only the tree holds.
+The tree holds one reference to each of its pages. A page is inserted as soon as its computation is planned:
+an iteration writes all keys and values before it reads any, so requests of the same iteration may share it.
+A request that holds a page of the tree holds all pages before it, so no page in use follows a page that only
+the tree holds.
 
-How long a prompt takes tells whether its beginning was known, so owners do not share with each other: the
-first page of a beginning is known by its owner too.
+The prefill time of a prompt reveals whether its prefix was cached, so owners do not share with each other:
+the key of a first page contains its owner.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from heapq import heapify, heappop, heappush
 
 from site_engine.core.page_pool import PagePool
 
-STALE_PER_NODE = 4  # old entries of the eviction heap that are kept before it is built anew
+STALE_PER_NODE = 4  # outdated entries of the eviction heap before it is rebuilt
 
 
 Key = tuple[int | str, ...]
@@ -33,7 +34,7 @@ class _Node:
 
 
 class PrefixTree:
-    """Offers pages to requests and gives up those that nobody uses, the longest unused first."""
+    """Finds cached pages for requests and evicts unused pages, least recently used first."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -42,7 +43,7 @@ class PrefixTree:
         self._nodes: dict[int, _Node] = {}  # by page
         self._unused: list[
             tuple[int, int, _Node]
-        ] = []  # (when it fell out of use, page, node); may be out of date
+        ] = []  # (tick when last used, page, node); entries may be outdated
         self._tick = 0
         pool.on_idle = self._on_idle
 
@@ -50,7 +51,7 @@ class PrefixTree:
         return len(self._nodes)
 
     def match(self, tokens: Sequence[int], held: Sequence[int] = (), owner: str = "") -> list[int]:
-        """The pages of the longest known beginning that follow those already held, with a reference each."""
+        """Return the pages of the longest cached prefix after those already held, with a reference each."""
         node, pages = self._root, []
         for depth, key in enumerate(self._keys(tokens, owner)):
             child = node.children.get(key)
@@ -65,7 +66,7 @@ class PrefixTree:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], owner: str = "") -> None:
-        """Offer the full pages of a request, up to the first that another request has computed already."""
+        """Insert the full pages of a request, up to the first page that another request has computed."""
         node = self._root
         for key, page in zip(self._keys(tokens, owner), pages, strict=False):
             child = node.children.get(key)
@@ -77,7 +78,7 @@ class PrefixTree:
             node = child
 
     def evict(self, count: int) -> None:
-        """Free `count` pages that only the tree holds; the caller knows that there are so many."""
+        """Free `count` pages that only the tree holds; the pool's `idle` must be at least `count`."""
         while count > 0:
             used, _, node = heappop(self._unused)
             stale = node.used != used or self._nodes.get(node.page) is not node
@@ -90,12 +91,15 @@ class PrefixTree:
                 heappush(self._unused, (parent.used, parent.page, parent))
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Take these pages and all that continue them out of the tree: they are not to be trusted."""
+        """Remove invalid pages and their descendants from the tree."""
         for page in pages:
             node = self._nodes.get(page)
             if node is not None:
-                for below in reversed(_below(node)):
-                    self._cut(below)
+                subtree = [node]
+                for one in subtree:  # grows while it is walked: parents before children
+                    subtree.extend(one.children.values())
+                for one in reversed(subtree):
+                    self._cut(one)
 
     def clear(self) -> None:
         self.forget([child.page for child in self._root.children.values()])
@@ -120,11 +124,3 @@ class PrefixTree:
         if len(self._unused) > STALE_PER_NODE * len(self._nodes) + 64:
             self._unused = [(one.used, one.page, one) for one in self._nodes.values() if not one.children]
             heapify(self._unused)
-
-
-def _below(node: _Node) -> list[_Node]:
-    """The node and all that continue it, each after its parent."""
-    found = [node]
-    for one in found:
-        found.extend(one.children.values())
-    return found

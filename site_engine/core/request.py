@@ -1,6 +1,6 @@
-"""What the engine is asked for and what it gives back: plain values, shared by every part of the engine.
+"""Define requests and outputs: plain values shared by every part of the engine.
 
-Does not hold tensors, does not know the wire.
+Does not hold tensors. Does not know the wire.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Guide(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the grammar is satisfied and nothing can follow."""
+        """Return whether the grammar is satisfied and nothing can follow."""
         ...
 
     @property
     def error(self) -> str: ...
 
     def take(self, token_id: int) -> bool:
-        """Go on by a token; return False if the grammar does not have it here."""
+        """Advance by a token; return False if the grammar does not allow it here."""
         ...
 
 
@@ -42,7 +42,7 @@ class Grammar(Protocol):
 
 
 class Lane(IntEnum):
-    """Interactive work goes before offline work."""
+    """Scheduling lanes: interactive requests go before offline ones."""
 
     CHAT = 0
     BATCH = 1
@@ -51,7 +51,7 @@ class Lane(IntEnum):
 class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
-    TOOL_CALLS = "tool_calls"  # an end that the engine does not know: text and calls are told apart outside
+    TOOL_CALLS = "tool_calls"  # never set by the engine: the tool-call parser outside sets it
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -72,7 +72,7 @@ class RejectionReason(StrEnum):
 
 
 class RequestRejected(Exception):
-    """The engine did not take a request; `message` tells a person what to change, `param` names the field."""
+    """Raised for a request that is not accepted; `message` says what to change, `param` names the field."""
 
     def __init__(self, reason: RejectionReason, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -82,14 +82,14 @@ class RequestRejected(Exception):
 
 
 class Admission(NamedTuple):
-    """A request was taken: how many wait before it, and its token limit after clipping to the context."""
+    """An accepted request: its position in the queue and its token limit, clipped to the context."""
 
     position: int
     max_tokens: int
 
 
 class RemainingPoint(NamedTuple):
-    """After `generated` tokens: the tokens still expected, and the 90% quantile of that number."""
+    """The expected number of remaining tokens after `generated` tokens, and its 90% quantile."""
 
     generated: int
     expected: float
@@ -98,7 +98,7 @@ class RemainingPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RemainingCurve:
-    """The forecast of a response as it shrinks while tokens come; linear between points, never below 1."""
+    """The forecast of the remaining response by tokens generated; linear between points, at least 1."""
 
     points: tuple[RemainingPoint, ...] = (
         RemainingPoint(0, 200.0, 500),
@@ -113,7 +113,7 @@ class RemainingCurve:
 
     @classmethod
     def exactly(cls, tokens: int) -> RemainingCurve:
-        """Of a response whose length is known."""
+        """Return the curve of a response whose length is known."""
         first, last = RemainingPoint(0, float(tokens), tokens), RemainingPoint(tokens - 1, 1.0, 1)
         return cls((first, last) if tokens > 1 else (first,))
 
@@ -126,10 +126,11 @@ class RemainingCurve:
         return max(1, round(low.p90 + (high.p90 - low.p90) * part))
 
     def typical(self) -> float:
-        """1 / E[1 / L], the harmonic mean of the whole length: what a second of waiting is divided by.
+        """Return 1 / E[1 / L], the harmonic mean of the whole length L.
 
-        The distribution is got back from the curve: between two points, where lengths count as alike, so much
-        has ended as accounts for the change of the mean.
+        Latency per token divides a second of waiting by L, so this is the length that weighs waiting. The
+        distribution is recovered from the curve (Hall and Wellner, 1981): lengths between two points count as
+        equal, and the share that ends there is what explains the change of the mean.
         """
         left, inverse = 1.0, 0.0
         for low, high in pairwise(self.points):
@@ -151,13 +152,13 @@ class RemainingCurve:
         return low, high, (generated - low.generated) / (high.generated - low.generated)
 
 
-LEAST_DRAWN = 1e-6
-"""A temperature or top_p below leaves the best token alone, and would soon be zero in float32."""
+MIN_RANDOM = 1e-6
+"""A temperature or top_p below this leaves only the best token, and would underflow in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen and when to stop. Neutral values switch a rule off."""
+    """Sampling and stopping rules. A rule at its neutral value is off."""
 
     max_tokens: int | None = None  # None: as the context allows
     temperature: float = 1.0  # 0: greedy
@@ -178,22 +179,22 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < LEAST_DRAWN or self.top_p < LEAST_DRAWN or self.top_k == 1
+        return self.temperature < MIN_RANDOM or self.top_p < MIN_RANDOM or self.top_k == 1
 
     @property
     def runs_out(self) -> bool:
-        """Nothing but its limit can end the answer."""
+        """Return whether only the token limit can end the response."""
         return self.ignore_eos and not self.stop and not self.stop_token_ids
 
     def after(self, tokens: int) -> Sampling:
-        """With what is left of its limits once so many tokens of an answer are there."""
-        most = None if self.max_tokens is None else max(0, self.max_tokens - tokens)
-        return replace(self, max_tokens=most, min_tokens=max(0, self.min_tokens - tokens))
+        """Return these rules with the token limits reduced by `tokens` that exist already."""
+        max_tokens = None if self.max_tokens is None else max(0, self.max_tokens - tokens)
+        return replace(self, max_tokens=max_tokens, min_tokens=max(0, self.min_tokens - tokens))
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation. The fields above the line are the caller's, those below it the engine's own."""
+    """One generation. The caller sets the fields above the line; the engine owns those below it."""
 
     id: str
     prompt: Sequence[int]
@@ -204,11 +205,11 @@ class Request:
     tenant: str = ""
     deadline_s: float | None = None  # on the engine's clock
     choice: int = 0  # of n: part of the seed
-    resumed: Sequence[int] = ()  # generated elsewhere before: output that is never emitted again
-    resumed_chars: int = 0  # text beyond this many characters of the output is emitted
-    grammar: Grammar | None = None  # what the answer may be
-    shown: Mapping[int, str] = field(default_factory=dict)  # special tokens that are text in this answer
-    follows: bool = False  # its text goes on from the prompt's
+    resumed: Sequence[int] = ()  # tokens generated at another site, never emitted again
+    resumed_chars: int = 0  # characters of the output that were delivered already
+    grammar: Grammar | None = None  # that the response must follow
+    shown: Mapping[int, str] = field(default_factory=dict)  # text of special tokens that this response shows
+    follows: bool = False  # the response continues the text of the prompt (completions)
     # ---- the engine's own
     state: State = field(default=State.WAITING, init=False)
     tokens: list[int] = field(default_factory=list, init=False)  # prompt and output
@@ -219,13 +220,13 @@ class Request:
     pages: list[int] = field(default_factory=list, init=False)
     reserved_pages: int = field(default=0, init=False)  # pages reserved and not yet taken
     row: int = field(default=-1, init=False)  # place in the runner's tables while running
-    cached_tokens: int = field(default=0, init=False)  # taken over from others since it last started
+    cached_tokens: int = field(default=0, init=False)  # prefix-cache hits since it last started
     preemptions: int = field(default=0, init=False)
-    charged: float = field(default=0.0, init=False)  # its tenant was, for an output of so many tokens
+    charged: float = field(default=0.0, init=False)  # output tokens charged to its tenant
     arrived_s: float = field(default=0.0, init=False)
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)
-    guide: Guide | None = field(default=None, init=False)  # where it stands in its grammar
+    guide: Guide | None = field(default=None, init=False)  # its position in the grammar
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.resumed]
@@ -233,7 +234,7 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Tokens of the response so far, resumed ones included."""
+        """Return the number of response tokens so far, resumed ones included."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -254,7 +255,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, its bytes (maybe a part of a character) and its log probability; None where there is none."""
+    """A token, its bytes (possibly part of a character) and its log probability, None for the first token."""
 
     token: str
     raw: bytes
@@ -264,7 +265,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """News of one call of a function: id and name when it begins, then its arguments piece by piece."""
+    """An increment of one tool call: id and name when it begins, then its arguments in pieces."""
 
     index: int
     id: str = ""
@@ -274,17 +275,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    queued_s: float  # taken until first planned
-    prefill_s: float  # first planned until first token
-    decode_s: float  # first token until last
+    queued_s: float  # from submission until first planned
+    prefill_s: float  # from first planned until the first token
+    decode_s: float  # from the first token until the last
     cached_prompt_tokens: int
     preemptions: int
 
 
 class Output(NamedTuple):
-    """What one request produced in one iteration. `finish` is set exactly once, in its last output.
+    """The tokens and text of one request in one iteration. `finish` is set exactly once, in the last output.
 
-    A tuple, because every row of every iteration makes one: a frozen dataclass takes five times as long.
+    A tuple, since every row of every iteration creates one: a frozen dataclass takes five times as long.
     """
 
     request_id: str
@@ -296,5 +297,5 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     timings: Timings | None = None
     completion_tokens: int = 0
-    prompt_tokens: int = 0  # of an engine that counts them only at the end; else they are known before
-    tool_calls: tuple[ToolCall, ...] = ()  # of an engine that tells them from text by itself
+    prompt_tokens: int = 0  # set by engines that count prompts only at the end
+    tool_calls: tuple[ToolCall, ...] = ()  # set by engines that parse tool calls themselves

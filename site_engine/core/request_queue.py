@@ -1,7 +1,7 @@
-"""Who runs next: lane, then priority, then tenants fairly, then by work: chats the least for its weight, with
-ageing, the lines of batches the most.
+"""Order the waiting requests: by lane, by priority, fairly between tenants, then by expected work.
 
-Does not decide whether there is room; the scheduler does.
+Chats run the least weighted work first, with ageing; batch lines run the longest first. Does not decide
+whether a request fits; the scheduler does.
 """
 
 from __future__ import annotations
@@ -14,35 +14,39 @@ from math import exp, log
 from site_engine.core.request import Lane, Request
 
 Score = Callable[[Request, float], float]
-"""(request, the ageing clock at its arrival) → place in the queue; the least goes first."""
+"""(request, reading of the ageing clock at its arrival) -> score; the lowest score goes first."""
 
 PROMPT_TOKEN_WORK = 0.02
-"""What computing a prompt token takes of a site beside a response token, which shares its iteration."""
+"""Cost of a prompt token in units of a response token, which shares its iteration with other rows."""
 AGEING_SHARE = 0.5
-"""Of the time that the queue has lately taken to pass, so much waiting outweighs a factor of e in work times
-length. With a fixed time a short queue is by length alone, and a long one first come first served.
+"""Waiting this share of the queue's recent passage time outweighs a factor of e in work times length.
+
+With a fixed time, a short queue is ordered by length alone and a long one is first come, first served.
 """
-LEAST_AGEING_S = 2.0
-PASSES_FADE_S = 60.0
+MIN_AGEING_S = 2.0
+PASSAGE_FADE_S = 60.0
 GAP_SHARE = 0.05
-"""What each start adds to the running mean of the time between two."""
+"""Weight of the newest value in the running mean of the time between two starts."""
 STARVING_AFTER_S = 60.0
 STARVING_EVERY = 4
-"""Of so many starts one is of who has waited longest, once that starves. Were it all of them, any overload in
-which nearly all starve would be first come first served.
+"""One start in this many goes to the request that has waited longest, once it is starving.
+
+If every start did, an overload in which nearly all requests starve would be first come, first served.
 """
 TENANT_PARTS = 4
 FAIR_WITHIN_TOKENS = 32_768
-"""Tenants whose shares differ by less count as served alike, so that the shortest of all of them goes first.
-With turns at every request p99 latency per token is up to twice as long (docs/decisions/site-order.md).
+"""Tenants whose service differs by less count as served equally, so that their shortest request goes first.
+
+With turns at every request, p99 latency per token is up to twice as long (docs/decisions/site-order.md).
 """
 FLOOD_TIMES = 4.0
-"""What a tenant has waiting beyond so many times what the others have on average is a flood."""
+"""A tenant's waiting work beyond this multiple of the other tenants' average counts as a flood."""
 
 
 class Ageing:
-    """A clock that runs the slower the longer a queue takes to pass. All who wait age alike by it, so that no
-    two swap places and a score can be computed once, at arrival.
+    """A clock that runs slower the longer the queue takes to pass.
+
+    Every waiting request ages equally by it, so no two swap places and a score is computed once, at arrival.
     """
 
     def __init__(self) -> None:
@@ -50,33 +54,33 @@ class Ageing:
         self._read_s = 0.0
         self._gap_s = 0.0  # between two starts while others wait
         self._started_s = 0.0
-        self._passes_s = 0.0  # the longest time lately that a newcomer would wait, first come first served
+        self._passage_s = 0.0  # the longest recent wait of a new request under first come, first served
 
     def arrived(self, now_s: float, waiting: int) -> float:
-        """The clock's reading for one who comes when so many wait."""
+        """Return the clock's reading for a request that arrives while `waiting` others wait."""
         if not waiting:
             self._started_s = now_s
-        self._look(now_s, waiting)
+        self._advance(now_s, waiting)
         return self._aged
 
     def started(self, now_s: float, waiting: int) -> None:
         self._gap_s += GAP_SHARE * (max(0.0, now_s - self._started_s) - self._gap_s)
         self._started_s = now_s
-        self._look(now_s, waiting)
+        self._advance(now_s, waiting)
 
-    def _look(self, now_s: float, waiting: int) -> None:
+    def _advance(self, now_s: float, waiting: int) -> None:
         passed_s = max(0.0, now_s - self._read_s)
-        self._aged += passed_s / max(LEAST_AGEING_S, AGEING_SHARE * self._passes_s)
-        self._passes_s = max(waiting * self._gap_s, self._passes_s * exp(-passed_s / PASSES_FADE_S))
+        self._aged += passed_s / max(MIN_AGEING_S, AGEING_SHARE * self._passage_s)
+        self._passage_s = max(waiting * self._gap_s, self._passage_s * exp(-passed_s / PASSAGE_FADE_S))
         self._read_s = max(now_s, self._read_s)
 
 
 def least_work(request: Request, aged: float) -> float:
-    """Least latency per token: by Smith's rule (1956) work over weight goes first, and a second of waiting
-    weighs by one over the length of the answer. Waiting ages it by factors.
+    """Score for the least latency per token.
 
-    A line of a batch nobody waits for, only the batch: the longest goes first, so that no few long ones run
-    on at the end while most of the device is idle (Graham 1969). Who starves still has its turn.
+    A chat weighs one over the length of its response; by Smith's rule (1956) the least work over weight
+    goes first. Waiting adds to the logarithm of the score, that is, by factors. Batch lines run the longest
+    first (Graham, 1969), so that a few long lines do not run on at the end while most of the device is idle.
     """
     if request.lane is Lane.BATCH:
         return -request.expected_remaining() - _prompt_work(request)
@@ -94,21 +98,21 @@ def first_come(request: Request, _aged: float) -> float:
 
 
 def shortest_prompt(request: Request, _aged: float) -> float:
-    """The order of MICO's own engine (section 3.4): the shortest prompt pads the running batch least."""
+    """Score as MICO's own engine does (section 3.4): the shortest prompt pads the running batch least."""
     return float(request.prompt_len)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How the queue is ordered, how many tokens of a response are set aside for it, and when it may start."""
+    """The order of the queue, the tokens reserved for a response, and whether batches start together."""
 
     score: Score = least_work
     reserved_tokens: Callable[[Request], int] = Request.p90_remaining
-    static: bool = False  # a batch starts when the one before has ended as a whole
+    static: bool = False  # a batch starts when the whole batch before it has ended
 
 
 def whole_limit(request: Request) -> int:
-    """The worst case: the response may be as long as it is allowed to be."""
+    """Return the tokens left up to the request's limit: the worst case."""
     return max(1, request.max_tokens - request.generated)
 
 
@@ -122,27 +126,30 @@ POLICIES = {
 }
 
 
-def has_place(of_tenant: int, waiting: int, most: int) -> bool:
-    """Whether one more may wait: a tenant may have `TENANT_PARTS` times the places that are free, so that no
-    flood of one fills the queue (Choudhury and Hahne, Dynamic queue length thresholds, 1998).
+def has_place(of_tenant: int, waiting: int, max_waiting: int) -> bool:
+    """Return whether one more request of a tenant may wait.
+
+    A tenant may hold `TENANT_PARTS` times the free places, so that no single tenant fills the queue
+    (Choudhury and Hahne, Dynamic queue length thresholds, 1998).
     """
-    return waiting < most and of_tenant <= TENANT_PARTS * (most - waiting)
+    return waiting < max_waiting and of_tenant <= TENANT_PARTS * (max_waiting - waiting)
 
 
 class _Tenants:
-    """The waiting requests of one lane and priority, shared out between tenants by start-time fair queuing:
-    each tenant has a virtual clock that runs by the tokens it was given. Who is ahead of the one furthest
-    behind by more than `FAIR_WITHIN_TOKENS` waits for it, at once where so much of its own waits beyond what
-    the others have: a flood. Were it whatever waits, in overload who asks for a little more than the others
-    would be shut out, for more of it waits the longer it is.
+    """The waiting requests of one lane and priority, shared between tenants by start-time fair queuing.
+
+    Each tenant has a virtual clock that advances by the tokens it was given. A tenant that is ahead of the
+    one furthest behind by more than `FAIR_WITHIN_TOKENS` waits for it. A flood of waiting work counts as
+    being ahead; all waiting work would not do, since under overload a tenant that asks for a little more than
+    the others would be shut out, ever more of its work waiting.
     """
 
     def __init__(self) -> None:
         self.heaps: dict[str, list[tuple[float, int, Request]]] = {}
-        self.work: dict[str, float] = {}  # that waits, in tokens
+        self.work: dict[str, float] = {}  # waiting, in tokens
 
     def behind(self, clocks: dict[str, float], floor: float) -> float:
-        """The virtual time of the tenant furthest behind."""
+        """Return the virtual time of the tenant furthest behind."""
         return min(max(clocks.get(name, floor), floor) for name in self.heaps)
 
     def first(self, clocks: dict[str, float], floor: float) -> Request:
@@ -158,17 +165,17 @@ class _Tenants:
 
 
 class AdmissionQueue:
-    """The requests that wait. `first` names the next one, `take` removes it and charges its tenant."""
+    """The waiting requests. `first` returns the next one; `take` removes it and charges its tenant."""
 
     def __init__(self, score: Score = least_work, starving_after_s: float = STARVING_AFTER_S) -> None:
         self._score = score
         self._ageing = Ageing()
-        self._now_s = 0.0  # when the next one was asked for last
+        self._now_s = 0.0  # when `first` was last called
         self._starving_after_s = starving_after_s
         self._waiting: dict[str, Request] = {}  # in order of arrival
         self._levels: dict[tuple[int, int], _Tenants] = {}
         self._clocks: dict[str, float] = {}
-        self._floor = 0.0  # virtual time: the clock of whoever was furthest behind when one was served
+        self._floor = 0.0  # virtual time of the tenant furthest behind at the last start
         self._sequence = 0
         self._taken = 0
         self.prompt_tokens = 0
@@ -195,8 +202,10 @@ class AdmissionQueue:
         self.response_tokens += request.expected_remaining()
 
     def first(self, now: float) -> Request | None:
-        """The request that runs next, or None. One that starves takes turns with its betters of the same lane
-        and tenant, and brings a tenant of lower priority into its turn; it does not make a flood go first.
+        """Return the request that runs next, or None.
+
+        A starving request takes turns with better ones of its lane and tenant, and gives its tenant a turn
+        also at a lower priority; it does not let a flood go first.
         """
         self._now_s = now
         if not self._waiting:
@@ -214,7 +223,7 @@ class AdmissionQueue:
         return sum(len(level.heaps.get(tenant, ())) for level in self._levels.values())
 
     def _starving(self, lane: int, now: float) -> dict[str, Request]:
-        """Of each tenant the oldest that has waited too long, the oldest tenant first."""
+        """Return the oldest starving request of each tenant, oldest first."""
         found: dict[str, Request] = {}
         for request in self._waiting.values():
             if now - request.arrived_s <= self._starving_after_s:
@@ -227,7 +236,7 @@ class AdmissionQueue:
         return max(self._clocks.get(tenant, self._floor), self._floor)
 
     def take(self, request: Request) -> None:
-        """Remove a request that starts, and charge its tenant for what it is expected to cost."""
+        """Remove a request that starts and charge its tenant the expected cost."""
         level = self._levels[request.lane, request.priority]
         start = self._clock(request.tenant)
         self._floor = level.behind(self._clocks, self._floor)
@@ -239,7 +248,7 @@ class AdmissionQueue:
         self._clocks = {tenant: clock for tenant, clock in self._clocks.items() if clock > self._floor}
 
     def settle(self, request: Request) -> None:
-        """It has ended: its tenant is charged for what it got, not for what was expected."""
+        """Charge the tenant of an ended request for its real tokens instead of the expected ones."""
         owed = self._clock(request.tenant) + request.generated - request.charged
         request.charged = request.generated
         if owed > self._floor:
@@ -248,7 +257,7 @@ class AdmissionQueue:
             self._clocks.pop(request.tenant, None)
 
     def remove(self, request_id: str) -> Request | None:
-        """Remove one that was cancelled or given up; None if it does not wait here."""
+        """Remove and return a request that was cancelled or given up; return None if it does not wait."""
         request = self._waiting.pop(request_id, None)
         if request is None:
             return None

@@ -1,6 +1,6 @@
-"""What the next iteration computes: running requests, then new ones, under a token budget and the KV pool.
+"""Plan one iteration at a time: running requests, then new ones, under a token budget and the KV pool.
 
-Decides only; does not run, sample or hold tensors.
+Does not run or sample and holds no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Polic
 
 
 class ScheduledChunk(NamedTuple):
-    """`length` tokens of a request, from `start`; `samples` if its next token comes out of them."""
+    """`length` tokens of a request from `start` on; `samples` if they yield its next token."""
 
     request: Request
     start: int
@@ -26,7 +26,7 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """One iteration: `decodes` compute one token each and all sample; `prefills` are chunks of more."""
+    """The chunks of one iteration: `decodes` compute one token each and all sample; `prefills` are longer."""
 
     decodes: list[ScheduledChunk] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)
@@ -44,7 +44,10 @@ class SchedulePlan:
 
 
 class Scheduler:
-    """Owns queue, running set and pages. A running request holds a row and pages; a waiting one neither."""
+    """Owns the queue, the running set and the pages.
+
+    A running request holds a row and pages; a waiting request holds neither.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Scheduler:
         policy: Policy = DEFAULT_POLICY,
         share_prefixes: bool = False,
     ) -> None:
-        """`share_prefixes`: also between tenants, who can then tell by the time what others have asked."""
+        """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other."""
         self.pool = pool
         self.queue = queue
         self.prefixes = prefixes
@@ -81,25 +84,28 @@ class Scheduler:
     def free_slots(self) -> int:
         return len(self._rows)
 
-    def plan(self, now: float, most_new: int | None = None) -> SchedulePlan:
-        """The next iteration. Grows pages and moves requests between waiting, running and preempted.
+    def plan(self, now: float, max_new: int | None = None) -> SchedulePlan:
+        """Plan the next iteration: grow pages and move requests between waiting, running and preempted.
 
-        At most `most_new` start: what is planned while a device computes must not take longer than it does.
+        At most `max_new` requests start, to bound the planning time while a device computes.
         """
         plan = SchedulePlan()
         self._preempt_for(now)
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
         budget = self._plan_prefills(plan, budget)
-        if not plan and self._stuck():
+        # prefills alone may hold every page; a request in State.LAST will return its own
+        if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
             self._preempt(self.running[-1])
             self._plan_prefills(plan, budget)
-        if len(self.preempted) == preempted_before:  # who was preempted now does not come back now
-            self._admit(plan, budget, now, most_new)
+        if (
+            len(self.preempted) == preempted_before
+        ):  # a request preempted now does not return in the same iteration
+            self._admit(plan, budget, now, max_new)
         return plan
 
     def advance(self, plan: SchedulePlan) -> None:
-        """The plan was computed: its tokens' keys and values lie in the pages."""
+        """Record that a plan was computed: the keys and values of its tokens are in the pages."""
         for request, start, _, _ in plan.decodes:
             request.computed = start + 1
         for request, start, length, samples in plan.prefills:
@@ -108,18 +114,18 @@ class Scheduler:
                 request.state = State.DECODE
 
     def invalidate(self, request: Request) -> None:
-        """Nobody may share what this request computed: its iteration failed."""
+        """Discard what a request computed in a failed iteration, and its pages in the prefix cache."""
         if self.prefixes is not None:
             self.prefixes.forget(request.pages)
         request.computed = 0
 
     def restart(self, request: Request) -> None:
-        """Compute a request again from its first token."""
+        """Preempt a request and compute it again from its first token."""
         self.invalidate(request)
         self._preempt(request)
 
     def release(self, request: Request) -> None:
-        """Take a request out, whatever its state; its pages and its row are free afterwards."""
+        """Remove a request in any state and free its pages and its row."""
         if request.charged:
             self.queue.settle(request)
         if request.row >= 0:
@@ -137,7 +143,7 @@ class Scheduler:
     def _plan_decodes(self, plan: SchedulePlan) -> int:
         decodes, page_size, decoding = plan.decodes, self.pool.page_size, State.DECODE
         for request in list(self.running):
-            if request.state is not decoding or request.row < 0:  # preempted a moment ago
+            if request.state is not decoding or request.row < 0:  # preempted by an earlier row of this plan
                 continue
             start = request.computed
             if start < len(request.pages) * page_size or self._grow_or_preempt(request, plan):
@@ -152,12 +158,8 @@ class Scheduler:
                 budget -= self._plan_chunk(plan, request, budget)
         return budget
 
-    def _stuck(self) -> bool:
-        """Whether prefills hold every page among them. Who waits for its last token gives its own back."""
-        return bool(self.running) and all(request.state is State.PREFILL for request in self.running)
-
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
-        """Plan what fits of the tokens not yet computed; fewer when pages are short. The number planned."""
+        """Plan the uncomputed tokens that fit the budget and the pages; return their number."""
         request.cached_tokens += self._share_prefix(request)
         missing = len(request.tokens) - request.computed
         reachable = (len(request.pages) + self.pool.available) * self.pool.page_size - request.computed
@@ -165,12 +167,12 @@ class Scheduler:
         if length <= 0:
             return 0
         self._grow(request, request.computed + length)
-        self._offer(request, request.computed + length)
+        self._insert_prefix(request, request.computed + length)
         plan.prefills.append(ScheduledChunk(request, request.computed, length, length == missing))
         return length
 
     def _grow_or_preempt(self, request: Request, plan: SchedulePlan) -> bool:
-        """A page for the next token; the last running request that is not planned gives up its own for it."""
+        """Allocate a page for the next token, preempting the last running request that is not in the plan."""
         while not self._grow(request, request.computed + 1):
             planned = {entry.request for entry in plan.decodes}
             victim = next(one for one in reversed(self.running) if one not in planned)
@@ -196,27 +198,25 @@ class Scheduler:
             self._reserve_remaining(request)
         return True
 
-    # ---- coming and going
+    # ---- starting and preempting
 
-    def _admit(self, plan: SchedulePlan, budget: int, now: float, most_new: int | None) -> None:
+    def _admit(self, plan: SchedulePlan, budget: int, now: float, max_new: int | None) -> None:
         if self._policy.static and self.running:
             return
         started = self._started
-        while budget > 0 and self._rows and (most_new is None or self._started - started < most_new):
+        while budget > 0 and self._rows and (max_new is None or self._started - started < max_new):
             request = self._next(now)
             if request is None:
                 return
             self._share_prefix(request)
             if not self._room_for(request):
-                self._give_back(request)
+                self._drop_pages(request)
                 return
             self._start(request, now)
             budget -= self._plan_chunk(plan, request, budget)
 
     def _preempt_for(self, now: float) -> None:
-        """Whoever is next of a better lane waits for no line of a batch: the last of those gives up its slot
-        and its pages, one an iteration, and comes back later.
-        """
+        """Preempt one running request of a lower lane if the next request needs its room."""
         first = self._next(now)
         if first is None or not self.running or self._policy.static:
             return
@@ -225,13 +225,13 @@ class Scheduler:
             self._preempt(last)
 
     def _next(self, now: float) -> Request | None:
-        """Who was preempted comes back before anyone new of its lane starts."""
+        """Return the request to start next: preempted requests before new ones of the same lane."""
         new = self.queue.first(now)
-        back = min(self.preempted, key=lambda request: request.lane, default=None)
-        return new if back is None or (new is not None and new.lane < back.lane) else back
+        preempted = min(self.preempted, key=lambda request: request.lane, default=None)
+        return new if preempted is None or (new is not None and new.lane < preempted.lane) else preempted
 
     def _room_for(self, request: Request) -> bool:
-        """Return whether the pages that `request` needs in all are free; a lone request always starts."""
+        """Return whether the expected pages of `request` are free; a lone request always fits."""
         need = self._expected_pages(request) - len(request.pages)
         return not self.running or need <= self.pool.available - self.reserved_pages
 
@@ -252,8 +252,9 @@ class Scheduler:
             self._swap_in(request, self.swap)
 
     def _preempt(self, request: Request) -> None:
-        """Free its pages. It comes back before anyone new starts, and computes its tokens again unless taking
-        them out and bringing them back is cheaper.
+        """Free the pages of a request, which restarts before new ones of its lane.
+
+        Its tokens are computed again unless swapping them out and in is cheaper.
         """
         pages = request.pages[: self.pool.pages_for(request.computed)]
         swapped = self.swap is not None and self.swap.take_out(request.id, pages, request.computed)
@@ -264,7 +265,7 @@ class Scheduler:
         self.preempted.append(request)
 
     def _swap_in(self, request: Request, swap: SwapSpace) -> None:
-        shared = len(request.pages)  # the beginning may still be in the prefix tree
+        shared = len(request.pages)  # its prefix may still be in the cache
         if self._grow(request, request.swapped):
             swap.swap_in(request.id, request.pages, shared)
             request.computed = request.swapped
@@ -276,20 +277,21 @@ class Scheduler:
         self.running.remove(request)
         del self._order[request.id]
         self._reserve(request, 0)
-        self._offer(request, request.computed)
-        self._give_back(request)
+        self._insert_prefix(request, request.computed)
+        self._drop_pages(request)
         self._rows.append(request.row)
         request.row = -1
 
-    def _give_back(self, request: Request) -> None:
+    def _drop_pages(self, request: Request) -> None:
         self.pool.drop(request.pages)
         request.pages = []
         request.computed = 0
 
     def _share_prefix(self, request: Request) -> int:
-        """Take over pages that others have computed, or compute in this iteration; the number of tokens.
+        """Take cached pages that follow those a request has; return the number of tokens.
 
-        The last token stays the request's own: its logits are needed; all are, for a prompt's probabilities.
+        The last token is always computed, since its logits are needed; so is every token where the prompt's
+        log probabilities are asked for.
         """
         page_size = self.pool.page_size
         if self.prefixes is None or request.sampling.prompt_logprobs or request.computed % page_size:
@@ -299,7 +301,7 @@ class Scheduler:
         request.computed += len(pages) * page_size
         return len(pages) * page_size
 
-    def _offer(self, request: Request, tokens: int) -> None:
+    def _insert_prefix(self, request: Request, tokens: int) -> None:
         if self.prefixes is not None:
             self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
 
@@ -313,7 +315,7 @@ class Scheduler:
         self._reserve(request, max(0, need - len(request.pages)))
 
     def _expected_pages(self, request: Request) -> int:
-        """What the policy sets aside for all its tokens, at least the pages of those it has."""
+        """Return the pages that the policy reserves for a request, at least those of its present tokens."""
         return self.pool.pages_for(len(request.tokens) + self._policy.reserved_tokens(request))
 
     def _reserve(self, request: Request, pages: int) -> None:

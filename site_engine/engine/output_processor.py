@@ -1,4 +1,4 @@
-"""One request's answer as it grows: text, end, log probabilities, timings. Tokens in, outputs out."""
+"""Turn the tokens of a request into outputs: text, finish reason, log probabilities, timings."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class OutputProcessor:
         )
         self._min_tokens = sampling.min_tokens
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._carried = ""  # text of resumed tokens that the client does not have yet
+        self._carried = ""  # text of resumed tokens that was not delivered yet
 
     def replay(self) -> Finish | None:
-        """Catch up with the tokens generated elsewhere. Their end, if they already hold it."""
+        """Process the tokens generated at another site; return the finish reason if they end the response."""
         finish = None
         for at, token_id in enumerate(self.request.resumed, start=1):
             text, finish = self._read(token_id, at)
@@ -40,11 +40,11 @@ class OutputProcessor:
         return finish
 
     def take(self, token_id: int, now: float, alternatives: Alternatives | None) -> Output:
-        """The output of one more token."""
+        """Append a token and return its output."""
         request = self.request
         if request.first_token_s is None:
             request.first_token_s = now
-        if request.max_tokens == 0:  # only the prompt was asked for
+        if request.max_tokens == 0:  # only the prompt is evaluated
             return self.end(Finish.LENGTH, now)
         tokens = request.tokens
         tokens.append(token_id)
@@ -64,7 +64,7 @@ class OutputProcessor:
         )
 
     def end(self, finish: Finish, now: float, error: str = "") -> Output:
-        """The output of an answer that ends without a token of its own."""
+        """Return the output of a response that ends without another token."""
         return Output(
             self.request.id,
             text=self._take_carried() if finish in {Finish.STOP, Finish.LENGTH} else "",
@@ -76,22 +76,20 @@ class OutputProcessor:
         )
 
     def read_prompt(self, start: int, logits: torch.Tensor) -> None:
-        """logits [places, vocabulary] from place `start` on: the prompt's own log probabilities."""
+        """Record the prompt's log probabilities from logits [positions, vocabulary], from `start` on."""
         request = self.request
         if not self._prompt_logprobs:
             self._prompt_logprobs.append(self._logprob(request.tokens[0], None))
-        done = len(
-            self._prompt_logprobs
-        )  # known already when the prompt is computed again after a preemption
+        done = len(self._prompt_logprobs)  # already known if the prompt is computed again after a preemption
         chosen = request.tokens[start + 1 : min(start + 1 + logits.shape[0], request.prompt_len)]
         wanted = [request.sampling.logprobs or 0] * len(chosen)
         ranked = rank(torch.log_softmax(logits[: len(chosen)].float(), dim=-1), chosen, wanted)
-        for place, (token_id, one) in enumerate(zip(chosen, ranked, strict=True), start=start + 1):
-            if place >= done:
+        for position, (token_id, one) in enumerate(zip(chosen, ranked, strict=True), start=start + 1):
+            if position >= done:
                 self._prompt_logprobs.append(self._logprob(token_id, one))
 
     def _read(self, token_id: int, generated: int) -> tuple[str, Finish | None]:
-        """The text that is certain after this token, and the end if this token brings it."""
+        """Return the text that this token settles, and the finish reason if it ends the response."""
         request, stream = self.request, self._stream
         guide = request.guide
         ended = guide is not None and guide.take(token_id) and guide.ended
@@ -99,7 +97,7 @@ class OutputProcessor:
         if long_enough and token_id in self._ends:
             return stream.flush(), Finish.STOP
         text = stream.push(token_id, long_enough)
-        if ended:  # a grammar that is at its end needs no token that says so
+        if ended:  # a completed grammar needs no end-of-sequence token
             return text + stream.flush(), Finish.STOP
         if stream.stopped:
             return text, Finish.STOP

@@ -1,4 +1,4 @@
-"""What the engine refuses at the door, so that nothing past it can fail because of what was asked."""
+"""Validate requests before they are queued, so that no request can fail later because of its contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from site_engine.core.request import RejectionReason, Request, RequestRejected, 
 
 
 def validate_request(request: Request, *, limit_tokens: int, vocab_size: int) -> None:
-    """Raise RequestRejected with the reason and the field for a request that can't be served as it is."""
+    """Raise RequestRejected, with the reason and the field, for a request that cannot be served."""
     if not request.prompt:
         raise _invalid("prompt", "the prompt is empty")
     if len(request.prompt) >= limit_tokens:
@@ -24,9 +24,11 @@ def validate_request(request: Request, *, limit_tokens: int, vocab_size: int) ->
     _check_ids("resume", request.resumed, vocab_size)
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    _check_numbers(sampling)
     if "" in sampling.stop:
         raise _invalid("stop", "stop holds an empty string")
+    for name, (number, limit) in _lower_bounds(sampling).items():
+        if not (isfinite(number) and number >= limit):
+            raise _invalid(name, f"{name} is {number}; it must be a number of at least {limit:g}")
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
@@ -35,8 +37,9 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
             raise _invalid(name, f"{name} holds token id {token_id}, outside 0 to {vocab_size - 1}")
 
 
-def _check_numbers(sampling: Sampling) -> None:
-    least = {
+def _lower_bounds(sampling: Sampling) -> dict[str, tuple[float, float]]:
+    """Return each numeric field's value and its least allowed value."""
+    return {
         "max_tokens": (sampling.max_tokens or 0, 0.0),
         "temperature": (sampling.temperature, 0.0),
         "top_p": (sampling.top_p, 0.0),
@@ -49,9 +52,6 @@ def _check_numbers(sampling: Sampling) -> None:
         "frequency_penalty": (sampling.frequency_penalty, -100.0),
         "logit_bias": (min(sampling.logit_bias.values(), default=0.0), -1000.0),
     }
-    for name, (number, limit) in least.items():
-        if not (isfinite(number) and number >= limit):
-            raise _invalid(name, f"{name} is {number}; it must be a number of at least {limit:g}")
 
 
 def _invalid(param: str, message: str) -> RequestRejected:

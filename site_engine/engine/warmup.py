@@ -1,4 +1,4 @@
-"""A few short answers before a site joins: its first figures are measured, not guessed."""
+"""Generate a few short responses before a site joins, so that its first load figures are measured."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ RESPONSE_TOKENS = 8
 
 
 def warm_up(engine: SiteEngine, vocab_size: int, room_tokens: int) -> None:
-    """One answer alone, then as many at once as there are slots: what an iteration costs, and a row of it.
+    """Run one request alone, then one per slot, to measure the cost of an iteration and of a row.
 
-    The engine must be idle, and is idle again; nothing of this is in its totals. Raises RuntimeError when an
-    answer fails.
+    The engine must be idle and is idle again afterwards; its totals do not count these requests. Raises
+    RuntimeError if a response fails.
     """
     length = min(PROMPT_TOKENS, room_tokens - RESPONSE_TOKENS)
     if length < 1:

@@ -12,7 +12,7 @@ import pytest
 
 from site_engine import messages as m
 from site_engine.core.request import Admission, Finish, Lane, Output, RemainingCurve, Request, Sampling
-from site_engine.engine.engine_thread import Worker
+from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import EngineClient, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.native import NativeEngine
@@ -89,7 +89,7 @@ async def native() -> AsyncIterator[Client]:
     loop = asyncio.get_running_loop()
     tokenizer = PromptTokenizer(FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
     engine = FakeEngine(slots=SLOTS, max_pending=PENDING)
-    thread = Worker(engine, loop.call_soon_threadsafe, time.monotonic, floor_s=0.02)
+    thread = EngineThread(engine, loop.call_soon_threadsafe, time.monotonic, floor_s=0.02)
     client = Client(NativeEngine(tokenizer, thread))
     thread.start(client.listener())
     try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from site_engine.engine.engine_thread import Worker
+from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener
 from site_engine.federation.link import Link, Links, Patience, dial
 from site_engine.federation.site import Site
@@ -156,7 +156,7 @@ class Scene:
 
     engine: Any
     site: Site
-    worker: Worker
+    engine_thread: EngineThread
     links: Links
     clock: FakeClock
     patience: Patience
@@ -166,9 +166,9 @@ class Scene:
         for _ in range(count):
             self.clock.now += 1.0
             heard = asyncio.Event()
-            self.worker.ask_load()
-            self.worker.release((), lambda _, heard=heard: heard.set())
-            self.worker.ask_load()
+            self.engine_thread.ask_load()
+            self.engine_thread.release((), lambda _, heard=heard: heard.set())
+            self.engine_thread.ask_load()
             async with asyncio.timeout(PATIENCE_S):
                 await heard.wait()
 
@@ -185,14 +185,14 @@ async def site_before(
     loop = asyncio.get_running_loop()
     engine = FakeEngine() if engine is None else engine
     clock = FakeClock(-1.0)
-    worker = Worker(
+    engine_thread = EngineThread(
         engine,
         loop.call_soon_threadsafe,
         clock if stepped else time.monotonic,
         1.0 if stepped else 0.0,
     )
     prompts = PromptTokenizer(tokenizer or FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
-    site = Site(HELLO, NativeEngine(prompts, worker), clock, max_preparing=8)
+    site = Site(HELLO, NativeEngine(prompts, engine_thread), clock, max_preparing=8)
     patience = patience or Patience(backoff_first_s=0.01, backoff_longest_s=0.02)
 
     def make(address: str, peers: Any) -> Link:
@@ -208,14 +208,14 @@ async def site_before(
         )
 
     links = Links(make, patience)
-    worker.start(Listener(site.outputs, site.load, lambda reason: None))
+    engine_thread.start(Listener(site.outputs, site.load, lambda reason: None))
     links.add(each.address for each in gateways)
     try:
-        yield Scene(engine, site, worker, links, clock, patience)
+        yield Scene(engine, site, engine_thread, links, clock, patience)
     finally:
         await links.close("the test is over")
         prompts.close()
-        await asyncio.to_thread(worker.stop)
+        await asyncio.to_thread(engine_thread.stop)
 
 
 def assign(attempt_id: str, text: str = "abc", **sampling: Any) -> dict[str, pb.Assign]:

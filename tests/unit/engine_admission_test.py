@@ -14,7 +14,7 @@ from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Reque
 from site_engine.core.request_queue import (
     AGEING_SHARE,
     FAIR_WITHIN_TOKENS,
-    LEAST_AGEING_S,
+    MIN_AGEING_S,
     AdmissionQueue,
     Ageing,
     has_place,
@@ -79,9 +79,9 @@ def test_a_known_length_leaves_what_is_left_of_it(tokens: int, generated: int) -
 
 def test_waiting_outweighs_length_by_factors() -> None:
     patient = waiting("patient", 100 * e, arrived_s=0.0)
-    late = waiting("late", 100, arrived_s=2.1 * LEAST_AGEING_S)
+    late = waiting("late", 100, arrived_s=2.1 * MIN_AGEING_S)
     assert order(filled(patient, late)) == ["patient", "late"]
-    soon = waiting("soon", 100, arrived_s=1.9 * LEAST_AGEING_S)
+    soon = waiting("soon", 100, arrived_s=1.9 * MIN_AGEING_S)
     assert order(filled(patient, soon)) == ["soon", "patient"]
 
 
@@ -95,7 +95,7 @@ def test_a_queue_ages_by_the_time_it_takes_to_pass(gap_s: float, length: int) ->
         ageing.started(now_s, length)
     before = ageing.arrived(now_s, length)
     aged = ageing.arrived(now_s + 1.0, length) - before
-    assert aged == pytest.approx(1.0 / max(LEAST_AGEING_S, AGEING_SHARE * length * gap_s), rel=0.05)
+    assert aged == pytest.approx(1.0 / max(MIN_AGEING_S, AGEING_SHARE * length * gap_s), rel=0.05)
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.booleans()), max_size=60))

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from site_engine import messages as m
 from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling
-from site_engine.engine.engine_thread import Worker
+from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener, Prepared
 from site_engine.errors import NotServed
 from site_engine.federation.site import Connection, Site
@@ -78,11 +78,11 @@ class Interleavings(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.calls: deque[Callable[[], None]] = deque()
         self.engine = FakeEngine(slots=slots, max_pending=5)
-        self.worker = Worker(self.engine, self.calls.append, self.clock)
+        self.engine_thread = EngineThread(self.engine, self.calls.append, self.clock)
         self.prompts = SlowTokenizer()
-        engine = NativeEngine(self.prompts, self.worker)
+        engine = NativeEngine(self.prompts, self.engine_thread)
         self.site = Site(HELLO, engine, self.clock, max_preparing=6)
-        self.worker.listener = Listener(self.site.outputs, self.site.load, lambda reason: None)
+        self.engine_thread.listener = Listener(self.site.outputs, self.site.load, lambda reason: None)
         self.links: dict[str, Connection | None] = {}
         self.seen: dict[str, Seen] = {}
         self.release_count = 0
@@ -154,7 +154,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule()
     def the_engine_turns(self) -> None:
-        self.worker.turn()
+        self.engine_thread.turn()
 
     @rule()
     def the_loop_hears_of_it(self) -> None:
@@ -206,7 +206,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.link(gateway, ())
         for _ in range(ROUNDS_MAX):
             self.a_prompt_is_ready()
-            self.worker.turn()
+            self.engine_thread.turn()
             self.the_loop_hears_of_it()
         assert not self.engine.has_work
         assert self.site.live == 0

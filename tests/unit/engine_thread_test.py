@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from site_engine.core.request import Admission, Finish, Output, Request, Sampling
-from site_engine.engine.engine_thread import STRIKES_MAX, Worker
+from site_engine.engine.engine_thread import MAX_CONSECUTIVE_ERRORS, EngineThread
 from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import NotServed, Reason
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
@@ -27,7 +27,7 @@ class Desk:
         self.loads: list[LoadSeen] = []
         self.broken: list[str] = []
         self.batches = 0
-        self.worker = Worker(engine, self.calls.put, self.clock, floor_s)
+        self.engine_thread = EngineThread(engine, self.calls.put, self.clock, floor_s)
         self.listener = Listener(self.outputs.extend, self.loads.append, self.broken.append)
 
     def until(self, holds: Callable[[], object]) -> None:
@@ -39,18 +39,18 @@ class Desk:
         """One iteration, where a floor keeps the engine from going on by itself."""
         self.clock.now += 1.0
         seen = len(self.loads)
-        self.worker.ask_load()
+        self.engine_thread.ask_load()
         self.until(lambda: len(self.loads) > seen)
 
     def submit(self, *requests: Request) -> Admission | NotServed:
         answers: list[Admission | NotServed] = []
-        self.worker.submit(requests, answers.append)
+        self.engine_thread.submit(requests, answers.append)
         self.until(lambda: answers)
         return answers[0]
 
     def release(self, *groups: tuple[str, ...]) -> list[bool]:
         answers: list[list[bool]] = []
-        self.worker.release(groups, answers.append)
+        self.engine_thread.release(groups, answers.append)
         self.until(lambda: answers)
         return answers[0]
 
@@ -64,11 +64,11 @@ class Desk:
 def at_work(engine: FakeEngine, floor_s: float = 0.0) -> Iterator[Desk]:
     """With a floor of 1 s the engine goes on only when the test says so: its clock stands still."""
     desk = Desk(engine, floor_s)
-    desk.worker.start(desk.listener)
+    desk.engine_thread.start(desk.listener)
     try:
         yield desk
     finally:
-        desk.worker.stop()
+        desk.engine_thread.stop()
 
 
 def request(name: str, tokens: int = 3, prompt: str = "abc") -> Request:
@@ -97,8 +97,8 @@ def test_a_cancel_gets_in_while_the_floor_is_waited_for() -> None:
     with at_work(FakeEngine(), floor_s=1.0) as desk:
         desk.submit(request("r", tokens=9))
         desk.step()
-        desk.worker.cancel(["r"])
-        desk.worker.ask_load()
+        desk.engine_thread.cancel(["r"])
+        desk.engine_thread.ask_load()
         desk.until(lambda: desk.loads[-1].figures.running == 0)  # before the next iteration
         assert desk.finishes() == {}
         desk.step()
@@ -120,7 +120,7 @@ def test_a_group_with_a_started_choice_is_not_given_up_and_loses_nothing() -> No
 
 def test_unknown_requests_are_nobodys_concern() -> None:
     with at_work(FakeEngine()) as desk:
-        desk.worker.cancel(["nobody"])
+        desk.engine_thread.cancel(["nobody"])
         assert desk.release(("nobody",)) == [False]
         assert desk.outputs == []
 
@@ -145,7 +145,7 @@ def test_an_engine_beyond_use_fails_everything_and_says_so() -> None:
     engine = FakeEngine(slots=1, failures=[RuntimeError("device lost")] * 50)
     with at_work(engine) as desk:
         for name in ("a", "b", "c", "d"):
-            desk.worker.submit([request(name)], lambda answer: None)
+            desk.engine_thread.submit([request(name)], lambda answer: None)
         desk.until(lambda: desk.broken)
         assert set(desk.finishes()) <= {"a", "b", "c", "d"}
         assert set(desk.finishes().values()) == {Finish.FAILED}
@@ -153,7 +153,7 @@ def test_an_engine_beyond_use_fails_everything_and_says_so() -> None:
         late = desk.submit(request("late"))
         assert isinstance(late, NotServed)
         assert late.reason is Reason.INTERNAL
-        assert len(engine.failures) == 50 - STRIKES_MAX
+        assert len(engine.failures) == 50 - MAX_CONSECUTIVE_ERRORS
 
 
 def test_a_dead_device_does_not_look_like_an_idle_site() -> None:
