@@ -32,10 +32,10 @@ EVER_SPECIFIED = ("/chat/completions", "/completions", "/models", "/files")
 WITHIN_S = 600.0
 
 
-async def report(place: Place, contender: Contender, spec: dict[str, Any]) -> dict[str, Any]:
-    found = place.folder / "report.json"
+async def report(folder: Path, contender: Contender, spec: dict[str, Any]) -> dict[str, Any]:
+    found = folder / "report.json"
     run = await asyncio.create_subprocess_exec(
-        *(Path(sys.executable).with_name("schemathesis"), "run", write(spec, place.folder / "spec.json")),
+        *(Path(sys.executable).with_name("schemathesis"), "run", write(spec, folder / "spec.json")),
         *(
             "--url",
             f"http://127.0.0.1:{contender.port}",
@@ -45,7 +45,7 @@ async def report(place: Place, contender: Contender, spec: dict[str, Any]) -> di
         *("--phases", "coverage", "--continue-on-failure", "--checks", ",".join(CHECKS), "--seed", "1"),
         *("--report-json-path", found, "--no-color"),
         stdout=asyncio.subprocess.PIPE,
-        cwd=place.folder,
+        cwd=folder,
     )
     said, _ = await asyncio.wait_for(run.communicate(), WITHIN_S)
     assert found.exists(), said.decode()[-3000:]
@@ -54,12 +54,18 @@ async def report(place: Place, contender: Contender, spec: dict[str, Any]) -> di
 
 
 def covered(folder: Path, *specs: dict[str, Any]) -> list[dict[str, Any]]:
-    """One gateway for all; the report of each."""
+    """Return the report of each specification, all checked at once against one gateway."""
+
+    folders = [folder / str(at) for at in range(len(specs))]
+    for each in folders:
+        each.mkdir()
 
     async def main() -> list[dict[str, Any]]:
         place = Place(folder, Path())
         async with upstream(place, 5.0), mico(place, quotas=False) as contender:
-            return [await report(place, contender, spec) for spec in specs]
+            return await asyncio.gather(
+                *(report(at, contender, spec) for at, spec in zip(folders, specs, strict=True))
+            )
 
     return asyncio.run(main())
 

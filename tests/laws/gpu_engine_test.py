@@ -35,6 +35,8 @@ from tests.support.engine_models import (
     random_model,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def overlapped(of: Family, *, fused: bool = False, **settings: int) -> SiteEngine:
     chosen = {"slots": 4, "token_budget": 40, "page_size": 4, "kv_tokens": 256} | settings

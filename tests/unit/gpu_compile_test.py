@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import interpreted  # noqa: F401 - skips where there is no Triton
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "support" / "kernel_compile.py"
 
 

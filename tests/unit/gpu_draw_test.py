@@ -15,6 +15,8 @@ from site_engine.cuda.kernels import sampling_kernels
 from site_engine.cuda.sampling import RULES, SlotRules
 from site_engine.model.sampler import Sampler
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 300
 RULED = {
     "temperature": {},

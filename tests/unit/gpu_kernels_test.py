@@ -14,6 +14,8 @@ from site_engine.cuda import attention_launch
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, Tile, Turn
 from site_engine.model.attention_context import Scoring
 
+pytestmark = pytest.mark.slow
+
 ROWS = (1, 7, 33, 90, 64, 0)  # contexts of decode rows; 0 is padding
 PROMPTS = ((7, 7), (5, 50), (20, 20))  # (new tokens, tokens in all)
 PAGES = 400

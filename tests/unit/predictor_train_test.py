@@ -119,6 +119,7 @@ def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
     check(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, tmp_path: Path) -> None:
     told: list[str] = []
     kind = {"kind": "small", "encoder": str(encoder), "plan": TINY, "device": "cpu", "progress": told.append}
@@ -130,6 +131,7 @@ def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, t
     assert not any("no answers' texts" in line for line in told)
 
 
+@pytest.mark.slow
 def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> None:
     told: list[str] = []
     (tmp_path / "language").mkdir()
