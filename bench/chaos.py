@@ -28,7 +28,7 @@ from typing import Any
 from bench.support.relay import Relay
 from bench.support.streams import Ended, Load, Watcher, add_options, soon, verdict, wrong_texts
 from mico import demo_model
-from mico.local.database import prepare
+from mico.local.database import prepare_database
 from mico.local.federation import restart_dead, start_all, stop_all, wait_until_ready
 from mico.local.folder import Folder, Running
 from mico.local.plan import Plan, choose_ports
@@ -183,7 +183,7 @@ async def started(options: argparse.Namespace, path: Path) -> Federation:
     sites = tuple(profiles(options.sites))
     relays = {site.name: [await Relay.start(door.grpc) for door in doors] for site in sites[2:4]}
     url = folder.database_url
-    key = await asyncio.to_thread(prepare, folder, url)
+    key = await asyncio.to_thread(prepare_database, folder, url)
     through = {name: tuple(relay.port for relay in each) for name, each in relays.items()}
     plan = RelayedPlan(folder, doors, str(options.model), sites, url, demo_model.NAME, relays=through)
     running = start_all(plan)

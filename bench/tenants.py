@@ -33,7 +33,7 @@ from gateway.store.audit import Act
 from gateway.store.database import open_engine
 from gateway.store.store import open_store
 from gateway.store.tables import decisions, usage
-from mico.local.plan import free_port, toml
+from mico.local.plan import free_port, to_toml
 from migrations import upgrade
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request
 from site_engine.core.request_queue import AdmissionQueue
@@ -74,7 +74,7 @@ class Replica:
             "site_tokens": [TOKEN],
             "key_pepper": PEPPER,
         }
-        (self._folder / "gateway.toml").write_text(toml(settings))
+        (self._folder / "gateway.toml").write_text(to_toml(settings))
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:

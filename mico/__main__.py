@@ -1,4 +1,4 @@
-"""`python -m mico` is `mico`: how the local federation starts its processes whatever PATH says."""
+"""Run `mico` as `python -m mico`: the local federation starts its processes so, whatever PATH says."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""`mico`: every command in one tree. Imports nothing heavy: a command imports what it needs when it runs."""
+"""The command tree of `mico`.
+
+Does not import anything heavy: each command imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from mico.commands import (
 from mico.errors import CommandFailed, ExitCode
 from mico.session import Session
 
-DEBUG = "mico --debug shows where"
+DEBUG_TIP = "mico --debug shows where"
 
 app = typer.Typer(
     name="mico",
@@ -46,8 +49,8 @@ app = typer.Typer(
 )
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(f"mico {version('mico')}")
@@ -66,8 +69,8 @@ def prepare(
 ) -> None:
     if debug:
         os.environ["MICO_DEBUG"] = "1"
-    context.obj = here = Session.here(folder, quiet=quiet)
-    context.call_on_close(here.opened.close)
+    context.obj = session = Session.open(folder, quiet=quiet)
+    context.call_on_close(session.exit_stack.close)
 
 
 app.command()(federation.up)
@@ -76,8 +79,8 @@ app.command()(federation.status)
 app.command()(chat.chat)
 app.add_typer(batch.app, name="batch")
 app.command()(sites.models)
-for act in (operate.drain, operate.pause, operate.resume, operate.weight, operate.pin_off, operate.unpin):
-    sites.app.command()(act)
+for order in (operate.drain, operate.pause, operate.resume, operate.weight, operate.pin_off, operate.unpin):
+    sites.app.command()(order)
 app.add_typer(sites.app, name="sites")
 app.command()(top.top)
 app.add_typer(keys.app, name="keys")
@@ -99,31 +102,40 @@ app.add_typer(database.app, name="db")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status. A failure is three lines on stderr; a traceback only with --debug."""
-    take_any_text()
+    """Run a command and return its exit status.
+
+    A failure prints at most three lines on stderr, and a traceback only with --debug.
+    """
+    replace_undecodable_text()
     try:
         app(arguments, prog_name="mico")
     except CommandFailed as failure:
-        return told(failure)
+        return report_failure(failure)
     except OSError as error:
         cause = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-        return told(CommandFailed("the machine refused", cause=cause, tip=DEBUG))
+        return report_failure(CommandFailed("the machine refused", cause=cause, tip=DEBUG_TIP))
     except UnicodeError as error:
-        wrong = "an argument or a setting is no text"
-        return told(CommandFailed(wrong, cause=str(error), tip=DEBUG, exit_code=ExitCode.WRONG_USAGE))
-    except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 1
+        undecodable = CommandFailed(
+            "an argument or a setting is no text",
+            cause=str(error),
+            tip=DEBUG_TIP,
+            exit_code=ExitCode.WRONG_USAGE,
+        )
+        return report_failure(undecodable)
+    except SystemExit as exit_request:
+        return exit_request.code if isinstance(exit_request.code, int) else 1
     return 0
 
 
-def take_any_text() -> None:
-    """A sign that a terminal can't show, or bytes that are no text, become a question mark, not a failure."""
+def replace_undecodable_text() -> None:
+    """Replace characters that a terminal can't show, and undecodable bytes, by a question mark."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def told(failure: CommandFailed) -> int:
+def report_failure(failure: CommandFailed) -> int:
+    """Print a failure on stderr and return its exit status; with --debug, raise it."""
     if "MICO_DEBUG" in os.environ:
         raise failure
     sys.stderr.write("\n".join(failure.lines()) + "\n")

@@ -1,4 +1,4 @@
-"""The gateway's HTTP API as the command line uses it: plain dictionaries, errors a person can act on."""
+"""HTTP client of the gateway for the command line: plain dictionaries, and errors a person can act on."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mico.errors import Away, CommandFailed, ExitCode
+from mico.errors import CommandFailed, ExitCode, GatewayUnavailable
 from mico.sse import data_events, lines
 
 if TYPE_CHECKING:
     import httpx
 
-CONNECT_S = 5.0
-ANSWER_S = 600.0
-LOOK_S = 30.0
-"""What only looks is not worth more patience."""
-PASSING = (502, 503, 504)
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 600.0
+READ_TIMEOUT_S = 30.0
+"""For requests that only read: they answer at once or not at all."""
+TEMPORARY_STATUSES = (502, 503, 504)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-ENVIRONMENT = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE in the environment say how"
+ENVIRONMENT_TIP = "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and SSL_CERT_FILE in the environment say how"
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """One chunk of an answer as the gateway sent it, with the response headers beside it."""
+    """One chunk of a streamed answer as the gateway sent it, and the response headers."""
 
     chunk: dict[str, Any]
     headers: dict[str, str]
 
 
 class Client:
-    """`base_url` ends in /v1, as OpenAI's SDK has it; the admin API lives beside it."""
+    """A gateway's API. `base_url` ends in /v1, as in OpenAI's SDK; the admin API is at the root beside it.
+
+    Raises CommandFailed when a request fails, and GatewayUnavailable when no gateway answers.
+    """
 
     def __init__(
         self, base_url: str, api_key: str | None, *, transport: httpx.BaseTransport | None = None
@@ -40,7 +43,7 @@ class Client:
         import httpx
 
         self.base_url = base_url.rstrip("/")
-        url = address(self.base_url)
+        url = parse_base_url(self.base_url)
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise CommandFailed(
                 "the API key is none",
@@ -49,56 +52,60 @@ class Client:
                 exit_code=ExitCode.WRONG_USAGE,
             )
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
-        here = url.scheme == "http" and url.host in LOOPBACK
+        timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        is_local = url.scheme == "http" and url.host in LOOPBACK
         try:  # a proxy for the world outside does not know this machine's own addresses
             self.http = httpx.Client(
-                headers=headers, timeout=timeout, transport=transport, trust_env=not here
+                headers=headers, timeout=timeout, transport=transport, trust_env=not is_local
             )
         except (ImportError, ValueError, OSError) as error:
             raise CommandFailed(
-                "the gateway can't be asked", cause=f"{type(error).__name__}: {error}", tip=ENVIRONMENT
+                "the gateway can't be asked", cause=f"{type(error).__name__}: {error}", tip=ENVIRONMENT_TIP
             ) from error
 
     @property
     def root(self) -> str:
         return self.base_url.removesuffix("/v1")
 
-    def get(self, path: str, within_s: float = LOOK_S) -> dict[str, Any]:
-        """`path` starts with /v1/ or /admin/. Raises CommandFailed when the answer is not a success, and Away
-        where nothing is said for `within_s`."""
+    def get(self, path: str, timeout_s: float = READ_TIMEOUT_S) -> dict[str, Any]:
+        """Return the JSON answer to a GET of `path`, which starts with /v1/ or /admin/.
+
+        Raises CommandFailed for an error status, and GatewayUnavailable after `timeout_s` without data.
+        """
         import httpx
 
-        return self._ask("GET", path, timeout=httpx.Timeout(within_s, connect=min(within_s, CONNECT_S)))
+        return self._request(
+            "GET", path, timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
+        )
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        return self._ask("POST", path, body)
+        return self._request("POST", path, body)
 
     def upload(self, path: Path, purpose: str) -> dict[str, Any]:
-        """As it is read: a large file is never in memory as a whole."""
+        """Upload a file while reading it, so that a large file is never in memory as a whole."""
         with path.open("rb") as file:
-            return self._ask(
+            return self._request(
                 "POST", "/v1/files", files={"file": (path.name, file)}, data={"purpose": purpose}
             )
 
     def download(self, path: str, target: Path) -> None:
-        """Into `target`, there only once it is complete; what is no file, such as a pipe, as it comes."""
+        """Download into `target`, which appears once it is complete; write to a pipe or device directly."""
         import httpx
 
-        special = target.exists() and not target.is_file()
-        part = target if special else target.with_name(f"{target.name}.part")
+        is_special = target.exists() and not target.is_file()
+        partial = target if is_special else target.with_name(f"{target.name}.part")
         try:
-            with self.http.stream("GET", self.root + path) as response, part.open("wb") as file:
+            with self.http.stream("GET", self.root + path) as response, partial.open("wb") as file:
                 if response.is_error:
-                    raise refusal(response.status_code, response.read().decode(errors="replace"))
+                    raise error_from_response(response.status_code, response.read().decode(errors="replace"))
                 for data in response.iter_bytes():
                     file.write(data)
         except httpx.HTTPError as error:
             raise self.unreachable(error) from error
-        if not special:
-            part.replace(target)
+        if not is_special:
+            partial.replace(target)
 
-    def _ask(
+    def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, **options: Any
     ) -> dict[str, Any]:
         import httpx
@@ -110,7 +117,7 @@ class Client:
         except ValueError as error:
             raise CommandFailed("that can't be sent", cause=str(error)) from error
         if response.is_error:
-            raise refusal(response.status_code, response.text)
+            raise error_from_response(response.status_code, response.text)
         try:
             answer = response.json()
         except ValueError:
@@ -124,7 +131,7 @@ class Client:
         return answer
 
     def chat(self, model: str, messages: list[dict[str, str]], **options: Any) -> Generator[StreamEvent]:
-        """The chunks of one streamed answer. Closing the iterator closes the connection and ends the work."""
+        """Yield the chunks of a streamed answer; closing the generator closes the connection and cancels."""
         import httpx
 
         body = {"model": model, "messages": messages, "stream": True, **options}
@@ -132,7 +139,7 @@ class Client:
         try:
             with self.http.stream("POST", f"{self.root}/v1/chat/completions", json=body) as response:
                 if response.is_error:
-                    raise refusal(response.status_code, response.read().decode(errors="replace"))
+                    raise error_from_response(response.status_code, response.read().decode(errors="replace"))
                 headers = dict(response.headers)
                 for data in data_events(lines(response.iter_bytes())):
                     if data == "[DONE]":
@@ -149,35 +156,37 @@ class Client:
             raise CommandFailed("that can't be sent", cause=str(error)) from error
         raise CommandFailed("the answer broke off", cause="the stream ended without [DONE]")
 
-    def unreachable(self, error: Exception) -> Away:
-        return Away(
+    def unreachable(self, error: Exception) -> GatewayUnavailable:
+        return GatewayUnavailable(
             f"the gateway at {self.root} does not answer",
             cause=str(error) or type(error).__name__,
             tip="mico up starts one here; --base-url or MICO_BASE_URL names another",
         )
 
 
-def address(base_url: str) -> httpx.URL:
-    """Raises CommandFailed for what is none."""
+def parse_base_url(base_url: str) -> httpx.URL:
+    """Return the base URL parsed. Raises CommandFailed when it is not an http or https URL with a host."""
     import httpx
 
     try:
         url = httpx.URL(base_url)
-        why = "" if url.scheme in ("http", "https") and url.host else "it is not http://HOST or https://HOST"
+        cause = (
+            "" if url.scheme in ("http", "https") and url.host else "it is not http://HOST or https://HOST"
+        )
     except (httpx.InvalidURL, ValueError) as error:
-        url, why = httpx.URL(), str(error)
-    if why:
+        url, cause = httpx.URL(), str(error)
+    if cause:
         raise CommandFailed(
             f"{base_url!r} is no address of a gateway",
-            cause=why,
+            cause=cause,
             tip="such as http://127.0.0.1:8080/v1; --base-url or MICO_BASE_URL gives it",
             exit_code=ExitCode.WRONG_USAGE,
         )
     return url
 
 
-def refusal(status: int, text: str) -> CommandFailed:
-    """An error answer in OpenAI's shape, or whatever stood in its place."""
+def error_from_response(status: int, text: str) -> CommandFailed:
+    """Convert an error response, in OpenAI's shape or any other, into a CommandFailed."""
     try:
         cause = str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -187,5 +196,5 @@ def refusal(status: int, text: str) -> CommandFailed:
         return CommandFailed(
             "the API key was not accepted", cause=cause, tip=tip, exit_code=ExitCode.NOT_AUTHENTICATED
         )
-    kind = Away if status in PASSING else CommandFailed
-    return kind(f"the gateway refused with status {status}", cause=cause)
+    error_type = GatewayUnavailable if status in TEMPORARY_STATUSES else CommandFailed
+    return error_type(f"the gateway refused with status {status}", cause=cause)

@@ -1,4 +1,8 @@
-"""How a command fails: what went wrong, why, what to do about it, and the exit status for a script."""
+"""Failures of a command, with cause, tip and exit status.
+
+CommandFailed
+└── GatewayUnavailable
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ class ExitCode(IntEnum):
 
 
 class CommandFailed(Exception):
-    """Shown as the three lines `error:`, `cause:` and `tip:`; empty ones are left out."""
+    """A failure, printed as the lines `error:`, `cause:` and `tip:`; empty ones are left out."""
 
     def __init__(
         self, error: str, *, cause: str = "", tip: str = "", exit_code: ExitCode = ExitCode.FAILED
@@ -31,5 +35,5 @@ class CommandFailed(Exception):
         return [f"{name}: {text}" for name, text in parts.items() if text]
 
 
-class Away(CommandFailed):
-    """Nobody answers now; the same may work in a while."""
+class GatewayUnavailable(CommandFailed):
+    """No gateway answers now; the same request may succeed later."""

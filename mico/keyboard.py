@@ -1,4 +1,4 @@
-"""Single keys from a terminal, without waiting for Enter; the terminal is as it was afterwards."""
+"""Read single keys from a terminal without waiting for Enter, and restore the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ NAMES = {"\r": "enter", "\n": "enter", "\x7f": "back", "\x08": "back", "\x1b": "
 
 
 class Keyboard(Protocol):
-    def key(self, within_s: float) -> str | None:
-        """The next key, by its name or as the character it is; None if there was none in time."""
+    def read_key(self, timeout_s: float) -> str | None:
+        """Return the next key, its name or its character, or None after `timeout_s` without one."""
 
 
-class Terminal:
-    """Reads file descriptor `fd` as it comes."""
+class TerminalKeyboard:
+    """A keyboard that reads the terminal at file descriptor `fd`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._typed = ""
         self._decoder = getincrementaldecoder("utf-8")("ignore")
 
-    def key(self, within_s: float) -> str | None:
-        if not self._typed and select.select([self._fd], [], [], within_s)[0]:
+    def read_key(self, timeout_s: float) -> str | None:
+        if not self._typed and select.select([self._fd], [], [], timeout_s)[0]:
             read = os.read(self._fd, 1024)
             self._typed = self._decoder.decode(read) if read else "\x03"  # the end of input quits
         return self._take()
@@ -44,7 +44,7 @@ class Terminal:
 
 @contextmanager
 def keyboard() -> Iterator[Keyboard]:
-    """Ctrl-C stays an interrupt."""
+    """Yield the keyboard of stdin in cbreak mode, in which Ctrl-C still interrupts."""
     import termios
     import tty
 
@@ -52,6 +52,6 @@ def keyboard() -> Iterator[Keyboard]:
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
-        yield Terminal(fd)
+        yield TerminalKeyboard(fd)
     finally:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)

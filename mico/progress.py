@@ -1,4 +1,4 @@
-"""Shows how far a count has come: a bar with what is left on a terminal, a line per tenth elsewhere."""
+"""Progress of a count: a bar with the time left on a terminal, a line per tenth elsewhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from gateway.wording import several
 from mico.terminal import Terminal
 
-Tell = Callable[[str, int, int, int], None]
-"""(state, done, failed, total)"""
+ShowCount = Callable[[str, int, int, int], None]
+"""Called with (state, done, failed, total)."""
 
 
 @contextmanager
-def counting(terminal: Terminal) -> Iterator[Tell]:
+def count_progress(terminal: Terminal) -> Iterator[ShowCount]:
+    """Yield the function to call whenever the count changes."""
     if terminal.quiet or not sys.stderr.isatty():
-        yield tenths(terminal)
+        yield _print_tenths(terminal)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,7 +33,7 @@ def counting(terminal: Terminal) -> Iterator[Tell]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("", total=None, failed="")
 
-        def tell(state: str, done: int, failed: int, total: int) -> None:
+        def show_count(state: str, done: int, failed: int, total: int) -> None:
             bars.update(
                 task,
                 description=state,
@@ -41,19 +42,19 @@ def counting(terminal: Terminal) -> Iterator[Tell]:
                 failed=f"[red]{several(failed, 'with an error', 'with errors')}[/]" if failed else "",
             )
 
-        yield tell
+        yield show_count
 
 
-def tenths(terminal: Terminal) -> Tell:
+def _print_tenths(terminal: Terminal) -> ShowCount:
     before: tuple[str, int] | None = None
 
-    def tell(state: str, done: int, failed: int, total: int) -> None:
+    def show_count(state: str, done: int, failed: int, total: int) -> None:
         nonlocal before
         now = state, 10 * (done + failed) // total if total else 0
         if now != before:
-            terminal.say(
+            terminal.info(
                 f"{state}: {done} of {total} answered, {several(failed, 'with an error', 'with errors')}"
             )
         before = now
 
-    return tell
+    return show_count

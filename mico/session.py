@@ -1,12 +1,13 @@
-"""What every command is given: the terminal, the settings, and the folder of the local federation."""
+"""The context of a command: the terminal, the settings, and the folder of the local federation."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -15,34 +16,46 @@ from mico.settings import FILE, Settings, read_file
 from mico.terminal import Terminal
 
 if TYPE_CHECKING:
+    from gateway.store.store import Store
     from mico.client import Client
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """`opened` is closed when the command ends, however it ends."""
+    """The context of one command. `exit_stack` closes when the command ends, however it ends."""
 
     terminal: Terminal
     settings: Settings
     folder: Folder
-    opened: ExitStack = field(default_factory=ExitStack)
+    exit_stack: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def here(cls, folder: Path, *, quiet: bool) -> Session:
-        """Reads mico.toml and the folder's notes once; a command sees one consistent set of settings."""
-        where = Folder(folder.resolve())
-        return cls(Terminal(quiet), Settings(os.environ, read_file(Path(FILE)), where.found()), where)
+    def open(cls, folder: Path, *, quiet: bool) -> Session:
+        """Read mico.toml and the folder's state once: a command sees one consistent set of settings."""
+        local = Folder(folder.resolve())
+        settings = Settings(os.environ, read_file(Path(FILE)), local.client_settings())
+        return cls(Terminal(quiet), settings, local)
 
     def client(self, base_url: str | None, api_key: str | None) -> Client:
+        """Return a client of the gateway that options and settings name; it closes with the session."""
         from mico.client import Client
 
         url = self.settings.value("base_url", base_url)
         client = Client(url, self.settings.value("api_key", api_key))
-        self.opened.callback(client.http.close)
+        self.exit_stack.callback(client.http.close)
         return client
 
+    def with_store(self, database_url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
+        """Return the result of `work` on the store of the gateways' database. Raises CommandFailed."""
+        from mico.store_access import with_store
 
-def session(context: typer.Context) -> Session:
+        return with_store(self.settings.value("database_url", database_url), self.folder.path, work)
+
+
+def session_of(context: typer.Context) -> Session:
+    """Return the session that the callback of the command line made."""
     found = context.find_object(Session)
     assert found is not None, "the callback of the command line makes it"
     return found

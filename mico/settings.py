@@ -1,4 +1,4 @@
-"""Where a client setting comes from: flag, environment, mico.toml, what runs here, default, in this order.
+"""Settings of client commands: flag, environment, mico.toml, local federation, default, in this order.
 
 Does not hold the settings of the processes: those are gateway.config and site_engine.config.
 """
@@ -26,9 +26,9 @@ class Setting:
     variables: tuple[str, ...]
     default: str | int | None
     secret: bool = False
-    least: int = 0
-    most: int = 0
-    """Of a whole number."""
+    min_value: int = 0
+    max_value: int = 0
+    """Bounds of a whole number."""
 
 
 SETTINGS = {
@@ -38,8 +38,8 @@ SETTINGS = {
         Setting("api_key", "client", ("MICO_API_KEY", "OPENAI_API_KEY"), None, secret=True),
         Setting("model", "client", ("MICO_MODEL",), None),
         Setting("database_url", "client", ("MICO_DATABASE_URL",), "sqlite:///.mico/mico.db", secret=True),
-        Setting("port", "up", ("MICO_PORT",), 8080, most=65_535),
-        Setting("sites", "up", ("MICO_SITES",), 3, least=1, most=32),
+        Setting("port", "up", ("MICO_PORT",), 8080, max_value=65_535),
+        Setting("sites", "up", ("MICO_SITES",), 3, min_value=1, max_value=32),
         Setting("up_model", "up", ("MICO_UP_MODEL",), None),
     )
 }
@@ -47,7 +47,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A value and where it came from; `shown` never tells a secret."""
+    """A value and its origin; `shown` never contains a secret."""
 
     setting: Setting
     value: Any
@@ -62,37 +62,43 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`found` is what a federation that runs in this folder says of itself."""
+    """The sources of settings; `detected` are those of a federation that runs in this folder."""
 
     environment: Mapping[str, str]
     file: Mapping[str, Any]
-    found: Mapping[str, Any]
+    detected: Mapping[str, Any]
 
     def resolve(self, name: str, flag: Any = None) -> Resolved:
         setting = SETTINGS[name]
         if flag is not None:
             return Resolved(setting, flag, "flag")
         for variable in setting.variables:
-            if self.environment.get(variable) and self.trusts(variable):
-                return Resolved(setting, typed(setting, self.environment[variable], variable), variable)
+            if self.environment.get(variable) and self.is_trusted(variable):
+                return Resolved(setting, parse_value(setting, self.environment[variable], variable), variable)
         if name in self.file:
             return Resolved(setting, self.file[name], FILE)
-        if name in self.found:
-            return Resolved(setting, self.found[name], ".mico")
+        if name in self.detected:
+            return Resolved(setting, self.detected[name], ".mico")
         return Resolved(setting, setting.default, "default")
 
     def value(self, name: str, flag: Any = None) -> Any:
         return self.resolve(name, flag).value
 
-    def trusts(self, variable: str) -> bool:
-        """A key meant for OpenAI is not sent to another address: it counts only with an address beside it."""
+    def is_trusted(self, variable: str) -> bool:
+        """Return whether a variable counts: a key for OpenAI does only if an address is set beside it.
+
+        Otherwise that key would be sent to another address.
+        """
         if variable != "OPENAI_API_KEY":
             return True
         return any(self.environment.get(name) for name in ("MICO_BASE_URL", "OPENAI_BASE_URL"))
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The settings in a mico.toml by name; an unknown key is an error that names the nearest known one."""
+    """Return the settings in a mico.toml by name.
+
+    Raises CommandFailed; for an unknown key it names the nearest known one.
+    """
     if not path.exists():
         return {}
     try:
@@ -120,7 +126,7 @@ def entries(path: Path, tables: Mapping[str, Any]) -> list[tuple[Setting, Any]]:
                 raise CommandFailed(
                     f"{path} has an unknown setting {dotted}", tip=tip, exit_code=ExitCode.WRONG_USAGE
                 )
-            found.append((known[dotted], typed(known[dotted], value, f"{dotted} in {path}")))
+            found.append((known[dotted], parse_value(known[dotted], value, f"{dotted} in {path}")))
     return found
 
 
@@ -128,29 +134,29 @@ def file_key(setting: Setting) -> str:
     return setting.name.removeprefix(f"{setting.table}_")
 
 
-def typed(setting: Setting, value: Any, where: str) -> Any:
-    """`where` it stands is told if it can't be."""
+def parse_value(setting: Setting, value: Any, where: str) -> Any:
+    """Convert a value to the type of the setting. Raises CommandFailed that names `where` it stands."""
     if not isinstance(setting.default, int):
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return str(value)
-        raise wrong(where, "a text", value)
+        raise invalid_value(where, "a text", value)
     try:
         number = None if isinstance(value, bool | float) else int(value)
     except (ValueError, TypeError):
         number = None
     if number is None:
-        raise wrong(where, "a whole number", value)
-    if not setting.least <= number <= setting.most:
-        raise wrong(where, f"{setting.least} to {setting.most}", value)
+        raise invalid_value(where, "a whole number", value)
+    if not setting.min_value <= number <= setting.max_value:
+        raise invalid_value(where, f"{setting.min_value} to {setting.max_value}", value)
     return number
 
 
-def wrong(where: str, wanted: str, value: Any) -> CommandFailed:
-    return CommandFailed(f"{where} must be {wanted}, not {value!r}", exit_code=ExitCode.WRONG_USAGE)
+def invalid_value(where: str, expected: str, value: Any) -> CommandFailed:
+    return CommandFailed(f"{where} must be {expected}, not {value!r}", exit_code=ExitCode.WRONG_USAGE)
 
 
 def redacted(secret: str) -> str:
-    """Enough to recognise it: an address without its password, a key by its last four characters."""
+    """Return an address without its password, or the last four characters of a key: enough to recognise."""
     if "://" in secret:
         scheme, _, rest = secret.partition("://")
         login, at, host = rest.rpartition("@")

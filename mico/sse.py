@@ -1,4 +1,4 @@
-"""Server-sent events, as much as a chat stream needs. Ignores comments, ids and event names."""
+"""Parser of server-sent events for chat streams. Ignores comments, ids and event names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 
 def lines(parts: Iterable[bytes]) -> Iterator[str]:
-    """Ended by a line feed, with or without a carriage return before it: by nothing else that Python would
-    end a line at, since U+2028 and its like stand in JSON as they are.
+    """Yield decoded lines, ended by LF or CR LF.
+
+    Not by other characters at which Python's splitlines ends a line: U+2028 and similar occur in JSON.
     """
     rest = b""
     for part in parts:
@@ -19,7 +20,7 @@ def lines(parts: Iterable[bytes]) -> Iterator[str]:
 
 
 def data_events(lines: Iterable[str]) -> Iterator[str]:
-    """The payload of each event; several data lines of one event are joined by line feeds."""
+    """Yield the payload of each event; several data lines of one event are joined by line feeds."""
     pending: list[str] = []
     for line in lines:
         if line.startswith("data:"):

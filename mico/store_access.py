@@ -1,4 +1,4 @@
-"""Visits to the database, for commands that work beside the gateway and without it."""
+"""Access to the database for commands that work beside the gateway and without it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
 
 T = TypeVar("T")
-UNPREPARED = "mico up or mico db upgrade prepares it; --database names another"
-AWAY = "see that it runs and that its address is right; --database names another"
+UNPREPARED_TIP = "mico up or mico db upgrade prepares it; --database names another"
+UNREACHABLE_TIP = "see that it runs and that its address is right; --database names another"
 
 
 def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitable[T]]) -> T:
-    """What `work` returns. `folder` holds the pepper of the keys. Raises CommandFailed."""
+    """Open the store, run `work` on it, and return its result.
+
+    `folder` holds the pepper of the keys. Raises CommandFailed.
+    """
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.database import reason
@@ -27,7 +30,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     from gateway.store.store import open_store
 
     async def visit() -> T:
-        look_for_file(database_url)
+        require_file(database_url)
         async with open_store(database_url, folder, serving=False) as store:
             return await work(store)
 
@@ -36,15 +39,17 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     except UnknownSubject as error:
         raise CommandFailed(str(error), tip="mico tenants list and mico keys list name them") from error
     except StoreUnavailable as error:
-        raise CommandFailed("the database did not answer", cause=str(error), tip=AWAY) from error
+        raise CommandFailed("the database did not answer", cause=str(error), tip=UNREACHABLE_TIP) from error
     except StoreError as error:
-        raise CommandFailed("the database is not ready", cause=str(error), tip=UNPREPARED) from error
+        raise CommandFailed("the database is not ready", cause=str(error), tip=UNPREPARED_TIP) from error
     except SQLAlchemyError as error:
-        raise CommandFailed("the database did not answer", cause=reason(error), tip=AWAY) from error
+        raise CommandFailed(
+            "the database did not answer", cause=reason(error), tip=UNREACHABLE_TIP
+        ) from error
 
 
-def look_for_file(database_url: str) -> None:
-    """An SQLite database that is not there would be made by opening it, empty. Raises StoreError."""
+def require_file(database_url: str) -> None:
+    """Raise SchemaMismatch if an SQLite file is missing: opening it would create an empty database."""
     from gateway.store import database
     from gateway.store.errors import SchemaMismatch
 
@@ -55,7 +60,7 @@ def look_for_file(database_url: str) -> None:
 
 
 def upgrade(database_url: str) -> None:
-    """Brings the schema to what this version needs. Raises CommandFailed."""
+    """Upgrade the schema to the newest revision. Raises CommandFailed."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.database import reason

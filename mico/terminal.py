@@ -1,4 +1,4 @@
-"""What a person or a script sees: data on stdout, progress on stderr, colour only where it is welcome."""
+"""Output of commands: data on stdout, progress on stderr, colour only on a terminal that wants it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Terminal:
         sys.stdout.flush()
 
     def json(self, value: Any) -> None:
-        """Raises TypeError for what has no plain text of its own: its repr would be no value to anybody."""
+        """Print a value as JSON. Raises TypeError for a type without a plain text form."""
         import json
 
-        self.data(json.dumps(value, indent=2, default=_plain))
+        self.data(json.dumps(value, indent=2, default=_encode))
 
-    def say(self, text: str) -> None:
-        """Nobody may be there to read it any more: that ends no work."""
+    def info(self, text: str) -> None:
+        """Print a line of progress on stderr; a closed stderr does not end the command."""
         if not self.quiet:
             with suppress(OSError):
                 sys.stderr.write(text + "\n")
                 sys.stderr.flush()
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = "") -> None:
-        """Rich drops colours and fancy width by itself when stdout is no terminal or NO_COLOR is set."""
+        """Print a table. Rich drops colours by itself when stdout is no terminal or NO_COLOR is set."""
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -50,9 +50,9 @@ class Terminal:
 
     @contextmanager
     def spinner(self, text: str) -> Iterator[None]:
-        """A spinner while the block runs; a plain line where stderr is no terminal."""
+        """Show a spinner while the block runs, or print one line where stderr is no terminal."""
         if self.quiet or not sys.stderr.isatty():
-            self.say(text)
+            self.info(text)
             yield
             return
         from rich.console import Console
@@ -61,13 +61,14 @@ class Terminal:
             yield
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
+    """Return a duration in ms or s, `-` for None."""
     if value is None:
         return "-"
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def _plain(value: object) -> str:
+def _encode(value: object) -> str:
     if isinstance(value, (PurePath, date)):
         return str(value)
     raise TypeError(f"{type(value).__name__} is no JSON")

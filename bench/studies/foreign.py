@@ -29,10 +29,10 @@ from openai import APIStatusError, AsyncOpenAI
 from bench.federation import Answered, ask, beyond_ties, mismatches, prompts
 from bench.support.streams import Watcher, soon
 from mico import demo_model
-from mico.local.database import prepare
+from mico.local.database import prepare_database
 from mico.local.federation import start_all, start_process, stop_all
 from mico.local.folder import Folder, Running, write_private
-from mico.local.plan import Plan, choose_ports, toml
+from mico.local.plan import Plan, choose_ports, to_toml
 from mico.local.profiles import profiles
 
 SLOTS = 4
@@ -69,10 +69,10 @@ def begin(folder: Folder, servers: list[Foreign], model: Path) -> Running:
             "slots": SLOTS,
             "context_tokens": context_tokens,  # some servers don't say, and then read whatever they are sent
         }
-        write_private(folder.config(server.name), toml(settings))
+        write_private(folder.config(server.name), to_toml(settings))
         process = start_process(folder, server.name, "site")
         running = replace(running, processes=(*running.processes, process))
-        folder.remember(running)
+        folder.save_state(running)
     return running
 
 
@@ -133,7 +133,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mico-foreign-") as path:
         folder = Folder(Path(path) / "mico")
         folder.make()
-        key = await asyncio.to_thread(prepare, folder, folder.database_url)
+        key = await asyncio.to_thread(prepare_database, folder, folder.database_url)
         running = begin(folder, servers, options.model)
         try:
             watcher = Watcher(lambda: [running.root_url], key)

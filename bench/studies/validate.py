@@ -43,7 +43,7 @@ from gateway.routing.policies import POLICIES
 from mico import demo_model
 from mico.local.federation import start_process
 from mico.local.folder import Folder, write_private
-from mico.local.plan import Plan, Ports, toml
+from mico.local.plan import Plan, Ports, to_toml
 from mico.local.processes import end
 from mico.local.profiles import profiles
 from mico.simulation.estimators import expectations
@@ -109,7 +109,7 @@ async def federation(folder: Folder, max_tokens: int) -> AsyncIterator[Real]:
     processes = []
     try:
         for site in plan.sites:
-            write_private(folder.config(site.name), toml(plan.site(site)))
+            write_private(folder.config(site.name), to_toml(plan.site(site)))
             processes.append(start_process(folder, site.name, "site"))
         gateway = QueryContext(
             directory, link, forecasts, lambda each: outcomes.update({each.query_id: each}), clock=clock

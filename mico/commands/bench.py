@@ -1,4 +1,4 @@
-"""`mico bench …`: runs a program of bench/, which a checkout has and an installed package has not."""
+"""`mico bench …`: run a program of bench/, which a checkout has and an installed package has not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from mico.errors import CommandFailed, ExitCode
-from mico.session import session
+from mico.session import session_of
 
 
 def bench(
@@ -21,10 +21,10 @@ def bench(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own options; --help tells them.")] = None,
 ) -> None:
     """Measure what is quoted anywhere: each figure by one command."""
-    programs = found()
+    programs = find_programs()
     if name is None:
-        rows = [(each, purpose(file)) for each, file in programs.items()]
-        session(context).terminal.table(("name", "what it measures"), rows)
+        rows = [(each, first_docstring_line(file)) for each, file in programs.items()]
+        session_of(context).terminal.table(("name", "what it measures"), rows)
         return
     if name not in programs:
         tip = "mico bench lists them"
@@ -32,7 +32,7 @@ def bench(
     raise typer.Exit(subprocess.call([sys.executable, "-m", f"bench.{name}", *(arguments or ())]))
 
 
-def found() -> dict[str, Path]:
+def find_programs() -> dict[str, Path]:
     """The file of each program by its name. Raises CommandFailed outside a checkout."""
     package = find_spec("bench")
     if package is None or package.origin is None:
@@ -41,5 +41,5 @@ def found() -> dict[str, Path]:
     return {file.stem: file for file in files if "__main__" in file.read_text("utf-8")}
 
 
-def purpose(file: Path) -> str:
+def first_docstring_line(file: Path) -> str:
     return (ast.get_docstring(ast.parse(file.read_text("utf-8"))) or "").partition("\n")[0]

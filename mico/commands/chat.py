@@ -1,4 +1,4 @@
-"""`mico chat`: talk to a model. One shot with -q or piped input, a conversation otherwise."""
+"""`mico chat`: talk to a model, once with -q or piped input, in a conversation otherwise."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import typer
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.options import GatewayOptions, with_option_groups
-from mico.session import Session, session
-from mico.terminal import seconds
+from mico.session import Session, session_of
+from mico.terminal import format_seconds
 
 if TYPE_CHECKING:
     from mico.client import Client
 
 Message = dict[str, str]
-HELP = "Ctrl-C ends an answer, Ctrl-D leaves, /new forgets the conversation."
+KEYS_HELP = "Ctrl-C ends an answer, Ctrl-D leaves, /new forgets the conversation."
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`first_token_s` is None when the answer has no text."""
+    """An answer and its figures; `first_token_s` is None when it has no text."""
 
     text: str
     site: str
@@ -40,10 +40,9 @@ class Answer:
         decoding_s = self.total_s - (self.first_token_s or self.total_s)
         further = self.completion_tokens - 1
         rate = f"{further / decoding_s:.0f} tok/s" if further > 0 and decoding_s > 0 else "- tok/s"
-        return (
-            f"first token {seconds(self.first_token_s)}, {rate}, {several(self.completion_tokens, 'token')}, "
-            f"total {seconds(self.total_s)}, site {self.site}"
-        )
+        first_token, total = format_seconds(self.first_token_s), format_seconds(self.total_s)
+        tokens = several(self.completion_tokens, "token")
+        return f"first token {first_token}, {rate}, {tokens}, total {total}, site {self.site}"
 
 
 @with_option_groups
@@ -64,9 +63,9 @@ def chat(
     gateway: GatewayOptions,
 ) -> None:
     """Talk to a model; piped input is one question."""
-    here = session(context)
-    client = here.client(*gateway)
-    chosen = here.settings.value("model", model) or first_model(client)
+    session = session_of(context)
+    client = session.client(*gateway)
+    chosen = session.settings.value("model", model) or first_model(client)
     limits = {
         "max_completion_tokens": max_tokens,
         "temperature": temperature,
@@ -75,16 +74,18 @@ def chat(
     options = {name: value for name, value in limits.items() if value is not None}
 
     def ask(messages: list[Message]) -> Answer:
-        answer = relay(client, chosen, messages, options, lambda text: here.terminal.data(text, end=""))
-        here.terminal.data("")
+        answer = stream_answer(
+            client, chosen, messages, options, lambda text: session.terminal.data(text, end="")
+        )
+        session.terminal.data("")
         if stats:
-            here.terminal.say(answer.stats())
+            session.terminal.info(answer.stats())
         return answer
 
     if question is None and not sys.stdin.isatty():
         question = sys.stdin.read().strip()
     if question is None:
-        converse(here, chosen, ask)
+        converse(session, chosen, ask)
     elif question:
         ask([{"role": "user", "content": question.encode("utf-8", "replace").decode()}])
     else:
@@ -110,30 +111,30 @@ def first_model(client: Client) -> str:
     return str(models[0]["id"])
 
 
-def converse(here: Session, model: str, ask: Callable[[list[Message]], Answer]) -> None:
-    """Reads questions until Ctrl-D. A question that failed or was interrupted is forgotten."""
+def converse(session: Session, model: str, ask: Callable[[list[Message]], Answer]) -> None:
+    """Read and answer questions until Ctrl-D. A question that failed or was interrupted is dropped."""
     import readline  # noqa: F401  gives input() its line editing and history
 
-    here.terminal.say(f"{model}. {HELP}")
+    session.terminal.info(f"{model}. {KEYS_HELP}")
     messages: list[Message] = []
     while (question := read_question()) is not None:
         if question == "/new":
             messages.clear()
         elif question:
             question = question.encode("utf-8", "replace").decode()
-            asked = {"role": "user", "content": question}
+            message = {"role": "user", "content": question}
             try:
-                answer = ask([*messages, asked])
+                answer = ask([*messages, message])
             except KeyboardInterrupt:
-                here.terminal.data("")
+                session.terminal.data("")
             except CommandFailed as failure:
-                here.terminal.say("\n".join(failure.lines()))
+                session.terminal.info("\n".join(failure.lines()))
             else:
-                messages += [asked, {"role": "assistant", "content": answer.text}]
+                messages += [message, {"role": "assistant", "content": answer.text}]
 
 
 def read_question() -> str | None:
-    """None at the end of the input."""
+    """Return a line of input, or None at its end."""
     try:
         return input("> ").strip()
     except EOFError:
@@ -144,14 +145,14 @@ def read_question() -> str | None:
         return ""
 
 
-def relay(
+def stream_answer(
     client: Client,
     model: str,
     messages: list[Message],
     options: Mapping[str, object],
     write: Callable[[str], object],
 ) -> Answer:
-    """Write the answer as it comes; return it with its figures."""
+    """Write the answer as it streams; return it with its figures."""
     began_s = time.monotonic()
     first_token_s: float | None = None
     parts: list[str] = []

@@ -1,11 +1,11 @@
-"""`mico config show`: each client setting, its value, and where that came from."""
+"""`mico config show`: each client setting, its value and its origin."""
 
 from __future__ import annotations
 
 import typer
 
 from mico.options import Json
-from mico.session import session
+from mico.session import session_of
 from mico.settings import SETTINGS
 
 app = typer.Typer(help="Settings.", no_args_is_help=True)
@@ -14,14 +14,14 @@ app = typer.Typer(help="Settings.", no_args_is_help=True)
 @app.command("show")
 def show(context: typer.Context, as_json: Json = False) -> None:
     """Flag, then environment, then mico.toml, then what runs here, then the default. Secrets are hidden."""
-    here = session(context)
-    resolved = {name: here.settings.resolve(name) for name in SETTINGS}
+    session = session_of(context)
+    resolved = {name: session.settings.resolve(name) for name in SETTINGS}
     if as_json:
-        here.terminal.json(
+        session.terminal.json(
             {name: {"value": each.shown, "origin": each.origin} for name, each in resolved.items()}
         )
         return
     rows = [
         [name, each.shown, each.origin, ", ".join(each.setting.variables)] for name, each in resolved.items()
     ]
-    here.terminal.table(["setting", "value", "from", "variables"], rows)
+    session.terminal.table(["setting", "value", "from", "variables"], rows)

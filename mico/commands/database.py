@@ -1,4 +1,4 @@
-"""`mico db …` and `mico explain`: the schema, and why a query went where it went."""
+"""`mico db …` and `mico explain`: the schema, and the routing decisions of a query."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import typer
 
 from mico.errors import CommandFailed
 from mico.options import Database, Json
-from mico.session import Session, session
-from mico.terminal import seconds
+from mico.session import Session, session_of
+from mico.terminal import format_seconds
 
 if TYPE_CHECKING:
     from gateway.domain import Attempt
@@ -24,10 +24,10 @@ def upgrade(context: typer.Context, database: Database = None) -> None:
     """Bring the schema to what this version needs. Safe to repeat, and safe while others do the same."""
     from mico.store_access import upgrade as run
 
-    here = session(context)
-    where = here.settings.resolve("database_url", database)
+    session = session_of(context)
+    where = session.settings.resolve("database_url", database)
     run(where.value)
-    here.terminal.say(f"{where.shown} has the newest schema")
+    session.terminal.info(f"{where.shown} has the newest schema")
 
 
 def explain(
@@ -41,54 +41,54 @@ def explain(
 
     from mico.store_access import with_store
 
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> list[ExplainedQuery]:
         return await store.read.explain(request_id)
 
-    found = with_store(here.settings.value("database_url", database), here.folder.path, work)
+    found = with_store(session.settings.value("database_url", database), session.folder.path, work)
     if not found:
         tip = "records are written within seconds of the end of an answer; the id is its x-request-id"
         raise CommandFailed(f"nothing is known of {request_id}", tip=tip)
     if as_json:
-        here.terminal.json(msgspec.to_builtins(found))
+        session.terminal.json(msgspec.to_builtins(found))
         return
     for each in found:
-        tell(here, each)
+        print_explanation(session, each)
 
 
-def tell(here: Session, explained: ExplainedQuery) -> None:
+def print_explanation(session: Session, explained: ExplainedQuery) -> None:
     usage = explained.usage
-    here.terminal.data(
+    session.terminal.data(
         f"{usage.query_id}: {usage.model}, {usage.status}{f' ({usage.error})' if usage.error else ''}, "
         f"{usage.prompt_tokens} prompt + {usage.completion_tokens} completion tokens"
     )
     if usage.forecast_source is not None:
-        here.terminal.data(
+        session.terminal.data(
             f"forecast by {usage.forecast_source}: {usage.forecast_expected:.0f} tokens on average, "
             f"half of such answers within {usage.forecast_p50}, nine in ten within {usage.forecast_p90}"
         )
     for number, attempt in enumerate(explained.attempts, 1):
-        tell_attempt(here, number, attempt)
+        print_attempt(session, number, attempt)
 
 
-def tell_attempt(here: Session, number: int, attempt: Attempt) -> None:
+def print_attempt(session: Session, number: int, attempt: Attempt) -> None:
     decision = attempt.decision
-    first = seconds(attempt.first_token_s)
-    here.terminal.data(
+    first = format_seconds(attempt.first_token_s)
+    session.terminal.data(
         f"attempt {number}: {decision.site} by {decision.policy} ({decision.reason}); "
         f"ended {attempt.ended}, first token after {first}"
     )
     rows = [
         [
             each.site,
-            *map(seconds, (each.wait_s, each.first_token_s, each.finish_s, each.load_age_s)),
+            *map(format_seconds, (each.wait_s, each.first_token_s, each.finish_s, each.load_age_s)),
             f"${each.price_usd:.6f}",
             "" if each.cost is None else f"{each.cost:.3g}",
         ]
         for each in decision.estimates
     ]
     columns = ["site", "wait", "first token", "finish", "report age", "price", "cost"]
-    here.terminal.table(columns, rows, title="estimates; the least cost was taken")
+    session.terminal.table(columns, rows, title="estimates; the least cost was taken")
     for site, why in decision.excluded.items():
-        here.terminal.data(f"not {site}: {why}")
+        session.terminal.data(f"not {site}: {why}")

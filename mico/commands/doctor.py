@@ -1,4 +1,4 @@
-"""`mico doctor`: what has to be right on this machine, and the command that repairs what is not."""
+"""`mico doctor`: checks of this machine and of the federation, each with the command that repairs it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import typer
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.options import GatewayOptions, Json, with_option_groups
-from mico.session import Session, session
+from mico.session import Session, session_of
 
 LOW_DISK_BYTES = 2 * 2**30
-CLOCKS_WITHIN_S = 1.0
+MAX_CLOCK_SKEW_S = 1.0
 
 
 class Verdict(StrEnum):
@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`repair` is the command that mends it; empty when nothing is to be done."""
+    """The result of one check. `repair` is the command that repairs it, or empty."""
 
     subject: str
     verdict: Verdict
@@ -42,89 +42,91 @@ class Finding:
 @with_option_groups
 def doctor(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """Look at this machine and at the federation: each line ok, warn or fail, with the repair."""
-    here = session(context)
-    findings = [*machine(here), *local(here), *federation(here, gateway)]
+    session = session_of(context)
+    findings = [*check_machine(session), *check_local(session), *check_federation(session, gateway)]
     if as_json:
-        here.terminal.json([asdict(finding) for finding in findings])
+        session.terminal.json([asdict(finding) for finding in findings])
     else:
-        here.terminal.table(
+        session.terminal.table(
             ["subject", "", "finding", "repair"], [list(asdict(each).values()) for each in findings]
         )
     if any(finding.verdict is Verdict.FAIL for finding in findings):
         raise typer.Exit(ExitCode.FAILED)
 
 
-def machine(here: Session) -> Iterator[Finding]:
-    yield python()
-    yield disk(here.folder.path)
-    yield torch()
+def check_machine(session: Session) -> Iterator[Finding]:
+    yield check_python()
+    yield check_disk(session.folder.path)
+    yield check_torch()
 
 
-def local(here: Session) -> Iterator[Finding]:
-    found = database(here)
-    yield found
-    if found.verdict is Verdict.OK:
-        yield from certificates(here)
-    yield port(here)
-    yield processes(here)
+def check_local(session: Session) -> Iterator[Finding]:
+    finding = check_database(session)
+    yield finding
+    if finding.verdict is Verdict.OK:
+        yield from check_certificates(session)
+    yield check_port(session)
+    yield check_processes(session)
 
 
-def federation(here: Session, gateway: GatewayOptions) -> Iterator[Finding]:
-    """The gateway, the key and the sites; what can't be asked without the one before is left out."""
-    client = here.client(*gateway)
-    health = attempt("gateway", lambda: f"{client.root} answers, version {client.get('/version')['version']}")
+def check_federation(session: Session, gateway: GatewayOptions) -> Iterator[Finding]:
+    """Check the gateway, the key and the sites; stop at the first that fails, since the next need it."""
+    client = session.client(*gateway)
+    health = check_request(
+        "gateway", lambda: f"{client.root} answers, version {client.get('/version')['version']}"
+    )
     yield health
     if health.verdict is Verdict.OK:
-        yield attempt(
+        yield check_request(
             "API key", lambda: f"accepted; {several(len(client.get('/v1/models')['data']), 'model')}"
         )
-        yield from sites(here, gateway)
+        yield from check_sites(session, gateway)
 
 
-def python() -> Finding:
+def check_python() -> Finding:
     return Finding("python", Verdict.OK, f"{sys.version.split()[0]} in {sys.prefix}")
 
 
-def disk(folder: Path) -> Finding:
-    """Where a local federation keeps its files, or would."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    free = shutil.disk_usage(there).free
+def check_disk(folder: Path) -> Finding:
+    """Check the free space where a local federation keeps its files, or would."""
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    free = shutil.disk_usage(existing).free
     detail = f"{free / 2**30:.0f} GiB free"
     if free < LOW_DISK_BYTES:
         return Finding("disk", Verdict.WARN, detail, "free some space: logs, journal and weights need it")
     return Finding("disk", Verdict.OK, detail)
 
 
-def torch() -> Finding:
+def check_torch() -> Finding:
     if find_spec("torch") is None:
         return Finding(
             "torch", Verdict.WARN, "not installed: no site can run here", "pip install 'mico[engine]'"
         )
     try:
-        import torch as installed
+        import torch
 
-        device = installed.cuda.get_device_name(0) if installed.cuda.is_available() else "CPU only"
+        device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU only"
     except (ImportError, OSError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         return Finding("torch", Verdict.FAIL, f"installed, but it does not work: {why}", "install it anew")
-    return Finding("torch", Verdict.OK, f"{installed.__version__}, {device}")
+    return Finding("torch", Verdict.OK, f"{torch.__version__}, {device}")
 
 
-def database(here: Session) -> Finding:
-    """Read through the store itself, so that a wrong schema and a wrong address are told apart."""
+def check_database(session: Session) -> Finding:
+    """Read through the store itself, so that a wrong schema and a wrong address get different repairs."""
     from gateway.store.errors import SchemaMismatch
     from gateway.store.store import Store
     from mico.store_access import with_store
 
-    where = here.settings.resolve("database_url")
-    if where.origin == "default" and not here.folder.path.exists():
+    where = session.settings.resolve("database_url")
+    if where.origin == "default" and not session.folder.path.exists():
         return Finding("database", Verdict.WARN, "none yet", "mico up")
 
     async def count(store: Store) -> int:
         return await store.read.count_usage()
 
     try:
-        rows = with_store(where.value, here.folder.path, count)
+        rows = with_store(where.value, session.folder.path, count)
     except CommandFailed as failure:
         unprepared = isinstance(failure.__cause__, SchemaMismatch)
         repair = "mico db upgrade" if unprepared else "start it, or correct its address: mico config show"
@@ -132,8 +134,8 @@ def database(here: Session) -> Finding:
     return Finding("database", Verdict.OK, f"{where.shown}, newest schema, {several(rows, 'usage row')}")
 
 
-def certificates(here: Session) -> Iterator[Finding]:
-    """Nothing where sites have none. One that is past three quarters of its life should have been renewed."""
+def check_certificates(session: Session) -> Iterator[Finding]:
+    """Check the sites' certificates, if there are any: each is renewed before three quarters of its life."""
     from gateway.security.pki.authority import SITE_LIFE
     from gateway.store.certificates import RegisteredSite
     from gateway.store.store import Store
@@ -142,18 +144,22 @@ def certificates(here: Session) -> Iterator[Finding]:
     async def every(store: Store) -> list[RegisteredSite]:
         return await store.certificates.list_sites()
 
-    listed = with_store(here.settings.value("database_url"), here.folder.path, every)
-    held = {each.site: each.expires_at for each in listed if each.expires_at is not None}
-    late = [site for site, until in held.items() if until - time.time() < SITE_LIFE.total_seconds() / 4]
+    listed = with_store(session.settings.value("database_url"), session.folder.path, every)
+    expiry_by_site = {each.site: each.expires_at for each in listed if each.expires_at is not None}
+    late = [
+        site for site, until in expiry_by_site.items() if until - time.time() < SITE_LIFE.total_seconds() / 4
+    ]
     if late:
         yield Finding("certificates", Verdict.WARN, f"not renewed: {', '.join(late)}", "mico pki list")
-    elif held:
-        yield Finding("certificates", Verdict.OK, several(len(held), "site has one", "sites have one"))
+    elif expiry_by_site:
+        yield Finding(
+            "certificates", Verdict.OK, several(len(expiry_by_site), "site has one", "sites have one")
+        )
 
 
-def port(here: Session) -> Finding:
-    number = here.settings.value("port")
-    running = here.folder.running()
+def check_port(session: Session) -> Finding:
+    number = session.settings.value("port")
+    running = session.folder.running()
     if running and any(gateway.alive for gateway in running.gateways):
         return Finding("port", Verdict.OK, f"{running.http_ports[0]} is the gateway's")
     with socket.socket() as probe:
@@ -163,8 +169,8 @@ def port(here: Session) -> Finding:
     return Finding("port", Verdict.OK, f"{number} is free")
 
 
-def processes(here: Session) -> Finding:
-    running = here.folder.running()
+def check_processes(session: Session) -> Finding:
+    running = session.folder.running()
     if running is None:
         return Finding("processes", Verdict.WARN, "nothing runs in this folder", "mico up")
     dead = [process.name for process in running.processes if not process.alive]
@@ -173,17 +179,17 @@ def processes(here: Session) -> Finding:
     return Finding("processes", Verdict.OK, f"{len(running.processes)} run")
 
 
-def sites(here: Session, gateway: GatewayOptions) -> Iterator[Finding]:
+def check_sites(session: Session, gateway: GatewayOptions) -> Iterator[Finding]:
     try:
-        listed = here.client(*gateway).get("/admin/api/sites")["sites"]
+        listed = session.client(*gateway).get("/admin/api/sites")["sites"]
     except CommandFailed as failure:
         yield Finding("sites", Verdict.WARN, failure.cause, "mico keys create NAME --admin")
         return
-    yield joined({site["name"]: site["state"] for site in listed})
-    yield from clocks({site["name"]: site["clock_ahead_s"] for site in listed})
+    yield check_joined({site["name"]: site["state"] for site in listed})
+    yield from check_clocks({site["name"]: site["clock_ahead_s"] for site in listed})
 
 
-def joined(states: Mapping[str, str]) -> Finding:
+def check_joined(states: Mapping[str, str]) -> Finding:
     not_ready = [f"{name} is {state}" for name, state in states.items() if state != "ready"]
     if not states:
         return Finding("sites", Verdict.FAIL, "no site has joined", "mico site --config FILE")
@@ -192,25 +198,28 @@ def joined(states: Mapping[str, str]) -> Finding:
     return Finding("sites", Verdict.OK, f"{len(states)} ready")
 
 
-def clocks(ahead: Mapping[str, float | None]) -> Iterator[Finding]:
-    """Against the gateway's. Nothing is decided by them; certificates, logs and traces are read by them."""
-    told = {name: ahead_s for name, ahead_s in ahead.items() if ahead_s is not None}
+def check_clocks(ahead: Mapping[str, float | None]) -> Iterator[Finding]:
+    """Compare the sites' clocks with the gateway's.
+
+    No decision depends on them, but certificates, logs and traces do.
+    """
+    known = {name: ahead_s for name, ahead_s in ahead.items() if ahead_s is not None}
     wrong = [
         f"{name} is {abs(ahead_s):.1f} s {'ahead' if ahead_s > 0 else 'behind'}"
-        for name, ahead_s in told.items()
-        if abs(ahead_s) > CLOCKS_WITHIN_S
+        for name, ahead_s in known.items()
+        if abs(ahead_s) > MAX_CLOCK_SKEW_S
     ]
     if wrong:
         yield Finding("clocks", Verdict.WARN, ", ".join(wrong), "chronyc makestep  (on that machine)")
-    elif told:
-        worst = max(abs(ahead_s) for ahead_s in told.values())
+    elif known:
+        worst = max(abs(ahead_s) for ahead_s in known.values())
         yield Finding(
-            "clocks", Verdict.OK, f"{several(len(told), 'site')} within {1000 * worst:.0f} ms of the gateway"
+            "clocks", Verdict.OK, f"{several(len(known), 'site')} within {1000 * worst:.0f} ms of the gateway"
         )
 
 
-def attempt(subject: str, ask: Callable[[], str]) -> Finding:
+def check_request(subject: str, request: Callable[[], str]) -> Finding:
     try:
-        return Finding(subject, Verdict.OK, ask())
+        return Finding(subject, Verdict.OK, request())
     except CommandFailed as failure:
         return Finding(subject, Verdict.FAIL, failure.error, failure.tip)

@@ -1,4 +1,4 @@
-"""`mico drill …`: break the local federation on purpose, and watch the page say so."""
+"""`mico drill …`: break the local federation on purpose, and watch the dashboard show it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
-from mico.session import Session, session
+from mico.session import Session, session_of
 
 if TYPE_CHECKING:
     from mico.local.folder import Running
@@ -28,10 +28,10 @@ For = Annotated[str, typer.Option("--for", help="How long, such as 20s.")]
 @app.command("kill-site")
 def kill_site(context: typer.Context, site: Site = None) -> None:
     """As a crash would: its links end. The page shows it down at once; answers go on elsewhere."""
-    here = session(context)
-    process = chosen(running(here), site)
+    session = session_of(context)
+    process = select_site(require_running(session), site)
     os.kill(process.pid, signal.SIGKILL)
-    here.terminal.say(f"killed {process.name}; mico up --detach starts it again")
+    session.terminal.info(f"killed {process.name}; mico up --detach starts it again")
 
 
 @app.command("stale")
@@ -39,12 +39,12 @@ def stale(context: typer.Context, site: Site = None, lasts: For = "20s") -> None
     """Let a site hang: it keeps its connections and says nothing."""
     from mico.commands.operate import duration
 
-    here = session(context)
-    process = chosen(running(here), site)
-    with stopped(process):
-        here.terminal.say(f"{process.name} hangs for {lasts}; Ctrl-C lets it go on")
-        wait(duration(lasts))
-    here.terminal.say(f"{process.name} goes on and joins again")
+    session = session_of(context)
+    process = select_site(require_running(session), site)
+    with suspended(process):
+        session.terminal.info(f"{process.name} hangs for {lasts}; Ctrl-C lets it go on")
+        sleep_until_interrupted(duration(lasts))
+    session.terminal.info(f"{process.name} goes on and joins again")
 
 
 @app.command("overload")
@@ -58,21 +58,22 @@ def overload(
 
     from mico.commands.operate import duration
 
-    here = session(context)
-    federation = running(here)
+    session = session_of(context)
+    federation = require_running(session)
     until_s = time.monotonic() + duration(lasts)
-    here.terminal.say(f"{several(clients, 'client asks', 'clients ask')} for {lasts}")
+    session.terminal.info(f"{several(clients, 'client asks', 'clients ask')} for {lasts}")
     with ThreadPoolExecutor(clients) as pool:
-        answered = [
-            pool.submit(ask_until, federation.base_url, here.folder.key(), until_s) for _ in range(clients)
+        clients_running = [
+            pool.submit(send_until, federation.base_url, session.folder.key(), until_s)
+            for _ in range(clients)
         ]
-    counts = [each.result() for each in answered]
+    counts = [each.result() for each in clients_running]
     done, refused = (sum(column) for column in zip(*counts, strict=True))
-    here.terminal.say(f"{done} answered, {refused} refused")
+    session.terminal.info(f"{done} answered, {refused} refused")
 
 
-def ask_until(base_url: str, key: str | None, until_s: float) -> tuple[int, int]:
-    """One client's loop: how many of its queries were answered, and how many refused."""
+def send_until(base_url: str, key: str | None, until_s: float) -> tuple[int, int]:
+    """Send queries until a time; return the numbers of answered and refused ones."""
     from mico.client import Client
     from mico.commands.chat import first_model
 
@@ -91,8 +92,8 @@ def ask_until(base_url: str, key: str | None, until_s: float) -> tuple[int, int]
 
 
 @contextmanager
-def stopped(process: Process) -> Iterator[None]:
-    """Whatever happens meanwhile, it goes on afterwards."""
+def suspended(process: Process) -> Iterator[None]:
+    """Suspend a process during the block, and always resume it afterwards."""
     os.kill(process.pid, signal.SIGSTOP)
     try:
         yield
@@ -100,21 +101,21 @@ def stopped(process: Process) -> Iterator[None]:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def wait(seconds: float) -> None:
+def sleep_until_interrupted(seconds: float) -> None:
     try:
         time.sleep(seconds)
     except KeyboardInterrupt:
         return
 
 
-def running(here: Session) -> Running:
-    found = here.folder.running()
+def require_running(session: Session) -> Running:
+    found = session.folder.running()
     if found is None or not any(gateway.alive for gateway in found.gateways):
         raise CommandFailed("no federation runs here", tip="mico up --detach starts one")
     return found
 
 
-def chosen(federation: Running, name: str | None) -> Process:
+def select_site(federation: Running, name: str | None) -> Process:
     alive = [process for process in federation.sites if process.alive]
     process = next((p for p in reversed(alive) if name in (None, p.name)), None)
     if process is None:

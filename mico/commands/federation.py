@@ -11,13 +11,13 @@ import typer
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.options import Json
-from mico.session import Session, session
+from mico.session import Session, session_of
 
 if TYPE_CHECKING:
     from mico.local.folder import Running
     from mico.local.plan import Plan
 
-WATCH_EVERY_S = 1.0
+WATCH_INTERVAL_S = 1.0
 QUESTION = "Why is the sky blue?"
 
 
@@ -37,99 +37,101 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start gateways and sites on this machine. Ctrl-C drains and leaves nothing running."""
-    from mico.local.interrupts import interrupt_at_any_end
+    from mico.local.interrupts import interrupt_at_end_signals
 
-    here = session(context)
-    interrupt_at_any_end()
-    here.folder.make()
-    with here.folder.locked():
-        already = here.folder.running()
-        runs_already = already is not None and any(each.alive for each in already.processes)
-        if already and runs_already:
-            here.terminal.say(f"a federation runs here since {already.started_at}; mico down stops it")
-            running = mend(here, already)
+    session = session_of(context)
+    interrupt_at_end_signals()
+    session.folder.make()
+    with session.folder.locked():
+        existing = session.folder.running()
+        is_running = existing is not None and any(each.alive for each in existing.processes)
+        if existing and is_running:
+            session.terminal.info(f"a federation runs here since {existing.started_at}; mico down stops it")
+            running = restart_dead_sites(session, existing)
         else:
-            plan = planned(here, sites=sites, gateways=gateways, model=model, port=port, database=database)
-            running = begin(here, plan)
-    ours = not detach and not runs_already
+            plan = make_plan(
+                session, sites=sites, gateways=gateways, model=model, port=port, database=database
+            )
+            running = start(session, plan)
+    owned = not detach and not is_running
     try:
-        show_ready(here, running, as_json=as_json)
-        if ours:
-            stay(here)
+        print_ready(session, running, as_json=as_json)
+        if owned:
+            watch_until_interrupted(session)
     finally:
-        if ours:
-            end(here, here.folder.running() or running)
+        if owned:
+            stop(session, session.folder.running() or running)
 
 
 def down(context: typer.Context) -> None:
     """Stop what `mico up --detach` started here: finish what is being answered, then end every process."""
-    here = session(context)
-    running = here.folder.running()
+    session = session_of(context)
+    running = session.folder.running()
     if running is None:
-        here.terminal.say("nothing runs here")
+        session.terminal.info("nothing runs here")
         return
-    with here.folder.locked():
-        end(here, running)
+    with session.folder.locked():
+        stop(session, running)
 
 
 def status(context: typer.Context, as_json: Json = False) -> None:
     """What runs here. Exit status 0: all of it, 3: part of it, 1: nothing."""
     from mico.local.federation import states
 
-    here = session(context)
-    running = here.folder.running()
+    session = session_of(context)
+    running = session.folder.running()
     if running is None or not any(process.alive for process in running.processes):
         raise CommandFailed("nothing runs here", tip="mico up starts a federation")
-    now = states(running, here.folder.key())
+    current = states(running, session.folder.key())
     rows = [
-        {"name": each.name, "role": each.role, "state": now[each.name], "pid": each.pid, "log": each.log}
+        {"name": each.name, "role": each.role, "state": current[each.name], "pid": each.pid, "log": each.log}
         for each in running.processes
     ]
     if as_json:
-        here.terminal.json({"base_url": running.base_url, "model": running.model, "processes": rows})
+        session.terminal.json({"base_url": running.base_url, "model": running.model, "processes": rows})
     else:
-        here.terminal.say(f"{running.base_url}, since {running.started_at}")
-        here.terminal.table(list(rows[0]), [list(row.values()) for row in rows])
-    if set(now.values()) != {"ready"}:
+        session.terminal.info(f"{running.base_url}, since {running.started_at}")
+        session.terminal.table(list(rows[0]), [list(row.values()) for row in rows])
+    if set(current.values()) != {"ready"}:
         raise typer.Exit(ExitCode.PARTLY_FAILED)
 
 
-def begin(here: Session, plan: Plan) -> Running:
-    """A federation with every site ready; when that fails, or is interrupted, nothing is left running."""
-    from mico.local.database import prepare
+def start(session: Session, plan: Plan) -> Running:
+    """Start a federation and wait until it is ready; stop it if that fails or is interrupted."""
+    from mico.local.database import prepare_database
     from mico.local.federation import start_all, wait_until_ready
-    from mico.local.progress import progress
+    from mico.local.progress import state_progress
 
-    left = here.folder.running()
-    if left:
-        end(here, left)
-    with here.terminal.spinner("preparing the database"):
-        key = prepare(here.folder, plan.database_url)
+    leftover = session.folder.running()
+    if leftover:
+        stop(session, leftover)
+    with session.terminal.spinner("preparing the database"):
+        key = prepare_database(session.folder, plan.database_url)
     try:
         running = start_all(plan)
-        with progress(here.terminal) as tell:
-            wait_until_ready(running, key, tell)
+        with state_progress(session.terminal) as show_states:
+            wait_until_ready(running, key, show_states)
     except BaseException:
-        started = here.folder.running()
+        started = session.folder.running()
         if started:
-            end(here, started)
+            stop(session, started)
         raise
     return running
 
 
-def mend(here: Session, running: Running) -> Running:
-    """What runs already, with every dead site started again."""
+def restart_dead_sites(session: Session, running: Running) -> Running:
+    """Restart the dead processes of a running federation and wait until it is ready."""
     from mico.local.federation import restart_dead, wait_until_ready
-    from mico.local.progress import progress
+    from mico.local.progress import state_progress
 
-    running = restart_dead(here.folder, running)
-    with progress(here.terminal) as tell:
-        wait_until_ready(running, here.folder.key(), tell)
+    running = restart_dead(session.folder, running)
+    with state_progress(session.terminal) as show_states:
+        wait_until_ready(running, session.folder.key(), show_states)
     return running
 
 
-def planned(
-    here: Session,
+def make_plan(
+    session: Session,
     *,
     sites: int | None,
     gateways: int,
@@ -141,69 +143,69 @@ def planned(
     from mico.local.plan import Plan, choose_ports
     from mico.local.profiles import profiles
 
-    first = choose_ports(here.settings.value("port", port))
+    first = choose_ports(session.settings.value("port", port))
     ports = (first, *(choose_ports(0) for _ in range(gateways - 1)))
-    places = tuple(profiles(here.settings.value("sites", sites)))
-    database_url = database or here.folder.database_url
-    chosen = here.settings.value("up_model", model)
+    places = tuple(profiles(session.settings.value("sites", sites)))
+    database_url = database or session.folder.database_url
+    chosen = session.settings.value("up_model", model)
     if chosen:
-        return Plan(here.folder, ports, chosen, places, database_url)
-    return Plan(here.folder, ports, str(demo_model.FOLDER), places, database_url, demo_model.NAME)
+        return Plan(session.folder, ports, chosen, places, database_url)
+    return Plan(session.folder, ports, str(demo_model.FOLDER), places, database_url, demo_model.NAME)
 
 
-def stay(here: Session) -> None:
-    """Say what changes until Ctrl-C, then drain. Ends by itself, as a failure, when the gateway does."""
+def watch_until_interrupted(session: Session) -> None:
+    """Print changes of state until Ctrl-C. Raises CommandFailed when every gateway has ended."""
     from mico.local.federation import states
     from mico.local.processes import last_lines
-    from mico.local.progress import changes
+    from mico.local.progress import print_changes
 
-    here.terminal.say("Ctrl-C drains and stops everything.")
-    tell = changes(here.terminal)
+    session.terminal.info("Ctrl-C drains and stops everything.")
+    show_states = print_changes(session.terminal)
     try:
-        while running := here.folder.running():
-            tell(states(running, here.folder.key()))
+        while running := session.folder.running():
+            show_states(states(running, session.folder.key()))
             if not any(gateway.alive for gateway in running.gateways):
                 raise CommandFailed("the gateway ended", cause=last_lines(running.gateways[0].log))
-            time.sleep(WATCH_EVERY_S)
+            time.sleep(WATCH_INTERVAL_S)
     except KeyboardInterrupt:
-        here.terminal.say("draining; Ctrl-C again stops at once")
+        session.terminal.info("draining; Ctrl-C again stops at once")
 
 
-def end(here: Session, running: Running) -> None:
-    """Orderly; at a second Ctrl-C at once. Either way no process is left."""
+def stop(session: Session, running: Running) -> None:
+    """Stop every process in order, or at once at a second Ctrl-C. No process is left either way."""
     from mico.local.federation import kill_all, stop_all
 
-    with here.terminal.spinner("stopping"):
+    with session.terminal.spinner("stopping"):
         try:
-            killed = stop_all(here.folder, running)
+            killed = stop_all(session.folder, running)
         except KeyboardInterrupt:
-            killed = kill_all(here.folder, running)
+            killed = kill_all(session.folder, running)
     for process in killed:
-        here.terminal.say(f"{process.name} did not end by itself and was killed; its log: {process.log}")
+        session.terminal.info(f"{process.name} did not end by itself and was killed; its log: {process.log}")
 
 
-def show_ready(here: Session, running: Running, *, as_json: bool) -> None:
-    client = here.client(running.base_url, here.folder.key())
+def print_ready(session: Session, running: Running, *, as_json: bool) -> None:
+    client = session.client(running.base_url, session.folder.key())
     models = client.get("/v1/models")["data"]
     model = models[0]["id"] if models else None
     sites = client.get("/admin/api/sites")["sites"]
-    key = here.folder.key() or ""
+    key = session.folder.key() or ""
     if as_json:
         base_urls = [f"{root_url}/v1" for root_url in running.root_urls]
         facts: dict[str, Any] = {"base_url": running.base_url, "base_urls": base_urls}
         facts |= {"api_key": key, "model": model, "sites": sites}
-        here.terminal.json({**facts, "processes": [process_facts(each) for each in running.processes]})
+        session.terminal.json({**facts, "processes": [process_fields(each) for each in running.processes]})
         return
     page = running.base_url.removesuffix("/v1") + "/admin"
-    facts_rows = [["gateway", f"{root_url}/v1", "ready"] for root_url in running.root_urls]
-    facts_rows += [["dashboard", page, ""]]
-    facts_rows += [["API key", key, ""], ["model", model or "none is served now", ""]]
-    here.terminal.table(["", "Mico", "state"], facts_rows + [site_row(site) for site in sites])
+    rows = [["gateway", f"{root_url}/v1", "ready"] for root_url in running.root_urls]
+    rows += [["dashboard", page, ""]]
+    rows += [["API key", key, ""], ["model", model or "none is served now", ""]]
+    session.terminal.table(["", "Mico", "state"], rows + [site_row(site) for site in sites])
     if model:
-        here.terminal.data("\n" + curl(running, key, model))
+        session.terminal.data("\n" + curl(running, key, model))
 
 
-def process_facts(process: Any) -> dict[str, object]:
+def process_fields(process: Any) -> dict[str, object]:
     return {"name": process.name, "role": process.role, "pid": process.pid, "log": process.log}
 
 

@@ -1,10 +1,9 @@
-"""`mico keys …`: API keys, straight in the database, so that the first one needs no key."""
+"""`mico keys …`: API keys, written to the database directly, so that the first one needs no key."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -12,7 +11,7 @@ import typer
 
 from mico.errors import CommandFailed
 from mico.options import AuditReason, Database, Json, KeyId
-from mico.session import Session, session
+from mico.session import Session, session_of
 
 if TYPE_CHECKING:
     from gateway.store.audit import Act
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SECONDS_A_DAY = 86_400.0
-LONGEST_DAYS = 36_500.0
-LAST_MOMENT_S = 253_402_300_799.0
-"""The end of the year 9999: no later moment can be told."""
+MAX_DAYS = 36_500.0
+MAX_TIME_S = 253_402_300_799.0
+"""The end of the year 9999, the last time that datetime can format."""
 
 app = typer.Typer(help="API keys.", no_args_is_help=True)
 
 
-def named(name: str) -> str:
-    """As the admin API wants names. Raises BadParameter."""
+def check_name(name: str) -> str:
+    """Return a name that the admin API accepts. Raises BadParameter for another."""
     from gateway.store.key_table import NAME_RULE, is_valid_name
 
     if not is_valid_name(name):
@@ -41,20 +40,20 @@ def named(name: str) -> str:
 def create(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(callback=named, help="Whose it is or what it is for.")],
-    tenant: Annotated[str, typer.Option(callback=named, help="Who pays for its use.")] = "default",
+    name: Annotated[str, typer.Argument(callback=check_name, help="Whose it is or what it is for.")],
+    tenant: Annotated[str, typer.Option(callback=check_name, help="Who pays for its use.")] = "default",
     model: Annotated[list[str] | None, typer.Option(help="Allow this model only; repeatable.")] = None,
     region: Annotated[list[str] | None, typer.Option(help="Use sites of this region only.")] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May also use the admin API.")] = False,
     days: Annotated[
-        float | None, typer.Option(min=0.01, max=LONGEST_DAYS, help="Ends by itself after so many days.")
+        float | None, typer.Option(min=0.01, max=MAX_DAYS, help="Ends by itself after so many days.")
     ] = None,
     reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
     """Make a key and show it, this once."""
-    here = session(context)
+    session = session_of(context)
     expires_at = None if days is None else time.time() + days * SECONDS_A_DAY
 
     async def work(store: Store) -> tuple[KeyInfo, str]:
@@ -65,10 +64,10 @@ def create(
             regions=region,
             admin=admin,
             expires_at=expires_at,
-            act=act(reason),
+            act=audit_act(reason),
         )
 
-    show_once(here, *visit(here, database, work), as_json=as_json)
+    show_once(session, *session.with_store(database, work), as_json=as_json)
 
 
 @app.command("rotate")
@@ -84,36 +83,36 @@ def rotate(
     """Make a key in the place of another, with its scopes and quotas, and show it, this once."""
     from mico.commands.operate import duration
 
-    here, overlap_s = session(context), duration(overlap)
+    session, overlap_s = session_of(context), duration(overlap)
 
     async def work(store: Store) -> tuple[KeyInfo, str] | None:
-        return await store.keys.rotate_key(key_id, overlap_s, act(reason))
+        return await store.keys.rotate_key(key_id, overlap_s, audit_act(reason))
 
-    rotated = visit(here, database, work)
+    rotated = session.with_store(database, work)
     if rotated is None:
         raise CommandFailed(f"there is no valid key {key_id}", tip="mico keys list shows the ids")
-    show_once(here, *rotated, as_json=as_json)
+    show_once(session, *rotated, as_json=as_json)
 
 
-def show_once(here: Session, key: KeyInfo, secret: str, *, as_json: bool) -> None:
+def show_once(session: Session, key: KeyInfo, secret: str, *, as_json: bool) -> None:
     if as_json:
-        here.terminal.json({**facts(key), "key": secret})
+        session.terminal.json({**key_fields(key), "key": secret})
     else:
-        here.terminal.say(f"{key.id} for {key.name}; it can't be shown again:")
-        here.terminal.data(secret)
+        session.terminal.info(f"{key.id} for {key.name}; it can't be shown again:")
+        session.terminal.data(secret)
 
 
 @app.command("list")
 def list_keys(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
     """Every key, revoked ones too. Never the keys themselves."""
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> list[KeyInfo]:
         return await store.keys.list_keys()
 
-    rows = [facts(key) for key in visit(here, database, work)]
+    rows = [key_fields(key) for key in session.with_store(database, work)]
     if as_json:
-        here.terminal.json(rows)
+        session.terminal.json(rows)
         return
     shown = (
         "id",
@@ -127,8 +126,8 @@ def list_keys(context: typer.Context, database: Database = None, as_json: Json =
         "created_at",
         "expires_at",
     )
-    people = [{**row, "expires_at": row["expires_at"] or "never"} for row in rows]
-    here.terminal.table(shown, [[cell(row[column]) for column in shown] for row in people])
+    rows_for_people = [{**row, "expires_at": row["expires_at"] or "never"} for row in rows]
+    session.terminal.table(shown, [[format_cell(row[column]) for column in shown] for row in rows_for_people])
 
 
 @app.command("revoke")
@@ -140,35 +139,29 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """End a key. Gateways stop accepting it within seconds."""
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> KeyInfo | None:
-        return await store.keys.revoke_key(key_id, act(reason))
+        return await store.keys.revoke_key(key_id, audit_act(reason))
 
-    key = visit(here, database, work)
+    key = session.with_store(database, work)
     if key is None:
         raise CommandFailed(f"there is no key {key_id}", tip="mico keys list shows the ids")
     if as_json:
-        here.terminal.json(facts(key))
+        session.terminal.json(key_fields(key))
     else:
-        here.terminal.say(f"{key.id} ({key.name}) is revoked")
+        session.terminal.info(f"{key.id} ({key.name}) is revoked")
 
 
-def visit(here: Session, database: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
-    from mico.store_access import with_store
-
-    return with_store(here.settings.value("database_url", database), here.folder.path, work)
-
-
-def act(reason: str) -> Act:
-    """By whoever has this shell, and can reach the database."""
+def audit_act(reason: str) -> Act:
+    """Return the audit's record of an act by the user of this shell."""
     from gateway.store.audit import AT_THE_COMMAND_LINE, Act
 
-    return Act(f"{user()} at the {AT_THE_COMMAND_LINE}", reason)
+    return Act(f"{user_name()} at the {AT_THE_COMMAND_LINE}", reason)
 
 
-def user() -> str:
-    """The name of who runs this, or the number where a container has no name for it."""
+def user_name() -> str:
+    """Return the name of the current user, or the number where a container has no name for it."""
     from getpass import getuser
 
     try:
@@ -177,35 +170,35 @@ def user() -> str:
         return f"user {os.getuid()}"
 
 
-def facts(key: KeyInfo) -> dict[str, Any]:
+def key_fields(key: KeyInfo) -> dict[str, Any]:
     return {
         "id": key.id,
         "name": key.name,
         "tenant": key.tenant,
         "hint": f"…{key.hint}",
-        "state": state(key),
+        "state": key_state(key),
         "models": None if key.models is None else sorted(key.models),
         "regions": None if key.regions is None else sorted(key.regions),
         "admin": key.admin,
-        "created_at": moment(key.created_at),
-        "expires_at": moment(key.expires_at),
-        "revoked_at": moment(key.revoked_at),
+        "created_at": format_time(key.created_at),
+        "expires_at": format_time(key.expires_at),
+        "revoked_at": format_time(key.revoked_at),
     }
 
 
-def state(key: KeyInfo) -> str:
+def key_state(key: KeyInfo) -> str:
     if key.revoked_at is not None:
         return "revoked"
     return "ready" if key.valid(time.time()) else "expired"
 
 
-def moment(unix_s: float | None) -> str | None:
+def format_time(unix_s: float | None) -> str | None:
     if unix_s is None:
         return None
-    return datetime.fromtimestamp(min(unix_s, LAST_MOMENT_S), UTC).isoformat(timespec="seconds")
+    return datetime.fromtimestamp(min(unix_s, MAX_TIME_S), UTC).isoformat(timespec="seconds")
 
 
-def cell(value: Any) -> str:
+def format_cell(value: Any) -> str:
     if value is None:
         return "all"
     return ", ".join(value) if isinstance(value, list) else str(value)

@@ -11,8 +11,8 @@ import typer
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode
 from mico.options import DryRun, GatewayOptions, Json, OrderOptions, SiteName, with_option_groups
-from mico.session import Session, session
-from mico.terminal import seconds
+from mico.session import Session, session_of
+from mico.terminal import format_seconds
 
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_DURATION_S = 36_500 * 86_400
@@ -32,7 +32,7 @@ def drain(
 ) -> None:
     """No new queries there; what runs finishes."""
     body = {"reason": reason, "for_s": ends_after(order.lasts)}
-    send_order(session(context), gateway, name, "drain", body, order=order, as_json=as_json)
+    send_order(session_of(context), gateway, name, "drain", body, order=order, as_json=as_json)
 
 
 @with_option_groups
@@ -48,7 +48,7 @@ def pause(
 ) -> None:
     """Drain with a deadline: what still runs then moves to other sites."""
     body = {"reason": reason, "for_s": ends_after(order.lasts), "within_s": duration(within)}
-    send_order(session(context), gateway, name, "pause", body, order=order, as_json=as_json)
+    send_order(session_of(context), gateway, name, "pause", body, order=order, as_json=as_json)
 
 
 @with_option_groups
@@ -63,7 +63,7 @@ def resume(
 ) -> None:
     """Take queries there again."""
     order = OrderOptions(dry_run=dry_run)
-    send_order(session(context), gateway, name, "resume", {"reason": reason}, order=order, as_json=as_json)
+    send_order(session_of(context), gateway, name, "resume", {"reason": reason}, order=order, as_json=as_json)
 
 
 @with_option_groups
@@ -79,7 +79,7 @@ def weight(
 ) -> None:
     """Give a site a smaller part of the queries."""
     body = {"reason": reason, "for_s": ends_after(order.lasts), "weight": percent}
-    send_order(session(context), gateway, name, "weight", body, order=order, as_json=as_json)
+    send_order(session_of(context), gateway, name, "weight", body, order=order, as_json=as_json)
 
 
 @with_option_groups
@@ -95,7 +95,7 @@ def pin_off(
 ) -> None:
     """Take one model off a site."""
     body = {"reason": reason, "for_s": ends_after(order.lasts), "model": model}
-    send_order(session(context), gateway, name, "pin-off", body, order=order, as_json=as_json)
+    send_order(session_of(context), gateway, name, "pin-off", body, order=order, as_json=as_json)
 
 
 @with_option_groups
@@ -110,11 +110,11 @@ def unpin(
 ) -> None:
     """Put a model back on a site."""
     body = {"reason": reason, "model": model}
-    send_order(session(context), gateway, name, "unpin", body, order=OrderOptions(), as_json=as_json)
+    send_order(session_of(context), gateway, name, "unpin", body, order=OrderOptions(), as_json=as_json)
 
 
 def send_order(
-    here: Session,
+    session: Session,
     gateway: GatewayOptions,
     site: str,
     verb: str,
@@ -126,22 +126,22 @@ def send_order(
     """Preview the order; then carry it out, unless its warnings are not accepted. Raises CommandFailed."""
     from urllib.parse import quote
 
-    client, path = here.client(*gateway), f"/admin/api/sites/{quote(site, safe='')}/{verb}"
+    client, path = session.client(*gateway), f"/admin/api/sites/{quote(site, safe='')}/{verb}"
     if not body["reason"] and not order.dry_run:
         raise CommandFailed("an act needs a reason", tip="--reason WHY", exit_code=ExitCode.WRONG_USAGE)
     answer = client.post(path, {**body, "dry_run": True})
     if not order.dry_run:
-        confirm(here, answer["preview"]["warnings"], yes=order.yes)
+        confirm(session, answer["preview"]["warnings"], yes=order.yes)
         answer = client.post(path, body)
     if as_json:
-        here.terminal.json(answer)
+        session.terminal.json(answer)
     else:
-        print_answer(here, answer)
+        print_answer(session, answer)
 
 
-def confirm(here: Session, warnings: list[str], *, yes: bool) -> None:
+def confirm(session: Session, warnings: list[str], *, yes: bool) -> None:
     for warning in warnings:
-        here.terminal.say(f"warning: {warning}")
+        session.terminal.info(f"warning: {warning}")
     if not warnings or yes:
         return
     if not sys.stdin.isatty():
@@ -150,12 +150,12 @@ def confirm(here: Session, warnings: list[str], *, yes: bool) -> None:
         raise CommandFailed("nothing was changed")
 
 
-def print_answer(here: Session, answer: dict[str, Any]) -> None:
+def print_answer(session: Session, answer: dict[str, Any]) -> None:
     preview = answer["preview"]
-    here.terminal.say(("done: " if answer["done"] else "would do: ") + preview["text"])
+    session.terminal.info(("done: " if answer["done"] else "would do: ") + preview["text"])
     if preview["left"]:
         left = several(preview["left"], "query is", "queries are")
-        here.terminal.say(f"{left} left there, empty in {seconds(preview['empty_in_s'])}")
+        session.terminal.info(f"{left} left there, empty in {format_seconds(preview['empty_in_s'])}")
 
 
 def ends_after(text: str | None) -> float:

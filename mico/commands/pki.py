@@ -1,4 +1,4 @@
-"""`mico pki …`: the authority that names sites is a folder of gateways; what it issued is in the database."""
+"""`mico pki …`: the sites' certificate authority, a folder of gateways; the database lists what it issued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from gateway.wording import several
 from mico.errors import CommandFailed
 from mico.options import Database, Json
-from mico.session import session
+from mico.session import session_of
 
 if TYPE_CHECKING:
     from gateway.store.certificates import RegisteredSite
@@ -42,7 +42,7 @@ def init(
         Authority.create(pki, name, datetime.now(UTC))
     except PkiError as error:
         raise CommandFailed("no authority was made", cause=str(error)) from error
-    session(context).terminal.say(
+    session_of(context).terminal.info(
         f"{pki / KEY} is secret: for gateways only. Sites need {pki / CERTIFICATE}."
     )
 
@@ -63,30 +63,28 @@ def invite(
     except PkiError as error:
         raise CommandFailed("no join secret was made", cause=str(error), tip=TIP) from error
     now = int(time.time())
-    made = invitation.Invitation(site, now, now + days * SECONDS_A_DAY)
-    here = session(context)
-    here.terminal.say(
+    invitation_for_site = invitation.Invitation(site, now, now + days * SECONDS_A_DAY)
+    session = session_of(context)
+    session.terminal.info(
         f"for site {site}, {several(days, 'day')}; give it as join_secret or in join_secret_file:"
     )
-    here.terminal.data(invitation.write(made, key))
+    session.terminal.data(invitation.write(invitation_for_site, key))
 
 
 @app.command("list")
 def list_sites(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
     """Every site that was issued a certificate, and those that were revoked."""
-    from mico.commands.keys import visit
-
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> list[RegisteredSite]:
         return await store.certificates.list_sites()
 
-    rows = [facts(each) for each in visit(here, database, work)]
+    rows = [certificate_fields(each) for each in session.with_store(database, work)]
     if as_json:
-        here.terminal.json(rows)
+        session.terminal.json(rows)
         return
-    shown = ("site", "state", "expires_at", "renewals", "revoked_at", "reason")
-    here.terminal.table(shown, [[str(row[column] or "") for column in shown] for row in rows])
+    columns = ("site", "state", "expires_at", "renewals", "revoked_at", "reason")
+    session.terminal.table(columns, [[str(row[column] or "") for column in columns] for row in rows])
 
 
 @app.command("revoke")
@@ -97,15 +95,13 @@ def revoke(
     database: Database = None,
 ) -> None:
     """Void what a site, or a pool (NAME*), was issued, join secrets too. Gateways cut links in seconds."""
-    from mico.commands.keys import visit
-
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> None:
         await store.certificates.revoke(site, reason, time.time())
 
-    visit(here, database, work)
-    here.terminal.say(f"{site} is revoked; mico pki invite {site} lets it back in")
+    session.with_store(database, work)
+    session.terminal.info(f"{site} is revoked; mico pki invite {site} lets it back in")
 
 
 @app.command("renew")
@@ -126,27 +122,27 @@ def renew(
         return f"good for {identity.due_s / 1800:.0f} h"
 
     try:
-        session(context).terminal.say(asyncio.run(work()))
+        session_of(context).terminal.info(asyncio.run(work()))
     except (ConfigError, LinkLost) as error:
         raise CommandFailed("there is no new certificate", cause=str(error)) from error
 
 
-def facts(each: RegisteredSite) -> dict[str, Any]:
-    from mico.commands.keys import moment
+def certificate_fields(each: RegisteredSite) -> dict[str, Any]:
+    from mico.commands.keys import format_time
 
     return {
         "site": each.site,
-        "state": state(each, time.time()),
+        "state": certificate_state(each, time.time()),
         "serial": each.serial,
-        "issued_at": moment(each.issued_at),
-        "expires_at": moment(each.expires_at),
+        "issued_at": format_time(each.issued_at),
+        "expires_at": format_time(each.expires_at),
         "renewals": each.renewals,
-        "revoked_at": moment(each.revoked_at),
+        "revoked_at": format_time(each.revoked_at),
         "reason": each.reason,
     }
 
 
-def state(each: RegisteredSite, now: float) -> str:
+def certificate_state(each: RegisteredSite, now: float) -> str:
     if each.expires_at is None:
         return "revoked"
     return "ready" if now < each.expires_at else "expired"

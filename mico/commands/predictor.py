@@ -1,4 +1,4 @@
-"""`mico predictor …`: what it expects of a text, how good it is on data, and how to make a new one."""
+"""`mico predictor …`: forecast a text, evaluate an artifact on data, train, export and update artifacts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 
 from mico.errors import CommandFailed
 from mico.options import Json
-from mico.outputs import make_folder, make_room, make_way
-from mico.session import Session, session
+from mico.output_paths import check_new_folder, check_output_file, create_folder
+from mico.session import Session, session_of
 
 if TYPE_CHECKING:
     from predictor.onnx_forecaster import OnnxForecaster
@@ -41,19 +41,19 @@ def forecast(
     """How long the answer will be, in tokens: a distribution, not a number."""
     from predictor.onnx_forecaster import Features
 
-    here = session(context)
-    (expected,) = opened(artifact).forecast([Features(text, model)])
+    session = session_of(context)
+    (expected,) = load_forecaster(artifact).forecast([Features(text, model)])
     facts: dict[str, Any] = {
         "expected_tokens": round(expected.expected(), 1),
         "p50_tokens": expected.quantile(0.5),
         "p90_tokens": expected.quantile(0.9),
         "source": expected.source,
     }
-    show(
-        here,
+    print_rows(
+        session,
         [facts],
         as_json=as_json,
-        whole={**facts, "edges": expected.edges, "probabilities": expected.probabilities},
+        full={**facts, "edges": expected.edges, "probabilities": expected.probabilities},
     )
 
 
@@ -77,22 +77,22 @@ def evaluate(
 ) -> None:
     """Score an artifact on a corpus, by source and answering model, beside baselines and the ceiling."""
     from predictor.errors import PredictorError
-    from predictor.evaluation.evaluate import evaluate as scored
+    from predictor.evaluation.evaluate import evaluate as evaluate_artifact
 
-    here = session(context)
+    session = session_of(context)
     if out is not None:
-        make_way(out, read=data)
+        check_output_file(out, source=data)
     if report is not None:
-        make_folder(report)
+        create_folder(report)
     try:
-        found = scored(
+        found = evaluate_artifact(
             data,
             artifact=artifact,
             out=out,
             report=report,
             held_out_only=held_out,
             min_rows=least_rows or (1 if as_json else 100),
-            progress=here.terminal.say,
+            progress=session.terminal.info,
         )
     except PredictorError as error:
         raise CommandFailed("the corpus can't be scored", cause=str(error)) from error
@@ -100,7 +100,7 @@ def evaluate(
         {"answers": f"{each['source']}, {each['model']}", **{key: each[key] for key in FIGURES}}
         for each in found["groups"]
     ]
-    show(here, rows, as_json=as_json, whole=found)
+    print_rows(session, rows, as_json=as_json, full=found)
 
 
 @app.command("train")
@@ -137,12 +137,12 @@ def train(
     Where the file has the answers' texts, in a column `answer`, teachers learn from those, too.
     """
     from predictor.errors import PredictorError
-    from predictor.training.train import train as trained
+    from predictor.training.train import train as train_artifact
 
-    here = session(context)
-    make_folder(out)
+    session = session_of(context)
+    create_folder(out)
     try:
-        card = trained(
+        card = train_artifact(
             data,
             out,
             kind=kind,
@@ -152,13 +152,13 @@ def train(
             seed=seed,
             buckets=buckets,
             max_length=l_max,
-            progress=here.terminal.say,
+            progress=session.terminal.info,
         )
     except PredictorError as error:
         raise CommandFailed("the artifact can't be trained", cause=str(error)) from error
-    here.terminal.say(f"{card.name} is in {out}")
+    session.terminal.info(f"{card.name} is in {out}")
     facts = [{"answers": key, **value} for key, value in card.figures.items()]
-    show(here, facts, as_json=as_json, whole=card.figures)
+    print_rows(session, facts, as_json=as_json, full=card.figures)
 
 
 @app.command("export")
@@ -174,19 +174,19 @@ def export(
     Of what is shipped, to give it to `mico predictor update` and to a gateway (`predictor = FOLDER`).
     What `train` writes has that form already.
     """
-    from predictor.artifact import export as exported
+    from predictor.artifact import export as export_artifact
     from predictor.artifact import resolve_folder
     from predictor.errors import ArtifactError
 
-    here = session(context)
-    make_room(out)
+    session = session_of(context)
+    check_new_folder(out)
     try:
-        card = exported(resolve_folder(artifact), out)
+        card = export_artifact(resolve_folder(artifact), out)
     except ArtifactError as error:
         raise CommandFailed("nothing was exported", cause=str(error)) from error
-    opened(out)
+    load_forecaster(out)
     facts = {"name": card.name, "kind": card.kind, "sha256": card.digest, "folder": str(out)}
-    show(here, [facts], as_json=as_json, whole=facts)
+    print_rows(session, [facts], as_json=as_json, full=facts)
 
 
 @app.command("update")
@@ -209,12 +209,14 @@ def update(
 ) -> None:
     """Learn from outcomes; the artifact is replaced only if it is better on a part of them kept aside."""
     from predictor.errors import PredictorError
-    from predictor.update.update import update as updated
+    from predictor.update.update import update as update_artifact
 
-    here = session(context)
-    make_room(out or artifact)
+    session = session_of(context)
+    check_new_folder(out or artifact)
     try:
-        found = updated(artifact, outcomes, out=out, elsewhere=elsewhere, progress=here.terminal.say)
+        found = update_artifact(
+            artifact, outcomes, out=out, elsewhere=elsewhere, progress=session.terminal.info
+        )
     except PredictorError as error:
         raise CommandFailed("no artifact was written", cause=str(error)) from error
     rows = [
@@ -222,10 +224,10 @@ def update(
         for where, sides in found.items()
         for which, figures in sides.items()
     ]
-    show(here, rows, as_json=as_json, whole=found)
+    print_rows(session, rows, as_json=as_json, full=found)
 
 
-def opened(folder: Path | None) -> OnnxForecaster:
+def load_forecaster(folder: Path | None) -> OnnxForecaster:
     from predictor.artifact import resolve_folder
     from predictor.errors import ArtifactError
     from predictor.onnx_forecaster import OnnxForecaster
@@ -238,11 +240,11 @@ def opened(folder: Path | None) -> OnnxForecaster:
         ) from error
 
 
-def show(here: Session, rows: list[dict[str, Any]], *, as_json: bool, whole: Any) -> None:
-    """`whole` is what a script gets; people get the columns that fit."""
+def print_rows(session: Session, rows: list[dict[str, Any]], *, as_json: bool, full: Any) -> None:
+    """Print `full` as JSON for a script, or `rows` as a table for people."""
     if as_json:
-        here.terminal.data(json.dumps(whole))
+        session.terminal.data(json.dumps(full))
     elif rows:
-        here.terminal.table(list(rows[0]), [list(row.values()) for row in rows])
+        session.terminal.table(list(rows[0]), [list(row.values()) for row in rows])
     else:
-        here.terminal.say("nothing to show: the corpus has too few held-out rows of any model")
+        session.terminal.info("nothing to show: the corpus has too few held-out rows of any model")

@@ -1,4 +1,4 @@
-"""`mico gateway` and `mico site`: one process each, as real deployments run them."""
+"""`mico gateway` and `mico site`: one process each, as deployments run them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from gateway.store.errors import StoreError
 
     try:
-        status = run(load(config, os.environ, pairs(overrides)))
+        status = run(load(config, os.environ, parse_overrides(overrides)))
     except ConfigError as error:
         raise CommandFailed(
             "the gateway can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
@@ -51,23 +51,23 @@ def site(
     from site_engine.errors import ConfigError
 
     try:
-        loaded = load(config, os.environ, **{"engine": engine, "url": url, **pairs(overrides)})
+        loaded = load(config, os.environ, **{"engine": engine, "url": url, **parse_overrides(overrides)})
     except ConfigError as error:
         raise CommandFailed(
             "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
-    leave(run(loaded))
+    exit_at_once(run(loaded))
 
 
-def leave(status: int) -> NoReturn:
-    """Everything is closed by now. Taking torch's modules apart would cost seconds and free nothing."""
+def exit_at_once(status: int) -> NoReturn:
+    """End the process without unloading modules: all is closed, and unloading torch would take seconds."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def pairs(overrides: list[str] | None) -> dict[str, str]:
+def parse_overrides(overrides: list[str] | None) -> dict[str, str]:
     split = [item.partition("=") for item in overrides or []]
     wrong = [name for name, equals, _ in split if not equals]
     if wrong:

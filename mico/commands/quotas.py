@@ -1,4 +1,4 @@
-"""`mico tenants …` and `mico quotas …`: who may use how much, straight in the database, audited."""
+"""`mico tenants …` and `mico quotas …`: limits of use, written to the database directly and audited."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mico.commands.keys import act, moment, named, visit
+from mico.commands.keys import audit_act, check_name, format_time
 from mico.errors import CommandFailed, ExitCode
 from mico.options import AuditReason, Database, Json
-from mico.session import session
+from mico.session import session_of
 
 if TYPE_CHECKING:
     from gateway.store.quota_table import Quota, Tenant
@@ -26,16 +26,16 @@ Amount = Annotated[str | None, typer.Option(help=f"A number, or {LIFTED} to lift
 @tenants.command("list")
 def list_tenants(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
     """Every tenant."""
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> list[Tenant]:
         return await store.quotas.tenants()
 
-    rows = [tenant_facts(tenant) for tenant in visit(here, database, work)]
+    rows = [tenant_fields(tenant) for tenant in session.with_store(database, work)]
     if as_json:
-        here.terminal.json(rows)
+        session.terminal.json(rows)
     else:
-        here.terminal.table(
+        session.terminal.table(
             ("name", "best_priority", "created_at"), [[str(each) for each in row.values()] for row in rows]
         )
 
@@ -44,7 +44,7 @@ def list_tenants(context: typer.Context, database: Database = None, as_json: Jso
 def set_tenant(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(callback=named, help="Made if it is not there yet.")],
+    name: Annotated[str, typer.Argument(callback=check_name, help="Made if it is not there yet.")],
     best_priority: Annotated[
         int, typer.Option(min=-(2**31), max=2**31 - 1, help="No query of it goes before others of this one.")
     ] = 0,
@@ -53,27 +53,27 @@ def set_tenant(
     as_json: Json = False,
 ) -> None:
     """Make a tenant, or change what it may."""
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> Tenant:
-        return await store.quotas.set_tenant(name, best_priority=best_priority, act=act(reason))
+        return await store.quotas.set_tenant(name, best_priority=best_priority, act=audit_act(reason))
 
-    facts = tenant_facts(visit(here, database, work))
+    facts = tenant_fields(session.with_store(database, work))
     if as_json:
-        here.terminal.json(facts)
+        session.terminal.json(facts)
     else:
-        here.terminal.say(f"{name}: best priority {best_priority}")
+        session.terminal.info(f"{name}: best priority {best_priority}")
 
 
 @quotas.command("list")
 def list_quotas(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
     """Every quota, and how much of it is in use."""
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> list[Quota]:
         return await store.quotas.quotas()
 
-    tell(context, visit(here, database, work), as_json=as_json)
+    print_quotas(context, session.with_store(database, work), as_json=as_json)
 
 
 @quotas.command("set")
@@ -97,7 +97,7 @@ def set_quotas(
         "concurrent_queries": concurrent_queries,
         "tokens_per_month": tokens_per_month,
     }
-    limits = {kind: amount(kind, text) for kind, text in given.items() if text is not None}
+    limits = {kind: parse_amount(kind, text) for kind, text in given.items() if text is not None}
     if (tenant is None) == (key is None) or not limits:
         tip = "mico quotas set --tenant NAME --tokens-per-min 100000"
         raise CommandFailed("name one tenant or key, and a limit", tip=tip, exit_code=ExitCode.WRONG_USAGE)
@@ -107,12 +107,12 @@ def set_quotas(
 
         scope, subject = (Scope.TENANT, tenant) if tenant is not None else (Scope.KEY, key)
         amounts = {Kind(kind): limit for kind, limit in limits.items()}
-        return await store.quotas.set_quotas(scope, subject or "", amounts, act(reason))
+        return await store.quotas.set_quotas(scope, subject or "", amounts, audit_act(reason))
 
-    tell(context, visit(session(context), database, work), as_json=as_json)
+    print_quotas(context, session_of(context).with_store(database, work), as_json=as_json)
 
 
-def amount(kind: str, text: str) -> int | None:
+def parse_amount(kind: str, text: str) -> int | None:
     if text == LIFTED:
         return None
     from gateway.store.quota_table import MAX_AMOUNT
@@ -125,8 +125,8 @@ def amount(kind: str, text: str) -> int | None:
     raise CommandFailed(f"{option} is {wanted}, not {text!r}", exit_code=ExitCode.WRONG_USAGE)
 
 
-def tell(context: typer.Context, found: list[Quota], *, as_json: bool) -> None:
-    here = session(context)
+def print_quotas(context: typer.Context, found: list[Quota], *, as_json: bool) -> None:
+    session = session_of(context)
     rows: list[dict[str, Any]] = [
         {
             "scope": quota.id.scope.value,
@@ -138,15 +138,15 @@ def tell(context: typer.Context, found: list[Quota], *, as_json: bool) -> None:
         for quota in found
     ]
     if as_json:
-        here.terminal.json(rows)
+        session.terminal.json(rows)
         return
     shown = ("scope", "subject", "kind", "amount", "in_use")
-    here.terminal.table(shown, [[str(row[column]) for column in shown] for row in rows])
+    session.terminal.table(shown, [[str(row[column]) for column in shown] for row in rows])
 
 
-def tenant_facts(tenant: Tenant) -> dict[str, Any]:
+def tenant_fields(tenant: Tenant) -> dict[str, Any]:
     return {
         "name": tenant.name,
         "best_priority": tenant.best_priority,
-        "created_at": moment(tenant.created_at),
+        "created_at": format_time(tenant.created_at),
     }

@@ -1,4 +1,4 @@
-"""`mico usage` and `mico audit`: what was used, and who changed what, straight from the database."""
+"""`mico usage` and `mico audit`: usage and operators' changes, read from the database directly."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mico.commands.keys import SECONDS_A_DAY, moment, visit
+from mico.commands.keys import SECONDS_A_DAY, format_time
 from mico.errors import CommandFailed, ExitCode
 from mico.options import Database, Json, Limit
-from mico.session import session
+from mico.session import session_of
 
 if TYPE_CHECKING:
     from gateway.operator_orders import AuditEntry
@@ -34,19 +34,19 @@ def usage(
     if by not in BY:
         tip = f"choose of {', '.join(BY)}"
         raise CommandFailed(f"--by {by} is not known", tip=tip, exit_code=ExitCode.WRONG_USAGE)
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> list[Total]:
         from gateway.store.queries import TotalBy
 
         return await store.read.totals(TotalBy(by), since=time.time() - days * SECONDS_A_DAY)
 
-    rows = msgspec.to_builtins(visit(here, database, work))
+    rows = msgspec.to_builtins(session.with_store(database, work))
     if as_json:
-        here.terminal.json(rows)
+        session.terminal.json(rows)
     else:
         columns = (by, "queries", "prompt tokens", "completion tokens")
-        here.terminal.table(columns, [[str(each) or "none" for each in row.values()] for row in rows])
+        session.terminal.table(columns, [[str(each) or "none" for each in row.values()] for row in rows])
 
 
 def audit(
@@ -59,19 +59,19 @@ def audit(
     """Every change by an operator, newest first: who, why, what was before and after."""
     import msgspec
 
-    here = session(context)
+    session = session_of(context)
 
     async def work(store: Store) -> list[AuditEntry]:
         return await store.orders.entries(limit)
 
-    entries = visit(here, database, work)
+    entries = session.with_store(database, work)
     if as_json:
-        rows = [{**msgspec.to_builtins(each), "at": moment(each.at)} for each in entries]
-        here.terminal.json([{**row, "until_at": moment(row["until_at"])} for row in rows])
+        rows = [{**msgspec.to_builtins(each), "at": format_time(each.at)} for each in entries]
+        session.terminal.json([{**row, "until_at": format_time(row["until_at"])} for row in rows])
         return
     shown = [
         (
-            moment(each.at),
+            format_time(each.at),
             each.who,
             f"{each.site} {each.action}".strip(),
             each.before,
@@ -80,4 +80,4 @@ def audit(
         )
         for each in entries
     ]
-    here.terminal.table(("at", "who", "what", "before", "after", "reason"), shown)
+    session.terminal.table(("at", "who", "what", "before", "after", "reason"), shown)

@@ -1,4 +1,4 @@
-"""`mico simulate`: what would happen, on a virtual clock, by the code that decides in production."""
+"""`mico simulate`: runs on a virtual clock, decided by the code that decides in production."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 
 from mico.errors import CommandFailed, ExitCode
 from mico.options import Json
-from mico.outputs import make_folder
-from mico.session import Session, session
+from mico.output_paths import create_folder
+from mico.session import Session, session_of
 
 if TYPE_CHECKING:
     from mico.simulation.compare import Comparison
@@ -99,7 +99,7 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
     as_json: Json = False,
 ) -> None:
     """Try policies, forecasts, orders and sites on recorded or drawn traffic, without a GPU."""
-    here = session(context)
+    session = session_of(context)
     try:
         from mico.simulation import compare
     except ModuleNotFoundError as error:
@@ -107,15 +107,15 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
             "the simulator reads traces with pandas", cause=str(error), tip="pip install 'mico[train]'"
         ) from error
     if plot is not None:
-        make_folder(plot.parent)
-    wanted = compare.Comparison(
-        traces=[_trace(each) for each in _list(trace)],
-        loads=[_share(each) for each in _list(load)],
+        create_folder(plot.parent)
+    comparison = compare.Comparison(
+        traces=[_checked_trace(each) for each in _split(trace)],
+        loads=[_parse_load(each) for each in _split(load)],
         sites=sites or ["3"],
-        policies=_list(policy),
-        estimators=_list(estimator),
-        orders=_list(order),
-        offload=_switch(offload),
+        policies=_split(policy),
+        estimators=_split(estimator),
+        orders=_split(order),
+        offload=_parse_offload(offload),
         corpus=corpus,
         queries=queries,
         seed=seed,
@@ -126,44 +126,44 @@ def simulate(  # noqa: PLR0917  # typer reads options from the signature
         batch_share=batch_share,
         bound=dict(compare.bound(each) for each in bound or ()),
     )
-    runs = _ran(here, wanted)
+    runs = _run(session, comparison)
     if plot is not None:
         _plot(runs, plot)
     if as_json:
-        here.terminal.json({"runs": runs})
+        session.terminal.json({"runs": runs})
     else:
-        _table(here, runs)
+        _print_table(session, runs)
 
 
-def _ran(here: Session, wanted: Comparison) -> list[dict[str, Any]]:
+def _run(session: Session, comparison: Comparison) -> list[dict[str, Any]]:
     from mico.simulation import compare
     from predictor.errors import DataError
 
     try:
-        return list(_announced(here, compare.rows(wanted)))
+        return list(_with_progress(session, compare.rows(comparison)))
     except DataError as error:
         raise CommandFailed("the corpus can't be used", cause=str(error), tip=CORPUS_TIP) from error
 
 
-def _announced(here: Session, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _with_progress(session: Session, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         yield row
         how = "with" if row["offload"] else "without"
-        told = "{trace} at {load:.0%} on {sites} sites, {policy}, {estimator}, {order}".format(**row)
-        here.terminal.say(f"{number}: {told}, {how} offload")
+        description = "{trace} at {load:.0%} on {sites} sites, {policy}, {estimator}, {order}".format(**row)
+        session.terminal.info(f"{number}: {description}, {how} offload")
 
 
-def _table(here: Session, runs: list[dict[str, Any]]) -> None:
-    cells = [[_plain(row[field]) for field in COLUMNS] for row in runs]
-    here.terminal.table(list(COLUMNS.values()), cells)
+def _print_table(session: Session, runs: list[dict[str, Any]]) -> None:
+    cells = [[_format(row[field]) for field in COLUMNS] for row in runs]
+    session.terminal.table(list(COLUMNS.values()), cells)
 
 
-def _list(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
     return [each.strip() for each in text.split(",") if each.strip()]
 
 
-def _trace(name: str) -> str:
-    """A file's columns are looked at before anything runs; one that is not there is refused later."""
+def _checked_trace(name: str) -> str:
+    """Return the name of a trace. Raises CommandFailed for a file that lacks columns."""
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import read_schema
 
@@ -179,7 +179,7 @@ def _trace(name: str) -> str:
     return name
 
 
-def _share(text: str) -> float:
+def _parse_load(text: str) -> float:
     try:
         load = float(text)
     except ValueError:
@@ -191,14 +191,14 @@ def _share(text: str) -> float:
     return load
 
 
-def _switch(text: str) -> list[bool]:
+def _parse_offload(text: str) -> list[bool]:
     switches = {"on": [True], "off": [False], "both": [True, False]}
     if text not in switches:
         raise CommandFailed(f"--offload {text}?", tip="on, off or both", exit_code=ExitCode.WRONG_USAGE)
     return switches[text]
 
 
-def _plain(value: object) -> str:
+def _format(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

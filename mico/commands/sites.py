@@ -1,4 +1,4 @@
-"""`mico sites …` and `mico models`: what the gateway knows of its sites now."""
+"""`mico sites …` and `mico models`: the gateway's current view of its sites."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from urllib.parse import quote
 
 import typer
 
-from mico.commands.keys import moment
+from mico.commands.keys import format_time
 from mico.errors import CommandFailed
 from mico.options import GatewayOptions, Json, Limit, SiteName, with_option_groups
-from mico.session import session
-from mico.terminal import seconds
+from mico.session import session_of
+from mico.terminal import format_seconds
 
 app = typer.Typer(help="The sites of the federation.", no_args_is_help=True)
 
@@ -20,14 +20,14 @@ app = typer.Typer(help="The sites of the federation.", no_args_is_help=True)
 @with_option_groups
 def list_sites(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """Every site: where it is, its state, and how loaded it is."""
-    here = session(context)
-    sites = here.client(*gateway).get("/admin/api/sites")["sites"]
+    session = session_of(context)
+    sites = session.client(*gateway).get("/admin/api/sites")["sites"]
     if as_json:
-        here.terminal.json(sites)
+        session.terminal.json(sites)
     elif sites:
-        here.terminal.table(list(row(sites[0])), [list(row(site).values()) for site in sites])
+        session.terminal.table(list(table_row(sites[0])), [list(table_row(site).values()) for site in sites])
     else:
-        here.terminal.say("no site has joined")
+        session.terminal.info("no site has joined")
 
 
 @app.command("show")
@@ -39,16 +39,18 @@ def show_site(
     as_json: Json = False,
 ) -> None:
     """Everything the gateway knows of one site."""
-    here = session(context)
-    sites = here.client(*gateway).get("/admin/api/sites")["sites"]
+    session = session_of(context)
+    sites = session.client(*gateway).get("/admin/api/sites")["sites"]
     site = next((site for site in sites if site["name"] == name), None)
     if site is None:
         names = ", ".join(site["name"] for site in sites) or "none"
         raise CommandFailed(f"there is no site {name}", tip=f"sites now: {names}")
     if as_json:
-        here.terminal.json(site)
+        session.terminal.json(site)
     else:
-        here.terminal.table(["figure", "value"], [[key, plain(value)] for key, value in site.items()])
+        session.terminal.table(
+            ["figure", "value"], [[key, format_value(value)] for key, value in site.items()]
+        )
 
 
 @app.command("events")
@@ -62,33 +64,33 @@ def site_events(
     as_json: Json = False,
 ) -> None:
     """When a site joined, left and why, what operators did; as every gateway saw it, newest first."""
-    here = session(context)
+    session = session_of(context)
     path = f"/admin/api/sites/{quote(name, safe='')}/events?limit={limit}"
-    events = here.client(*gateway).get(path)["events"]
+    events = session.client(*gateway).get(path)["events"]
     if as_json:
-        here.terminal.json([{**event, "at": moment(event["at"])} for event in events])
+        session.terminal.json([{**event, "at": format_time(event["at"])} for event in events])
     elif events:
-        rows = [[moment(each["at"]), each["who"] or each["replica"], each["text"]] for each in events]
-        here.terminal.table(["at", "by", "what"], rows)
+        rows = [[format_time(each["at"]), each["who"] or each["replica"], each["text"]] for each in events]
+        session.terminal.table(["at", "by", "what"], rows)
     else:
-        here.terminal.say(f"nothing is kept of a site {name}")
+        session.terminal.info(f"nothing is kept of a site {name}")
 
 
 @with_option_groups
 def models(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
     """The models that can be asked now."""
-    here = session(context)
-    found = here.client(*gateway).get("/v1/models")["data"]
+    session = session_of(context)
+    found = session.client(*gateway).get("/v1/models")["data"]
     if as_json:
-        here.terminal.json(found)
+        session.terminal.json(found)
         return
     rows = [[model["id"], model.get("max_model_len", "-"), model["owned_by"]] for model in found]
-    here.terminal.table(["model", "context tokens", "owned by"], rows)
+    session.terminal.table(["model", "context tokens", "owned by"], rows)
 
 
-def row(site: dict[str, Any]) -> dict[str, str]:
+def table_row(site: dict[str, Any]) -> dict[str, str]:
     capacity, free = site["kv_capacity_tokens"], site["kv_free_tokens"]
-    told = capacity > 0 and site["state"] != "down"  # who is down holds nothing
+    has_load = capacity > 0 and site["state"] != "down"  # who is down holds nothing
     return {
         "site": site["name"],
         "cloud": site["cloud"],
@@ -98,10 +100,10 @@ def row(site: dict[str, Any]) -> dict[str, str]:
         "pending": str(site["pending"]),
         "token load": f"{site['token_load']:.0f}",
         "tokens/s": f"{site['tokens_per_s']:.0f}",
-        "KV used": f"{1 - free / capacity:.0%}" if told else "-",
-        "report age": seconds(site["load_age_s"]),
+        "KV used": f"{1 - free / capacity:.0%}" if has_load else "-",
+        "report age": format_seconds(site["load_age_s"]),
     }
 
 
-def plain(value: object) -> str:
+def format_value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,4 +1,4 @@
-"""`mico top`: the federation in the terminal, a line a site, once a second, with a few keys."""
+"""`mico top`: the federation in the terminal, a line per site, refreshed every second, with a few keys."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import typer
 
 from mico.errors import CommandFailed
 from mico.options import GatewayOptions, Json, with_option_groups
-from mico.session import session
+from mico.session import session_of
 
 if TYPE_CHECKING:
     from mico.client import Client
     from mico.keyboard import Keyboard
-    from mico.watching import Watching
+    from mico.top_state import TopState
 
 OVERVIEW = "/admin/api/overview"
-LOOK_S = 5.0
-"""While it waits no key is heard."""
+REFRESH_TIMEOUT_S = 5.0
+"""No key is read during a request, so it is short."""
 
 
 @with_option_groups
@@ -34,80 +34,83 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Sites, load and events, live; s sorts, d drains, p pauses, q quits. -n 1 --json is for scripts."""
-    here = session(context)
-    client = here.client(*gateway)
+    session = session_of(context)
+    client = session.client(*gateway)
     if as_json:
-        looked = 0
-        while times is None or looked < times:
-            if looked:
+        refreshes = 0
+        while times is None or refreshes < times:
+            if refreshes:
                 time.sleep(every)
-            here.terminal.json(client.get(OVERVIEW))
-            looked += 1
+            session.terminal.json(client.get(OVERVIEW))
+            refreshes += 1
         return
     from rich.console import Console
 
-    from mico.screen import screen
+    from mico.top_view import render
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     first = client.get(OVERVIEW)
     if times != 1 and console.is_terminal and sys.stdin.isatty():
-        live(client, first, times, every)
+        run_live(client, first, times, every)
         return
-    console.print(screen(first))
+    console.print(render(first))
     for _ in range((times or 1) - 1):
         time.sleep(every)
-        console.print("", screen(client.get(OVERVIEW)))
+        console.print("", render(client.get(OVERVIEW)))
 
 
-def live(client: Client, first: dict[str, Any], times: int | None, every_s: float) -> None:
+def run_live(client: Client, first: dict[str, Any], times: int | None, every_s: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from mico.keyboard import keyboard
-    from mico.screen import screen
-    from mico.watching import Watching
+    from mico.top_state import TopState
+    from mico.top_view import render
 
-    watching = Watching(first)
+    state = TopState(first)
     console = Console(highlight=False)
     try:
         with (
             keyboard() as keys,
-            Live(screen(first, watching), console=console, screen=True, auto_refresh=False) as shown,
+            Live(render(first, state), console=console, screen=True, auto_refresh=False) as display,
         ):
-            looked = 1
-            while not watching.over and (times is None or looked < times):
+            refreshes = 1
+            while not state.finished and (times is None or refreshes < times):
                 until_s = time.monotonic() + every_s
-                while not watching.over and (left_s := until_s - time.monotonic()) > 0:
-                    press(client, watching, keys, left_s)
-                    shown.update(screen(watching.snapshot, watching), refresh=True)
-                looked += look(client, watching)
-                shown.update(screen(watching.snapshot, watching), refresh=True)
+                while not state.finished and (left_s := until_s - time.monotonic()) > 0:
+                    handle_key(client, state, keys, left_s)
+                    display.update(render(state.snapshot, state), refresh=True)
+                refreshes += refresh(client, state)
+                display.update(render(state.snapshot, state), refresh=True)
     except KeyboardInterrupt:
         return
 
 
-def look(client: Client, watching: Watching) -> int:
-    """While it is paused nothing new is drawn. A gateway that does not answer is told of, and tried again."""
-    if watching.paused or watching.over:
+def refresh(client: Client, state: TopState) -> int:
+    """Fetch a new snapshot unless paused; return the number of refreshes, 0 or 1.
+
+    A failure is shown, and the next refresh tries again.
+    """
+    if state.paused or state.finished:
         return 0
     try:
-        watching.snapshot = client.get(OVERVIEW, within_s=LOOK_S)
-        watching.trouble = ""
+        state.snapshot = client.get(OVERVIEW, timeout_s=REFRESH_TIMEOUT_S)
+        state.error = ""
     except CommandFailed as failure:
-        watching.trouble = failure.error
+        state.error = failure.error
     return 1
 
 
-def press(client: Client, watching: Watching, keys: Keyboard, within_s: float) -> None:
-    """One key, if there is one; what it asks of the gateway is done here."""
+def handle_key(client: Client, state: TopState, keys: Keyboard, timeout_s: float) -> None:
+    """Wait for a key up to `timeout_s`, apply it, and send the request that it leads to."""
     from urllib.parse import quote
 
-    key = keys.key(within_s)
-    asked = watching.press(key) if key else None
-    if asked is None:
+    key = keys.read_key(timeout_s)
+    request = state.press(key) if key else None
+    if request is None:
         return
-    path = f"/admin/api/sites/{quote(asked.site, safe='')}/drain"
+    path = f"/admin/api/sites/{quote(request.site, safe='')}/drain"
     try:
-        watching.answered(client.post(path, {"reason": asked.reason, "dry_run": asked.dry_run}))
+        state.show_answer(client.post(path, {"reason": request.reason, "dry_run": request.dry_run}))
     except CommandFailed as failure:
-        watching.refused(failure.cause or failure.error)
+        state.show_refusal(failure.cause or failure.error)

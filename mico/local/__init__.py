@@ -1,1 +1,1 @@
-"""A whole federation on one machine: what it consists of, its folder, its processes, and their life."""
+"""A whole federation on one machine: its plan, its folder, its processes, and their lifecycle."""

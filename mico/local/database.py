@@ -1,4 +1,4 @@
-"""A local federation's database, made ready before its gateway starts: newest schema, its owner's key."""
+"""Preparation of a local federation's database before its gateways start: newest schema, owner's key."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mico.store_access import upgrade, with_store
 KEY_NAME = "local"
 
 
-def prepare(folder: Folder, database_url: str) -> str:
-    """The owner's API key. A key that is kept in the folder and still valid stays as it is."""
+def prepare_database(folder: Folder, database_url: str) -> str:
+    """Upgrade the schema and return the owner's API key; a valid key that the folder keeps is reused."""
     from gateway.store.store import Store
 
     upgrade(database_url)

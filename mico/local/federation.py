@@ -1,4 +1,4 @@
-"""The life of a local federation: start, wait until every site is ready, watch, restart what died, end."""
+"""Lifecycle of a local federation: start, wait until ready, watch, restart dead processes, stop."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mico.local.interrupts import uninterrupted
 from mico.local.plan import Plan
 from mico.local.processes import Process, end, last_lines, start
 
-READY_WITHIN_S = 240.0
+READY_TIMEOUT_S = 240.0
 POLL_S = 0.2
-TOLD_WITHIN_S = 5.0
-"""A gateway that says nothing for so long is as one that does not answer."""
-GATEWAY_DRAIN_S = 30.0
-SITE_END_S = 10.0
+STATE_TIMEOUT_S = 5.0
+"""A gateway that is silent this long counts as one that does not answer."""
+GATEWAY_STOP_TIMEOUT_S = 30.0
+SITE_STOP_TIMEOUT_S = 10.0
 
-STARTED = ("ready", "draining", "paused")
-"""An operator's order outlives the processes: a site that was told to drain is up, and drains."""
+STARTED_STATES = ("ready", "draining", "paused")
+"""States of a site that has started: an operator's order to drain or pause outlives the processes."""
 
 States = Mapping[str, str]
-"""The state of each process by name: `starting`, `ready`, `ended`, or what the gateway says of a site."""
+"""The state of each process by name: `starting`, `ready`, `ended`, or a site's state at the gateway."""
 
 
 def start_all(plan: Plan) -> Running:
-    """Gateways and sites. What started is noted at once, so that `mico down` always finds it."""
+    """Start gateways and sites. Each process is recorded at once, so that `mico down` always finds it."""
     plan.write()
     running = Running(
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -43,50 +43,50 @@ def start_all(plan: Plan) -> Running:
         with uninterrupted():
             process = start_process(plan.folder, name, role)
             running = replace(running, processes=(*running.processes, process))
-            plan.folder.remember(running)
+            plan.folder.save_state(running)
     return running
 
 
 def start_process(folder: Folder, name: str, role: str) -> Process:
-    """One core's worth of threads each: BLAS would otherwise take every core for every site."""
+    """Start one process with one thread for BLAS, which would otherwise take every core for every site."""
     arguments = [role, "--config", str(folder.config(name))]
     return start(name, role, arguments, folder.log(name), {"OMP_NUM_THREADS": "1"})
 
 
 def restart_dead(folder: Folder, running: Running) -> Running:
-    """The same federation with every dead process started again from its settings."""
+    """Start every dead process again from its settings; return the federation as it then runs."""
     for place, each in enumerate(running.processes):
         if not each.alive:
             with uninterrupted():
                 fresh = start_process(folder, each.name, each.role)
                 processes = (*running.processes[:place], fresh, *running.processes[place + 1 :])
                 running = replace(running, processes=processes)
-                folder.remember(running)
+                folder.save_state(running)
     return running
 
 
 def states(running: Running, key: str | None) -> dict[str, str]:
-    """What each process is doing now. A process that ended stays in the list as `ended`.
+    """Return the state of each process. A process that ended stays in the result as `ended`.
 
-    A site is `ready` when every living gateway says so.
+    A site is `ready` when every living gateway reports it so.
     """
-    listed: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for gateway, root_url in zip(running.gateways, running.root_urls, strict=True):
         if gateway.alive:
-            for name, state in told_by(gateway, f"{root_url}/v1", key, running).items():
-                if listed.get(name, "ready") == "ready":
-                    listed[name] = state
+            for name, state in states_from(gateway, f"{root_url}/v1", key, running).items():
+                if seen.get(name, "ready") == "ready":
+                    seen[name] = state
     return {
-        each.name: listed.get(each.name, "starting") if each.alive else "ended" for each in running.processes
+        each.name: seen.get(each.name, "starting") if each.alive else "ended" for each in running.processes
     }
 
 
-def told_by(gateway: Process, base_url: str, key: str | None, running: Running) -> dict[str, str]:
-    """The states of that gateway and of all sites, as it sees them."""
+def states_from(gateway: Process, base_url: str, key: str | None, running: Running) -> dict[str, str]:
+    """Return the states of one gateway and of all sites as it reports them."""
     unseen = {site.name: "starting" for site in running.sites}
     client = Client(base_url, key)
     try:
-        sites = client.get("/admin/api/sites", within_s=TOLD_WITHIN_S)["sites"]
+        sites = client.get("/admin/api/sites", timeout_s=STATE_TIMEOUT_S)["sites"]
     except CommandFailed:
         return {gateway.name: "starting", **unseen}
     finally:
@@ -94,40 +94,43 @@ def told_by(gateway: Process, base_url: str, key: str | None, running: Running) 
     return {gateway.name: "ready", **unseen, **{site["name"]: site["state"] for site in sites}}
 
 
-def wait_until_ready(running: Running, key: str | None, tell: Callable[[States], None]) -> None:
-    """Returns when all are ready. Raises CommandFailed with the end of the log of one that ended."""
-    deadline_s = time.monotonic() + READY_WITHIN_S
+def wait_until_ready(running: Running, key: str | None, show_states: Callable[[States], None]) -> None:
+    """Wait until every process is ready, calling `show_states` with each poll.
+
+    Raises CommandFailed with the end of the log of a process that ended, or after READY_TIMEOUT_S.
+    """
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < deadline_s:
-        now = states(running, key)
-        tell(now)
+        current = states(running, key)
+        show_states(current)
         for process in running.processes:
-            if now[process.name] == "ended":
+            if current[process.name] == "ended":
                 raise CommandFailed(
                     f"{process.name} ended while starting",
                     cause=last_lines(process.log) or "its log is empty",
                     tip=f"the whole log: {process.log}",
                 )
-        if all(state in STARTED for state in now.values()):
+        if all(state in STARTED_STATES for state in current.values()):
             return
         time.sleep(POLL_S)
-    late = [name for name, state in states(running, key).items() if state not in STARTED]
+    late = [name for name, state in states(running, key).items() if state not in STARTED_STATES]
     raise CommandFailed(
-        f"not ready within {READY_WITHIN_S:.0f} s: {', '.join(late)}",
+        f"not ready within {READY_TIMEOUT_S:.0f} s: {', '.join(late)}",
         tip=f"the logs say why: {', '.join(p.log for p in running.processes if p.name in late)}",
     )
 
 
 def stop_all(folder: Folder, running: Running) -> list[Process]:
-    """The gateways first: they finish what they answer. Then the sites. Returns what had to be killed."""
-    killed = end(running.gateways, GATEWAY_DRAIN_S)
-    killed += end(running.sites, SITE_END_S)
-    folder.forget()
+    """Stop the gateways, which finish their answers, then the sites; return the ones killed."""
+    killed = end(running.gateways, GATEWAY_STOP_TIMEOUT_S)
+    killed += end(running.sites, SITE_STOP_TIMEOUT_S)
+    folder.delete_state()
     return killed
 
 
 def kill_all(folder: Folder, running: Running) -> list[Process]:
-    """At once, without draining; nothing keeps it from killing all of them."""
+    """Kill every process without draining, not interruptible; return them."""
     with uninterrupted():
         killed = end(running.processes, 0.0)
-        folder.forget()
+        folder.delete_state()
     return killed

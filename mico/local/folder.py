@@ -1,4 +1,4 @@
-"""`.mico/`: database, keys, settings, logs and the note of what runs. Only its owner can read it."""
+"""The folder `.mico/`: database, keys, settings, logs and state.json. Only its owner can read it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 
 from mico.errors import CommandFailed
 from mico.local.processes import Process
-from mico.outputs import make_folder
+from mico.output_paths import create_folder
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What `mico up` started, as kept in state.json."""
+    """The processes that `mico up` started, as kept in state.json."""
 
     started_at: str
     http_ports: tuple[int, ...]  # of the gateways, in their order
@@ -76,7 +76,7 @@ class Folder:
 
     def make(self) -> None:
         for folder in (self.path, self.path / "config", self.path / "logs"):
-            make_folder(folder)
+            create_folder(folder)
             folder.chmod(0o700)
         if not self.token_file.exists():
             write_private(self.token_file, secrets.token_urlsafe(32))
@@ -85,7 +85,7 @@ class Folder:
         return self.key_file.read_text("utf-8", "replace").strip() if self.key_file.exists() else None
 
     def running(self) -> Running | None:
-        """The note of the last `mico up`, whether or not its processes still live. Raises CommandFailed."""
+        """Return the state of the last `mico up`, whether or not its processes live. Raises CommandFailed."""
         state = self.path / "state.json"
         if not state.exists():
             return None
@@ -100,14 +100,14 @@ class Folder:
                 tip="end what it started (ps shows it as python -m mico), then remove the file",
             ) from error
 
-    def remember(self, running: Running) -> None:
+    def save_state(self, running: Running) -> None:
         write_private(self.path / "state.json", json.dumps(asdict(running), indent=2))
 
-    def forget(self) -> None:
+    def delete_state(self) -> None:
         (self.path / "state.json").unlink(missing_ok=True)
 
-    def found(self) -> dict[str, Any]:
-        """Settings that a federation in this folder provides to client commands."""
+    def client_settings(self) -> dict[str, Any]:
+        """Return the settings that a federation in this folder provides to client commands."""
         running, key = self.running(), self.key()
         settings: dict[str, Any] = {"database_url": self.database_url} if self.path.exists() else {}
         if running:
@@ -117,7 +117,7 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One `mico up` or `mico down` at a time."""
+        """Hold the folder's lock: one `mico up` or `mico down` at a time. Raises CommandFailed."""
         with (self.path / "lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,7 +129,7 @@ class Folder:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Readable by its owner alone from the first byte on, and replaced in one step."""
+    """Write a file that only its owner can read, from the first byte on, and replace it atomically."""
     fresh = path.with_suffix(f"{path.suffix}.new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(

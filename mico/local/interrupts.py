@@ -1,4 +1,4 @@
-"""Ctrl-C, and what else ends a program: one interrupt for all, that can wait for what must not be cut."""
+"""Signals that end a program: all raise KeyboardInterrupt, which a critical section can delay."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def interrupt_at_any_end() -> None:
-    """SIGTERM, and the end of the terminal, as Ctrl-C; what is ignored, as under nohup, stays so."""
-    for number in ENDING:
+def interrupt_at_end_signals() -> None:
+    """Treat SIGTERM and SIGHUP like Ctrl-C; a signal that is ignored, as under nohup, stays ignored."""
+    for number in END_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt that comes meanwhile is raised when the block is done."""
+    """Delay an interrupt during the block until its end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
+    received: list[int] = []
 
-    def keep(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
+    def record(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
 
-    before = {number: signal.getsignal(number) for number in ENDING}
-    for number, own in before.items():
-        if own is not signal.SIG_IGN:
-            signal.signal(number, keep)
+    handlers = {number: signal.getsignal(number) for number in END_SIGNALS}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, record)
     try:
         yield
     finally:
-        for number, own in before.items():
-            signal.signal(number, own)
-        if came:
-            signal.raise_signal(came[0])
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])

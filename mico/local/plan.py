@@ -1,4 +1,7 @@
-"""What each process of a local federation is told, as one TOML file per process. Starts nothing."""
+"""The configuration of a local federation: one TOML file per process.
+
+Does not start anything.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LAST_PORT = 65_535
 
 
 class Ports(NamedTuple):
-    """Where one gateway listens: for clients and for sites."""
+    """Ports of one gateway: HTTP for clients, gRPC for sites."""
 
     http: int
     grpc: int
@@ -26,9 +29,8 @@ class Ports(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`model` is a folder or a Hub id; every site serves it, as `served_model` or under its own name.
-
-    Every gateway is a replica: one database, one pepper, a journal of its own, the same sites.
+    """A federation to start. Every site serves `model`, a folder or a Hub id, under its own name or as
+    `served_model`. Every gateway is a replica: same database, pepper and sites, a journal of its own.
     """
 
     folder: Folder
@@ -44,12 +46,15 @@ class Plan:
 
     def write(self) -> None:
         for name, ports in zip(self.gateway_names, self.gateways, strict=True):
-            write_private(self.folder.config(name), toml(self.gateway(name, ports)))
+            write_private(self.folder.config(name), to_toml(self.gateway(name, ports)))
         for site in self.sites:
-            write_private(self.folder.config(site.name), toml(self.site(site)))
+            write_private(self.folder.config(site.name), to_toml(self.site(site)))
 
     def gateway(self, name: str, ports: Ports) -> dict[str, object]:
-        """Raises FileNotFoundError when several share keys and the database was not prepared yet."""
+        """Return a gateway's settings.
+
+        Raises FileNotFoundError when several gateways share keys and the database is not prepared yet.
+        """
         settings: dict[str, object] = {
             "name": "local" if name == "gateway" else name,
             "host": HOST,
@@ -66,7 +71,7 @@ class Plan:
         return settings
 
     def site(self, profile: Profile) -> dict[str, object]:
-        """One thread each: the sites of a laptop share its few cores."""
+        """Return a site's settings, with one thread: the sites of a laptop share its few cores."""
         return {
             "site": profile.name,
             "cloud": profile.cloud,
@@ -84,14 +89,17 @@ class Plan:
         }
 
 
-def toml(settings: Mapping[str, object]) -> str:
-    """A flat table. JSON's values are TOML's too, except DEL and surrogate pairs in strings."""
+def to_toml(settings: Mapping[str, object]) -> str:
+    """Return a flat table as TOML. JSON's values are TOML's, except DEL and surrogate pairs in strings."""
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings.items()]
     return "".join(lines).replace("\x7f", "\\u007f")
 
 
 def choose_ports(http_port: int) -> Ports:
-    """The HTTP port as asked and a free one for sites, the next if possible; for 0 any two."""
+    """Return `http_port` and a free gRPC port, the next one if possible; for 0 any two free ports.
+
+    Raises CommandFailed if the port is in use or no port.
+    """
     if http_port == 0:
         return Ports(free_port(), free_port())
     if not is_free(http_port):
@@ -110,22 +118,20 @@ def is_free(port: int) -> bool:
         raise CommandFailed(f"{port} is no port", tip="1 to 65535", exit_code=ExitCode.WRONG_USAGE)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return _binds(probe, port)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def free_port() -> int:
-    """For a minute only who names it gets it: a connection of it has just ended, on this side first, and a
-    port in TIME_WAIT is given to nobody who asks for any.
+    """Return a free port that, for a minute, only a program that names it gets.
+
+    A connection of the port has just ended, on this side first, and the system does not give a port in
+    TIME_WAIT to a program that asks for any.
     """
     with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname()):
         accepted, _ = server.accept()
         accepted.close()
         return int(server.getsockname()[1])
-
-
-def _binds(probe: socket.socket, port: int) -> bool:
-    try:
-        probe.bind((HOST, port))
-    except OSError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""Processes by pid and start time: a pid that was given to somebody else meanwhile is never signalled."""
+"""Child processes, identified by pid and start time: a reused pid is never signalled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """`started` is the system's own start stamp; with the pid it names one process for all time."""
+    """A process. `started` is the system's start stamp, which with the pid identifies it for all time."""
 
     name: str
     role: str
@@ -29,7 +29,7 @@ class Process:
 
 
 def start(name: str, role: str, arguments: Sequence[str], log: Path, environment: dict[str, str]) -> Process:
-    """Run `mico ARGUMENTS` in a session of its own: Ctrl-C reaches us alone, and we end it in order."""
+    """Run `mico ARGUMENTS` in a session of its own: Ctrl-C does not reach it, we end it in order."""
     with log.open("wb") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", "mico", *arguments],
@@ -43,7 +43,7 @@ def start(name: str, role: str, arguments: Sequence[str], log: Path, environment
 
 
 def start_stamp(pid: int) -> str | None:
-    """When that process began, in the system's words; None when it has ended (a zombie has ended too)."""
+    """Return the start time of a process as the system writes it, or None if it has ended (also a zombie)."""
     reap(pid)
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
@@ -59,17 +59,17 @@ def start_stamp(pid: int) -> str | None:
 
 
 def reap(pid: int) -> None:
-    """Collect a child of ours that ended; other people's processes are no business of ours."""
+    """Collect the exit status of a child that ended; ignore processes that are not children."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
         return
 
 
-def end(processes: Sequence[Process], within_s: float) -> list[Process]:
-    """Ask all to end, wait, then kill what is left. Returns those that had to be killed."""
+def end(processes: Sequence[Process], timeout_s: float) -> list[Process]:
+    """Terminate all processes, wait, then kill the rest. Return the processes that were killed."""
     send(processes, signal.SIGTERM)
-    left = wait_for_end(processes, within_s)
+    left = wait_for_end(processes, timeout_s)
     send(left, signal.SIGKILL)
     wait_for_end(left, 5.0)
     return left
@@ -84,8 +84,8 @@ def send(processes: Sequence[Process], number: signal.Signals) -> None:
                 continue
 
 
-def wait_for_end(processes: Sequence[Process], within_s: float) -> list[Process]:
-    deadline_s = time.monotonic() + within_s
+def wait_for_end(processes: Sequence[Process], timeout_s: float) -> list[Process]:
+    deadline_s = time.monotonic() + timeout_s
     left = [process for process in processes if process.alive]
     while left and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -94,15 +94,15 @@ def wait_for_end(processes: Sequence[Process], within_s: float) -> list[Process]
 
 
 def last_lines(log: str, count: int = 15) -> str:
-    """The end of a log, for the person who has to find out why a process ended."""
+    """Return the end of a log, which usually says why a process ended."""
     path = Path(log)
     if not path.exists():
         return ""
-    return "\n".join(plain(line) for line in path.read_text(errors="replace").splitlines()[-count:])
+    return "\n".join(summarize_line(line) for line in path.read_text(errors="replace").splitlines()[-count:])
 
 
-def plain(line: str) -> str:
-    """A structured line as `level: message` and the last line of its traceback; another as it is."""
+def summarize_line(line: str) -> str:
+    """Return a structured line as `level: message` and the end of its traceback, others unchanged."""
     try:
         entry = json.loads(line)
         traceback = str(entry.get("exception") or entry.get("fault") or "")

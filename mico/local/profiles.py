@@ -1,4 +1,4 @@
-"""The sites that `mico up` starts: different clouds and prices, different speeds by an iteration floor."""
+"""Profiles of the sites that `mico up` starts: different clouds, prices and speeds (an iteration floor)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`iteration_floor_s` is the least time one engine iteration takes: how a slower GPU is imitated."""
+    """A site. `iteration_floor_s`, the minimum time of an engine iteration, imitates a slower GPU."""
 
     name: str
     cloud: str
@@ -27,6 +27,6 @@ PROFILES = (
 
 
 def profiles(count: int) -> list[Profile]:
-    """The first `count`; beyond the list they repeat under a numbered name."""
+    """Return the first `count` profiles; beyond the list they repeat under a numbered name."""
     rounds = [(PROFILES[i % len(PROFILES)], i // len(PROFILES)) for i in range(count)]
     return [replace(site, name=f"{site.name}-{lap + 1}") if lap else site for site, lap in rounds]

@@ -1,4 +1,4 @@
-"""Shows how a federation comes up: a spinner per process on a terminal, one line per change elsewhere."""
+"""Progress of a starting federation: a spinner per process on a terminal, a line per change elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WIDTH = 20
 
 
 @contextmanager
-def progress(terminal: Terminal) -> Iterator[Callable[[Mapping[str, str]], None]]:
-    """Yields a function that is told the states of all processes whenever they are known."""
+def state_progress(terminal: Terminal) -> Iterator[Callable[[Mapping[str, str]], None]]:
+    """Yield the function to call with the states of all processes."""
     if terminal.quiet or not sys.stderr.isatty():
-        yield changes(terminal)
+        yield print_changes(terminal)
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
@@ -33,14 +33,14 @@ def progress(terminal: Terminal) -> Iterator[Callable[[Mapping[str, str]], None]
         yield show
 
 
-def changes(terminal: Terminal) -> Callable[[Mapping[str, str]], None]:
-    """A function that says what changed since it was told the last time."""
+def print_changes(terminal: Terminal) -> Callable[[Mapping[str, str]], None]:
+    """Return a function that prints the states that changed since its last call."""
     before: dict[str, str] = {}
 
     def show(states: Mapping[str, str]) -> None:
         for name, state in states.items():
             if before.get(name) != state:
-                terminal.say(f"{name:{WIDTH}} {state}")
+                terminal.info(f"{name:{WIDTH}} {state}")
         before.update(states)
 
     return show

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from openai import APIError
 
-from mico.local.plan import toml
+from mico.local.plan import to_toml
 from site_engine.config import SiteConfig
 from site_engine.remote_site import serve
 from tests.support.local_federation import LocalFederation, eventually
@@ -188,7 +188,7 @@ def foreign(federation: LocalFederation, name: str, folder: Path) -> Iterator[su
         "gateways": [f"127.0.0.1:{port}"],
         "token_file": str(federation.folder.token_file),
     }
-    (folder / "site.toml").write_text(toml(settings))
+    (folder / "site.toml").write_text(to_toml(settings))
     site = subprocess.Popen([sys.executable, "-m", "mico", "site", "--config", str(folder / "site.toml")])
     try:
         yield server

@@ -16,7 +16,7 @@ import httpx
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.store import open_store
-from mico.local.plan import free_port, toml
+from mico.local.plan import free_port, to_toml
 from migrations import upgrade
 from tests.support.stand_in_site import TOKEN
 
@@ -145,7 +145,7 @@ async def mico(
     }
     if predictor is not None:
         settings["predictor"] = str(predictor)
-    (folder / "gateway.toml").write_text(toml(settings))
+    (folder / "gateway.toml").write_text(to_toml(settings))
     packages = os.pathsep.join((str(Path.cwd()), sysconfig.get_path("platlib")))
     python = (
         (place.python,) if place.python == sys.executable else ("env", f"PYTHONPATH={packages}", place.python)

@@ -131,7 +131,7 @@ def test_a_gateway_that_restarts_is_waited_for(
 ) -> None:
     gateway = Gateway(a_batch("in_progress"), httpx.ConnectError, 503, httpx.ReadError, DONE)
     assert play(monkeypatch, capsys, gateway, "run", "in.jsonl")[0] == 0
-    monkeypatch.setattr(commands, "AWAY_WITHIN_S", -1.0)
+    monkeypatch.setattr(commands, "UNAVAILABLE_TIMEOUT_S", -1.0)
     status, _, err = play(monkeypatch, capsys, Gateway(httpx.ConnectError), "run", "in.jsonl")
     assert status == 1 and "mico batch fetch batch_1 --wait" in err
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mico.client import Client
-from mico.commands.chat import Answer, relay, response_format
-from mico.errors import Away, CommandFailed, ExitCode
+from mico.commands.chat import Answer, response_format, stream_answer
+from mico.errors import CommandFailed, ExitCode, GatewayUnavailable
 from mico.sse import data_events, lines
 
 
@@ -50,7 +50,7 @@ def test_an_answer_is_written_as_it_comes_and_returned_with_its_figures() -> Non
     usage = {"usage": {"completion_tokens": 2}}
     written: list[str] = []
     gateway = client(streams(chunk("Hel"), chunk("lo"), chunk(**usage), "data: [DONE]\n\n"))
-    answer = relay(gateway, "m", [{"role": "user", "content": "?"}], {}, written.append)
+    answer = stream_answer(gateway, "m", [{"role": "user", "content": "?"}], {}, written.append)
     assert written == ["Hel", "lo"]
     assert (answer.text, answer.site, answer.completion_tokens) == ("Hello", "aws", 2)
     assert answer.first_token_s is not None
@@ -62,7 +62,7 @@ def test_a_line_ends_only_where_the_protocol_says_so() -> None:
     text = "one\u2028two\u2029three\x85four"
     body = json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}, ensure_ascii=False)
     gateway = client(streams(f"data: {body}\r\n\r\n", "data: [DONE]\n\n"))
-    assert relay(gateway, "m", [], {}, lambda _: None).text == text
+    assert stream_answer(gateway, "m", [], {}, lambda _: None).text == text
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_line_ends_only_where_the_protocol_says_so() -> None:
 )
 def test_a_broken_stream_is_a_failure_and_not_a_short_answer(parts: tuple[str, ...], cause: str) -> None:
     with pytest.raises(CommandFailed) as failure:
-        relay(client(streams(*parts)), "m", [], {}, lambda _: None)
+        stream_answer(client(streams(*parts)), "m", [], {}, lambda _: None)
     assert cause in failure.value.cause
 
 
@@ -156,8 +156,8 @@ def test_a_gateway_that_says_nothing_is_away() -> None:
     """It took its connection and hung: `mico top` heard no key for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         url = f"http://127.0.0.1:{hanging.getsockname()[1]}/v1"
-        with pytest.raises(Away, match="does not answer"):
-            Client(url, None).get("/v1/models", within_s=0.05)
+        with pytest.raises(GatewayUnavailable, match="does not answer"):
+            Client(url, None).get("/v1/models", timeout_s=0.05)
 
 
 def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +167,8 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("no_proxy", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
-        with pytest.raises(Away):
-            Client(url, None).get("/v1/models", within_s=0.05)
+        with pytest.raises(GatewayUnavailable):
+            Client(url, None).get("/v1/models", timeout_s=0.05)
         server.settimeout(5.0)
         server.accept()[0].close()
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import typer.main
 
-from mico.cli import DEBUG, app, main
-from mico.commands.doctor import Verdict, clocks
-from mico.commands.keys import act, moment
+from mico.cli import DEBUG_TIP, app, main
+from mico.commands.doctor import Verdict, check_clocks
+from mico.commands.keys import audit_act, format_time
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA_IS_NO_JSON = {
@@ -314,17 +314,17 @@ def test_doctor_tells_a_database_that_is_away_from_one_that_is_not_prepared(
 
 
 def test_doctor_names_each_site_whose_clock_is_off() -> None:
-    assert list(clocks({"old": None})) == []
-    (well,) = clocks({"a": 0.004, "b": -0.9, "old": None})
+    assert list(check_clocks({"old": None})) == []
+    (well,) = check_clocks({"a": 0.004, "b": -0.9, "old": None})
     assert (well.verdict, well.detail) == (Verdict.OK, "2 sites within 900 ms of the gateway")
-    (off,) = clocks({"a": 0.0, "b": 61.0, "c": -1.5})
+    (off,) = check_clocks({"a": 0.0, "b": 61.0, "c": -1.5})
     assert (off.verdict, off.detail) == (Verdict.WARN, "b is 61.0 s ahead, c is 1.5 s behind")
     assert off.repair
 
 
 def test_a_key_whose_end_no_calendar_has_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     """The admin API and older versions could set such an end: every list of keys failed from then on."""
-    assert moment(1e18) == moment(float("inf")) == "9999-12-31T23:59:59+00:00"
+    assert format_time(1e18) == format_time(float("inf")) == "9999-12-31T23:59:59+00:00"
 
 
 def test_who_has_no_name_on_this_machine_is_told_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_who_has_no_name_on_this_machine_is_told_by_number(monkeypatch: pytest.M
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    assert act("").who == f"user {os.getuid()} at the command line"
+    assert audit_act("").who == f"user {os.getuid()} at the command line"
 
 
 @pytest.mark.parametrize("note", ["{", "{}", "[]", '{"processes": [{"pid": 1}]}', "\x00"])
@@ -392,17 +392,17 @@ def test_a_refusal_of_the_machine_is_no_traceback(
         raise OSError(28, "No space left on device", "somewhere")
 
     monkeypatch.setattr(Path, "mkdir", full)
-    monkeypatch.setattr("mico.local.folder.make_folder", full)
+    monkeypatch.setattr("mico.local.folder.create_folder", full)
     status, _, err = run(capsys, "up")
     assert (status, err) == (
         1,
-        f"error: the machine refused\ncause: somewhere: No space left on device\ntip: {DEBUG}\n",
+        f"error: the machine refused\ncause: somewhere: No space left on device\ntip: {DEBUG_TIP}\n",
     )
 
 
 def test_what_a_terminal_cant_show_is_a_question_mark(empty_folder: Path) -> None:
     """In a locale without UTF-8 the table of sites, and answers in another script, were a traceback."""
-    code = "from mico.cli import take_any_text; take_any_text(); print('a█\\ud800', input())"
+    code = "from mico import cli; cli.replace_undecodable_text(); print('a█\\ud800', input())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from gateway.config import load as load_gateway
 from mico.errors import CommandFailed
 from mico.local.folder import Folder, Running, write_private
-from mico.local.interrupts import ENDING, interrupt_at_any_end, uninterrupted
-from mico.local.plan import Plan, Ports, choose_ports, is_free, toml
+from mico.local.interrupts import END_SIGNALS, interrupt_at_end_signals, uninterrupted
+from mico.local.plan import Plan, Ports, choose_ports, is_free, to_toml
 from mico.local.processes import Process, end, last_lines, start_stamp
 from mico.local.profiles import profiles
 from mico.terminal import Terminal
@@ -35,7 +35,7 @@ from site_engine.config import load as load_site
     )
 )
 def test_settings_survive_the_way_through_toml(settings: dict[str, object]) -> None:
-    assert tomllib.loads(toml(settings)) == settings
+    assert tomllib.loads(to_toml(settings)) == settings
 
 
 @given(st.integers(1, 32))
@@ -95,10 +95,10 @@ def test_what_runs_is_remembered_and_forgotten(tmp_path: Path) -> None:
     assert folder.running() is None
     process = Process("gateway", "gateway", 1, "stamp", "log")
     running = Running("2026-11-21T11:00:00+00:00", (8080, 8090), "demo", "sqlite:///there.db", (process,))
-    folder.remember(running)
+    folder.save_state(running)
     assert folder.running() == running
-    assert folder.found()["base_url"] == "http://127.0.0.1:8080/v1"
-    folder.forget()
+    assert folder.client_settings()["base_url"] == "http://127.0.0.1:8080/v1"
+    folder.delete_state()
     assert folder.running() is None
 
 
@@ -137,13 +137,13 @@ def test_an_interrupt_waits_for_what_must_not_be_cut() -> None:
 
 
 def test_the_end_of_the_terminal_is_an_interrupt_unless_nohup_says_otherwise() -> None:
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
     try:
-        interrupt_at_any_end()
+        interrupt_at_end_signals()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        interrupt_at_any_end()
+        interrupt_at_end_signals()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         for number, own in before.items():
@@ -156,7 +156,7 @@ def test_nobody_to_read_what_is_said_ends_nothing(monkeypatch: pytest.MonkeyPatc
     os.close(read)
     with open(write, "w") as closed:  # noqa: PTH123 - a descriptor has no path
         monkeypatch.setattr("sys.stderr", closed)
-        Terminal().say("stopping")
+        Terminal().info("stopping")
         monkeypatch.undo()
         with contextlib.suppress(BrokenPipeError):
             closed.close()

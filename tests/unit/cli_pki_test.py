@@ -15,7 +15,7 @@ from gateway.security.pki import invitation
 from gateway.security.pki.authority import Authority
 from gateway.store.store import open_store
 from mico.cli import main
-from mico.commands.doctor import Verdict, certificates
+from mico.commands.doctor import Verdict, check_certificates
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +68,12 @@ def test_the_doctor_names_sites_that_do_not_renew(capsys: pytest.CaptureFixture[
     session: Any = SimpleNamespace(
         settings=SimpleNamespace(value=lambda _: url), folder=SimpleNamespace(path=here / ".mico")
     )
-    assert list(certificates(session)) == []
+    assert list(check_certificates(session)) == []
     asyncio.run(issue(here, "alpha", time.time() + 86_400))
-    (finding,) = certificates(session)
+    (finding,) = check_certificates(session)
     assert (finding.verdict, finding.detail) == (Verdict.OK, "1 site has one")
     asyncio.run(issue(here, "beta", time.time() + 3_600))
-    (finding,) = certificates(session)
+    (finding,) = check_certificates(session)
     assert (finding.verdict, finding.detail) == (Verdict.WARN, "not renewed: beta")
 
 

@@ -19,7 +19,7 @@ def settings(**sources: Any) -> Settings:
     return Settings(
         environment={name: value for name, value in sources.items() if name.isupper()},
         file=sources.get("file", {}),
-        found=sources.get("found", {}),
+        detected=sources.get("detected", {}),
     )
 
 
@@ -27,18 +27,20 @@ def settings(**sources: Any) -> Settings:
 def test_the_first_source_that_speaks_wins(speaking: set[str]) -> None:
     environment = {name: name for name in speaking if name.isupper()}
     file = {"base_url": "mico.toml"} if "mico.toml" in speaking else {}
-    found = {"base_url": ".mico"} if ".mico" in speaking else {}
-    resolved = Settings(environment, file, found).resolve("base_url", "flag" if "flag" in speaking else None)
+    detected = {"base_url": ".mico"} if ".mico" in speaking else {}
+    resolved = Settings(environment, file, detected).resolve(
+        "base_url", "flag" if "flag" in speaking else None
+    )
     assert resolved.origin == next(source for source in SOURCES if source in {*speaking, "default"})
     if resolved.origin != "default":
         assert resolved.value == resolved.origin
 
 
 def test_a_key_for_openai_is_not_sent_to_another_address() -> None:
-    alone = settings(OPENAI_API_KEY="sk-theirs", found={"base_url": "http://here", "api_key": "mico-ours"})
+    alone = settings(OPENAI_API_KEY="sk-theirs", detected={"base_url": "http://here", "api_key": "mico-ours"})
     assert alone.value("api_key") == "mico-ours"
     pair = settings(
-        OPENAI_API_KEY="sk-theirs", OPENAI_BASE_URL="http://there", found={"api_key": "mico-ours"}
+        OPENAI_API_KEY="sk-theirs", OPENAI_BASE_URL="http://there", detected={"api_key": "mico-ours"}
     )
     assert pair.value("api_key") == "sk-theirs"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mico.commands.sites import row
+from mico.commands.sites import table_row
 
 SITE: dict[str, Any] = {
     "name": "alpha",
@@ -29,4 +29,4 @@ SITE: dict[str, Any] = {
     [({}, "25%"), ({"kv_capacity_tokens": 0}, "-"), ({"state": "down", "kv_free_tokens": 0}, "-")],
 )
 def test_kv_in_use_is_told_of_sites_that_have_any(changed: dict[str, Any], used: str) -> None:
-    assert row({**SITE, **changed})["KV used"] == used
+    assert table_row({**SITE, **changed})["KV used"] == used

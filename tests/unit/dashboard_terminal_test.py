@@ -10,9 +10,9 @@ from rich.console import Console
 
 from mico.commands.operate import duration, ends_after
 from mico.errors import CommandFailed
-from mico.keyboard import Terminal
-from mico.screen import bar, screen
-from mico.watching import ORDERS, Asked, Stage, Watching
+from mico.keyboard import TerminalKeyboard
+from mico.top_state import SORT_ORDERS, DrainRequest, DrainStage, TopState
+from mico.top_view import bar, render
 
 SITE = {
     "name": "aws-us",
@@ -51,7 +51,7 @@ SNAPSHOT = {
 
 def test_the_screen_says_what_the_page_says() -> None:
     out = StringIO()
-    Console(file=out, width=160).print(screen(SNAPSHOT))
+    Console(file=out, width=160).print(render(SNAPSHOT))
     text = out.getvalue()
     for words in ("Degraded: aws-us stale.", "12 tok/s", "1 of 9 failed", "stale", "3/8", "50%", "by ann"):
         assert words in text
@@ -63,69 +63,69 @@ def test_an_unknown_load_is_no_empty_bar() -> None:
     assert len(bar(0.3)) == len(bar(None))
 
 
-def two_sites() -> Watching:
+def two_sites() -> TopState:
     busy = {**SITE, "name": "b", "load": 0.9, "errors_per_min": 3}
-    return Watching({**SNAPSHOT, "sites": [{**SITE, "name": "a"}, busy]})
+    return TopState({**SNAPSHOT, "sites": [{**SITE, "name": "a"}, busy]})
 
 
-def pressed(watching: Watching, *keys: str) -> list[Asked]:
-    return [asked for key in keys if (asked := watching.press(key))]
+def pressed(state: TopState, *keys: str) -> list[DrainRequest]:
+    return [asked for key in keys if (asked := state.press(key))]
 
 
 def test_sites_are_sorted_by_what_is_asked_for() -> None:
-    watching = two_sites()
-    for order in ORDERS:
-        names = [site["name"] for site in watching.sites]
+    state = two_sites()
+    for order in SORT_ORDERS:
+        names = [site["name"] for site in state.sites]
         assert names == (["b", "a"] if order.name in ("load", "errors") else ["a", "b"])
-        assert f"by {order.name}" in watching.footer()[-1]
-        watching.press("s")
-    assert watching.order == 0
+        assert f"by {order.name}" in state.footer()[-1]
+        state.press("s")
+    assert state.order == 0
 
 
 def test_a_drain_needs_a_site_a_reason_and_a_yes() -> None:
-    watching = two_sites()
-    assert pressed(watching, "d") == []
-    assert watching.footer()[0] == "Choose a site first: ↓ and ↑."
-    assert pressed(watching, "down", "down", "d", "enter") == []
-    assert watching.stage is Stage.REASON
-    assert pressed(watching, *"too hx", "back", *"ot", "enter") == [Asked("b", "too hot", dry_run=True)]
-    watching.answered({"done": False, "preview": {"warnings": ["it hurts"], "text": "drain b"}})
-    assert watching.footer() == ["warning: it hurts", "drain b", "Drain b? y does it, any other key leaves"]
-    assert pressed(watching, "y") == [Asked("b", "too hot", dry_run=False)]
-    watching.answered({"done": True, "preview": {"warnings": [], "text": "drain b"}})
-    assert (watching.stage, watching.footer()[0]) == (Stage.NONE, "done: drain b")
+    state = two_sites()
+    assert pressed(state, "d") == []
+    assert state.footer()[0] == "Choose a site first: ↓ and ↑."
+    assert pressed(state, "down", "down", "d", "enter") == []
+    assert state.stage is DrainStage.REASON
+    assert pressed(state, *"too hx", "back", *"ot", "enter") == [DrainRequest("b", "too hot", dry_run=True)]
+    state.show_answer({"done": False, "preview": {"warnings": ["it hurts"], "text": "drain b"}})
+    assert state.footer() == ["warning: it hurts", "drain b", "Drain b? y does it, any other key leaves"]
+    assert pressed(state, "y") == [DrainRequest("b", "too hot", dry_run=False)]
+    state.show_answer({"done": True, "preview": {"warnings": [], "text": "drain b"}})
+    assert (state.stage, state.footer()[0]) == (DrainStage.NONE, "done: drain b")
 
 
 @pytest.mark.parametrize("keys", [("escape",), ("x", "enter", "n"), ("x", "enter", "q")])
 def test_anything_but_a_yes_changes_nothing(keys: tuple[str, ...]) -> None:
-    watching = two_sites()
-    pressed(watching, "j", "d")
+    state = two_sites()
+    pressed(state, "j", "d")
     for key in keys:
-        asked = watching.press(key)
+        asked = state.press(key)
         if asked is not None:
             assert asked.dry_run
-            watching.answered({"done": False, "preview": {"warnings": [], "text": "drain a"}})
-    assert (watching.stage, watching.over) == (Stage.NONE, False)
+            state.show_answer({"done": False, "preview": {"warnings": [], "text": "drain a"}})
+    assert (state.stage, state.finished) == (DrainStage.NONE, False)
 
 
 def test_letters_of_a_reason_are_no_commands() -> None:
-    watching = two_sites()
-    pressed(watching, "up", "d", *"sp q")
-    assert (watching.reason, watching.order, watching.paused, watching.over) == ("sp q", 0, False, False)
-    assert watching.chosen == "b"
-    watching.refused("nobody there")
-    assert watching.footer()[0] == "not drained: nobody there"
-    pressed(watching, "p", "q")
-    assert (watching.paused, watching.over) == (True, True)
+    state = two_sites()
+    pressed(state, "up", "d", *"sp q")
+    assert (state.reason, state.order, state.paused, state.finished) == ("sp q", 0, False, False)
+    assert state.selected == "b"
+    state.show_refusal("nobody there")
+    assert state.footer()[0] == "not drained: nobody there"
+    pressed(state, "p", "q")
+    assert (state.paused, state.finished) == (True, True)
 
 
 def test_the_screen_shows_keys_the_chosen_site_and_a_gateway_that_is_away() -> None:
-    watching = two_sites()
-    watching.press("down")
-    watching.trouble = "the gateway does not answer"
+    state = two_sites()
+    state.press("down")
+    state.error = "the gateway does not answer"
     out = StringIO()
     Console(file=out, width=160, force_terminal=True, color_system="standard").print(
-        screen(watching.snapshot, watching)
+        render(state.snapshot, state)
     )
     assert "STALE: the gateway does not answer" in out.getvalue()
     assert "q quit" in out.getvalue()
@@ -136,13 +136,13 @@ def test_keys_are_told_apart_as_they_come() -> None:
     read, write = os.pipe()
     try:
         os.write(write, b"s\x1b[A\x1b[Bq\r\x7f\x1b")
-        terminal = Terminal(read)
-        keys = [terminal.key(1.0) for _ in range(7)]
+        terminal = TerminalKeyboard(read)
+        keys = [terminal.read_key(1.0) for _ in range(7)]
         assert keys == ["s", "up", "down", "q", "enter", "back", "escape"]
-        assert terminal.key(0.0) is None
+        assert terminal.read_key(0.0) is None
         for part in ("é".encode()[:1], "é".encode()[1:]):  # half a sign is not the end of the input
             os.write(write, part)
-            keys.append(terminal.key(1.0))
+            keys.append(terminal.read_key(1.0))
         assert keys[-2:] == [None, "é"]
     finally:
         os.close(read)

@@ -1,36 +1,36 @@
-"""What `mico top` draws: the banner, the totals, a line a site, the latest events, the keys."""
+"""The screen of `mico top`: the banner, the totals, a line per site, the latest events, the keys."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mico.terminal import STATE_COLOURS, seconds
+from mico.terminal import STATE_COLOURS, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mico.watching import Watching
+    from mico.top_state import TopState
 
 LEVELS = {"calm": "green", "degraded": "yellow", "critical": "bold red"}
 EVENTS_SHOWN = 6
 
 
-def screen(snapshot: dict[str, Any], watching: Watching | None = None) -> RenderableType:
-    """`watching` is who looks and with which keys; without one it is a picture."""
+def render(snapshot: dict[str, Any], state: TopState | None = None) -> RenderableType:
+    """Render a snapshot of the overview; without `state` there is no selection and no line of keys."""
     from rich.console import Group
     from rich.text import Text
 
     banner = snapshot["banner"]
     events = [event_line(event) for event in snapshot["events"][:EVENTS_SHOWN]]
-    sites = watching.sites if watching else snapshot["sites"]
-    below = [Text(""), *(Text(line, style="bold") for line in watching.footer())] if watching else []
-    stale = [Text(f"STALE: {watching.trouble}", style="bold red")] if watching and watching.trouble else []
+    sites = state.sites if state else snapshot["sites"]
+    below = [Text(""), *(Text(line, style="bold") for line in state.footer())] if state else []
+    stale = [Text(f"STALE: {state.error}", style="bold red")] if state and state.error else []
     return Group(
         *stale,
         Text(banner["text"], style=LEVELS[banner["level"]]),
         Text(totals_line(snapshot["totals"]), style="dim"),
         "",
-        site_table(sites, watching.chosen if watching else ""),
+        site_table(sites, state.selected if state else ""),
         "",
         *events,
         *below,
@@ -41,13 +41,13 @@ def totals_line(totals: dict[str, Any]) -> str:
     return (
         f"out {totals['output_per_s']:.0f} tok/s · in {totals['input_per_s']:.0f} tok/s · "
         f"{totals['in_flight']} in flight · {totals['queued']} queued · "
-        f"first token p95 {seconds(totals['ttft_p95_s'])} · "
+        f"first token p95 {format_seconds(totals['ttft_p95_s'])} · "
         f"{totals['errors_per_min']:.0f} of {totals['ended_per_min']:.0f} failed in the last minute · "
         f"headroom {percent(totals['headroom'])}"
     )
 
 
-def site_table(sites: list[dict[str, Any]], chosen: str = "") -> RenderableType:
+def site_table(sites: list[dict[str, Any]], selected: str = "") -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -67,15 +67,15 @@ def site_table(sites: list[dict[str, Any]], chosen: str = "") -> RenderableType:
             f"{site['output_per_s']:.0f}",
             f"{site['running']}/{site['slots']}",
             str(site["pending"]),
-            seconds(site["ttft_p95_s"]),
-            seconds(site["itl_p95_s"]),
+            format_seconds(site["ttft_p95_s"]),
+            format_seconds(site["itl_p95_s"]),
             percent(site["kv_used"]),
             f"{site['errors_per_min']:.0f}",
         ]
         state = Text(site["state"], style=STATE_COLOURS.get(site["state"], "red"))
         figures = [Text(cell, style=unknown) for cell in cells]
-        reverse = "reverse" if site["name"] == chosen else None
-        table.add_row(site["name"], state, *figures, seconds(site["report_age_s"]), style=reverse)
+        reverse = "reverse" if site["name"] == selected else None
+        table.add_row(site["name"], state, *figures, format_seconds(site["report_age_s"]), style=reverse)
     return table
 
 

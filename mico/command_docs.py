@@ -1,4 +1,7 @@
-"""`python -m mico.pages [FOLDER]`: writes docs/commands, a page a command, by the generator of Typer."""
+"""Generate docs/commands, one page per command, with Typer's generator: `python -m mico.command_docs`.
+
+Another folder may be named as an argument.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from typer.cli import get_docs_for_click
 from mico.cli import app
 
 FOLDER = Path("docs/commands")
-NOISE = re.compile(
+OMITTED = re.compile(
     r"^\* `[^`]*--help`.*\n"
     r"|^\*\*Options\*\*:\n\n(?=\* `[^`]*--help`.*\n\n)"
     r"|^\*\*Commands\*\*:\n\n(\* .*\n)*\n",
     re.M,
 )
-"""What every command has, and lists of what follows anyway, cut short."""
+"""Options that every command has, and lists of subcommands, whose sections follow anyway."""
 INDEX = """# The commands
 
 Made from the program by `./dev docs`; a test holds the two together. `mico --help` says the same.
@@ -34,11 +37,11 @@ its default; `mico config show` says which. `mico --install-completion` teaches 
 """
 
 
-def pages() -> dict[str, str]:
-    """The text of every page by its file name."""
+def command_pages() -> dict[str, str]:
+    """Return the text of every page by file name."""
     group: Any = typer.main.get_command(app)
     context = typer.Context(group, info_name="mico")
-    found = {f"{name}.md": page(context, name, command) for name, command in group.commands.items()}
+    found = {f"{name}.md": command_page(context, name, command) for name, command in group.commands.items()}
     lines = [
         f"- [`mico {name}`]({name}.md): {first_sentence(command.help)}"
         for name, command in sorted(group.commands.items())
@@ -46,10 +49,10 @@ def pages() -> dict[str, str]:
     return {"README.md": INDEX.format(commands="\n".join(lines)), **found}
 
 
-def page(context: typer.Context, name: str, command: Any) -> str:
+def command_page(context: typer.Context, name: str, command: Any) -> str:
     inner = typer.Context(command, info_name=name, parent=context)
-    told = get_docs_for_click(obj=command, ctx=inner, name=f"mico {name}")
-    return re.sub(r"\n{3,}", "\n\n", NOISE.sub("", told)).strip() + "\n"
+    text = get_docs_for_click(obj=command, ctx=inner, name=f"mico {name}")
+    return re.sub(r"\n{3,}", "\n\n", OMITTED.sub("", text)).strip() + "\n"
 
 
 def first_sentence(text: str) -> str:
@@ -57,13 +60,13 @@ def first_sentence(text: str) -> str:
 
 
 def write(folder: Path) -> None:
-    """Pages of commands that are gone go too."""
+    """Write every page to `folder`, and delete the pages of commands that no longer exist."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = pages()
+    written = command_pages()
     for old in folder.glob("*.md"):
-        if old.name not in made:
+        if old.name not in written:
             old.unlink()
-    for name, text in made.items():
+    for name, text in written.items():
         (folder / name).write_text(text)
 
 

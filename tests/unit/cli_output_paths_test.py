@@ -9,7 +9,7 @@ import pytest
 
 from mico.cli import main
 from mico.errors import CommandFailed
-from mico.outputs import make_folder
+from mico.output_paths import create_folder
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_folder_that_may_not_be_written_to_is_told_before_the_work(tmp_path: P
     if os.access(kept, os.W_OK):
         pytest.skip("nothing is forbidden to this user")
     with pytest.raises(CommandFailed, match="nothing can be written"):
-        make_folder(kept)
+        create_folder(kept)
