@@ -32,7 +32,7 @@ from gateway.http.server import HttpServer, http_server
 from gateway.listeners import ListenerCredentials, load_credentials
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
 from gateway.scaling.plan import ScalingPlan, read_plan
@@ -143,7 +143,7 @@ async def _core(
     federation = Federation(settings, directory, gateway_clock, credentials.certificates)
     histogram = HistogramForecaster()
     kept = OutcomeLog(config.outcomes) if config.outcomes else None
-    forecasts = Forecasts(_forecaster(config, histogram), histogram, kept=kept)
+    forecasts = ForecastService(_forecaster(config, histogram), histogram, outcome_log=kept)
     forecasts.start()
 
     metrics = Metrics(directory, lambda: gateway.live)

@@ -38,7 +38,7 @@ from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.prompt import Chat, Message
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from gateway.routing.policies import POLICIES
 from mico import demo_model
 from mico.local.federation import start_process
@@ -103,7 +103,7 @@ async def federation(folder: Folder, max_tokens: int) -> AsyncIterator[Real]:
     clock = asyncio.get_running_loop().time
     link = Federation(FederationSettings("bench", (token,)), directory, clock)
     server, port, _ = await listen(link, "127.0.0.1:0")
-    forecasts = Forecasts(load(), HistogramForecaster())
+    forecasts = ForecastService(load(), HistogramForecaster())
     write_private(folder.token_file, token)
     plan = Plan(folder, (Ports(0, port),), str(demo_model.FOLDER), tuple(profiles(3)), "")
     processes = []

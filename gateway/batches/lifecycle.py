@@ -60,7 +60,7 @@ async def open_batches(
         models=lambda: list(directory.served.values()),
         known_models=lambda: directory.models if gateway.fleet_complete else (),
         sites=lambda: directory.sites,
-        forecast=gateway.forecasts.ahead,
+        forecast=gateway.forecasts.request_ahead,
         caller=caller,
         dispatched=dispatched,
         files=files,

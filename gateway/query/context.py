@@ -14,7 +14,7 @@ from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.ids import hex_ids
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from gateway.query.state import QueryState
 from gateway.quotas.ledger import QuotaLedger
 from gateway.routing.candidates import Policy
@@ -44,7 +44,7 @@ class QueryContext:
 
     directory: Directory
     federation: Federation
-    forecasts: Forecasts
+    forecasts: ForecastService
     record: Callable[[Outcome], None]
     has_room: Callable[[], bool] = lambda: True
     policy_name: str = "mico"

@@ -1,8 +1,8 @@
-"""Forecasts on a thread: whatever queries wait while one batch runs make up the next. One that is answered
-alone, as the one before it, is forecast where it is asked.
+"""Forecasts queries in batches on a thread: the queries that arrive while one batch runs make up the next. A
+query that is answered alone, as the one before it, is forecast on the event loop at once.
 
-Outcomes come back here: what they teach, and how far they are from the forecasts. No text outlives its query,
-unless an outcome log is given.
+Outcomes come back here, to learn from and to measure drift. No text outlives its query, unless an outcome log
+is given.
 """
 
 from __future__ import annotations
@@ -35,46 +35,49 @@ from predictor.outcome_log import OutcomeLog
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
-HELD_S = 0.002
-"""A query that is answered alone may hold the loop so long, by what texts as long have shown: that saves
-waking a thread and being woken by it, and what is in the caches of one processor serves on.
+MAX_INLINE_S = 0.002
+"""Time for which a query that is answered alone may block the event loop, judged by texts of that length: it
+saves two thread switches, and the processor's caches stay warm.
 """
-MOST_ASKED = 20_000
-"""Queries whose outcome is awaited; the oldest are forgotten first."""
-LOOK_EVERY_S = 10.0
-LEARNING_REST = 50.0
-"""Learning a stranger reads every known model: it rests so many times as long as it took, at 2% of a core,
-and longer and longer as each outcome adds less to what is known.
+MAX_AWAITED = 20_000
+"""Queries whose outcome is awaited; the oldest are dropped first."""
+RELOAD_EVERY_S = 10.0
+LEARNING_PAUSE = 50.0
+"""Pause after each lesson, as a multiple of its duration: 2% of a core. A lesson about an unseen model reads
+every known model; the pause grows as each outcome adds less (see FIRST_OUTCOMES).
 """
 FIRST_OUTCOMES = 30.0
-MOST_TO_LEARN = 1_000
-"""Outcomes that wait to be learned; nothing is learned of those that come while there are so many."""
-MOST_LEARNED = 1_000
-"""Models of which outcomes are counted; beyond, all are forgotten, and learned faster for a while."""
+"""Number of outcomes of a model after which the pause has doubled."""
+MAX_TO_LEARN = 1_000
+"""Outcomes that wait to be learned; those that come beyond are not learned."""
+MAX_LEARNED_MODELS = 1_000
+"""Models whose outcomes are counted; beyond, all counts are dropped, and lessons are more frequent for a
+while.
+"""
 
 
-class Asked(NamedTuple):
-    """What was forecast of, until its outcome comes; an answer of `most_tokens` was cut short."""
-
-    features: Features
-    most_tokens: float
-
-
-class Wanted(NamedTuple):
-    """A query whose forecast is awaited, on the loop that awaits it."""
+class AwaitedOutcome(NamedTuple):
+    """A query whose outcome is awaited. An answer of `max_tokens` was cut short."""
 
     features: Features
-    answer: asyncio.Future[Forecast]
+    max_tokens: float
+
+
+class ForecastRequest(NamedTuple):
+    """A query whose forecast is awaited, on the event loop of the future."""
+
+    features: Features
+    future: asyncio.Future[Forecast]
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        return self.answer.get_loop()
+        return self.future.get_loop()
 
 
-class Forecasts(Collector):
-    """One thread forecasts what comes together, and another learns, so that no forecast waits for it.
+class ForecastService(Collector):
+    """Forecasts on one thread and learns on another, so that no forecast waits for a lesson.
 
-    If the forecaster fails, `fallback` answers, and its name stands in the forecast.
+    If the forecaster fails, `fallback` forecasts, and the forecast carries its name.
     """
 
     def __init__(
@@ -82,102 +85,103 @@ class Forecasts(Collector):
         forecaster: Forecaster,
         fallback: Forecaster,
         *,
-        kept: OutcomeLog | None = None,
-        look_every_s: float = LOOK_EVERY_S,
+        outcome_log: OutcomeLog | None = None,
+        reload_every_s: float = RELOAD_EVERY_S,
     ) -> None:
         self._forecaster = forecaster
         self._fallback = fallback
-        self._kept = kept
-        self._look_every_s = look_every_s
-        self._may_learn_s = -inf
-        self._learned: Counter[str] = Counter()
-        self._alone = False  # when the last one came, no other was being answered
-        self._quick_chars = -1  # texts up to so long are known to be forecast within HELD_S
-        self._wanted: SimpleQueue[Wanted | None] = SimpleQueue()
-        self._forecasting: Thread | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._learning = ThreadPoolExecutor(1, "learn")
-        self._to_learn = BoundedSemaphore(MOST_TO_LEARN)
-        self._asked: OrderedDict[str, Asked] = OrderedDict()
-        self._watches: dict[str, DriftMonitor] = {}
+        self._outcome_log = outcome_log
+        self._reload_every_s = reload_every_s
+        self._learn_after_s = -inf
+        self._learned_counts: Counter[str] = Counter()
+        self._alone = False  # no other query was live when the last one came
+        self._inline_chars = -1  # texts up to this length were forecast within MAX_INLINE_S
+        self._requests: SimpleQueue[ForecastRequest | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._reload_task: asyncio.Task[None] | None = None
+        self._learner = ThreadPoolExecutor(1, "learn")
+        self._learn_slots = BoundedSemaphore(MAX_TO_LEARN)
+        self._awaited: OrderedDict[str, AwaitedOutcome] = OrderedDict()
+        self._drift: dict[str, DriftMonitor] = {}
 
     def start(self) -> None:
-        """Look for a new artifact from time to time, and take it up without a restart."""
+        """Check for a new artifact from time to time, and load it without a restart."""
         if isinstance(self._forecaster, HotReloadForecaster):
-            self._looking = asyncio.create_task(self._look(self._forecaster), name="artifact")
+            self._reload_task = asyncio.create_task(self._reload_for_ever(self._forecaster), name="artifact")
 
     @property
     def name(self) -> str:
         return self._forecaster.name
 
     def request(self, query: Query) -> asyncio.Future[Forecast]:
-        """Who does not wait for it any longer may give it an end of another kind."""
-        wanted = _wanted(query)
-        self._asked[query.id] = Asked(wanted.features, query.sampling.max_tokens or inf)
-        if len(self._asked) > MOST_ASKED:
-            self._asked.popitem(last=False)
-        before, self._alone = self._alone, len(self._asked) == 1
-        if self._alone and before and len(wanted.features.text) <= self._quick_chars:
-            _hand_out([wanted], self._forecast([wanted]))
+        """Request a forecast. The caller may set an exception on the future to stop waiting."""
+        request = _forecast_request(query)
+        self._awaited[query.id] = AwaitedOutcome(request.features, query.sampling.max_tokens or inf)
+        if len(self._awaited) > MAX_AWAITED:
+            self._awaited.popitem(last=False)
+        before, self._alone = self._alone, len(self._awaited) == 1
+        if self._alone and before and len(request.features.text) <= self._inline_chars:
+            _resolve([request], self._forecast_batch([request]))
         else:
-            self._queue(wanted)
-        return wanted.answer
+            self._enqueue(request)
+        return request.future
 
-    def ahead(self, query: Query) -> asyncio.Future[Forecast]:
-        """Of one that is answered later, under another id: no outcome follows, so nothing is kept of it."""
-        wanted = _wanted(query)
-        self._queue(wanted)
-        return wanted.answer
+    def request_ahead(self, query: Query) -> asyncio.Future[Forecast]:
+        """Request a forecast of a query that is answered later, under another id: no outcome is awaited."""
+        request = _forecast_request(query)
+        self._enqueue(request)
+        return request.future
 
-    def _queue(self, wanted: Wanted) -> None:
-        if self._forecasting is None:
-            self._forecasting = Thread(target=self._forecast_for_ever, name="forecast", daemon=True)
-            self._forecasting.start()
-        self._wanted.put(wanted)
+    def _enqueue(self, request: ForecastRequest) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._forecast_for_ever, name="forecast", daemon=True)
+            self._thread.start()
+        self._requests.put(request)
 
     def observe(self, outcome: Outcome) -> None:
-        """Learns from a whole answer; one that was cut short says little of how long it would have been."""
-        asked = self._asked.pop(outcome.query_id, None)
+        """Learn from a complete answer; one that was cut short says little about its full length."""
+        awaited = self._awaited.pop(outcome.query_id, None)
         if outcome.status is not Status.ANSWERED:
             return
-        if asked is not None and outcome.completion_tokens >= asked.most_tokens:
+        if awaited is not None and outcome.completion_tokens >= awaited.max_tokens:
             return
         if isinstance(self._fallback, HistogramForecaster):
             self._fallback.observe(outcome.model, outcome.completion_tokens)
         if outcome.forecast is not None:
-            who = outcome.forecast.source.split(":", 1)[0]
-            self._watches.setdefault(who, DriftMonitor()).observe(outcome.forecast, outcome.completion_tokens)
-        teaches = self._kept is not None or time.monotonic() >= self._may_learn_s
-        if asked is not None and teaches and self._to_learn.acquire(blocking=False):
-            self._learning.submit(self._learn, asked.features, outcome.completion_tokens)
+            forecaster = outcome.forecast.source.split(":", 1)[0]
+            monitor = self._drift.setdefault(forecaster, DriftMonitor())
+            monitor.observe(outcome.forecast, outcome.completion_tokens)
+        may_learn = self._outcome_log is not None or time.monotonic() >= self._learn_after_s
+        if awaited is not None and may_learn and self._learn_slots.acquire(blocking=False):
+            self._learner.submit(self._learn, awaited.features, outcome.completion_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """How far recent outcomes are from what was forecast, by who forecast it."""
-        told = [(who, watch.report()) for who, watch in self._watches.items()]
+        """Yield the distance of recent outcomes from their forecasts, by forecaster."""
+        reports = [(forecaster, monitor.report()) for forecaster, monitor in self._drift.items()]
         for name, text, figure in (
             ("stability_index", "Population stability of outcomes against forecasts", "stability_index"),
             ("p90_coverage", "Share of answers no longer than their p90", "p90_coverage"),
             ("drift", "1 while outcomes are no longer as forecast", "alarm"),
         ):
             family = GaugeMetricFamily(f"mico_forecast_{name}", text, labels=["forecaster"])
-            for who, drift in told:
-                family.add_metric([who], float(getattr(drift, figure)))
+            for forecaster, drift in reports:
+                family.add_metric([forecaster], float(getattr(drift, figure)))
             yield family
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-        if self._forecasting is not None:
-            self._wanted.put(None)
-            await asyncio.to_thread(self._forecasting.join)
-        self._learning.shutdown()
+        if self._reload_task is not None:
+            self._reload_task.cancel()
+            await asyncio.gather(self._reload_task, return_exceptions=True)
+        if self._thread is not None:
+            self._requests.put(None)
+            await asyncio.to_thread(self._thread.join)
+        self._learner.shutdown()
 
-    async def _look(self, current: HotReloadForecaster) -> None:
+    async def _reload_for_ever(self, current: HotReloadForecaster) -> None:
         while True:
-            await asyncio.sleep(self._look_every_s)
+            await asyncio.sleep(self._reload_every_s)
             try:
-                if await asyncio.get_running_loop().run_in_executor(self._learning, current.refresh):
+                if await asyncio.get_running_loop().run_in_executor(self._learner, current.refresh):
                     log.info("forecasts come from a new artifact, %s", current.name)
             except ArtifactError as error:
                 log.warning("the artifact in force stays: %s", error)
@@ -185,35 +189,35 @@ class Forecasts(Collector):
                 log.exception("a look for a new artifact went wrong in an unforeseen way")
 
     def _forecast_for_ever(self) -> None:
-        """On its thread: whatever is there makes up a batch, and nothing waits for more to come."""
-        while (first := self._wanted.get()) is not None:
+        """Run on the forecast thread: a batch is the requests that are there, and waits for no others."""
+        while (first := self._requests.get()) is not None:
             batch = [first]
-            while len(batch) < MAX_BATCH and not self._wanted.empty():
-                if (another := self._wanted.get()) is None:
-                    self._wanted.put(None)
+            while len(batch) < MAX_BATCH and not self._requests.empty():
+                if (another := self._requests.get()) is None:
+                    self._requests.put(None)
                     break
                 batch.append(another)
-            forecasts = self._forecast(batch)
-            with suppress(RuntimeError):  # the loop has ended, and nobody waits
-                first.loop.call_soon_threadsafe(_hand_out, batch, forecasts)
+            forecasts = self._forecast_batch(batch)
+            with suppress(RuntimeError):  # the event loop has ended
+                first.loop.call_soon_threadsafe(_resolve, batch, forecasts)
 
-    def _forecast(self, batch: list[Wanted]) -> list[Forecast] | Exception:
+    def _forecast_batch(self, batch: list[ForecastRequest]) -> list[Forecast] | Exception:
         began_s = time.monotonic()
         try:
-            return self._run([each.features for each in batch])
-        except Exception as exc:  # noqa: BLE001 - told to those who wait: nobody else could
+            return self._run_forecaster([each.features for each in batch])
+        except Exception as exc:  # noqa: BLE001 - raised where the forecasts are awaited
             return exc
         finally:
             if len(batch) == 1:
-                self._took(len(batch[0].features.text), time.monotonic() - began_s)
+                self._record_inline_time(len(batch[0].features.text), time.monotonic() - began_s)
 
-    def _took(self, chars: int, seconds: float) -> None:
-        if seconds > HELD_S:
-            self._quick_chars = min(self._quick_chars, chars - 1)
+    def _record_inline_time(self, chars: int, seconds: float) -> None:
+        if seconds > MAX_INLINE_S:
+            self._inline_chars = min(self._inline_chars, chars - 1)
         else:
-            self._quick_chars = max(self._quick_chars, chars)
+            self._inline_chars = max(self._inline_chars, chars)
 
-    def _run(self, queries: list[Features]) -> list[Forecast]:
+    def _run_forecaster(self, queries: list[Features]) -> list[Forecast]:
         try:
             forecasts = self._forecaster.forecast(queries)
             if len(forecasts) != len(queries):
@@ -223,41 +227,41 @@ class Forecasts(Collector):
             log.exception("the forecaster %s failed", self._forecaster.name)
             return self._fallback.forecast(queries)
 
-    def _learn(self, asked: Features, tokens: int) -> None:
-        """On its thread."""
+    def _learn(self, features: Features, tokens: int) -> None:
+        """Run on the learner's thread."""
         try:
             began_s = time.monotonic()
-            if isinstance(self._forecaster, HotReloadForecaster) and began_s >= self._may_learn_s:
-                self._forecaster.observe(asked, tokens)
-                self._rest(asked.model, began_s, time.monotonic())
-            if self._kept is not None:
-                self._kept.add(asked, tokens)
+            if isinstance(self._forecaster, HotReloadForecaster) and began_s >= self._learn_after_s:
+                self._forecaster.observe(features, tokens)
+                self._schedule_next_lesson(features.model, began_s, time.monotonic())
+            if self._outcome_log is not None:
+                self._outcome_log.add(features, tokens)
         except Exception:
             log.exception("nothing was learned from an outcome")
         finally:
-            self._to_learn.release()
+            self._learn_slots.release()
 
-    def _rest(self, model: str, began_s: float, ended_s: float) -> None:
-        if len(self._learned) >= MOST_LEARNED:
-            self._learned.clear()
-        self._learned[model] += 1
-        longer = 1.0 + self._learned[model] / FIRST_OUTCOMES
-        self._may_learn_s = ended_s + LEARNING_REST * longer * (ended_s - began_s)
-
-
-def _wanted(query: Query) -> Wanted:
-    return Wanted(features(query), asyncio.get_running_loop().create_future())
+    def _schedule_next_lesson(self, model: str, began_s: float, ended_s: float) -> None:
+        if len(self._learned_counts) >= MAX_LEARNED_MODELS:
+            self._learned_counts.clear()
+        self._learned_counts[model] += 1
+        longer = 1.0 + self._learned_counts[model] / FIRST_OUTCOMES
+        self._learn_after_s = ended_s + LEARNING_PAUSE * longer * (ended_s - began_s)
 
 
-def _hand_out(batch: list[Wanted], forecasts: list[Forecast] | Exception) -> None:
-    """On the loop; who gave up meanwhile is passed over."""
-    for number, each in enumerate(batch):
-        if each.answer.done():
+def _forecast_request(query: Query) -> ForecastRequest:
+    return ForecastRequest(features(query), asyncio.get_running_loop().create_future())
+
+
+def _resolve(batch: list[ForecastRequest], forecasts: list[Forecast] | Exception) -> None:
+    """Run on the event loop. Skip the requests that have been given up."""
+    for index, request in enumerate(batch):
+        if request.future.done():
             continue
         if isinstance(forecasts, Exception):
-            each.answer.set_exception(forecasts)
+            request.future.set_exception(forecasts)
         else:
-            each.answer.set_result(forecasts[number])
+            request.future.set_result(forecasts[index])
 
 
 def features(query: Query) -> Features:

@@ -23,7 +23,7 @@ from gateway.errors import (
     UpstreamLost,
 )
 from gateway.query.answer import answer
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from gateway.routing.failover import MAX_MOVES
 from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features
@@ -742,7 +742,7 @@ def test_the_deadline_holds_while_the_forecast_is_waited_for() -> None:
     async def scenario(here: Scene) -> None:
         await here.site("a")
         await here.gateway.forecasts.close()
-        here.gateway.forecasts = Forecasts(Stuck(), FlatForecaster())
+        here.gateway.forecasts = ForecastService(Stuck(), FlatForecaster())
         try:
             async with asyncio.timeout(DEADLINE_S / 4):
                 with pytest.raises(DeadlinePassed):

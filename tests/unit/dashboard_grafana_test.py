@@ -25,7 +25,7 @@ from gateway.domain import (
     Status,
 )
 from gateway.federation.directory import Directory
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from gateway.scaling.plan import ScalingPlan
 from gateway.scaling.scaler import Scaler
 from gateway.telemetry.metrics import Metrics
@@ -52,7 +52,7 @@ def exported() -> dict[str, set[str]]:
     directory.join(SiteIdentity("a", "boot", "aws", "r", models, slots=4, kv_capacity_tokens=100), 0.0)
     metrics = Metrics(directory, lambda: 0)
     metrics.register(scaler(directory))
-    metrics.register(forecasts := Forecasts(HistogramForecaster(), HistogramForecaster()))
+    metrics.register(forecasts := ForecastService(HistogramForecaster(), HistogramForecaster()))
     ends = ("released", "lost", "finished")
     attempts = tuple(
         Attempt(Decision("q", end, "a", "mico", "why", (), {}, 0.0), end, 5, 9, 0.2) for end in ends

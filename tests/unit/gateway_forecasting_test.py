@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gateway.domain import Caller, Outcome, Query, Sampling, Status
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, write
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
@@ -36,7 +36,7 @@ def query(name: str) -> Query:
 
 def test_a_forecaster_that_answers_too_few_is_replaced_by_the_fallback() -> None:
     async def scenario() -> None:
-        forecasts = Forecasts(Forgetful(), HistogramForecaster())
+        forecasts = ForecastService(Forgetful(), HistogramForecaster())
         async with asyncio.timeout(60):
             found = await asyncio.gather(*(forecasts.request(query(f"q{i}")) for i in range(3)))
         assert {each.source for each in found} == {"histogram:m"}
@@ -54,7 +54,7 @@ class Broken:
 
 def test_a_failure_of_the_fallback_reaches_those_who_wait_and_those_who_come_later() -> None:
     async def scenario() -> None:
-        forecasts = Forecasts(Broken(), Broken())
+        forecasts = ForecastService(Broken(), Broken())
         for round_ in range(2):
             async with asyncio.timeout(60):
                 waiting = (forecasts.request(query(f"q{round_}{i}")) for i in range(3))
@@ -82,18 +82,18 @@ class Watched:
 def test_only_what_is_answered_alone_and_known_to_be_quick_is_forecast_on_the_loop(
     quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.query.forecasting.HELD_S", float("inf") if quick else -1.0)
+    monkeypatch.setattr("gateway.query.forecasting.MAX_INLINE_S", float("inf") if quick else -1.0)
     watched = Watched()
 
     async def scenario() -> None:
-        forecasts = Forecasts(watched, HistogramForecaster())
+        forecasts = ForecastService(watched, HistogramForecaster())
 
         async def alone(name: str, text: str) -> None:
             await forecasts.request(Query(name, "m", text, Sampling(), Caller("k", "t"), 0.0, 100.0))
             forecasts.observe(outcome(name, 5))
 
         async with asyncio.timeout(60):
-            await forecasts.ahead(query("a line of a batch"))  # that nobody is answered yet
+            await forecasts.request_ahead(query("a line of a batch"))  # that nobody is answered yet
             for number, text in enumerate(["hi", "hi", "hello", "hello"]):
                 await alone(f"q{number}", text)  # the first of its length is not known to be quick
             await forecasts.request(query("running"))
@@ -127,14 +127,14 @@ def outcome(name: str, tokens: int, model: str = "m", forecast: Forecast | None 
     )
 
 
-def sample(forecasts: Forecasts, name: str) -> dict[str, float]:
+def sample(forecasts: ForecastService, name: str) -> dict[str, float]:
     """One metric's value by who forecast it."""
     (family,) = (each for each in forecasts.collect() if each.name == name)
     return {each.labels["forecaster"]: each.value for each in family.samples}
 
 
 def test_outcomes_far_from_their_forecasts_raise_the_drift_that_is_exported() -> None:
-    forecasts = Forecasts(Forgetful(), HistogramForecaster())
+    forecasts = ForecastService(Forgetful(), HistogramForecaster())
     told = Forecast((0, 100), (1.0,), "forgetful:m")
     for number in range(300):
         forecasts.observe(outcome(f"q{number}", 1 + number % 100, forecast=told))
@@ -149,7 +149,7 @@ def test_outcomes_far_from_their_forecasts_raise_the_drift_that_is_exported() ->
 def test_an_answer_that_was_cut_short_teaches_nothing() -> None:
     async def scenario() -> None:
         histogram = HistogramForecaster()
-        forecasts = Forecasts(histogram, histogram)
+        forecasts = ForecastService(histogram, histogram)
         asked = Query("q", "m", "hi", Sampling(max_tokens=5), Caller("k", "t"), 0.0, 100.0)
         before = await forecasts.request(asked)
         forecasts.observe(outcome("q", 5, forecast=before))
@@ -166,7 +166,7 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
     shutil.copytree(SHIPPED / LEXICAL_NAME, folder)
 
     async def scenario() -> None:
-        forecasts = Forecasts(HotReloadForecaster(folder), HistogramForecaster(), look_every_s=0.01)
+        forecasts = ForecastService(HotReloadForecaster(folder), HistogramForecaster(), reload_every_s=0.01)
         forecasts.start()
         async with asyncio.timeout(60):
             first = await forecasts.request(query("q"))
@@ -186,7 +186,7 @@ def test_a_gateway_takes_up_a_new_artifact_and_learns_a_stranger_by_its_outcomes
 
 def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
     async def scenario(kept: OutcomeLog | None) -> None:
-        forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=kept)
+        forecasts = ForecastService(HistogramForecaster(), HistogramForecaster(), outcome_log=kept)
         forecasts.observe(outcome("q", 7, forecast=await forecasts.request(query("q"))))
         await forecasts.close()
 
@@ -201,7 +201,7 @@ def test_texts_are_kept_only_where_a_log_is_given(tmp_path: Path) -> None:
 def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.query.forecasting.MOST_TO_LEARN", 5)
+    monkeypatch.setattr("gateway.query.forecasting.MAX_TO_LEARN", 5)
     disk_answers, added = threading.Event(), []
 
     class Slow(OutcomeLog):
@@ -210,7 +210,7 @@ def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
             added.append(tokens)
 
     async def scenario() -> None:
-        forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=Slow(tmp_path))
+        forecasts = ForecastService(HistogramForecaster(), HistogramForecaster(), outcome_log=Slow(tmp_path))
 
         async def answered(tokens: int) -> None:
             await forecasts.request(query(f"q{tokens}"))
@@ -228,7 +228,7 @@ def test_outcomes_that_come_faster_than_they_are_learned_are_not_hoarded(
 
 
 def test_what_was_learned_makes_room_to_learn_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.query.forecasting.MOST_TO_LEARN", 1)
+    monkeypatch.setattr("gateway.query.forecasting.MAX_TO_LEARN", 1)
     added: list[int] = []
 
     class Full(OutcomeLog):
@@ -237,7 +237,7 @@ def test_what_was_learned_makes_room_to_learn_more(tmp_path: Path, monkeypatch: 
             raise OSError("No space left on device")
 
     async def scenario() -> None:
-        forecasts = Forecasts(HistogramForecaster(), HistogramForecaster(), kept=Full(tmp_path))
+        forecasts = ForecastService(HistogramForecaster(), HistogramForecaster(), outcome_log=Full(tmp_path))
         async with asyncio.timeout(60):
             for tokens in range(1, 4):
                 while tokens not in added:

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from gateway.batches import expiry
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from gateway.store import certificates, retention
 from gateway.store.certificates import CertificateRegistry
 from gateway.store.retention import Retention, RetentionPeriods
@@ -93,7 +93,7 @@ async def a_new_artifact_is_looked_for(once: Once) -> None:
             return False
 
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    forecasts = Forecasts(Looking(), HistogramForecaster(), look_every_s=0.001)
+    forecasts = ForecastService(Looking(), HistogramForecaster(), reload_every_s=0.001)
     forecasts.start()
     while not once.again.is_set():
         await ended.wait()

@@ -16,7 +16,7 @@ from gateway.federation.directory import Directory
 from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
 from gateway.prompt import Chat, Message
 from gateway.query.context import QueryContext
-from gateway.query.forecasting import Forecasts
+from gateway.query.forecasting import ForecastService
 from predictor.forecast import Forecast
 from predictor.onnx_forecaster import Features
 from wire import federation_pb2 as pb
@@ -245,7 +245,7 @@ async def scene(**settings: Any) -> AsyncIterator[Scene]:
         linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=DEADLINE_S)
         heart = Heart()
         federation = Federation(linked, directory, time.monotonic, sleep=heart.sleep)
-        forecasts = Forecasts(FlatForecaster(), FlatForecaster())
+        forecasts = ForecastService(FlatForecaster(), FlatForecaster())
         server, port, _ = await listen(federation, "127.0.0.1:0")
         gateway = QueryContext(directory, federation, forecasts, outcomes.append, **settings)
         here = Scene(gateway, f"127.0.0.1:{port}", outcomes, heart)
