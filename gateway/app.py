@@ -59,15 +59,14 @@ FAREWELL_S = 2.0
 """Time for clients to receive the error that ends their answers, once the time to drain is up."""
 SILENT_S = 2.0
 """After this long a silence of the database, the readiness answer says that it is away."""
-COLLECT = (5_000, 20, 20)
-"""In 1,000 queries 3 collections, 4 ms merge_summaries; by Python's own thresholds 70, 27 ms merge_summaries.
-"""
+GC_THRESHOLDS = (5_000, 20, 20)
+"""In 1,000 queries 3 collections, 4 ms in total; by Python's own thresholds 70, 27 ms in total."""
 
 
 class Core(NamedTuple):
     """The parts that answer queries, and those that observe every outcome."""
 
-    gateway: QueryContext
+    query_context: QueryContext
     metrics: Metrics
     publisher: SnapshotPublisher
     leases: Leases
@@ -95,12 +94,14 @@ async def serve(config: GatewayConfig) -> int:
         _core(
             config, store, credentials := await load_credentials(config, store.certificates), traces
         ) as core,
-        scaling(lambda: core.gateway.directory.sites, _scaling_plan(config), core.gateway.clock) as scaler,
+        scaling(
+            lambda: core.query_context.directory.sites, _scaling_plan(config), core.query_context.clock
+        ) as scaler,
         _admin(core, store) as admin,
         open_batches(
             config.database_url,
             config.name,
-            gateway=core.gateway,
+            query_context=core.query_context,
             caller=store.keys.unrevoked,
         ) as batches,
     ):
@@ -116,19 +117,19 @@ async def serve(config: GatewayConfig) -> int:
         )
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
-        gc.set_threshold(*COLLECT)
+        gc.set_threshold(*GC_THRESHOLDS)
         serving = asyncio.create_task(server.serve())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            log.info("draining %d queries for at most %.0f s", core.gateway.live, config.drain_s)
+            log.info("draining %d queries for at most %.0f s", core.query_context.live, config.drain_s)
             core.publisher.close()  # or listening pages would keep the server from ending
             batches.runner.drain()
             server.should_exit = True
-            asyncio.get_running_loop().call_later(config.drain_s, core.gateway.shut_down)
+            asyncio.get_running_loop().call_later(config.drain_s, core.query_context.shut_down)
         stopping.cancel()
         await serving
-        await core.gateway.wait_settled()
+        await core.query_context.wait_settled()
         return 0 if server.started else 1
 
 
@@ -139,16 +140,16 @@ async def _core(
     directory = Directory()
     settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
     loop = asyncio.get_running_loop()
-    gateway_clock = loop.time
-    federation = Federation(settings, directory, gateway_clock, credentials.certificates)
+    clock = loop.time
+    federation = Federation(settings, directory, clock, credentials.certificates)
     histogram = HistogramForecaster()
     kept = OutcomeLog(config.outcomes) if config.outcomes else None
     forecasts = ForecastService(_forecaster(config, histogram), histogram, outcome_log=kept)
     forecasts.start()
 
-    metrics = Metrics(directory, lambda: gateway.live)
+    metrics = Metrics(directory, lambda: query_context.live)
     metrics.register(forecasts)
-    publisher = SnapshotPublisher(directory, config.name, clock=gateway_clock, history_store=store.snapshots)
+    publisher = SnapshotPublisher(directory, config.name, clock=clock, history_store=store.snapshots)
 
     def record(outcome: Outcome) -> None:
         """Record usage before the end of the answer is sent; observers run after that and can cost no
@@ -166,7 +167,7 @@ async def _core(
 
     leases = Leases(store.slices, WhenAway(config.quotas_when_away))
     await leases.start()
-    gateway = QueryContext(
+    query_context = QueryContext(
         directory,
         federation,
         forecasts,
@@ -175,13 +176,13 @@ async def _core(
         policy_name=config.policy,
         max_live=config.most_live,
         max_tries=config.most_tries,
-        clock=gateway_clock,
+        clock=clock,
         quotas=leases.quotas,
         lease_more=leases.lease_more,
-        fleet_complete_s=gateway_clock() + REJOIN_S,
+        fleet_complete_s=clock() + REJOIN_S,
     )
     if traces is not None:
-        gateway.trace_query = traces.inject
+        query_context.trace_query = traces.inject
     address = f"{config.grpc_host}:{config.grpc_port}"
     try:
         server, port, mutual_port = await listen(federation, address, credentials.link, credentials.mutual)
@@ -192,10 +193,10 @@ async def _core(
     if mutual_port is not None:
         log.info("sites with a certificate join at %s:%d", config.grpc_host, mutual_port)
     try:
-        yield Core(gateway, metrics, publisher, leases)
+        yield Core(query_context, metrics, publisher, leases)
     finally:
         await server.stop(grace=1.0)
-        await gateway.wait_settled()
+        await query_context.wait_settled()
         await leases.close()
         await forecasts.close()
 
@@ -222,8 +223,10 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
     """Run what operators read and act through: the publisher, the orders and the exchange between
     replicas.
     """
-    gateway, publisher = core.gateway, core.publisher
-    order_service = OrderService(store.orders, gateway.directory, gateway.federation.links, publisher)
+    query_context, publisher = core.query_context, core.publisher
+    order_service = OrderService(
+        store.orders, query_context.directory, query_context.federation.links, publisher
+    )
     exchange = SummaryExchange(
         store.snapshots, publisher.replica, lambda: publisher.own_summary, publisher.events.add
     )
@@ -236,7 +239,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
     exchanging = asyncio.create_task(exchange.run())
     try:
         yield AdminContext(
-            directory=gateway.directory,
+            directory=query_context.directory,
             publisher=publisher,
             order_service=order_service,
             reads=store.read,
@@ -279,10 +282,10 @@ def _batch_routes(backend: Backend, admin: AdminContext, batches: Batches) -> li
 
 
 def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
-    gateway = core.gateway
+    query_context = core.query_context
 
     def ready() -> Readiness:
-        up = [site.name for site in gateway.directory.sites if site.state is SiteState.READY]
+        up = [site.name for site in query_context.directory.sites if site.state is SiteState.READY]
         if not up:
             return Readiness(False, "no site is ready to serve")
         away = store.recorder.health.failing_since or core.leases.since_renewed_s > SILENT_S
@@ -290,14 +293,14 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
         return Readiness(True, ", ".join(up) + ("; degraded: the database is away" if away else ""))
 
     return Backend(
-        answer=partial(answer, gateway),
-        models=lambda: list(gateway.directory.served.values()),
+        answer=partial(answer, query_context),
+        models=lambda: list(query_context.directory.served.values()),
         authenticate=store.keys.authenticate,
         look_up_key=store.keys.look_again,
-        quota_status=gateway.quotas.status,
+        quota_status=query_context.quotas.status,
         ready=ready,
         version=version("mico"),
-        clock=gateway.clock,
+        clock=query_context.clock,
         timeout_s=config.answer_within_s,
         body_limit_bytes=config.body_limit_bytes,
         keep_alive_s=config.keep_alive_s,

@@ -38,7 +38,7 @@ async def open_batches(
     url: str,
     replica: str,
     *,
-    gateway: QueryContext,
+    query_context: QueryContext,
     caller: Callable[[str], Caller | None],
     unix_time: Callable[[], float] = time.time,
     limits: BatchLimits = LIMITS,
@@ -49,23 +49,23 @@ async def open_batches(
     engine = open_engine(url)
     files = Files(engine, unix_time)
     ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, lease_s)
-    directory = gateway.directory
+    directory = query_context.directory
 
     def dispatched(query_id: str) -> bool:
-        state = gateway.live_queries.get(query_id) or gateway.live_queries.get(f"{query_id}-0")
+        state = query_context.live_queries.get(query_id) or query_context.live_queries.get(f"{query_id}-0")
         return state is not None and state.current is not None
 
     context = BatchContext(
-        answer=partial(answer, gateway),
+        answer=partial(answer, query_context),
         models=lambda: list(directory.served.values()),
-        known_models=lambda: directory.models if gateway.fleet_complete else (),
+        known_models=lambda: directory.models if query_context.fleet_complete else (),
         sites=lambda: directory.sites,
-        forecast=gateway.forecasts.request_ahead,
+        forecast=query_context.forecasts.request_ahead,
         caller=caller,
         dispatched=dispatched,
         files=files,
         ledger=ledger,
-        clock=gateway.clock,
+        clock=query_context.clock,
         unix_time=unix_time,
         limits=limits,
     )

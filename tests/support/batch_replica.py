@@ -160,7 +160,7 @@ async def replica(
             open_batches(
                 url,
                 name,
-                gateway=here.gateway,
+                query_context=here.gateway,
                 caller=caller,
                 unix_time=backend.unix_time,
                 limits=BatchLimits(**limits),
