@@ -18,9 +18,9 @@ from site_engine.federation.attempts import OnFinish
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
 from site_engine.messages import Hello
-from site_engine.remote.discovery import MODELS_PATH, Found, check_alive, discover, fetch_load
+from site_engine.remote.discovery import MODELS_PATH, Discovery, check_alive, discover, fetch_load
 from site_engine.remote.engine import RemoteEngine
-from site_engine.remote.prometheus import UnknownPage
+from site_engine.remote.prometheus import UnknownMetrics
 from site_engine.remote.server import Server, ServerLost
 from site_engine.shutdown import EXIT_OK, Shutdown, run_until_shutdown, tick
 from site_engine.telemetry.attempt_log import attempt_log
@@ -52,17 +52,17 @@ async def serve(config: SiteConfig) -> int:
         async with attempt_log(config) as on_finish:
             with shutdown.handle_signals(asyncio.get_running_loop()):
                 while True:
-                    found = await _discover_patiently(server, config, shutdown)
-                    if found is None:
+                    discovery = await _discover_patiently(server, config, shutdown)
+                    if discovery is None:
                         return EXIT_OK
-                    status = await Service(server, config, found, shutdown, on_finish).run(dialer)
+                    status = await Service(server, config, discovery, shutdown, on_finish).run(dialer)
                     if status is not None:
                         return status
     finally:
         await server.close()
 
 
-async def _discover_patiently(server: Server, config: SiteConfig, shutdown: Shutdown) -> Found | None:
+async def _discover_patiently(server: Server, config: SiteConfig, shutdown: Shutdown) -> Discovery | None:
     """Wait for the server to come; return None if a shutdown comes first."""
     backoff_s = BACKOFF_FIRST_S
     while not shutdown.requested.is_set():
@@ -81,16 +81,21 @@ class Service:
     """The site while its server is there."""
 
     def __init__(
-        self, server: Server, config: SiteConfig, found: Found, shutdown: Shutdown, on_finish: OnFinish
+        self,
+        server: Server,
+        config: SiteConfig,
+        discovery: Discovery,
+        shutdown: Shutdown,
+        on_finish: OnFinish,
     ) -> None:
         self._server = server
         self._config = config
-        self._found = found
+        self._discovery = discovery
         self._shutdown = shutdown
         self._lost = asyncio.Event()
         self._reason = ""
-        self._engine = RemoteEngine(server, found.terms, time.monotonic)
-        self._site = Site(_hello(config, found), self._engine, time.monotonic, 1, on_finish=on_finish)
+        self._engine = RemoteEngine(server, discovery.profile, time.monotonic)
+        self._site = Site(_hello(config, discovery), self._engine, time.monotonic, 1, on_finish=on_finish)
         self._engine.listener = Listener(self._site.outputs, self._site.load, self._lose)
 
     async def run(self, dialer: Dialer) -> int | None:
@@ -103,7 +108,7 @@ class Service:
         lost = asyncio.create_task(self._lost.wait())
         try:
             links.add(self._config.gateways)
-            log.info("serving %s; load from %s", ", ".join(self._site.models), self._found.source)
+            log.info("serving %s; load from %s", ", ".join(self._site.models), self._discovery.load_source)
             await asyncio.wait((ends, lost), return_when=asyncio.FIRST_COMPLETED)
             if ends.done() or self._shutdown.requested.is_set():
                 return await ends
@@ -131,20 +136,20 @@ class Service:
                 if missed >= MAX_MISSES:
                     self._lose(f"{missed} probes in a row failed, the last: {exc}")
                     return
-            if missed or self._found.has_metrics:
+            if missed or self._discovery.has_metrics:
                 await asyncio.sleep(POLL_EVERY_S)
             else:
-                lists_models = self._found.probe == MODELS_PATH
+                lists_models = self._discovery.probe == MODELS_PATH
                 await asyncio.sleep(LIST_EVERY_S if lists_models else PROBE_EVERY_S)
 
     async def _poll(self, degraded: bool) -> bool:
         """Poll once; return whether the metrics page, which was understood at first, no longer is."""
-        if not self._found.has_metrics:
-            await check_alive(self._server, self._found.probe)
+        if not self._discovery.has_metrics:
+            await check_alive(self._server, self._discovery.probe)
             return degraded
         try:
-            self._engine.update_load(await fetch_load(self._server, self._found.terms.dialect))
-        except UnknownPage as exc:
+            self._engine.update_load(await fetch_load(self._server, self._discovery.profile.dialect))
+        except UnknownMetrics as exc:
             self._engine.forget_load()
             if not degraded:
                 log.warning("load is estimated from what passes through: %s", exc)
@@ -152,19 +157,19 @@ class Service:
         return False
 
 
-def _hello(config: SiteConfig, found: Found) -> Hello:
-    terms = found.terms
+def _hello(config: SiteConfig, discovery: Discovery) -> Hello:
+    profile = discovery.profile
     return Hello(
         site=config.site,
         boot_id=uuid4().hex,
         cloud=config.cloud,
         region=config.region,
         pool=config.pool,
-        models=found.models,
-        slots=terms.slots,
-        kv_capacity_tokens=terms.kv_capacity_tokens,
+        models=discovery.models,
+        slots=profile.slots,
+        kv_capacity_tokens=profile.kv_capacity_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,
-        version=f"{own_version()} ({terms.dialect.name}, load from {found.source})"[:200],
+        version=f"{own_version()} ({profile.dialect.name}, load from {discovery.load_source})"[:200],
         engine="openai",
     )

@@ -1,11 +1,11 @@
-"""How servers of the OpenAI kind differ: what they export, and what they take beyond OpenAI's fields."""
+"""Differences among servers of the OpenAI API: their metrics, and their fields beyond OpenAI's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from site_engine.remote.prometheus import Names
+from site_engine.remote.prometheus import MetricNames
 
 _SAMPLING = frozenset({"top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"})
 _CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
@@ -13,28 +13,30 @@ _CONTINUE = {"continue_final_message": True, "add_generation_prompt": False}
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`owners` and `prefix` recognize it: by `owned_by` of its models, or by the names of its metrics."""
+    """One kind of server, recognized by `owned_by` of its models or by the prefix of its metrics."""
 
     name: str
-    names: Names | None = None
+    metric_names: MetricNames | None = None
     owners: Collection[str] = ()
-    prefix: str = ""
-    extras: frozenset[str] = frozenset()  # fields of ours that it honours under the same name
-    counts_on: bool = False  # stream_options.continuous_usage_stats: exact counts in every chunk
+    metric_prefix: str = ""
+    extra_fields: frozenset[str] = frozenset()  # beyond OpenAI's, honoured under our names
+    continuous_usage: bool = False  # stream_options.continuous_usage_stats: exact counts in every chunk
     logprobs: bool = False
-    guides: bool = False  # response_format by a schema, and tools: known not to be dropped silently
-    continues: Mapping[str, bool] | None = None  # what to ask so that a chat's last message is continued
+    guided: bool = False  # honours response_format by a schema, and tools, rather than drop them silently
+    continue_fields: Mapping[str, bool] | None = (
+        None  # make it continue a chat's last message; None: it can't
+    )
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What Hello says of its models."""
+        """Features of its models, for Hello."""
         has = {
             "chat": True,
             "logprobs": self.logprobs,
-            "tools": self.guides,
-            "guided": self.guides,
+            "tools": self.guided,
+            "guided": self.guided,
             "resume_text": True,
-            "resume_chat": self.continues is not None,
+            "resume_chat": self.continue_fields is not None,
         }
         return tuple(name for name, is_there in has.items() if is_there)
 
@@ -42,13 +44,13 @@ class Dialect:
 VLLM = Dialect(
     name="vllm",
     owners=("vllm",),
-    prefix="vllm:",
-    extras=_SAMPLING,
-    counts_on=True,
+    metric_prefix="vllm:",
+    extra_fields=_SAMPLING,
+    continuous_usage=True,
     logprobs=True,
-    guides=True,
-    continues=_CONTINUE,
-    names=Names(
+    guided=True,
+    continue_fields=_CONTINUE,
+    metric_names=MetricNames(
         running=("vllm:num_requests_running",),
         waiting=("vllm:num_requests_waiting",),
         usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
@@ -60,13 +62,13 @@ VLLM = Dialect(
 SGLANG = Dialect(
     name="sglang",
     owners=("sglang",),
-    prefix="sglang:",
-    extras=_SAMPLING,
-    counts_on=True,
+    metric_prefix="sglang:",
+    extra_fields=_SAMPLING,
+    continuous_usage=True,
     logprobs=True,
-    guides=True,
-    continues=_CONTINUE,
-    names=Names(
+    guided=True,
+    continue_fields=_CONTINUE,
+    metric_names=MetricNames(
         running=("sglang:num_running_reqs",),
         waiting=("sglang:num_queue_reqs",),
         usage=("sglang:token_usage",),
@@ -77,8 +79,8 @@ SGLANG = Dialect(
 )
 TGI = Dialect(
     name="tgi",
-    prefix="tgi_",
-    names=Names(
+    metric_prefix="tgi_",
+    metric_names=MetricNames(
         running=("tgi_batch_current_size",),
         waiting=("tgi_queue_size",),
         generated=("tgi_request_generated_tokens_sum",),
@@ -88,11 +90,11 @@ TGI = Dialect(
 LLAMA_CPP = Dialect(
     name="llama.cpp",
     owners=("llamacpp",),
-    prefix="llamacpp:",
-    extras=frozenset({"top_k", "min_p", "ignore_eos"}),
-    guides=True,
-    continues={},  # by itself, wherever the last message is the assistant's
-    names=Names(
+    metric_prefix="llamacpp:",
+    extra_fields=frozenset({"top_k", "min_p", "ignore_eos"}),
+    guided=True,
+    continue_fields={},  # by itself, wherever the last message is the assistant's
+    metric_names=MetricNames(
         running=("llamacpp:requests_processing",),
         waiting=("llamacpp:requests_deferred",),
         usage=("llamacpp:kv_cache_usage_ratio",),
@@ -100,15 +102,15 @@ LLAMA_CPP = Dialect(
         prompted=("llamacpp:prompt_tokens_total",),
     ),
 )
-MICO = Dialect(name="mico", owners=("mico",), extras=_SAMPLING, logprobs=True, guides=True)
+MICO = Dialect(name="mico", owners=("mico",), extra_fields=_SAMPLING, logprobs=True, guided=True)
 UNKNOWN = Dialect(name="unknown server")
 
-ALL = (VLLM, SGLANG, TGI, LLAMA_CPP, MICO)
+DIALECTS = (VLLM, SGLANG, TGI, LLAMA_CPP, MICO)
 
 
-def recognized(owners: Collection[str], metrics: Collection[str]) -> Dialect:
-    """By the metrics that it exports, else by who owns its models, else UNKNOWN."""
-    for each in ALL:
-        if each.prefix and any(name.startswith(each.prefix) for name in metrics):
+def recognize(owners: Collection[str], metrics: Collection[str]) -> Dialect:
+    """Recognize a server by the metrics that it exports, else by the owner of its models, else as UNKNOWN."""
+    for each in DIALECTS:
+        if each.metric_prefix and any(name.startswith(each.metric_prefix) for name in metrics):
             return each
-    return next((each for each in ALL if set(each.owners) & set(owners)), UNKNOWN)
+    return next((each for each in DIALECTS if set(each.owners) & set(owners)), UNKNOWN)

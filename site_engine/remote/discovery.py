@@ -1,4 +1,4 @@
-"""What a server is: its models and their contexts, whose kind it is of, and what of it can be watched."""
+"""Discover a server: its models and their contexts, its dialect, and the metrics or probe to watch it by."""
 
 from __future__ import annotations
 
@@ -11,72 +11,72 @@ from typing import Any
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.errors import ConfigError
 from site_engine.messages import Model
-from site_engine.remote.dialects import Dialect, recognized
-from site_engine.remote.engine import Terms
-from site_engine.remote.prometheus import Busy, Sample, UnknownPage, busy, samples
+from site_engine.remote.dialects import Dialect, recognize
+from site_engine.remote.engine import ServerProfile
+from site_engine.remote.prometheus import Sample, ServerLoad, UnknownMetrics, parse_metrics, server_load
 from site_engine.remote.server import Server, ServerLost
 
 log = logging.getLogger(__name__)
 
 MODELS_PATH, METRICS_PATH, HEALTH_PATH = "/v1/models", "/metrics", "/health"
 DEFAULT_CONTEXT_TOKENS = 8192
-MODELS_MAX = 200
+MAX_MODELS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """`source` says in words where load figures come from; `probe` is the path that shows it alive."""
+class Discovery:
+    """`load_source` describes the origin of load figures; `probe` is the path that shows the server alive."""
 
-    terms: Terms
+    profile: ServerProfile
     models: tuple[Model, ...]
-    source: str
+    load_source: str
     probe: str
     has_metrics: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
-    """The metrics page as it was found: `busy` is None where it tells nothing, `why` says so."""
+class _Metrics:
+    """The metrics as they were found: `load` is None where they are of no use, for `reason`."""
 
     dialect: Dialect
-    busy: Busy | None
-    why: str
+    load: ServerLoad | None
+    reason: str = ""
 
 
-async def discover(server: Server, config: SiteConfig) -> Found:
-    """Raises ServerLost while it is not there, ConfigError for what waiting won't mend."""
+async def discover(server: Server, config: SiteConfig) -> Discovery:
+    """Discover the server. Raises ServerLost while it is away, ConfigError if waiting won't help."""
     health, _ = await server.get(HEALTH_PATH)
     listed = await _listed(server, config, healthy=health == 200)
     wanted = _wanted(listed, config)
-    page = await _page(server, listed, config)
-    models = tuple(_model(each, page.dialect, config) for each in wanted)
+    metrics = await _metrics(server, listed, config)
+    models = tuple(_model(each, metrics.dialect, config) for each in wanted)
     context_tokens = min(each.context_tokens for each in models)
-    source = "its metrics" if page.busy else f"an estimate: {page.why}"
+    source = "its metrics" if metrics.load else f"an estimate: {metrics.reason}"
     slots = config.slots or SLOTS
-    capacity = config.kv_tokens or (page.busy and page.busy.kv_capacity_tokens)
-    terms = Terms(
-        models={told.id: str(each["id"]) for told, each in zip(models, wanted, strict=True)},
-        dialect=page.dialect,
+    capacity = config.kv_tokens or (metrics.load and metrics.load.kv_capacity_tokens)
+    profile = ServerProfile(
+        models={model.id: str(each["id"]) for model, each in zip(models, wanted, strict=True)},
+        dialect=metrics.dialect,
         context_tokens=context_tokens,
         kv_capacity_tokens=capacity or slots * context_tokens,
         slots=slots,
         max_pending=config.max_pending,
-        longest_prompt_tokens=_longest(wanted, config),
+        max_prompt_tokens=_max_context(wanted, config),
         requests_per_min=config.requests_per_min,
         tokens_per_min=config.tokens_per_min,
     )
     probe = HEALTH_PATH if health == 200 else MODELS_PATH
-    return Found(terms, models, source, probe, page.busy is not None)
+    return Discovery(profile, models, source, probe, metrics.load is not None)
 
 
-async def fetch_load(server: Server, dialect: Dialect) -> Busy:
-    """Read the server's metrics. Raises ServerLost, UnknownPage."""
+async def fetch_load(server: Server, dialect: Dialect) -> ServerLoad:
+    """Read the server's metrics. Raises ServerLost, UnknownMetrics."""
     status, body = await server.get(METRICS_PATH)
     if status >= 500:
         raise ServerLost(f"{server.root}{METRICS_PATH} answers {status}")
-    if status != 200 or dialect.names is None:
-        raise UnknownPage(f"{METRICS_PATH} answers {status}")
-    return busy(samples(body.decode(errors="replace")), dialect.names)
+    if status != 200 or dialect.metric_names is None:
+        raise UnknownMetrics(f"{METRICS_PATH} answers {status}")
+    return server_load(parse_metrics(body.decode(errors="replace")), dialect.metric_names)
 
 
 async def check_alive(server: Server, path: str) -> None:
@@ -110,38 +110,35 @@ def _wanted(listed: list[dict[str, Any]], config: SiteConfig) -> list[dict[str, 
     wanted = [each for each in listed if config.model in {"", each["id"]}]
     if not wanted:
         raise ConfigError(f"model is {config.model!r}, but the server has {', '.join(ids[:20])}")
-    if len(wanted) > MODELS_MAX:
+    if len(wanted) > MAX_MODELS:
         raise ConfigError(f"model must be set: the server has {len(ids)} models")
     if config.served_model and len(wanted) > 1:
         raise ConfigError(f"served_model names one model; set model to one of {', '.join(ids[:20])}")
     return wanted
 
 
-async def _page(server: Server, listed: list[dict[str, Any]], config: SiteConfig) -> _Page:
+async def _metrics(server: Server, listed: list[dict[str, Any]], config: SiteConfig) -> _Metrics:
     owners = {str(each.get("owned_by")) for each in listed}
     if not config.metrics:
-        return _Page(recognized(owners, ()), None, "metrics is off")
+        return _Metrics(recognize(owners, ()), None, "metrics is off")
     status, body = await server.get(METRICS_PATH)
-    page = samples(body.decode(errors="replace")) if status == 200 else {}
-    dialect = recognized(owners, page)
-    told, why = _told(dialect, page, status)
-    if told is None:
-        log.warning("load is estimated from what passes through: %s", why)
-    return _Page(dialect, told, why)
+    samples = parse_metrics(body.decode(errors="replace")) if status == 200 else {}
+    metrics = _read_metrics(recognize(owners, samples), samples, status)
+    if metrics.load is None:
+        log.warning("load is estimated from what passes through: %s", metrics.reason)
+    return metrics
 
 
-def _told(dialect: Dialect, page: dict[str, list[Sample]], status: int) -> tuple[Busy | None, str]:
+def _read_metrics(dialect: Dialect, samples: dict[str, list[Sample]], status: int) -> _Metrics:
     if status != 200:
-        return None, f"{METRICS_PATH} answers {status}"
-    if dialect.names is None:
-        return (
-            None,
-            f"nothing on {METRICS_PATH} is known here (it has {', '.join(list(page)[:3]) or 'nothing'})",
-        )
+        return _Metrics(dialect, None, f"{METRICS_PATH} answers {status}")
+    if dialect.metric_names is None:
+        names = ", ".join(list(samples)[:3]) or "nothing"
+        return _Metrics(dialect, None, f"nothing on {METRICS_PATH} is known here (it has {names})")
     try:
-        return busy(page, dialect.names), ""
-    except UnknownPage as exc:
-        return None, f"the metrics of {dialect.name} have changed: {exc}"
+        return _Metrics(dialect, server_load(samples, dialect.metric_names))
+    except UnknownMetrics as exc:
+        return _Metrics(dialect, None, f"the metrics of {dialect.name} have changed: {exc}")
 
 
 def _model(listed: dict[str, Any], dialect: Dialect, config: SiteConfig) -> Model:
@@ -158,20 +155,20 @@ def _model(listed: dict[str, Any], dialect: Dialect, config: SiteConfig) -> Mode
     )
 
 
-def _longest(wanted: list[dict[str, Any]], config: SiteConfig) -> int | None:
-    """The longest context of any model; None where it was only assumed."""
-    said = [config.context_tokens or _context(each) for each in wanted]
-    return max((each for each in said if each is not None), default=None) if all(said) else None
+def _max_context(wanted: list[dict[str, Any]], config: SiteConfig) -> int | None:
+    """Return the longest context of any model; None where it was only assumed."""
+    contexts = [config.context_tokens or _context(each) for each in wanted]
+    return max((each for each in contexts if each is not None), default=None) if all(contexts) else None
 
 
 def _context(listed: dict[str, Any]) -> int | None:
-    """As vLLM and SGLang, our own gateway, providers, and llama.cpp say it."""
+    """Return the context of a listed model, as vLLM, SGLang, Mico, providers or llama.cpp name it."""
     meta = listed.get("meta") if isinstance(listed.get("meta"), dict) else {}
-    said = (
+    known = (
         listed.get("max_model_len"),
         listed.get("context_tokens"),
         listed.get("context_length"),
         (meta or {}).get("n_ctx"),
         (meta or {}).get("n_ctx_train"),
     )
-    return next((each for each in said if isinstance(each, int) and each > 0), None)
+    return next((each for each in known if isinstance(each, int) and each > 0), None)

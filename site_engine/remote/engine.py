@@ -1,6 +1,6 @@
-"""A server as the engine of a site: what `Site` asks of an engine and of a tokenizer, answered over HTTP.
+"""A server as the engine of a site: the `EngineClient` over HTTP.
 
-Lives on the event loop. Does not count tokens of prompts: the server does, and tells at the end.
+Lives on the event loop. Does not count the tokens of prompts: the server does, and reports them at the end.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from site_engine.core.request_queue import has_place
 from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, TextPrompt
-from site_engine.remote.concurrency import Allowance, Window
+from site_engine.remote.concurrency import ConcurrencyLimit, RateLimit
 from site_engine.remote.dialects import Dialect
-from site_engine.remote.load import Pace, figures
-from site_engine.remote.prometheus import Busy
-from site_engine.remote.queue import Held, Holding
-from site_engine.remote.request import Asking, asking, guessed_tokens
+from site_engine.remote.load import Throughput, load_figures
+from site_engine.remote.prometheus import ServerLoad
+from site_engine.remote.queue import RemoteQueue, RemoteRequest
+from site_engine.remote.request import HttpRequest, build_request, guess_tokens
 from site_engine.remote.server import Server, ServerLost, ServerRefused
-from site_engine.remote.stream import Garbage
+from site_engine.remote.stream import MalformedStream
 
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.05
-FAILURES_MAX = 3
-"""So many answers in a row that the server failed, none in between: it is broken, whatever its probe says."""
+MAX_FAILURES = 3
+"""Answers in a row that fail, none between them succeeding, mean a broken server, whatever its probe says."""
 LAST_BYTES_S = 1.0
 GUESS_FACTOR = 2
 """A prompt of so many times the context, by the guess of its tokens, is too long for certain; some servers
@@ -38,8 +38,8 @@ would read it to its end.
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What was found of the server, and what the operator allows. `models`: our names to the server's."""
+class ServerProfile:
+    """Capabilities found of the server, and limits of the operator. `models`: our names to the server's."""
 
     models: Mapping[str, str]
     dialect: Dialect
@@ -47,7 +47,7 @@ class Terms:
     kv_capacity_tokens: int
     slots: int
     max_pending: int
-    longest_prompt_tokens: int | None = None  # the longest context; None: nobody said it
+    max_prompt_tokens: int | None = None  # the longest context; None: the server does not say
     requests_per_min: int | None = None
     tokens_per_min: int | None = None
 
@@ -63,288 +63,281 @@ class RemoteEngine:
 
     waiting = 0  # prompts are prepared at once
 
-    def __init__(self, server: Server, terms: Terms, clock: Callable[[], float]) -> None:
+    def __init__(self, server: Server, profile: ServerProfile, clock: Callable[[], float]) -> None:
         self._server = server
-        self._terms = terms
+        self._profile = profile
         self.listener = _NOT_STARTED
         self._clock = clock
-        self.holding = Holding()
-        self.window = Window(terms.slots)
-        self._pace = Pace(clock())
-        self._allowance = Allowance(terms.requests_per_min, terms.tokens_per_min, clock())
-        self._busy: Busy | None = None
+        self.queue = RemoteQueue()
+        self.concurrency = ConcurrencyLimit(profile.slots)
+        self._throughput = Throughput(clock())
+        self._rate = RateLimit(profile.requests_per_min, profile.tokens_per_min, clock())
+        self._server_load: ServerLoad | None = None
         self._blocked_until_s = float("-inf")
         self._failures = 0
         self._broken = ""
-        self._later: asyncio.TimerHandle | None = None
-        self._load_due: asyncio.TimerHandle | None = None
+        self._pump_timer: asyncio.TimerHandle | None = None
+        self._load_timer: asyncio.TimerHandle | None = None
         self._load_s = float("-inf")
 
-    # a tokenizer's part
+    # the interface of a site
 
     def waiting_of(self, tenant: str) -> int:
-        """None: prompts are prepared at once."""
+        """Return 0: prompts are prepared at once."""
         return 0
 
     def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
         """Reply at once: there is nothing to tokenize here."""
         try:
-            asked = asking(assign, self._terms.models[assign.model], self._terms.dialect)
+            request = build_request(assign, self._profile.models[assign.model], self._profile.dialect)
         except NotServed as refusal:
             reply(refusal)
             return
-        tokens = guessed_tokens(assign)
-        most = self._terms.longest_prompt_tokens
-        if most is not None and tokens > most * GUESS_FACTOR:
-            message = f"the prompt has about {tokens} tokens, but the context here is {most}"
+        tokens, context = guess_tokens(assign), self._profile.max_prompt_tokens
+        if context is not None and tokens > context * GUESS_FACTOR:
+            message = f"the prompt has about {tokens} tokens, but the context here is {context}"
             reply(NotServed(Reason.CONTEXT_LENGTH, message, "prompt"))
             return
         echo = assign.prompt.text if assign.echo and isinstance(assign.prompt, TextPrompt) else ""
-        reply(Prepared((), echo, guessed_tokens=tokens, payload=asked))
-
-    # an engine's part
+        reply(Prepared((), echo, guessed_tokens=tokens, payload=request))
 
     def submit(
         self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
     ) -> None:
-        assert isinstance(prepared.payload, Asking)
-        asked, tokens = prepared.payload, prepared.guessed_tokens
+        assert isinstance(prepared.payload, HttpRequest)
         if (refusal := self._refusal(group[0].tenant)) is not None:
             reply(refusal)
             return
-        held = Held(tuple(group), asked, tokens, self._clock(), reply)
-        room = max(1, self._terms.context_tokens - tokens)
-        most = min(room, held.request.sampling.max_tokens or room)
-        if held.is_spent:
-            reply(Admission(0, most))
-            self.listener.outputs(_ends(held, Finish.LENGTH))
+        tokens = prepared.guessed_tokens
+        request = RemoteRequest(tuple(group), prepared.payload, tokens, self._clock(), reply)
+        room = max(1, self._profile.context_tokens - tokens)
+        max_tokens = min(room, request.first.sampling.max_tokens or room)
+        if request.is_spent:
+            reply(Admission(0, max_tokens))
+            self.listener.outputs(_finishes(request, Finish.LENGTH))
             return
-        reply(Admission(self.holding.add(held), most))
+        reply(Admission(self.queue.add(request), max_tokens))
         self.pump()
-        self._tell_load()  # with each admission, so that no older figures follow it
+        self._report_load()  # with each admission, so that no older figures follow it
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        for held in self.holding.of(request_ids):
-            self._drop(held)
-            self.listener.outputs(_ends(held, Finish.CANCELLED))
+        for request in self.queue.find(request_ids):
+            self._drop(request)
+            self.listener.outputs(_finishes(request, Finish.CANCELLED))
         self.pump()
-        self._show_load()
+        self._schedule_load()
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        """Gives up what has not been sent."""
-        gone = []
+        """Give up groups that have not been sent."""
+        decisions = []
         for group in groups:
-            found = [held for held in self.holding.of(group) if held.sent_s is None]
-            for held in found:
-                self._drop(held)
-            gone.append(bool(found))
-        reply(gone)
-        self._show_load()
+            unsent = [each for each in self.queue.find(group) if each.sent_s is None]
+            for request in unsent:
+                self._drop(request)
+            decisions.append(bool(unsent))
+        reply(decisions)
+        self._schedule_load()
 
     def request_load(self) -> None:
         self.pump()
-        self._tell_load()
+        self._report_load()
 
-    # the server's word
+    # the server's state
 
-    def update_load(self, busy: Busy) -> None:
+    def update_load(self, load: ServerLoad) -> None:
         """Take the server's latest metrics."""
-        self._busy = busy
-        self.window.figures(sent=len(self.holding.sent), waiting=busy.waiting or 0)
+        self._server_load = load
+        self.concurrency.observe_queue(sent=len(self.queue.sent), waiting=load.waiting or 0)
         self.pump()
-        self._show_load()
+        self._schedule_load()
 
     def forget_load(self) -> None:
         """Drop the latest metrics, which would only mislead once the server exports none."""
-        self._busy = None
+        self._server_load = None
 
     def fail_all(self, reason: str) -> None:
-        """The server is gone: whatever is held ends, so that the gateways go on elsewhere."""
+        """End every request because the server is gone, so that the gateways go on elsewhere."""
         self._broken = reason
-        for timer in (self._later, self._load_due):
+        for timer in (self._pump_timer, self._load_timer):
             if timer is not None:
                 timer.cancel()
-        for held in self.holding.all():
-            self._fail(held, reason)
+        for request in self.queue.all():
+            self._fail(request, reason)
 
     # sending
 
     def pump(self) -> None:
-        """Sends what may be sent; looks again when the provider's allowance or patience permits."""
-        while self.holding.pending and len(self.holding.sent) < self.window.size and not self._broken:
+        """Send what may be sent; come back when the rate limit or the server's Retry-After permits."""
+        while self.queue.pending and len(self.queue.sent) < self.concurrency.limit and not self._broken:
             now = self._clock()
-            held = self.holding.first(now)
-            tokens = held.tokens + round(held.expected_remaining())
-            wait_s = max(self._blocked_until_s - now, self._allowance.wait_s(tokens, now))
+            request = self.queue.peek(now)
+            tokens = request.tokens + round(request.expected_remaining())
+            wait_s = max(self._blocked_until_s - now, self._rate.wait_s(tokens, now))
+            loop = asyncio.get_running_loop()
             if wait_s > 0:
-                self._look_again(wait_s)
+                if self._pump_timer is not None:
+                    self._pump_timer.cancel()
+                self._pump_timer = loop.call_later(wait_s, self.pump)
                 return
-            self._allowance.take(tokens, now)
-            self.holding.begin(now)
-            held.sent_s = now
-            held.task = asyncio.get_running_loop().create_task(self._converse(held))
+            self._rate.take(tokens, now)
+            self.queue.pop(now)
+            request.sent_s = now
+            request.task = loop.create_task(self._stream(request))
 
-    def _look_again(self, wait_s: float) -> None:
-        if self._later is not None:
-            self._later.cancel()
-        self._later = asyncio.get_running_loop().call_later(wait_s, self.pump)
-
-    async def _converse(self, held: Held) -> None:
+    async def _stream(self, request: RemoteRequest) -> None:
+        """Send one request and pass its answer on, until it ends in any way."""
+        deadline_s = request.first.deadline_s
+        left_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
         try:
-            async with asyncio.timeout(self._left_s(held)), self._server.answer(held.asking) as received:
+            async with asyncio.timeout(left_s), self._server.stream(request.http) as received:
                 async for data in received:
-                    self._publish(held, self._read(held, data))
-                    if held.stream.done:
+                    before = request.stream.tokens
+                    outputs = request.stream.feed(data)
+                    self._throughput.tokens_total += request.stream.tokens - before
+                    self._publish(request, outputs)
+                    if request.stream.done:
                         break
-                self._finish(held)
-                await _read_out(received)
+                self._finish(request)
+                await _drain(received)
         except ServerRefused as refused:
-            self._turned_away(held, refused)
-        except (ServerLost, Garbage) as broken:
-            self._server_failed(held, str(broken))
+            self._turn_away(request, refused)
+        except (ServerLost, MalformedStream) as exc:
+            self._fail_by_server(request, str(exc))
         except TimeoutError:
-            self._fail(held, "the answer's deadline passed")
+            self._fail(request, "the answer's deadline passed")
         except Exception:
             log.exception("a fault of ours in talking to the server")
-            self._fail(held, "a fault of this site")
+            self._fail(request, "a fault of this site")
         finally:
             self.pump()
-            self._show_load()
+            self._schedule_load()
 
-    def _left_s(self, held: Held) -> float | None:
-        deadline_s = held.request.deadline_s
-        return None if deadline_s is None else max(0.0, deadline_s - self._clock())
-
-    def _read(self, held: Held, data: bytes) -> list[Output]:
-        before = held.stream.tokens
-        outputs = held.stream.feed(data)
-        self._pace.tokens_total += held.stream.tokens - before
-        return outputs
-
-    def _publish(self, held: Held, outputs: list[Output]) -> None:
-        if not outputs or held not in self.holding:
+    def _publish(self, request: RemoteRequest, outputs: list[Output]) -> None:
+        if not outputs or request not in self.queue:
             return
-        if held.first_s is None:
-            self._first(held)
+        if request.first_s is None:
+            self._observe_first_token(request)
         self.listener.outputs(outputs)
-        self._show_load()
+        self._schedule_load()
 
-    def _first(self, held: Held) -> None:
-        now = held.first_s = self._clock()
-        seconds, sent = now - (held.sent_s or now), len(self.holding.sent)
-        waiting = self._busy.waiting if self._busy else None
-        self.window.first_token(seconds, sent=sent, queues=None if waiting is None else waiting > 0)
-        if not waiting:  # else it says how long it queued
-            kv_tokens = self._kv_tokens()
-            self._pace.began(
-                rows=sent, prompt_tokens=held.prompt_tokens, kv_tokens=kv_tokens, seconds=seconds
+    def _observe_first_token(self, request: RemoteRequest) -> None:
+        now = request.first_s = self._clock()
+        seconds, sent = now - (request.sent_s or now), len(self.queue.sent)
+        waiting = self._server_load.waiting if self._server_load else None
+        queues = None if waiting is None else waiting > 0
+        self.concurrency.observe_first_token(seconds, sent=sent, queues=queues)
+        if not waiting:  # else the time is mostly that in the server's queue
+            self._throughput.observe_prefill(
+                rows=sent,
+                prompt_tokens=request.prompt_tokens,
+                kv_tokens=self.queue.sent_tokens,
+                seconds=seconds,
             )
 
-    def _finish(self, held: Held) -> None:
-        before = held.stream.tokens
-        ends = held.stream.end()
-        if held not in self.holding:
+    def _finish(self, request: RemoteRequest) -> None:
+        before = request.stream.tokens
+        finishes = request.stream.end()
+        if request not in self.queue:
             return
-        now, stream = self._clock(), held.stream
+        now, stream = self._clock(), request.stream
         self._failures = 0
-        self._pace.tokens_total += stream.tokens - before
-        self._pace.prompt_tokens_total += stream.prompt_tokens or held.prompt_tokens
-        if held.first_s is not None:
-            each = (stream.tokens - stream.delivered) // len(held.requests)
-            self._pace.ended(
-                rows=len(self.holding.sent),
-                kv_tokens=self._kv_tokens(),
-                tokens=each,
-                seconds=now - held.first_s,
+        self._throughput.tokens_total += stream.tokens - before
+        self._throughput.prompt_tokens_total += stream.prompt_tokens or request.prompt_tokens
+        if request.first_s is not None:
+            self._throughput.observe_decode(
+                rows=len(self.queue.sent),
+                kv_tokens=self.queue.sent_tokens,
+                tokens=(stream.tokens - stream.delivered) // len(request.choices),
+                seconds=now - request.first_s,
             )
-        self.holding.drop(held)
-        self.listener.outputs([end._replace(timings=held.timings(now)) for end in ends])
-        self._show_load()
+        self.queue.remove(request)
+        self.listener.outputs([each._replace(timings=request.timings(now)) for each in finishes])
+        self._schedule_load()
 
-    # when it goes wrong
+    # failures
 
     def _refusal(self, tenant: str) -> NotServed | None:
         if self._broken:
             return NotServed(Reason.INTERNAL, self._broken)
         if (left_s := self._blocked_until_s - self._clock()) > 0:
             return NotServed(Reason.FULL, f"the server asked to be left alone for {left_s:.1f} s more")
-        waiting, most = len(self.holding.pending), self._terms.max_pending
-        if not has_place(self.holding.pending_of(tenant), waiting, most):
-            return NotServed(Reason.FULL, f"{waiting} attempts wait here already, of {most} at most")
+        waiting, max_pending = len(self.queue.pending), self._profile.max_pending
+        if not has_place(self.queue.pending_of(tenant), waiting, max_pending):
+            return NotServed(Reason.FULL, f"{waiting} attempts wait here already, of {max_pending} at most")
         return None
 
-    def _turned_away(self, held: Held, refused: ServerRefused) -> None:
+    def _turn_away(self, request: RemoteRequest, refused: ServerRefused) -> None:
+        """Pass a refusal of the server on; leave a full server alone for as long as it asks."""
         if refused.refusal.reason is Reason.INTERNAL:
-            self._server_failed(held, refused.refusal.message)
+            self._fail_by_server(request, refused.refusal.message)
             return
         if refused.retry_after_s is not None:
-            self.window.refused()
+            self.concurrency.observe_overload()
             self._blocked_until_s = self._clock() + refused.retry_after_s
-        if held in self.holding:
-            self.holding.drop(held)
-            held.reply(refused.refusal)
+        if request in self.queue:
+            self.queue.remove(request)
+            request.reply(refused.refusal)
 
-    def _server_failed(self, held: Held, reason: str) -> None:
-        if held not in self.holding:
+    def _fail_by_server(self, request: RemoteRequest, reason: str) -> None:
+        if request not in self.queue:
             return
         log.warning("an answer failed: %s", reason)
-        self._fail(held, reason)
+        self._fail(request, reason)
         self._failures += 1
-        if self._failures >= FAILURES_MAX and not self._broken:
+        if self._failures >= MAX_FAILURES and not self._broken:
             self.listener.broken(f"{self._failures} answers in a row failed, the last: {reason}")
 
-    def _fail(self, held: Held, reason: str) -> None:
-        """Before its first word an attempt can go on elsewhere as if nothing had been; after it, it broke."""
-        if held not in self.holding:
+    def _fail(self, request: RemoteRequest, reason: str) -> None:
+        """Refuse an attempt that has no output, which can then go on elsewhere unharmed; fail any other."""
+        if request not in self.queue:
             return
-        self._drop(held)
-        if held.stream.spoke:
-            self.listener.outputs(_ends(held, Finish.FAILED, reason))
+        self._drop(request)
+        if request.stream.started:
+            self.listener.outputs(_finishes(request, Finish.FAILED, reason))
         else:
-            held.reply(NotServed(Reason.INTERNAL, reason))
+            request.reply(NotServed(Reason.INTERNAL, reason))
 
-    def _drop(self, held: Held) -> None:
-        self.holding.drop(held)
-        if held.task is not None and held.task is not asyncio.current_task():
-            held.task.cancel()
+    def _drop(self, request: RemoteRequest) -> None:
+        self.queue.remove(request)
+        if request.task is not None and request.task is not asyncio.current_task():
+            request.task.cancel()
 
     # load
 
-    def _kv_tokens(self) -> int:
-        return sum(held.tokens for held in self.holding.sent)
-
-    def _show_load(self) -> None:
-        """Soon: figures need not be sent more often than the link passes them on."""
-        if self._load_due is None and not self._broken:
+    def _schedule_load(self) -> None:
+        """Report the load soon: figures need not be sent more often than the link passes them on."""
+        if self._load_timer is None and not self._broken:
             wait_s = max(0.0, self._load_s + LOAD_INTERVAL_S - self._clock())
-            self._load_due = asyncio.get_running_loop().call_later(wait_s, self._tell_load)
+            self._load_timer = asyncio.get_running_loop().call_later(wait_s, self._report_load)
 
-    def _tell_load(self) -> None:
-        if self._load_due is not None:
-            self._load_due.cancel()
-            self._load_due = None
+    def _report_load(self) -> None:
+        if self._load_timer is not None:
+            self._load_timer.cancel()
+            self._load_timer = None
         now = self._load_s = self._clock()
-        working = bool(self.holding.sent or (self._busy and self._busy.running))
-        self._pace.look(now, self._busy.tokens_total if self._busy else None, working=working)
-        seen = figures(self.holding, self._busy, self._pace, self._terms.kv_capacity_tokens)
-        self.listener.load(LoadSeen(seen, now))
+        load = self._server_load
+        working = bool(self.queue.sent or (load and load.running))
+        self._throughput.sample(now, load.tokens_total if load else None, working=working)
+        capacity = self._profile.kv_capacity_tokens
+        figures = load_figures(self.queue, load, self._throughput, capacity)
+        self.listener.load(LoadSeen(figures, now))
 
 
-def _ends(held: Held, finish: Finish, error: str = "") -> list[Output]:
+def _finishes(request: RemoteRequest, finish: Finish, error: str = "") -> list[Output]:
     return [
         Output(
             each.id,
             finish=finish,
             error=error,
-            completion_tokens=held.stream.tokens_of(index),
-            prompt_tokens=held.stream.prompt_tokens,
+            completion_tokens=request.stream.tokens_of(index),
+            prompt_tokens=request.stream.prompt_tokens,
         )
-        for index, each in enumerate(held.requests)
+        for index, each in enumerate(request.choices)
     ]
 
 
-async def _read_out(received: AsyncIterator[bytes]) -> None:
-    """The stream's own end, so that its connection can be used again."""
+async def _drain(received: AsyncIterator[bytes]) -> None:
+    """Read the stream to its end, so that its connection can be used again."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_BYTES_S):
             async for _ in received:

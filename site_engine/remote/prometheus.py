@@ -1,9 +1,10 @@
-"""A page of Prometheus metrics as numbers, and what of it says how busy a server is. Pure text work."""
+"""Parse Prometheus metrics, and read the load of a server from them. Does no I/O."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 
@@ -18,8 +19,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """The metrics of one kind of server; of several names the first that the page has counts.
+class MetricNames:
+    """The metrics of one kind of server; of several names the first that is exported counts.
 
     `usage` is a share from 0 to 1. `capacity_of` multiplies labels of an info metric into KV tokens.
     """
@@ -34,8 +35,8 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """What a server says of itself. None: its page does not say."""
+class ServerLoad:
+    """The load of a server by its own metrics. None: it does not export that."""
 
     running: int
     waiting: int | None = None
@@ -45,40 +46,47 @@ class Busy:
     prompt_tokens_total: int | None = None
 
 
-class UnknownPage(Exception):
-    """A page without the metric that its table counts on; the message names it."""
+class UnknownMetrics(Exception):
+    """Metrics without the one that `MetricNames` requires; the message names it."""
 
 
-def samples(page: str) -> dict[str, list[Sample]]:
-    """By metric. Lines that make no sense are left out: the rest of the page may still be of use."""
+def parse_metrics(text: str) -> dict[str, list[Sample]]:
+    """Parse the text format into samples by metric name; skip malformed lines, the rest may be of use."""
     found: dict[str, list[Sample]] = {}
-    for line in page.splitlines():
+    for line in text.splitlines():
         match = None if line.startswith("#") else _LINE.match(line.strip())
-        value = None if match is None else _number(match[3])
-        if match is not None and value is not None:
-            labels = dict(_LABEL.findall(match[2])) if match[2] else {}
-            found.setdefault(match[1], []).append(Sample(labels, value))
+        if match is None:
+            continue
+        with suppress(ValueError):
+            value = float(match[3])
+            if isfinite(value):
+                labels = dict(_LABEL.findall(match[2])) if match[2] else {}
+                found.setdefault(match[1], []).append(Sample(labels, value))
     return found
 
 
-def busy(page: Mapping[str, Sequence[Sample]], names: Names) -> Busy:
-    """Raises UnknownPage. Engines of one server (data parallel) add up; their shares of KV are averaged."""
-    running = _first(page, names.running)
+def server_load(metrics: Mapping[str, Sequence[Sample]], names: MetricNames) -> ServerLoad:
+    """Read the load of a server from its metrics. Raises UnknownMetrics.
+
+    Engines of one server (data parallel) add up; their shares of KV are averaged.
+    """
+    running = _first(metrics, names.running)
     if running is None:
-        raise UnknownPage(f"it has no {' or '.join(names.running)}")
-    usage = _first(page, names.usage)
-    return Busy(
+        raise UnknownMetrics(f"it has no {' or '.join(names.running)}")
+    usage = _first(metrics, names.usage)
+    return ServerLoad(
         running=round(_sum(running)),
-        waiting=_total(_first(page, names.waiting)),
+        waiting=_total(_first(metrics, names.waiting)),
         kv_usage=None if usage is None else min(1.0, max(0.0, _sum(usage) / len(usage))),
-        kv_capacity_tokens=_total(_first(page, names.capacity)) or _from_labels(page, names.capacity_of),
-        tokens_total=_total(_first(page, names.generated)),
-        prompt_tokens_total=_total(_first(page, names.prompted)),
+        kv_capacity_tokens=_total(_first(metrics, names.capacity))
+        or _label_products(metrics, names.capacity_of),
+        tokens_total=_total(_first(metrics, names.generated)),
+        prompt_tokens_total=_total(_first(metrics, names.prompted)),
     )
 
 
-def _first(page: Mapping[str, Sequence[Sample]], names: Iterable[str]) -> Sequence[Sample] | None:
-    return next((page[name] for name in names if name in page), None)
+def _first(metrics: Mapping[str, Sequence[Sample]], names: Iterable[str]) -> Sequence[Sample] | None:
+    return next((metrics[name] for name in names if name in metrics), None)
 
 
 def _sum(found: Sequence[Sample]) -> float:
@@ -89,23 +97,15 @@ def _total(found: Sequence[Sample] | None) -> int | None:
     return None if found is None else round(_sum(found))
 
 
-def _from_labels(
-    page: Mapping[str, Sequence[Sample]], source: tuple[str, Sequence[str]] | None
+def _label_products(
+    metrics: Mapping[str, Sequence[Sample]], source: tuple[str, Sequence[str]] | None
 ) -> int | None:
-    """The sum over engines of the product of labels, such as block_size x num_gpu_blocks."""
+    """Sum over engines the product of labels, such as block_size x num_gpu_blocks."""
     total = 0
-    for each in page.get(source[0], ()) if source else ():
+    for each in metrics.get(source[0], ()) if source else ():
         product = 1
         for label in source[1] if source else ():
             text = each.labels.get(label, "")
             product *= int(text) if text.isdecimal() else 0
         total += product
     return total or None
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if isfinite(value) else None

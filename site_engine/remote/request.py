@@ -1,4 +1,4 @@
-"""From an attempt to the HTTP request that a server of the OpenAI kind reads. Refuses what it cannot say."""
+"""Build the HTTP request of an attempt for a server of the OpenAI API; refuse fields it would not honour."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
 from site_engine.remote.dialects import Dialect
-from site_engine.remote.resume import continuing
+from site_engine.remote.resume import continue_from_text
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_MESSAGE = 4
 
 
-class Asking(NamedTuple):
+class HttpRequest(NamedTuple):
     """`delivered`: tokens of the answer that the client has already, which the server reads as prompt."""
 
     path: str
@@ -25,50 +25,54 @@ class Asking(NamedTuple):
     delivered: int = 0
 
 
-def asking(assign: Assign, model: str, dialect: Dialect) -> Asking:
-    """`model` as the server calls it. Raises NotServed with the field that it would not honour."""
+def build_request(assign: Assign, model: str, dialect: Dialect) -> HttpRequest:
+    """Build the request; `model` as the server calls it. Raises NotServed with the field in question."""
     _check(assign, dialect)
-    assign = continuing(assign, dialect)
+    assign = continue_from_text(assign, dialect)
     body: dict[str, Any] = {
         "model": model,
         "stream": True,
         "stream_options": {"include_usage": True},
         **_sampling(assign.sampling, dialect),
     }
-    if dialect.counts_on:
+    if dialect.continuous_usage:
         body["stream_options"]["continuous_usage_stats"] = True
     if assign.choices > 1:
         body["n"] = assign.choices
     if isinstance(assign.prompt, ChatPrompt):
         body["messages"] = [_message(each) for each in assign.prompt.messages]
-        body |= _tools(assign.prompt.tools) | _format(assign.guided_json)
+        body |= _tools(assign.prompt.tools) | _response_format(assign.guided_json)
         if assign.resumed_text:
-            body |= dialect.continues or {}
-        body |= _chat_logprobs(assign.sampling)
-        return Asking("/v1/chat/completions", body, assign.resumed_tokens)
-    body["prompt"] = assign.prompt.text if isinstance(assign.prompt, TextPrompt) else _ids(assign)
+            body |= dialect.continue_fields or {}
+        if assign.sampling.logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": assign.sampling.logprobs}
+        return HttpRequest("/v1/chat/completions", body, assign.resumed_tokens)
+    prompt = assign.prompt
+    body["prompt"] = prompt.text if isinstance(prompt, TextPrompt) else list(prompt.token_ids)
     if assign.sampling.logprobs is not None:
         body["logprobs"] = assign.sampling.logprobs
-    return Asking("/v1/completions", body, assign.resumed_tokens)
+    return HttpRequest("/v1/completions", body, assign.resumed_tokens)
 
 
-def guessed_tokens(assign: Assign) -> int:
-    """Only the server knows; until it says, four characters a token."""
+def guess_tokens(assign: Assign) -> int:
+    """Guess the length of the prompt by four characters a token, until the server has counted."""
     if isinstance(assign.prompt, ChatPrompt):
         messages = assign.prompt.messages
         tools = assign.prompt.tools.offered if assign.prompt.tools else ()
         chars = sum(len(json.dumps(each)) for each in tools)
-        said = sum(TOKENS_PER_MESSAGE + len(each.content) // CHARS_PER_TOKEN for each in messages)
-        return said + chars // CHARS_PER_TOKEN
+        content = sum(TOKENS_PER_MESSAGE + len(each.content) // CHARS_PER_TOKEN for each in messages)
+        return content + chars // CHARS_PER_TOKEN
     if isinstance(assign.prompt, TextPrompt):
         return 1 + len(assign.prompt.text) // CHARS_PER_TOKEN
     return len(assign.prompt.token_ids)
 
 
 def _check(assign: Assign, dialect: Dialect) -> None:
-    tools = assign.prompt.tools if isinstance(assign.prompt, ChatPrompt) else None
-    for param, is_asked in (("tools", tools is not None), ("response_format", bool(assign.guided_json))):
-        if is_asked and not dialect.guides:
+    for param, is_wanted in (
+        ("tools", assign.tools is not None),
+        ("response_format", bool(assign.guided_json)),
+    ):
+        if is_wanted and not dialect.guided:
             raise _unsupported(f"{param} is not known to be honoured by this server ({dialect.name})", param)
     if assign.guided_json and not isinstance(assign.prompt, ChatPrompt):
         raise _unsupported("only an answer to a chat can be held to a schema here", "response_format")
@@ -80,43 +84,39 @@ def _check(assign: Assign, dialect: Dialect) -> None:
 
 def _sampling(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
     neutral = Sampling()
-    asked: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     for name in ("max_tokens", "presence_penalty", "frequency_penalty", "seed"):
         if (value := getattr(sampling, name)) != getattr(neutral, name):
-            asked[name] = value
+            fields[name] = value
     if sampling.stop:
-        asked["stop"] = list(sampling.stop)
+        fields["stop"] = list(sampling.stop)
     if sampling.logit_bias:
-        asked["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.logprobs is not None and not dialect.logprobs:
         raise _unsupported("log probabilities of this server are not passed on", "logprobs")
-    return asked | _extras(sampling, neutral, dialect)
+    return fields | _extra_fields(sampling, neutral, dialect)
 
 
-def _extras(sampling: Sampling, neutral: Sampling, dialect: Dialect) -> dict[str, Any]:
-    """Fields that OpenAI does not have. One that the server may drop silently is refused here."""
+def _extra_fields(sampling: Sampling, neutral: Sampling, dialect: Dialect) -> dict[str, Any]:
+    """Return the fields that OpenAI does not have. Refuse one that the server may drop silently."""
     extras: dict[str, Any] = {}
     for name in ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"):
         value = getattr(sampling, name)
         if value == getattr(neutral, name):
             continue
-        if name not in dialect.extras:
+        if name not in dialect.extra_fields:
             raise _unsupported(f"{name} is not known to be honoured by this server ({dialect.name})", name)
         extras[name] = list(value) if isinstance(value, tuple) else value
     return extras
 
 
-def _chat_logprobs(sampling: Sampling) -> dict[str, Any]:
-    return {} if sampling.logprobs is None else {"logprobs": True, "top_logprobs": sampling.logprobs}
-
-
-def _format(schema: str) -> dict[str, Any]:
+def _response_format(schema: str) -> dict[str, Any]:
     if not schema:
         return {}
-    found = json.loads(schema)
-    if found == {"type": "object"}:
+    parsed = json.loads(schema)
+    if parsed == {"type": "object"}:
         return {"response_format": {"type": "json_object"}}
-    named = {"name": "answer", "schema": found, "strict": True}
+    named = {"name": "answer", "schema": parsed, "strict": True}
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
@@ -126,23 +126,19 @@ def _tools(tools: Tools | None) -> dict[str, Any]:
     choice: Any = tools.choice.value
     if tools.choice is ToolChoice.NAMED:
         choice = {"type": "function", "function": {"name": tools.name}}
-    asked = {"tools": list(tools.offered), "tool_choice": choice}
-    return asked | {"parallel_tool_calls": False} if tools.single else asked
+    fields = {"tools": list(tools.offered), "tool_choice": choice}
+    return fields | {"parallel_tool_calls": False} if tools.single else fields
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
-        said["name"] = message.name
+        fields["name"] = message.name
     if message.tool_calls_json:
-        said["tool_calls"] = json.loads(message.tool_calls_json)
+        fields["tool_calls"] = json.loads(message.tool_calls_json)
     if message.tool_call_id:
-        said["tool_call_id"] = message.tool_call_id
-    return said
-
-
-def _ids(assign: Assign) -> list[int]:
-    return list(getattr(assign.prompt, "token_ids", ()))
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
 
 
 def _unsupported(message: str, param: str) -> NotServed:

@@ -1,4 +1,4 @@
-"""HTTP to a server of the OpenAI kind: what it serves, how busy it is, and answers as they stream."""
+"""HTTP to a server of the OpenAI API: its models and metrics, and answers as they stream."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import httpx
 
 from site_engine.errors import NotServed, Reason
 from site_engine.remote import http2
-from site_engine.remote.request import Asking
+from site_engine.remote.request import HttpRequest
 
 CONNECT_S, PROBE_S = 5.0, 5.0
-PAGE_BYTES_MAX = 16 << 20
+MAX_PAGE_BYTES = 16 << 20
 KEEP_S = 2.0
 """Connections are kept for less time than servers keep them (uvicorn: 5 s), so that few are found closed."""
 _CLOSED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""What a request meets on a connection that the server closed meanwhile; it is worth a second try."""
-RETRY_AFTER_S, RETRY_AFTER_MAX_S = 1.0, 30.0
+"""Errors of a connection that the server closed meanwhile; the request is worth a second try."""
+RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
 _CONTEXT = re.compile(
     r"context_length|context length|context size|context window|maximum context|max_model_len|"
     r"exceed_context|too many tokens|`inputs` tokens|longer than the model",
@@ -67,7 +67,7 @@ class Server:
                 max_keepalive_connections=connections,
                 keepalive_expiry=KEEP_S,
             ),
-            http2=root.startswith("https://") and http2.offered(),
+            http2=root.startswith("https://") and http2.enable(),
             transport=transport,
             trust_env=not root.startswith(("http://127.", "http://localhost", "http://[::1]")),
         )
@@ -76,65 +76,63 @@ class Server:
         await self._client.aclose()
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Raises ServerLost."""
+        """Return the status and the body, cut at MAX_PAGE_BYTES. Raises ServerLost."""
         try:
             response = await self._send(self._client.build_request("GET", path, timeout=PROBE_S))
             try:
-                return response.status_code, (await response.aread())[:PAGE_BYTES_MAX]
+                return response.status_code, (await response.aread())[:MAX_PAGE_BYTES]
             finally:
                 await response.aclose()
         except (httpx.HTTPError, OSError) as exc:
-            raise ServerLost(f"{self.root} does not answer: {_told(exc)}") from exc
+            raise ServerLost(f"{self.root} does not answer: {_describe(exc)}") from exc
 
     @asynccontextmanager
-    async def answer(self, asking: Asking) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The bytes of the answer as they come; leaving early closes the connection, which cancels it there.
+    async def stream(self, request: HttpRequest) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Yield the bytes of the answer as they come; leaving early cancels it at the server.
 
         Raises ServerRefused before the first byte, ServerLost at any time.
         """
         try:
-            response = await self._send(self._client.build_request("POST", asking.path, json=asking.body))
+            response = await self._send(self._client.build_request("POST", request.path, json=request.body))
             try:
                 if response.status_code != httpx.codes.OK:
-                    told = self._without_key(await response.aread())
-                    raise refused(response.status_code, told, response.headers)
+                    body = await response.aread()
+                    if self._key:  # some servers repeat the key that they refuse, and clients see the message
+                        body = body.replace(self._key, b"***")
+                    raise server_refused(response.status_code, body, response.headers)
                 yield response.aiter_bytes()
             finally:
                 await response.aclose()
         except (httpx.HTTPError, httpx.StreamError, OSError) as exc:
-            raise ServerLost(f"{self.root} broke off: {_told(exc)}") from exc
-
-    def _without_key(self, told: bytes) -> bytes:
-        """Some servers repeat the key that they refuse, and what they say goes on to clients."""
-        return told.replace(self._key, b"***") if self._key else told
+            raise ServerLost(f"{self.root} broke off: {_describe(exc)}") from exc
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
-        """Up to the headers of its response."""
+        """Send a request; return once the headers of its response are there."""
         try:
             return await self._client.send(request, stream=True)
         except _CLOSED:
             return await self._client.send(request, stream=True)
 
 
-def refused(status: int, body: bytes, headers: Mapping[str, str]) -> ServerRefused:
-    """What a status other than 200 means for the attempt."""
+def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> ServerRefused:
+    """Translate a response other than 200 into the refusal of an attempt."""
     message, code, param = _error(body)
-    told = f"the server answered {status}: {message}"
+    text = f"the server answered {status}: {message}"
     if status in {400, 413, 422}:
         too_long = status == 413 or _CONTEXT.search(f"{code} {message}")
         reason = Reason.CONTEXT_LENGTH if too_long else Reason.INVALID
         return ServerRefused(NotServed(reason, message, param))
     if status in {408, 429, 503}:
-        return ServerRefused(NotServed(Reason.FULL, told), _retry_after_s(headers))
+        return ServerRefused(NotServed(Reason.FULL, text), _retry_after_s(headers))
     if status in {404, 405, 501}:
-        return ServerRefused(NotServed(Reason.UNSUPPORTED, told, param))
+        return ServerRefused(NotServed(Reason.UNSUPPORTED, text, param))
     if status in {401, 403}:
-        return ServerRefused(NotServed(Reason.INTERNAL, f"{told} (this site's key, not the client's)"))
-    return ServerRefused(NotServed(Reason.INTERNAL, told))
+        return ServerRefused(NotServed(Reason.INTERNAL, f"{text} (this site's key, not the client's)"))
+    return ServerRefused(NotServed(Reason.INTERNAL, text))
 
 
 def _error(body: bytes) -> tuple[str, str, str]:
-    """Message, code and field, from the shapes of error that servers use; else the body's beginning."""
+    """Return message, code and field from the shapes of error that servers use; else the body's beginning."""
     try:
         found: Any = json.loads(body)
     except ValueError:
@@ -150,11 +148,11 @@ def _error(body: bytes) -> tuple[str, str, str]:
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
     try:
-        asked = float(headers.get("retry-after", ""))
+        seconds = float(headers.get("retry-after", ""))
     except ValueError:
         return RETRY_AFTER_S
-    return min(RETRY_AFTER_MAX_S, max(0.0, asked))
+    return min(MAX_RETRY_AFTER_S, max(0.0, seconds))
 
 
-def _told(exc: BaseException) -> str:
+def _describe(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

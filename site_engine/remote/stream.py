@@ -1,4 +1,4 @@
-"""A server's event stream as outputs of the choices of one attempt: bytes in, outputs out. Does no I/O.
+"""Parse a server's event stream into outputs of the choices of one attempt. Does no I/O.
 
 The finish of every choice waits for the end of the stream, where servers send their counts.
 """
@@ -12,11 +12,11 @@ import msgspec
 
 from site_engine.core.request import Finish, Output, TokenLogprob, ToolCall
 
-EVENT_BYTES_MAX = 8 << 20
+MAX_EVENT_BYTES = 8 << 20
 
 
-class Garbage(Exception):
-    """The server sent what no server of the OpenAI kind sends, or told of its failure in the stream."""
+class MalformedStream(Exception):
+    """The server broke the OpenAI API's format, or reported its failure in the stream."""
 
 
 class _TopLogprob(msgspec.Struct):
@@ -49,14 +49,14 @@ class _Call(msgspec.Struct):
     function: _Function | None = None
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: str | None = None
     tool_calls: list[_Call] | None = None
 
 
 class _Choice(msgspec.Struct):
     index: int = 0
-    delta: _Said | None = None
+    delta: _Message | None = None
     text: str | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
@@ -86,7 +86,7 @@ _FINISHES: Mapping[str, Finish] = {
     "abort": Finish.FAILED,
     "error": Finish.FAILED,
 }
-"""Any other reason is a stop: eos_token, stop_sequence, content_filter … are one to our clients."""
+"""Any other reason is a stop: eos_token, stop_sequence, content_filter … are the same to our clients."""
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class _Progress:
     finish: Finish | None = None
 
 
-class Stream:
+class ResponseStream:
     """`request_ids` of the choices, in order. `delivered` tokens of a resumed answer count as its own, not
     as the prompt's, which the server takes them for.
     """
@@ -109,7 +109,7 @@ class Stream:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.done = False
-        self.spoke = False
+        self.started = False
 
     @property
     def tokens(self) -> int:
@@ -119,10 +119,10 @@ class Stream:
         return self._choices[index].tokens
 
     def feed(self, received: bytes) -> list[Output]:
-        """What one read from the network brings. Raises Garbage."""
+        """Return the outputs of one read from the network. Raises MalformedStream."""
         *lines, self._buffer = (self._buffer + received).split(b"\n")
-        if len(self._buffer) > EVENT_BYTES_MAX:
-            raise Garbage(f"an event of more than {EVENT_BYTES_MAX >> 20} MiB")
+        if len(self._buffer) > MAX_EVENT_BYTES:
+            raise MalformedStream(f"an event of more than {MAX_EVENT_BYTES >> 20} MiB")
         outputs: list[Output] = []
         for line in lines:
             if line.startswith(b"data:"):
@@ -130,10 +130,13 @@ class Stream:
         return outputs
 
     def end(self) -> list[Output]:
-        """The finishes, once the stream is over. Raises Garbage if a choice has none: half a stream."""
+        """Return the finishes, once the stream is over. Raises MalformedStream if a choice has none."""
         if any(each.finish is None for each in self._choices):
-            raise Garbage("the stream broke off in the middle of an answer")
-        self._settle_counts()
+            raise MalformedStream("the stream broke off in the middle of an answer")
+        if (
+            self._total is not None
+        ):  # the server reports only the sum: tokens beyond the chunks go to the last
+            self._choices[-1].tokens += max(0, self._total - self.tokens)
         return [
             Output(
                 request_id,
@@ -153,9 +156,9 @@ class Stream:
         try:
             chunk = _decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-            raise Garbage(f"an event that is no chunk of an answer: {exc}") from exc
+            raise MalformedStream(f"an event that is no chunk of an answer: {exc}") from exc
         if bytes(chunk.error) != b"null":
-            raise Garbage(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
+            raise MalformedStream(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
         for choice in chunk.choices:
             self._choice(choice, outputs)
         if chunk.usage is not None:
@@ -163,7 +166,7 @@ class Stream:
 
     def _choice(self, choice: _Choice, outputs: list[Output]) -> None:
         if not 0 <= choice.index < len(self._choices):
-            raise Garbage(f"choice {choice.index} was not asked for")
+            raise MalformedStream(f"choice {choice.index} was not asked for")
         progress = self._choices[choice.index]
         text = choice.text or (choice.delta.content if choice.delta else None) or ""
         calls = tuple(map(_call, (choice.delta.tool_calls if choice.delta else None) or ()))
@@ -173,7 +176,7 @@ class Stream:
             return
         logprobs = () if choice.logprobs is None else _logprobs(choice.logprobs)
         progress.tokens += max(1, len(logprobs))
-        self.spoke = True
+        self.started = True
         request_id = self._request_ids[choice.index]
         outputs.append(
             Output(
@@ -194,11 +197,6 @@ class Stream:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
         if len(self._choices) == 1 and self._total is not None:
             self._choices[0].tokens = max(self._choices[0].tokens, self._total)
-
-    def _settle_counts(self) -> None:
-        """What the server counted beyond the chunks goes to the last choice; it tells only the sum."""
-        if self._total is not None:
-            self._choices[-1].tokens += max(0, self._total - self.tokens)
 
 
 def _call(call: _Call) -> ToolCall:

@@ -17,7 +17,7 @@ from site_engine.engine_client import EngineClient, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.native import NativeEngine
 from site_engine.remote.dialects import UNKNOWN
-from site_engine.remote.engine import RemoteEngine, Terms
+from site_engine.remote.engine import RemoteEngine, ServerProfile
 from site_engine.remote.server import Server
 from site_engine.text.tokenize import PromptTokenizer
 from tests.support.openai_server import openai_server
@@ -103,8 +103,9 @@ async def native() -> AsyncIterator[Client]:
 async def remote() -> AsyncIterator[Client]:
     async with openai_server(pace_s=0.02) as upstream:
         server = Server(upstream.url.removesuffix("/v1"), "", silence_s=WAIT_S, connections=4)
-        terms = Terms({"letters": "letters"}, UNKNOWN, CONTEXT_TOKENS, SLOTS * CONTEXT_TOKENS, SLOTS, PENDING)
-        engine = RemoteEngine(server, terms, time.monotonic)
+        models = {"letters": "letters"}
+        profile = ServerProfile(models, UNKNOWN, CONTEXT_TOKENS, SLOTS * CONTEXT_TOKENS, SLOTS, PENDING)
+        engine = RemoteEngine(server, profile, time.monotonic)
         client = Client(engine)
         engine.listener = client.listener()
         try:

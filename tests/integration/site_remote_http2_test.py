@@ -13,12 +13,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from site_engine.remote.request import Asking
+from site_engine.remote.request import HttpRequest
 from site_engine.remote.server import Server
 from tests.support.h2_server import CHUNK, h2_server
 from tests.support.openai_server import openai_server
 
-ASKING = Asking("/v1/completions", {"prompt": "ab", "max_tokens": 3})
+REQUEST = HttpRequest("/v1/completions", {"prompt": "ab", "max_tokens": 3})
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def connected(port: int) -> Server:
 
 
 async def read(server: Server) -> bytes:
-    async with server.answer(ASKING) as received:
+    async with server.stream(REQUEST) as received:
         return b"".join([data async for data in received])
 
 

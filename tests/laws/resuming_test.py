@@ -24,7 +24,7 @@ from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed
 from site_engine.federation.attempts import Attempts
 from site_engine.remote.dialects import VLLM
-from site_engine.remote.resume import continuing
+from site_engine.remote.resume import continue_from_text
 from site_engine.text.grammar import Grammars
 from site_engine.text.tokenize import PromptTokenizer
 from tests.support.engine_models import VOCAB, Collected, drain, engine_for, family, greedy, tokenizer
@@ -184,7 +184,7 @@ def test_a_text_that_was_tokenized_otherwise_is_gone_on_from_and_counted_alike(t
 @given(st.integers(1, LIMIT - 1))
 def test_a_server_that_reads_the_text_behind_the_prompt_goes_on_as_it_would_have(cut: int) -> None:
     prompt, text = tokenizer().decode(PROMPT), whole().text[:cut]
-    read = continuing(replace(resumed(text, cut), prompt=m.TextPrompt(prompt)), VLLM)
+    read = continue_from_text(replace(resumed(text, cut), prompt=m.TextPrompt(prompt)), VLLM)
     assert read.prompt == m.TextPrompt(prompt + text)
     engine = engine_for(family("gpt2").served)
     ids = tokenizer().encode(prompt + text, add_special_tokens=False)

@@ -12,8 +12,8 @@ from site_engine.core.request import Lane, RemainingCurve, Sampling
 from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason
 from site_engine.remote.dialects import LLAMA_CPP, SGLANG, UNKNOWN, VLLM, Dialect
-from site_engine.remote.request import asking, guessed_tokens
-from site_engine.remote.server import RETRY_AFTER_MAX_S, refused
+from site_engine.remote.request import build_request, guess_tokens
+from site_engine.remote.server import MAX_RETRY_AFTER_S, server_refused
 
 HI = (m.ChatMessage("user", "hi"),)
 
@@ -36,7 +36,7 @@ def assign(prompt: m.Prompt, sampling: Sampling | None = None, **more: Any) -> m
 
 
 def test_only_what_was_asked_for_is_passed_on() -> None:
-    path, body, _ = asking(assign(m.TextPrompt("hi")), "theirs", UNKNOWN)
+    path, body, _ = build_request(assign(m.TextPrompt("hi")), "theirs", UNKNOWN)
     assert path == "/v1/completions"
     assert body == {
         "model": "theirs",
@@ -55,7 +55,7 @@ def test_a_chat_keeps_its_turns() -> None:
         m.ChatMessage("tool", "42", tool_call_id="1"),
     )
     sampling = Sampling(max_tokens=5, stop=("a",), seed=3, logit_bias={7: 1.5}, logprobs=2, top_k=4)
-    path, body, _ = asking(assign(m.ChatPrompt(turns), sampling, choices=2), "theirs", VLLM)
+    path, body, _ = build_request(assign(m.ChatPrompt(turns), sampling, choices=2), "theirs", VLLM)
     assert path == "/v1/chat/completions"
     assert [each["role"] for each in body["messages"]] == ["user", "assistant", "tool"]
     assert body["messages"][1]["tool_calls"] == [{"id": "1"}]
@@ -83,7 +83,7 @@ def test_a_chat_keeps_its_turns() -> None:
 )
 def test_what_it_could_not_honour_is_refused_with_the_field(attempt: m.Assign, param: str) -> None:
     with pytest.raises(NotServed) as refusal:
-        asking(attempt, "theirs", UNKNOWN)
+        build_request(attempt, "theirs", UNKNOWN)
     assert (refusal.value.reason, refusal.value.param) == (Reason.UNSUPPORTED, param)
 
 
@@ -95,7 +95,7 @@ def begun(prompt: m.Prompt, text: str, sampling: Sampling | None = None, **more:
 
 def test_a_text_goes_on_after_what_was_delivered() -> None:
     sampling = Sampling(max_tokens=10, min_tokens=5)
-    path, body, delivered = asking(begun(m.TextPrompt("Once"), " upon a", sampling), "theirs", VLLM)
+    path, body, delivered = build_request(begun(m.TextPrompt("Once"), " upon a", sampling), "theirs", VLLM)
     assert (path, delivered) == ("/v1/completions", 3)
     assert (body["prompt"], body["max_tokens"], body["min_tokens"]) == ("Once upon a", 7, 2)
     assert "continue_final_message" not in body
@@ -103,7 +103,7 @@ def test_a_text_goes_on_after_what_was_delivered() -> None:
 
 @pytest.mark.parametrize("dialect", [VLLM, SGLANG, LLAMA_CPP])
 def test_a_chat_goes_on_in_the_servers_own_way(dialect: Dialect) -> None:
-    path, body, delivered = asking(begun(m.ChatPrompt(HI), "Hello th"), "theirs", dialect)
+    path, body, delivered = build_request(begun(m.ChatPrompt(HI), "Hello th"), "theirs", dialect)
     assert (path, delivered) == ("/v1/chat/completions", 3)
     assert body["messages"][-1] == {"role": "assistant", "content": "Hello th"}
     own = (body.get("continue_final_message"), body.get("add_generation_prompt"))
@@ -113,7 +113,7 @@ def test_a_chat_goes_on_in_the_servers_own_way(dialect: Dialect) -> None:
 
 def test_an_answer_of_which_the_client_has_nothing_begins_anew() -> None:
     attempt = assign(m.ChatPrompt(HI), Sampling(max_tokens=9), resumed=(1, 2), resumed_tokens=2)
-    _, body, delivered = asking(attempt, "theirs", UNKNOWN)
+    _, body, delivered = build_request(attempt, "theirs", UNKNOWN)
     assert (len(body["messages"]), body["max_tokens"], delivered) == (1, 9, 0)
 
 
@@ -135,26 +135,26 @@ def test_an_answer_of_which_the_client_has_nothing_begins_anew() -> None:
 )
 def test_what_would_show_at_the_seam_is_refused(attempt: m.Assign, why: str) -> None:
     with pytest.raises(NotServed, match=why) as refusal:
-        asking(attempt, "theirs", VLLM)
+        build_request(attempt, "theirs", VLLM)
     assert refusal.value.reason is Reason.UNSUPPORTED
 
 
 def test_a_chat_is_not_continued_where_nobody_knows_how() -> None:
-    assert asking(begun(m.TextPrompt("a"), "b"), "theirs", UNKNOWN).body["prompt"] == "ab"
+    assert build_request(begun(m.TextPrompt("a"), "b"), "theirs", UNKNOWN).body["prompt"] == "ab"
     with pytest.raises(NotServed, match="not known to continue"):
-        asking(begun(m.ChatPrompt(HI), "b"), "theirs", UNKNOWN)
+        build_request(begun(m.ChatPrompt(HI), "b"), "theirs", UNKNOWN)
 
 
 def test_a_greedy_answer_with_a_seed_goes_on() -> None:
     attempt = begun(m.TextPrompt("a"), "b", Sampling(seed=1, temperature=0.0))
-    assert asking(attempt, "theirs", UNKNOWN).body["prompt"] == "ab"
+    assert build_request(attempt, "theirs", UNKNOWN).body["prompt"] == "ab"
 
 
 def test_servers_honour_different_fields() -> None:
     attempt = assign(m.TextPrompt("a"), Sampling(repetition_penalty=1.1))
-    assert asking(attempt, "theirs", VLLM).body["repetition_penalty"] == 1.1
+    assert build_request(attempt, "theirs", VLLM).body["repetition_penalty"] == 1.1
     with pytest.raises(NotServed):
-        asking(attempt, "theirs", LLAMA_CPP)
+        build_request(attempt, "theirs", LLAMA_CPP)
 
 
 ADD = {"type": "function", "function": {"name": "add"}}
@@ -175,29 +175,29 @@ ADD = {"type": "function", "function": {"name": "add"}}
     ],
 )
 def test_tools_are_passed_on_in_the_servers_own_fields(tools: Tools, passed: dict[str, Any]) -> None:
-    body = asking(assign(m.ChatPrompt(HI, tools)), "theirs", VLLM).body
+    body = build_request(assign(m.ChatPrompt(HI, tools)), "theirs", VLLM).body
     assert passed.items() <= body.items()
     with pytest.raises(NotServed) as refusal:
-        asking(assign(m.ChatPrompt(HI, tools)), "theirs", UNKNOWN)
+        build_request(assign(m.ChatPrompt(HI, tools)), "theirs", UNKNOWN)
     assert (refusal.value.reason, refusal.value.param) == (Reason.UNSUPPORTED, "tools")
 
 
 def test_a_schema_is_passed_on_where_it_is_honoured() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "null"}}}
-    body = asking(assign(m.ChatPrompt(HI), guided_json=json.dumps(schema)), "theirs", VLLM).body
+    body = build_request(assign(m.ChatPrompt(HI), guided_json=json.dumps(schema)), "theirs", VLLM).body
     assert body["response_format"]["json_schema"]["schema"] == schema
     assert body["response_format"]["json_schema"]["strict"] is True
     any_object = assign(m.ChatPrompt(HI), guided_json='{"type":"object"}')
-    assert asking(any_object, "theirs", VLLM).body["response_format"] == {"type": "json_object"}
+    assert build_request(any_object, "theirs", VLLM).body["response_format"] == {"type": "json_object"}
     with pytest.raises(NotServed) as refusal:
-        asking(any_object, "theirs", UNKNOWN)
+        build_request(any_object, "theirs", UNKNOWN)
     assert (refusal.value.reason, refusal.value.param) == (Reason.UNSUPPORTED, "response_format")
 
 
 def test_prompts_are_guessed_by_their_length() -> None:
-    assert guessed_tokens(assign(m.TextPrompt("x" * 40))) == 11
-    assert guessed_tokens(assign(m.TokenPrompt((1, 2, 3)))) == 3
-    assert guessed_tokens(assign(m.ChatPrompt((m.ChatMessage("user", "x" * 40),)))) == 14
+    assert guess_tokens(assign(m.TextPrompt("x" * 40))) == 11
+    assert guess_tokens(assign(m.TokenPrompt((1, 2, 3)))) == 3
+    assert guess_tokens(assign(m.ChatPrompt((m.ChatMessage("user", "x" * 40),)))) == 14
 
 
 @pytest.mark.parametrize(
@@ -218,20 +218,22 @@ def test_prompts_are_guessed_by_their_length() -> None:
     ],
 )
 def test_every_status_has_a_reason_that_a_gateway_can_act_on(status: int, body: Any, reason: Reason) -> None:
-    found = refused(status, json.dumps(body).encode() if not isinstance(body, str) else body.encode(), {})
+    found = server_refused(
+        status, json.dumps(body).encode() if not isinstance(body, str) else body.encode(), {}
+    )
     assert found.refusal.reason is reason
     assert found.refusal.message
     assert (found.retry_after_s is not None) is (reason is Reason.FULL)
 
 
 @pytest.mark.parametrize(
-    ("asked", "kept"), [("7", 7.0), ("9999", RETRY_AFTER_MAX_S), ("soon", 1.0), ("-1", 0.0)]
+    ("asked", "kept"), [("7", 7.0), ("9999", MAX_RETRY_AFTER_S), ("soon", 1.0), ("-1", 0.0)]
 )
 def test_a_server_is_left_alone_as_long_as_it_asks_within_reason(asked: str, kept: float) -> None:
-    assert refused(429, b"", {"retry-after": asked}).retry_after_s == kept
+    assert server_refused(429, b"", {"retry-after": asked}).retry_after_s == kept
 
 
 def test_the_field_that_the_server_names_is_passed_on() -> None:
     body = {"error": {"message": "must be at most 1", "param": "top_p"}}
-    found = refused(400, json.dumps(body).encode(), {})
+    found = server_refused(400, json.dumps(body).encode(), {})
     assert (found.refusal.message, found.refusal.param) == ("must be at most 1", "top_p")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.request import Finish, Output, ToolCall
-from site_engine.remote.stream import EVENT_BYTES_MAX, Garbage, Stream
+from site_engine.remote.stream import MAX_EVENT_BYTES, MalformedStream, ResponseStream
 
 
 def event(**body: Any) -> bytes:
@@ -26,7 +26,7 @@ DONE = b"data: [DONE]\n\n"
 USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 5})
 
 
-def read(stream: Stream, *parts: bytes) -> list[Output]:
+def read(stream: ResponseStream, *parts: bytes) -> list[Output]:
     return [output for part in parts for output in stream.feed(part)]
 
 
@@ -43,7 +43,7 @@ def test_cuts_change_nothing(words: list[str], cuts: list[int], newline: bytes) 
     whole = b": hello\n\n" + b"".join(map(piece, words)) + piece("", finish="stop") + USAGE + DONE
     whole = whole.replace(b"\n", newline)
     places = sorted({0, len(whole), *(cut % (len(whole) + 1) for cut in cuts)})
-    stream = Stream(["a"])
+    stream = ResponseStream(["a"])
     outputs = read(stream, *(whole[a:b] for a, b in pairwise(places)))
     assert text(outputs) == "".join(words)
     assert stream.done
@@ -57,13 +57,13 @@ def test_calls_of_functions_are_told_as_the_server_told_them() -> None:
         return event(choices=[{"index": 0, "delta": {"tool_calls": [{"index": 1, **call}]}}])
 
     begun = news(id="c1", type="function", function={"name": "add", "arguments": ""})
-    stream = Stream(["a"])
+    stream = ResponseStream(["a"])
     outputs = read(
         stream, begun, news(function={"arguments": '{"a": 1}'}), piece("", finish="tool_calls"), DONE
     )
     told = [call for output in outputs for call in output.tool_calls]
     assert told == [ToolCall(1, "c1", "add"), ToolCall(1, arguments='{"a": 1}')]
-    assert stream.spoke
+    assert stream.started
     assert stream.end()[0].finish is Finish.TOOL_CALLS
 
 
@@ -72,13 +72,13 @@ def test_calls_of_functions_are_told_as_the_server_told_them() -> None:
     [("stop", Finish.STOP), ("length", Finish.LENGTH), ("eos_token", Finish.STOP), ("abort", Finish.FAILED)],
 )
 def test_reasons_to_end_are_ours_or_a_stop(reason: str, finish: Finish) -> None:
-    stream = Stream(["a"])
+    stream = ResponseStream(["a"])
     read(stream, piece("x"), piece("", finish=reason), DONE)
     assert [each.finish for each in stream.end()] == [finish]
 
 
 def test_counts_of_the_server_beyond_the_chunks_are_kept() -> None:
-    stream = Stream(["a", "b"])
+    stream = ResponseStream(["a", "b"])
     outputs = read(stream, piece("two tokens"), piece("x", 1), piece("", 0, "stop"), piece("", 1, "length"))
     assert [each.completion_tokens for each in outputs] == [1, 1]
     read(stream, USAGE, DONE)
@@ -89,7 +89,7 @@ def test_counts_of_the_server_beyond_the_chunks_are_kept() -> None:
 
 
 def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
-    stream = Stream(["a"])
+    stream = ResponseStream(["a"])
     body = {"choices": [{"index": 0, "text": "abc"}], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
     read(stream, event(**body))
     assert (stream.tokens, stream.prompt_tokens) == (3, 2)
@@ -106,20 +106,20 @@ def test_counts_that_come_with_every_chunk_are_used_at_once() -> None:
         [b'data: {"choices": [{"text": "\xff"}]}\n\n'],
         [event(error={"message": "out of memory"})],
         [piece("x", index=1)],
-        [b"data: " + b"x" * (EVENT_BYTES_MAX + 1)],
+        [b"data: " + b"x" * (MAX_EVENT_BYTES + 1)],
     ],
 )
 def test_what_is_no_whole_answer_is_garbage(parts: list[bytes]) -> None:
-    stream = Stream(["a"])
-    with pytest.raises(Garbage):
+    stream = ResponseStream(["a"])
+    with pytest.raises(MalformedStream):
         read(stream, *parts)
         stream.end()
 
 
 def test_a_failure_in_the_stream_keeps_its_reason() -> None:
-    with pytest.raises(Garbage, match="out of memory"):
-        Stream(["a"]).feed(event(error={"message": "out of memory"}))
-    assert Stream(["a"]).feed(event(choices=[], error=None)) == []
+    with pytest.raises(MalformedStream, match="out of memory"):
+        ResponseStream(["a"]).feed(event(error={"message": "out of memory"}))
+    assert ResponseStream(["a"]).feed(event(choices=[], error=None)) == []
 
 
 def test_log_probabilities_of_chats_and_of_completions() -> None:
@@ -129,7 +129,7 @@ def test_log_probabilities_of_chats_and_of_completions() -> None:
         "logprob": -0.5,
         "top_logprobs": [{"token": "e", "logprob": -1}],
     }
-    stream = Stream(["a"])
+    stream = ResponseStream(["a"])
     (output,) = stream.feed(piece("é", logprobs={"content": [of_chat]}))
     (found,) = output.logprobs
     assert (found.token, found.raw, found.logprob, found.top[0].token) == ("é", "é".encode(), -0.5, "e")

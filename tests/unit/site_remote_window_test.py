@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from site_engine.remote.concurrency import LEAST, Allowance, Window
+from site_engine.remote.concurrency import MIN_LIMIT, ConcurrencyLimit, RateLimit
 
 EVENTS = st.one_of(
     st.tuples(st.just("figures"), st.integers(0, 300), st.integers(0, 300)),
@@ -16,45 +16,45 @@ EVENTS = st.one_of(
 
 @given(st.integers(1, 300), st.lists(EVENTS, max_size=60))
 def test_whatever_happens_the_window_is_bounded_and_never_shut(most: int, events: list[tuple]) -> None:
-    window = Window(most)
+    limit = ConcurrencyLimit(most)
     for kind, *what in events:
         if kind == "figures":
-            window.figures(sent=min(what[0], most), waiting=what[1])
+            limit.observe_queue(sent=min(what[0], most), waiting=what[1])
         elif kind == "first":
-            window.first_token(what[0], sent=window.size, queues=what[1])
+            limit.observe_first_token(what[0], sent=limit.limit, queues=what[1])
         else:
-            window.refused()
-        assert min(LEAST, most) <= window.size <= most
+            limit.observe_overload()
+        assert min(MIN_LIMIT, most) <= limit.limit <= most
 
 
 @given(st.integers(1, 256))
 def test_a_server_with_room_is_filled_within_a_few_looks(capacity: int) -> None:
     """A server of `capacity` rows whose queue is seen: it ends neither starved nor with a long queue."""
-    window = Window(512)
+    limit = ConcurrencyLimit(512)
     for _ in range(12):
-        sent = window.size
-        window.figures(sent=sent, waiting=max(0, sent - capacity))
+        sent = limit.limit
+        limit.observe_queue(sent=sent, waiting=max(0, sent - capacity))
     for _ in range(600):
-        sent = window.size
-        window.figures(sent=sent, waiting=max(0, sent - capacity))
-    assert min(capacity, LEAST) <= window.size <= max(LEAST, capacity) + 2
-    assert window.size >= capacity
+        sent = limit.limit
+        limit.observe_queue(sent=sent, waiting=max(0, sent - capacity))
+    assert min(capacity, MIN_LIMIT) <= limit.limit <= max(MIN_LIMIT, capacity) + 2
+    assert limit.limit >= capacity
 
 
 def test_without_figures_slow_first_tokens_say_that_the_server_queues() -> None:
-    window = Window(64)
+    limit = ConcurrencyLimit(64)
     for _ in range(200):
-        sent = window.size
-        window.first_token(0.1 if sent <= 20 else 2.0, sent=sent, queues=None)
-    assert 12 <= window.size <= 24
+        sent = limit.limit
+        limit.observe_first_token(0.1 if sent <= 20 else 2.0, sent=sent, queues=None)
+    assert 12 <= limit.limit <= 24
 
 
 def test_a_server_that_is_not_full_keeps_what_it_has() -> None:
-    window = Window(64)
-    size = window.size
-    window.figures(sent=1, waiting=0)
-    window.first_token(0.1, sent=1, queues=None)
-    assert window.size == size
+    limit = ConcurrencyLimit(64)
+    size = limit.limit
+    limit.observe_queue(sent=1, waiting=0)
+    limit.observe_first_token(0.1, sent=1, queues=None)
+    assert limit.limit == size
 
 
 @given(
@@ -64,7 +64,7 @@ def test_a_server_that_is_not_full_keeps_what_it_has() -> None:
 )
 def test_no_minute_has_more_than_is_allowed(requests: int, tokens: int, wishes: list[tuple]) -> None:
     now, taken = 0.0, []
-    allowance = Allowance(requests, tokens, now)
+    allowance = RateLimit(requests, tokens, now)
     for pause_s, wish in wishes:
         now += pause_s
         wait_s = allowance.wait_s(wish, now)
@@ -80,6 +80,6 @@ def test_no_minute_has_more_than_is_allowed(requests: int, tokens: int, wishes: 
 
 
 def test_no_limit_never_waits() -> None:
-    allowance = Allowance(None, None, 0.0)
+    allowance = RateLimit(None, None, 0.0)
     allowance.take(10**9, 0.0)
     assert allowance.wait_s(10**9, 0.0) == 0.0
