@@ -13,6 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.architecture.private_functions import count
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mico", "gateway", "site_engine", "predictor", "wire", "migrations", "bench")
 SOURCES = [
@@ -21,6 +23,8 @@ SOURCES = [
 BANNED = {"util", "utils", "common", "helper", "helpers"}
 FUNCTION_LINES = 70
 FILE_LINES = 450
+USED_ONCE_SHARE = 0.26
+"""Of all functions of the engine's site, those that are private and used once."""
 
 
 def test_no_module_or_class_has_a_name_that_says_nothing() -> None:
@@ -46,6 +50,11 @@ def test_no_function_is_longer_than_seventy_lines() -> None:
 def test_no_file_is_longer_than_four_hundred_and_fifty_lines() -> None:
     long = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in SOURCES}
     assert {name: lines for name, lines in long.items() if lines > FILE_LINES} == {}
+
+
+def test_few_private_functions_of_a_site_are_used_once() -> None:
+    counted = count(ROOT / "site_engine")
+    assert counted.share <= USED_ONCE_SHARE, "\n".join(counted.used_once)
 
 
 def test_the_median_function_is_small() -> None:
