@@ -1,6 +1,6 @@
-"""Protobuf to frozen values and back: the only module of the site that touches a protobuf object.
+"""Convert protobuf to frozen values and back: no other module of the site touches a protobuf message.
 
-Everything that comes in is checked here; an Assign that makes no sense becomes a Rejected.
+Checks everything that comes in; an invalid Assign becomes a Rejected.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from site_engine.errors import NotServed, Reason, WrongMessage
 from wire import federation_pb2 as pb
 
 PROTOCOL = 1
-STEP_BYTES_MAX = 1 << 20
+MAX_STEP_BYTES = 1 << 20
 """A Step is cut into several messages near this size, well below gRPC's limit of 4 MiB."""
 
-_CHOICES_MAX = 128
-_CURVE_POINTS_MAX = 256
-_ID_CHARS_MAX = 256
+MAX_CHOICES = 128
+MAX_CURVE_POINTS = 256
+MAX_ID_CHARS = 256
 _RANGES = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -34,17 +34,17 @@ _RANGES = {
 }
 
 
-def each_of(message: pb.GatewayMessage) -> Sequence[pb.GatewayMessage]:
-    """The messages of a bunch, or the one that is none."""
+def unbundle(message: pb.GatewayMessage) -> Sequence[pb.GatewayMessage]:
+    """Return the messages of a bunch, or the message itself if it is none."""
     return message.bunch.messages if message.HasField("bunch") else (message,)
 
 
-def bunched(messages: Sequence[pb.SiteMessage]) -> Iterator[pb.SiteMessage]:
-    """The same in few messages, each near STEP_BYTES_MAX at most."""
+def bundle(messages: Sequence[pb.SiteMessage]) -> Iterator[pb.SiteMessage]:
+    """Put messages into few bunches, each of MAX_STEP_BYTES at most or of one message."""
     bunch, size = pb.SiteBunch(), 0
     for message in messages:
         size += message.ByteSize()
-        if bunch.messages and size > STEP_BYTES_MAX:
+        if bunch.messages and size > MAX_STEP_BYTES:
             yield pb.SiteMessage(bunch=bunch)
             bunch, size = pb.SiteBunch(), message.ByteSize()
         bunch.messages.append(message)
@@ -55,14 +55,14 @@ def bunched(messages: Sequence[pb.SiteMessage]) -> Iterator[pb.SiteMessage]:
 
 
 def decode(message: pb.GatewayMessage) -> m.FromGateway | None:
-    """The message as a frozen value; None for a kind that a newer gateway knows and this site does not."""
+    """Decode a message; return None for a kind that only a newer gateway knows. Raises WrongMessage."""
     kind = message.WhichOneof("body")
     if kind not in _DECODERS:
         return None
     return _DECODERS[kind](getattr(message, kind))
 
 
-def _welcome(body: pb.Welcome) -> m.Welcome:
+def decode_welcome(body: pb.Welcome) -> m.Welcome:
     if not body.gateway:
         raise WrongMessage("Welcome names no gateway")
     for name in ("heartbeat_s", "grace_s"):
@@ -74,46 +74,48 @@ def _welcome(body: pb.Welcome) -> m.Welcome:
     return m.Welcome(body.gateway, peers, body.heartbeat_s, body.grace_s, cancel, body.reads_bunches)
 
 
-def _assign(body: pb.Assign) -> m.Assign | m.Rejected:
+def decode_assign(body: pb.Assign) -> m.Assign | m.Rejected:
     try:
-        return _checked_assign(body)
+        return checked_assign(body)
     except NotServed as refusal:
         return m.Rejected(body.attempt_id, refusal.reason, refusal.message, refusal.param)
 
 
-def _checked_assign(body: pb.Assign) -> m.Assign:
-    if not 0 < len(body.attempt_id) <= _ID_CHARS_MAX:
-        raise _invalid(f"an attempt id has 1 to {_ID_CHARS_MAX} characters", "attempt_id")
-    prompt = _prompt(body)
-    resumed = tuple(body.resume.token_ids)
+def checked_assign(body: pb.Assign) -> m.Assign:
+    """Decode an Assign. Raises NotServed with the field that makes no sense."""
+    if not 0 < len(body.attempt_id) <= MAX_ID_CHARS:
+        raise _invalid(f"an attempt id has 1 to {MAX_ID_CHARS} characters", "attempt_id")
     assign = m.Assign(
         attempt_id=body.attempt_id,
         query_id=body.query_id,
         model=body.model,
-        prompt=prompt,
-        sampling=_sampling(body.sampling),
-        choices=_in_range("n", body.sampling.n or 1, 1, _CHOICES_MAX),
+        prompt=decode_prompt(body),
+        sampling=decode_sampling(body.sampling),
+        choices=_in_range("n", body.sampling.n or 1, 1, MAX_CHOICES),
         echo=body.sampling.echo,
-        remaining=_curve(body.forecast),
+        remaining=decode_curve(body.forecast),
         lane=_lane(body.lane),
         priority=body.priority,
-        deadline_s=_deadline(body.deadline_s),
+        deadline_s=_in_range("deadline_s", body.deadline_s, 0.0, 1e9) or None,
         tenant=body.tenant,
-        resumed=resumed,
+        resumed=tuple(body.resume.token_ids),
         resumed_chars=body.resume.text_chars,
         resumed_text=body.resume.text,
         resumed_tokens=body.resume.tokens,
         resumed_calls=body.resume.tool_calls,
         resumed_argument_chars=body.resume.argument_chars,
-        guided_json=_schema(body.sampling.guided_json),
-        request_id=body.request_id[:_ID_CHARS_MAX],
+        guided_json=body.sampling.guided_json,
+        request_id=body.request_id[:MAX_ID_CHARS],
         traceparent=body.traceparent,
     )
-    _check_resumed(assign)
+    if assign.guided_json:
+        _json(assign.guided_json, dict, "response_format")
+    check_resumed(assign)
     return assign
 
 
-def _check_resumed(assign: m.Assign) -> None:
+def check_resumed(assign: m.Assign) -> None:
+    """Raise NotServed if the answer cannot go on from the part that was delivered."""
     exact_only = assign.choices > 1 or assign.echo or assign.sampling.logprobs is not None
     if (assign.resumed or assign.resumed_text) and exact_only:
         raise NotServed(
@@ -127,13 +129,13 @@ def _check_resumed(assign: m.Assign) -> None:
         raise _invalid("text was delivered but neither it nor its tokens are named to resume from", "resume")
 
 
-def _prompt(body: pb.Assign) -> m.Prompt:
+def decode_prompt(body: pb.Assign) -> m.Prompt:
     kind = body.WhichOneof("prompt")
     if kind == "chat":
         if not body.chat.messages:
             raise _invalid("a chat needs at least one message", "messages")
-        messages = tuple(_chat_message(i, each) for i, each in enumerate(body.chat.messages))
-        return m.ChatPrompt(messages, _tools(body.chat))
+        messages = tuple(decode_chat_message(i, each) for i, each in enumerate(body.chat.messages))
+        return m.ChatPrompt(messages, decode_tools(body.chat))
     if kind == "text":
         return m.TextPrompt(body.text)
     if kind == "token_ids":
@@ -143,7 +145,7 @@ def _prompt(body: pb.Assign) -> m.Prompt:
     raise _invalid("there is no prompt", "prompt")
 
 
-def _chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
+def decode_chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
     if not body.role:
         raise _invalid("every message has a role", f"messages.{place}.role")
     if body.tool_calls_json:
@@ -151,7 +153,7 @@ def _chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
     return m.ChatMessage(body.role, body.content, body.name, body.tool_calls_json, body.tool_call_id)
 
 
-def _tools(body: pb.Chat) -> Tools | None:
+def decode_tools(body: pb.Chat) -> Tools | None:
     if not body.tools_json:
         return None
     offered = _json(body.tools_json, list, "tools")
@@ -176,12 +178,6 @@ def _is_function(tool: Any) -> bool:
     )
 
 
-def _schema(text: str) -> str:
-    if text:
-        _json(text, dict, "response_format")
-    return text
-
-
 def _json(text: str, kind: type, param: str) -> Any:
     try:
         found = json.loads(text)
@@ -192,7 +188,7 @@ def _json(text: str, kind: type, param: str) -> Any:
     return found
 
 
-def _sampling(body: pb.Sampling) -> Sampling:
+def decode_sampling(body: pb.Sampling) -> Sampling:
     floats = {name: getattr(body, name) for name in _RANGES}
     floats["repetition_penalty"] = floats["repetition_penalty"] or 1.0  # absent means off
     for name, value in floats.items():
@@ -217,13 +213,13 @@ def _sampling(body: pb.Sampling) -> Sampling:
     )
 
 
-def _curve(body: pb.Forecast) -> RemainingCurve:
+def decode_curve(body: pb.Forecast) -> RemainingCurve:
     columns = (body.generated, body.expected_remaining, body.p90_remaining)
     lengths = {len(column) for column in columns}
     if lengths == {0}:
         return RemainingCurve()
-    if len(lengths) > 1 or len(body.generated) > _CURVE_POINTS_MAX:
-        raise _invalid(f"a forecast has three columns of one length, at most {_CURVE_POINTS_MAX}", "forecast")
+    if len(lengths) > 1 or len(body.generated) > MAX_CURVE_POINTS:
+        raise _invalid(f"a forecast has three columns of one length, at most {MAX_CURVE_POINTS}", "forecast")
     if any(b <= a for a, b in zip(body.generated, body.generated[1:], strict=False)):
         raise _invalid("a forecast's points ascend", "forecast")
     if any(not (math.isfinite(value) and value >= 0) for value in body.expected_remaining):
@@ -238,11 +234,6 @@ def _lane(value: int) -> Lane:
         raise _invalid(f"there is no lane {value}", "lane") from exc
 
 
-def _deadline(value: float) -> float | None:
-    _in_range("deadline_s", value, 0.0, 1e9)
-    return value or None
-
-
 def _in_range(param: str, value: Any, low: float, high: float) -> Any:
     if not low <= value <= high:  # a NaN is in no range
         raise _invalid(f"{param} is {value}; it must be between {low:g} and {high:g}", param)
@@ -254,8 +245,8 @@ def _invalid(message: str, param: str) -> NotServed:
 
 
 _DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
-    "welcome": _welcome,
-    "assign": _assign,
+    "welcome": decode_welcome,
+    "assign": decode_assign,
     "cancel": lambda body: m.Cancel(body.attempt_id),
     "release": lambda body: m.Release(body.release_id, tuple(dict.fromkeys(body.attempt_ids))),
     "drain": lambda body: m.Drain(body.deadline_s, body.reason),
@@ -265,21 +256,21 @@ _DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
 
 
 def encode(message: m.FromSite) -> Iterator[pb.SiteMessage]:
-    """One message as protobuf; a Step may become several."""
+    """Encode a message; a Step may become several."""
     if isinstance(message, m.Step):
-        for part in _steps(message.deltas):
+        for part in encode_step(message.deltas):
             yield pb.SiteMessage(step=part)
     else:
         kind, convert = _ENCODERS[type(message)]
         yield pb.SiteMessage(**{kind: convert(message)})
 
 
-def _steps(deltas: Sequence[m.Delta]) -> Iterator[pb.Step]:
+def encode_step(deltas: Sequence[m.Delta]) -> Iterator[pb.Step]:
     part, size = pb.Step(), 0
     for delta in deltas:
-        encoded = _delta(delta)
+        encoded = encode_delta(delta)
         size += encoded.ByteSize()
-        if part.deltas and size > STEP_BYTES_MAX:
+        if part.deltas and size > MAX_STEP_BYTES:
             yield part
             part, size = pb.Step(), encoded.ByteSize()
         part.deltas.append(encoded)
@@ -296,7 +287,7 @@ _FINISHES = {
 }
 
 
-def _delta(delta: m.Delta) -> pb.Delta:
+def encode_delta(delta: m.Delta) -> pb.Delta:
     encoded = pb.Delta(
         attempt_id=delta.attempt_id,
         index=delta.index,
@@ -306,37 +297,37 @@ def _delta(delta: m.Delta) -> pb.Delta:
         error=delta.error,
         completion_tokens=delta.completion_tokens,
     )
-    encoded.logprobs.extend(map(_logprob, delta.logprobs))
-    encoded.prompt_logprobs.extend(map(_logprob, delta.prompt_logprobs))
+    encoded.logprobs.extend(map(encode_logprob, delta.logprobs))
+    encoded.prompt_logprobs.extend(map(encode_logprob, delta.prompt_logprobs))
     encoded.tool_calls.extend(pb.ToolCall(**_fields(each)) for each in delta.tool_calls)
     if delta.timings is not None:
         encoded.timings.CopyFrom(pb.Timings(**_fields(delta.timings)))
     return encoded
 
 
-def _logprob(value: TokenLogprob) -> pb.TokenLogprob:
+def encode_logprob(value: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         token=value.token,
         raw=value.raw,
         logprob=value.logprob or 0.0,
         absent=value.logprob is None,
-        top=[_logprob(each) for each in value.top],
+        top=[encode_logprob(each) for each in value.top],
     )
 
 
-def _hello(hello: m.Hello) -> pb.Hello:
+def encode_hello(hello: m.Hello) -> pb.Hello:
     own = _fields(hello)
     own["models"] = [pb.Model(owned_by="mico", **_fields(model)) for model in hello.models]
     return pb.Hello(protocol=PROTOCOL, reads_bunches=True, **own)
 
 
-def _load(load: m.Load) -> pb.Load:
+def encode_load(load: m.Load) -> pb.Load:
     own = load.figures._asdict()
     own["iteration"] = pb.IterationCost(**load.figures.iteration._asdict())
     return pb.Load(seq=load.seq, monotonic_s=load.monotonic_s, **own)
 
 
-def _rejected(rejected: m.Rejected) -> pb.Rejected:
+def encode_rejected(rejected: m.Rejected) -> pb.Rejected:
     return pb.Rejected(
         attempt_id=rejected.attempt_id,
         reason=pb.Rejected.Reason.Value(rejected.reason.value),
@@ -346,7 +337,7 @@ def _rejected(rejected: m.Rejected) -> pb.Rejected:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """The value's fields by name; they are called as in federation.proto."""
+    """Return the value's fields by name; the names are those of federation.proto."""
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
@@ -355,10 +346,10 @@ def _as(kind: type[Any]) -> Callable[[Any], Any]:
 
 
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    m.Hello: ("hello", _hello),
-    m.Load: ("load", _load),
+    m.Hello: ("hello", encode_hello),
+    m.Load: ("load", encode_load),
     m.Accepted: ("accepted", _as(pb.Accepted)),
-    m.Rejected: ("rejected", _rejected),
+    m.Rejected: ("rejected", encode_rejected),
     m.Bid: ("bid", _as(pb.Bid)),
     m.Released: ("released", _as(pb.Released)),
     m.Pong: ("pong", _as(pb.Pong)),

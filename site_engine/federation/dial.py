@@ -1,4 +1,4 @@
-"""Dial the gateways of a site process: its token, TLS or its own certificates, and one patience for all."""
+"""Dial the gateways of a site process: token, TLS or own certificates, and timeouts of all its links."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import grpc
 
 from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
-from site_engine.federation.identity import Asking, Identity
-from site_engine.federation.link import Link, Links, Patience, dial, is_loopback
+from site_engine.federation.identity import Enrolment, Identity
+from site_engine.federation.link import Link, Links, LinkTimeouts, is_loopback, open_channel
 from site_engine.federation.site import Site
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Dialer(NamedTuple):
     def from_config(cls, config: SiteConfig) -> Dialer:
         """Make a dialer; warn of links that anybody on the way can read. Raises ConfigError."""
         identity = identity_of(config)
-        fixed = _credentials(config)
+        fixed = _tls_credentials(config) if config.tls else None
         dialer = cls(config.secret(), identity.credentials if identity else lambda: fixed, identity)
         plain_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
         if plain_links:
@@ -39,22 +39,22 @@ class Dialer(NamedTuple):
         return dialer
 
     def links(self, site: Site) -> Links:
-        patience = Patience()
+        timeouts = LinkTimeouts()
 
-        def make(address: str, peers: Callable[[Iterable[str]], None]) -> Link:
+        def make_link(address: str, add_peers: Callable[[Iterable[str]], None]) -> Link:
             return Link(
                 address,
                 site=site,
-                dial=lambda where: dial(where, self.credentials()),
+                open_channel=lambda address: open_channel(address, self.credentials()),
                 token=self.token,
-                peers=peers,
+                add_peers=add_peers,
                 clock=time.monotonic,
-                patience=patience,
+                timeouts=timeouts,
                 random=Random(),
-                refused=self.identity.refused if self.identity else lambda: None,
+                on_unauthenticated=self.identity.invalidate if self.identity else lambda: None,
             )
 
-        return Links(make, patience, beside=self.identity.keep if self.identity else None)
+        return Links(make_link, timeouts, background=self.identity.renew_forever if self.identity else None)
 
 
 def identity_of(config: SiteConfig) -> Identity | None:
@@ -62,8 +62,8 @@ def identity_of(config: SiteConfig) -> Identity | None:
     if config.identity is None:
         return None
     ca = None if config.tls_ca is None else _bytes(config.tls_ca)
-    asking = Asking(config.site, config.enrol_at, config.invitation(), config.gateways, ca)
-    return Identity(config.identity, asking, dial)
+    enrolment = Enrolment(config.site, config.enrol_at, config.invitation(), config.gateways, ca)
+    return Identity(config.identity, enrolment, open_channel)
 
 
 def _bytes(path: Path) -> bytes:
@@ -73,9 +73,7 @@ def _bytes(path: Path) -> bytes:
         raise ConfigError(f"tls: {exc}") from exc
 
 
-def _credentials(config: SiteConfig) -> Any:
-    if not config.tls:
-        return None
+def _tls_credentials(config: SiteConfig) -> Any:
     paths = (config.tls_ca, config.tls_key, config.tls_cert)
     ca, key, cert = (_bytes(path) if path else None for path in paths)
     return grpc.ssl_channel_credentials(ca, key, cert)

@@ -1,7 +1,7 @@
-"""Who this site is: a key that is made here and never leaves, and a certificate for it that lives for a day.
+"""Identity of this site: a key that is made here and never leaves, and a certificate for it of a day's life.
 
-The first certificate is asked for with a join secret; each later one, at half the life of the last, with that
-one. Links that are up stay up: a new certificate is shown from the next one on.
+The first certificate is requested with a join secret; each later one, at half the life of the last, with the
+last. Links that are up stay up: the next link is the first to show a new certificate.
 """
 
 from __future__ import annotations
@@ -30,35 +30,42 @@ from wire import federation_pb2_grpc as rpc
 log = logging.getLogger(__name__)
 
 KEY, CERTIFICATE = "site-key.pem", "site.pem"
-ASK_WITHIN_S = 10.0
-REST_FIRST_S, REST_LONGEST_S = 1.0, 300.0
+ENROL_TIMEOUT_S = 10.0
+BACKOFF_FIRST_S, MAX_BACKOFF_S = 1.0, 300.0
 
-Dial = Callable[[str, Any], Any]
+OpenChannel = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """Where to ask: `first` with the join secret, one of `again` with a certificate. `ca` is believed."""
+class Enrolment:
+    """Where to request certificates: `first` with the join secret, any of `renewal` with a certificate.
+
+    `ca` is the authority to trust, in PEM; None: the system's.
+    """
 
     site: str
     first: str
     secret: str
-    again: tuple[str, ...]
+    renewal: tuple[str, ...]
     ca: bytes | None
 
 
 class Identity:
-    """Its folder belongs to this site alone. Raises ConfigError when it cannot be used."""
+    """The key and certificate in a folder of this site alone. Raises ConfigError when it cannot be used."""
 
     def __init__(
-        self, folder: Path, asking: Asking, dial: Dial, unix_time: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        enrolment: Enrolment,
+        open_channel: OpenChannel,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder
-        self._asking = asking
-        self._dial = dial
+        self._enrolment = enrolment
+        self._open_channel = open_channel
         self._unix_time = unix_time
-        self._refused = asyncio.Event()
-        self._taken_at = float("-inf")
+        self._invalidated = asyncio.Event()
+        self._stored_at = float("-inf")
         try:
             self._key = _key(folder)
             self._certificate = _certificate(folder, self._key)
@@ -66,78 +73,78 @@ class Identity:
             raise ConfigError(f"identity: {folder} can't be used: {exc}") from exc
 
     @property
-    def good(self) -> bool:
-        """Whether there is a certificate to show."""
+    def is_valid(self) -> bool:
+        """Whether there is a certificate that has not expired."""
         return self._certificate is not None and self._unix_time() < _ends_at(self._certificate)
 
     @property
     def due_s(self) -> float:
-        """Until a new certificate is to be asked for: 0 when there is none, else until half of its life."""
-        if self._certificate is None or not self.good:
+        """Seconds until a new certificate is due: 0 when there is none, else until half of its life."""
+        if self._certificate is None or not self.is_valid:
             return 0.0
         begins_at = self._certificate.not_valid_before_utc.timestamp()
         return max(0.0, (begins_at + _ends_at(self._certificate)) / 2 - self._unix_time())
 
     def credentials(self) -> Any:
-        """For a link. Raises LinkLost while there is no certificate."""
-        if self._certificate is None or not self.good:
+        """Return gRPC credentials for a link. Raises LinkLost while there is no certificate."""
+        if self._certificate is None or not self.is_valid:
             raise LinkLost("this site has no certificate yet")
         shown = self._certificate.public_bytes(serialization.Encoding.PEM)
-        return grpc.ssl_channel_credentials(self._asking.ca, _pem(self._key), shown)
+        return grpc.ssl_channel_credentials(self._enrolment.ca, _pem(self._key), shown)
 
-    def refused(self) -> None:
-        """A gateway takes the certificate no longer: another is needed, and only a join secret gets it.
+    def invalidate(self) -> None:
+        """Drop a certificate that a gateway refuses; only a join secret gets another.
 
-        One that was issued just now is not at fault; another would be refused as well.
+        Keep one that was issued just now, which is not at fault: another would be refused as well.
         """
-        if self._unix_time() - self._taken_at > REST_LONGEST_S:
+        if self._unix_time() - self._stored_at > MAX_BACKOFF_S:
             self._certificate = None
-            self._refused.set()
+            self._invalidated.set()
 
-    async def keep(self) -> None:
-        """Asks in time, while the site runs; what is refused is asked for again, ever more rarely."""
-        rest_s = REST_FIRST_S
+    async def renew_forever(self) -> None:
+        """Renew the certificate in time, while the site runs; back off after failures."""
+        backoff_s = BACKOFF_FIRST_S
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.due_s):
-                    await self._refused.wait()
-            self._refused.clear()
+                    await self._invalidated.wait()
+            self._invalidated.clear()
             try:
                 await self.renew()
-                rest_s = REST_FIRST_S
+                backoff_s = BACKOFF_FIRST_S
             except LinkLost as exc:
                 log.error("no certificate: %s", exc)
-                await asyncio.sleep(rest_s * random.uniform(0.5, 1.0))
-                rest_s = min(REST_LONGEST_S, 2 * rest_s)
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
     async def renew(self) -> None:
-        """Raises LinkLost, and keeps the certificate that it has."""
+        """Get a new certificate. Raises LinkLost, and keeps the old one, if no address issues one."""
         reasons = []
-        if self.good:
-            for address in self._asking.again:
+        if self.is_valid:
+            for address in self._enrolment.renewal:
                 try:
-                    return self._take(await self._ask(address, self.credentials(), ""))
+                    return self._store(await self._enrol(address, self.credentials(), ""))
                 except LinkLost as exc:
                     reasons.append(f"{address}: {exc}")
-        if self._asking.secret:
-            trust = grpc.ssl_channel_credentials(self._asking.ca)
+        if self._enrolment.secret:
+            trust = grpc.ssl_channel_credentials(self._enrolment.ca)
             try:
-                return self._take(await self._ask(self._asking.first, trust, self._asking.secret))
+                return self._store(await self._enrol(self._enrolment.first, trust, self._enrolment.secret))
             except LinkLost as exc:
-                reasons.append(f"{self._asking.first}: {exc}")
+                reasons.append(f"{self._enrolment.first}: {exc}")
         raise LinkLost(
             "; ".join(reasons) or "set join_secret or join_secret_file: `mico pki invite` makes one"
         )
 
-    async def _ask(self, address: str, credentials: Any, secret: str) -> bytes:
+    async def _enrol(self, address: str, credentials: Any, secret: str) -> bytes:
         metadata = (("authorization", f"Bearer {secret}"),) if secret else ()
-        channel = self._dial(address, credentials)
+        channel = self._open_channel(address, credentials)
         try:
-            async with asyncio.timeout(ASK_WITHIN_S):
+            async with asyncio.timeout(ENROL_TIMEOUT_S):
                 enrol = rpc.FederationStub(channel).Enrol  # type: ignore[no-untyped-call]
-                answer = await enrol(pb.EnrolRequest(csr=self._request()), metadata=metadata)
+                answer = await enrol(pb.EnrolRequest(csr=self._signing_request()), metadata=metadata)
         except TimeoutError as exc:
-            raise LinkLost(f"no answer within {ASK_WITHIN_S:g} s") from exc
+            raise LinkLost(f"no answer within {ENROL_TIMEOUT_S:g} s") from exc
         except grpc.RpcError as exc:
             raise LinkLost(f"{exc.code().name}, {exc.details()}") from exc
         finally:
@@ -145,32 +152,34 @@ class Identity:
         certificate: bytes = answer.certificate
         return certificate
 
-    def _request(self) -> bytes:
-        shown = self._asking.site.encode()[:64].decode(errors="ignore")  # more bytes the name does not take
+    def _signing_request(self) -> bytes:
+        shown = self._enrolment.site.encode()[:64].decode(
+            errors="ignore"
+        )  # a common name has 64 bytes at most
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, shown)])
         csr = x509.CertificateSigningRequestBuilder().subject_name(name).sign(self._key, hashes.SHA256())
         return csr.public_bytes(serialization.Encoding.PEM)
 
-    def _take(self, pem: bytes) -> None:
-        """Raises LinkLost for a certificate that is not for our key."""
+    def _store(self, pem: bytes) -> None:
+        """Use and store a certificate. Raises LinkLost if it is not for our key."""
         try:
             certificate = x509.load_pem_x509_certificate(pem)
         except ValueError as exc:
             raise LinkLost(f"what came is no certificate: {exc}") from exc
         if certificate.public_key() != self._key.public_key():
             raise LinkLost("the certificate is for another key")
-        self._certificate, self._taken_at = certificate, self._unix_time()
+        self._certificate, self._stored_at = certificate, self._unix_time()
         log.info("this site has a certificate until %s", certificate.not_valid_after_utc.isoformat())
         draft = self._folder / f"{CERTIFICATE}.new"
         try:
             draft.write_bytes(pem)
             draft.replace(self._folder / CERTIFICATE)
-        except OSError as exc:  # this process has it; what runs must not end for a full disk
+        except OSError as exc:  # in use already; a full disk must not end the process
             log.error("the certificate could not be written down, so a restart will ask for one: %s", exc)
 
 
 def _key(folder: Path) -> ec.EllipticCurvePrivateKey:
-    """Made at the first start, readable by its owner only."""
+    """Load the key; make it at the first start, readable by its owner only."""
     path = folder / KEY
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,6 +1,6 @@
-"""The streams to the gateways: dial, authenticate, say Hello, move messages both ways, dial again.
+"""Keep a stream to each gateway: dial, authenticate, say Hello, move messages both ways, dial again.
 
-Thin on purpose: `site.py` decides what is said, `outbox.py` when it is due. One task per gateway address.
+Decides nothing: `site.py` makes the messages, `outbox.py` knows when they are due. One task per address.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from wire import federation_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-ADDRESSES_MAX = 64
-PEER_FAILURES_MAX = 10
-"""A peer that cannot be reached so often in a row is forgotten, unless a gateway still names it."""
-MESSAGE_BYTES_MAX = 64 << 20
+MAX_ADDRESSES = 64
+MAX_PEER_FAILURES = 10
+"""Failures in a row after which a peer is forgotten, unless a gateway still names it."""
+MAX_MESSAGE_BYTES = 64 << 20
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel inherits the old one's backoff
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
-HEARTBEATS_MISSED_MAX = 3
+MAX_MISSED_HEARTBEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long to wait for what. Backoff doubles from its first to its longest, each time with jitter."""
+class LinkTimeouts:
+    """Timeouts of a link. Backoff doubles from its first to its longest, each time with jitter."""
 
     hello_s: float = 10.0
     backoff_first_s: float = 0.2
@@ -49,79 +49,79 @@ class Patience:
 
 
 class Link:
-    """The stream to one gateway address, again and again until `close`."""
+    """The stream to one gateway address, dialled again and again until `close`."""
 
     def __init__(
         self,
         address: str,
         *,
         site: Site,
-        dial: Callable[[str], Any],
+        open_channel: Callable[[str], Any],
         token: str,
-        peers: Callable[[Iterable[str]], None],
+        add_peers: Callable[[Iterable[str]], None],
         clock: Callable[[], float],
-        patience: Patience,
+        timeouts: LinkTimeouts,
         random: Random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        refused: Callable[[], None] = lambda: None,
+        on_unauthenticated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`refused` is told when a gateway does not believe who this is."""
+        """`add_peers` gets the addresses that a gateway names of others."""
         self.address = address
-        self._refused = refused
+        self._on_unauthenticated = on_unauthenticated
         self._site = site
-        self._dial = dial
+        self._open_channel = open_channel
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._peers = peers
+        self._add_peers = add_peers
         self._clock = clock
-        self._patience = patience
+        self._timeouts = timeouts
         self._random = random
         self._sleep = sleep
         self._failures = 0
-        self._heard_s = 0.0
+        self._received_s = 0.0
         self._gateway = ""
         self._changed = asyncio.Event()
-        self._room = asyncio.Event()
+        self._room_made = asyncio.Event()
         self._bye: Bye | None = None
 
-    async def run(self, *, failures_max: int | None = None) -> None:
-        """Until closed, or until so many failures in a row."""
-        while self._bye is None and (failures_max is None or self._failures < failures_max):
+    async def run(self, *, max_failures: int | None = None) -> None:
+        """Dial until closed, or until `max_failures` in a row."""
+        while self._bye is None and (max_failures is None or self._failures < max_failures):
             try:
-                await self._one_stream()
+                await self._run_stream()
             except Exception as exc:  # noqa: BLE001 - whatever broke this stream, the site needs the next one
-                self._report(exc)
+                self._log_failure(exc)
             self._failures += 1
             await self._pause()
             if self._gateway in self._site.linked:
                 await self._stand_by()
 
     def close(self, reason: str) -> None:
-        """Says what is still owed and Bye; `run` returns soon after."""
+        """Send everything that is owed and Bye; `run` returns soon after."""
         self._bye = Bye(reason)
         self._changed.set()
 
-    def _report(self, exc: Exception) -> None:
+    def _log_failure(self, exc: Exception) -> None:
         if isinstance(exc, grpc.RpcError):
-            told = f"{exc.code().name}, {exc.details()}"
-            self._consider(exc.code())
+            text = f"{exc.code().name}, {exc.details()}"
+            self._check_status(exc.code())
         elif isinstance(exc, LinkLost | WrongMessage | OSError | asyncio.InvalidStateError):
-            told = str(exc) or type(exc).__name__
+            text = str(exc) or type(exc).__name__
         else:
             log.error("link to %s: a fault of ours", self.address, exc_info=exc)
             return
-        log.log(logging.WARNING if self._bye is None else logging.INFO, "link to %s: %s", self.address, told)
+        log.log(logging.WARNING if self._bye is None else logging.INFO, "link to %s: %s", self.address, text)
 
-    async def _ended(self, stream: Any) -> str:
+    async def _end_reason(self, stream: Any) -> str:
         code, details = await stream.code(), await stream.details()
-        self._consider(code)
+        self._check_status(code)
         return f"the gateway ended the stream: {code.name}{f', {details}' if details else ''}"
 
-    def _consider(self, code: grpc.StatusCode) -> None:
+    def _check_status(self, code: grpc.StatusCode) -> None:
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            self._refused()
+            self._on_unauthenticated()
 
     async def _stand_by(self) -> None:
-        """This address is another name of a replica that is linked: of use only when no link is left."""
+        """Wait until no link is left: this address is another name of a replica that is linked."""
         log.info("gateway %s is linked through another address than %s", self._gateway, self.address)
         while self._site.linked and self._bye is None:
             self._failures = 1
@@ -130,110 +130,105 @@ class Link:
     async def _pause(self) -> None:
         if self._bye is not None:
             return
-        longest = self._patience.backoff_longest_s
-        backoff_s = min(longest, self._patience.backoff_first_s * 2 ** min(self._failures - 1, 16))
+        longest = self._timeouts.backoff_longest_s
+        backoff_s = min(longest, self._timeouts.backoff_first_s * 2 ** min(self._failures - 1, 16))
         self._changed.clear()
+
+        async def closed() -> None:
+            while self._bye is None:
+                self._changed.clear()
+                await self._changed.wait()
+
         sleeping = asyncio.ensure_future(self._sleep(backoff_s * self._random.uniform(0.5, 1.0)))
-        closing = asyncio.create_task(self._closed())
-        await _first_of(sleeping, closing)
+        await _first_of(sleeping, asyncio.create_task(closed()))
 
-    async def _closed(self) -> None:
-        while self._bye is None:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _one_stream(self) -> None:
-        channel = self._dial(self.address)
+    async def _run_stream(self) -> None:
+        channel = self._open_channel(self.address)
         try:
             stream = federation_pb2_grpc.FederationStub(channel).Join(  # type: ignore[no-untyped-call]
                 metadata=self._metadata
             )
             hello = self._site.hello()
-            welcome = await self._introduce(stream, hello)
+            welcome = await self._handshake(stream, hello)
             connection = self._site.welcomed(hello, welcome, self._changed.set)
             log.info("linked to gateway %s at %s", welcome.gateway, self.address)
             self._failures, self._gateway = 0, welcome.gateway
-            self._peers(welcome.peers)
+            self._add_peers(welcome.peers)
             try:
-                await self._talk(stream, connection, welcome)
+                self._received_s = self._clock()
+                reading = self._read(stream, connection)
+                writing = self._write(stream, connection, in_bundles=welcome.reads_bunches)
+                watching = [self._watch(welcome.heartbeat_s)] if welcome.heartbeat_s > 0 else []
+                await _first_of(*map(asyncio.create_task, (reading, writing, *watching)))
             finally:
                 self._site.lost(connection)
         finally:
             await channel.close()
 
-    async def _introduce(self, stream: Any, hello: Hello) -> Welcome:
+    async def _handshake(self, stream: Any, hello: Hello) -> Welcome:
         try:
-            async with asyncio.timeout(self._patience.hello_s):
+            async with asyncio.timeout(self._timeouts.hello_s):
                 for message in codec.encode(hello):
                     await stream.write(message)
                 answer = await stream.read()
         except TimeoutError as exc:
-            raise LinkLost(f"no Welcome within {self._patience.hello_s:g} s") from exc
+            raise LinkLost(f"no Welcome within {self._timeouts.hello_s:g} s") from exc
         if answer is grpc.aio.EOF:
-            raise LinkLost(await self._ended(stream))
+            raise LinkLost(await self._end_reason(stream))
         welcome = codec.decode(answer)
         if not isinstance(welcome, Welcome):
             raise WrongMessage(f"expected Welcome, got {type(welcome).__name__}")
         return welcome
 
-    async def _talk(self, stream: Any, connection: Connection, welcome: Welcome) -> None:
-        self._heard_s = self._clock()
-        doing = [self._read(stream, connection), self._write(stream, connection, welcome.reads_bunches)]
-        if welcome.heartbeat_s > 0:
-            doing.append(self._watch(welcome.heartbeat_s))
-        await _first_of(*map(asyncio.create_task, doing))
-
     async def _watch(self, heartbeat_s: float) -> None:
-        """Raises LinkLost after three heartbeats of silence.
+        """Raise LinkLost after MAX_MISSED_HEARTBEATS of silence.
 
-        Those that this process slept through late do not count: what the gateway said may wait unread.
+        Heartbeats at which this process woke late do not count: messages of the gateway may wait unread.
         """
         missed = 0
-        while missed < HEARTBEATS_MISSED_MAX:
+        while missed < MAX_MISSED_HEARTBEATS:
             began_s = self._clock()
             await self._sleep(heartbeat_s)
             late = self._clock() - began_s > 1.5 * heartbeat_s
-            missed = 0 if late or self._heard_s >= began_s else missed + 1
+            missed = 0 if late or self._received_s >= began_s else missed + 1
         raise LinkLost(f"the gateway was silent for {missed} heartbeats of {heartbeat_s:g} s")
 
     async def _read(self, stream: Any, connection: Connection) -> None:
         while True:
-            await self._wait_for_room(connection)
+            while (
+                connection.attempts.outbox.full
+            ):  # read nothing from a gateway that does not read its answers
+                self._room_made.clear()
+                await self._room_made.wait()
             message = await stream.read()
             if message is grpc.aio.EOF:
-                raise LinkLost(await self._ended(stream))
-            self._heard_s = self._clock()
-            for each in codec.each_of(message):
+                raise LinkLost(await self._end_reason(stream))
+            self._received_s = self._clock()
+            for each in codec.unbundle(message):
                 decoded = codec.decode(each)
                 if decoded is not None:
                     self._site.receive(connection, decoded)
 
-    async def _wait_for_room(self, connection: Connection) -> None:
-        """A gateway that does not read its answers is not listened to either."""
-        while connection.attempts.outbox.full:
-            self._room.clear()
-            await self._room.wait()
-
-    async def _write(self, stream: Any, connection: Connection, in_bunches: bool) -> None:
+    async def _write(self, stream: Any, connection: Connection, *, in_bundles: bool) -> None:
         outbox = connection.attempts.outbox
         while self._bye is None:
             self._changed.clear()
             if connection.displaced:
                 raise LinkLost(f"gateway {connection.gateway} is linked through another address")
             parts = [part for message in outbox.take(self._clock()) for part in codec.encode(message)]
-            for part in codec.bunched(parts) if in_bunches else parts:
+            for part in codec.bundle(parts) if in_bundles else parts:
                 await stream.write(part)
-            self._room.set()
-            await self._due(outbox.due_s())
-        async with asyncio.timeout(self._patience.goodbye_s):
+            self._room_made.set()
+            await self._wait_until(outbox.due_s())
+        async with asyncio.timeout(self._timeouts.goodbye_s):
             for message in (*outbox.take(float("inf")), self._bye):
                 for part in codec.encode(message):
                     await stream.write(part)
             await stream.done_writing()
             await stream.code()  # the gateway ends its side when it has read Bye
 
-    async def _due(self, due_s: float | None) -> None:
-        """Until something is due; a change may bring that forward."""
+    async def _wait_until(self, due_s: float | None) -> None:
+        """Wait until something is due; a change may bring that forward. None: wait for a change."""
         wait_s = None if due_s is None else due_s - self._clock()
         if wait_s is not None and wait_s <= 0:
             return
@@ -245,64 +240,64 @@ class Link:
 
 
 class Links:
-    """A link per address: the configured ones for good, peers while they answer or a gateway names them."""
+    """One link per address: configured ones for good, peers while they answer or a gateway names them."""
 
     def __init__(
         self,
-        make: Callable[[str, Callable[[Iterable[str]], None]], Link],
-        patience: Patience,
-        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        make_link: Callable[[str, Callable[[Iterable[str]], None]], Link],
+        timeouts: LinkTimeouts,
+        background: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """`beside` runs for as long as there are links: it sees to what they show."""
-        self._make = make
-        self._patience = patience
+        """`background` runs for as long as there are links: it renews their certificate."""
+        self._make_link = make_link
+        self._timeouts = timeouts
         self._links: dict[str, Link] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._named: dict[str, tuple[str, ...]] = {}  # by the address of who named them last
+        self._named: dict[str, tuple[str, ...]] = {}  # by the address of the gateway that named them last
         self._closed = False
-        self._beside = asyncio.create_task(beside()) if beside else None
+        self._background = asyncio.create_task(background()) if background else None
 
-    def add(self, addresses: Iterable[str], *, failures_max: int | None = None) -> None:
+    def add(self, addresses: Iterable[str], *, max_failures: int | None = None) -> None:
         for address in addresses:
             if address in self._links or self._closed:
                 continue
-            if len(self._links) >= ADDRESSES_MAX:
-                log.warning("gateway address %s is ignored: %d are dialled already", address, ADDRESSES_MAX)
+            if len(self._links) >= MAX_ADDRESSES:
+                log.warning("gateway address %s is ignored: %d are dialled already", address, MAX_ADDRESSES)
                 continue
-            link = self._links[address] = self._make(address, partial(self._add_peers, address))
-            task = self._tasks[address] = asyncio.create_task(link.run(failures_max=failures_max))
+            link = self._links[address] = self._make_link(address, partial(self._add_peers, address))
+            task = self._tasks[address] = asyncio.create_task(link.run(max_failures=max_failures))
             task.add_done_callback(partial(self._forget, address))
 
     async def close(self, reason: str) -> None:
-        """What is owed and Bye on every link, then nothing is left."""
+        """Send everything that is owed and Bye on every link, then end all tasks."""
         self._closed = True
         tasks = list(self._tasks.values())
         for link in self._links.values():
             link.close(reason)
-        if self._beside is not None:
-            self._beside.cancel()
-            await asyncio.gather(self._beside, return_exceptions=True)
+        if self._background is not None:
+            self._background.cancel()
+            await asyncio.gather(self._background, return_exceptions=True)
         if tasks:
-            await asyncio.wait(tasks, timeout=self._patience.goodbye_s)
+            await asyncio.wait(tasks, timeout=self._timeouts.goodbye_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _add_peers(self, named_by: str, addresses: Iterable[str]) -> None:
         named = self._named[named_by] = tuple(addresses)
-        self.add(named, failures_max=PEER_FAILURES_MAX)
+        self.add(named, max_failures=MAX_PEER_FAILURES)
 
     def _forget(self, address: str, done: asyncio.Task[None]) -> None:
         del self._links[address], self._tasks[address]
         self._named.pop(address, None)
         if any(address in named for named in self._named.values()):
-            self.add([address], failures_max=PEER_FAILURES_MAX)
+            self.add([address], max_failures=MAX_PEER_FAILURES)
         if not done.cancelled() and (exc := done.exception()) is not None:
             log.error("the link to %s ended", address, exc_info=exc)
 
 
 async def _first_of(*tasks: asyncio.Future[Any]) -> None:
-    """Runs until one of them ends; ends the others; raises what the first raised."""
+    """Run tasks until one ends; cancel the others; raise the exception of the first."""
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -317,8 +312,8 @@ def is_loopback(address: str) -> bool:
     return address.startswith(_LOOPBACK)
 
 
-def dial(address: str, credentials: Any = None) -> Any:
-    """A channel of its own for one stream; `credentials` are grpc's for TLS."""
+def open_channel(address: str, credentials: Any = None) -> Any:
+    """Open a channel for one stream; `credentials` are grpc's for TLS."""
     options: tuple[tuple[str, int], ...] = _CHANNEL_OPTIONS
     if is_loopback(address):
         options = (*options, ("grpc.enable_http_proxy", 0))

@@ -1,6 +1,6 @@
-"""What one gateway replica is still owed, and when it is due: pure bookkeeping, told the time by its caller.
+"""Messages owed to one gateway replica, and when they are due. Pure bookkeeping; the caller passes the time.
 
-Deltas of a choice melt into one until they are taken, so a slow reader costs no more than what its attempts
+Deltas of a choice are merged into one until they are taken, so a slow reader costs no more than its attempts
 can produce. First tokens and finishes are due at once, other deltas every 20 ms, load figures every 50 ms.
 """
 
@@ -16,10 +16,10 @@ from site_engine.messages import Accepted, Bid, Delta, FromSite, Load, Rejected,
 
 STEP_INTERVAL_S = 0.02
 LOAD_INTERVAL_S = 0.05
-PARTS_MAX = 64
-ANSWERS_MAX = 4096
-"""More unread answers than this and the link stops listening until the gateway reads."""
-_KEPT = (Accepted, Rejected, Released)
+MAX_PARTS = 64
+MAX_ANSWERS = 4096
+"""Unread answers at which the link stops reading until the gateway does."""
+_ABOUT_ATTEMPTS = (Accepted, Rejected, Released)
 
 
 class Outbox:
@@ -36,7 +36,7 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        return len(self._answers) >= ANSWERS_MAX
+        return len(self._answers) >= MAX_ANSWERS
 
     def put(self, message: FromSite) -> None:
         self._answers.append(message)
@@ -44,8 +44,8 @@ class Outbox:
     def delta(self, delta: Delta, *, urgent: bool) -> None:
         parts = self._deltas.setdefault((delta.attempt_id, delta.index), [])
         parts.append(delta)
-        if len(parts) >= PARTS_MAX:
-            parts[:] = [_melted(parts)]
+        if len(parts) >= MAX_PARTS:
+            parts[:] = [_merged(parts)]
         self._urgent = self._urgent or urgent
 
     def load(self, load: Load) -> None:
@@ -56,20 +56,20 @@ class Outbox:
         self._bid = bid
 
     def attempt_ids(self) -> Iterator[str]:
-        """Attempts with deltas not yet taken."""
+        """Return the attempts with deltas not yet taken."""
         return (attempt_id for attempt_id, _ in self._deltas)
 
     def stream_lost(self) -> None:
-        """Keeps what concerns attempts; the rest was about a stream that is gone."""
-        self._answers = deque(each for each in self._answers if isinstance(each, _KEPT))
+        """Keep messages about attempts; drop those about the stream that is gone."""
+        self._answers = deque(each for each in self._answers if isinstance(each, _ABOUT_ATTEMPTS))
         self._load = self._bid = None
 
     def take(self, now: float) -> list[FromSite]:
-        """Everything that is due now, in the order in which it must be written."""
+        """Return everything that is due now, in the order in which it must be written."""
         taken: list[FromSite] = list(self._answers)
         self._answers.clear()
         if self._deltas and now >= self._step_due():
-            taken.append(Step(tuple(_melted(parts) for parts in self._deltas.values())))
+            taken.append(Step(tuple(_merged(parts) for parts in self._deltas.values())))
             self._deltas.clear()
             self._urgent = False
             self._step_s = now
@@ -83,7 +83,7 @@ class Outbox:
         return taken
 
     def due_s(self) -> float | None:
-        """When `take` has something to give; None if nothing is owed."""
+        """Return the time at which something is due; None if nothing is owed."""
         if self._answers or self._bid is not None:
             return float("-inf")
         moments = []
@@ -97,8 +97,8 @@ class Outbox:
         return float("-inf") if self._urgent else self._step_s + STEP_INTERVAL_S
 
 
-def _melted(parts: Sequence[Delta]) -> Delta:
-    """One delta that says what the parts said, in their order."""
+def _merged(parts: Sequence[Delta]) -> Delta:
+    """Merge the parts of one choice into one delta, in their order."""
     if len(parts) == 1:
         return parts[0]
     return replace(

@@ -1,4 +1,4 @@
-"""One site between its gateways and its engine: whose output is what, what the engine is asked, when it ends.
+"""One site between its gateways and its engine: routes outputs, calls the engine, drains.
 
 Lives on the event loop's thread and is never awaited. Does not know streams; `link.py` moves the messages.
 """
@@ -16,13 +16,13 @@ from site_engine.core.request import Admission, Output
 from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
-from site_engine.federation.attempts import Attempts, OnFinish, PendingRelease, Routes
+from site_engine.federation.attempts import Attempts, OnFinish, Routes
 
 log = logging.getLogger(__name__)
 
 LOAD_EVERY_S = 1.0
 BID_INTERVAL_S = 1.0
-GRACE_MAX_S = 600.0
+MAX_GRACE_S = 600.0
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +36,13 @@ class Connection:
     displaced: bool = False  # another stream to this replica has taken its place
     lost_s: float = 0.0
     grace_s: float = 0.0
-    draining: bool = False  # this gateway asked for it
+    draining: bool = False  # at the request of this gateway
     has_bid: bool = False
     bid_s: float = float("-inf")
 
 
 class Site:
-    """`hello` says who this is; at most `max_preparing` prompts wait for the tokenizer."""
+    """`hello` introduces this site; at most `max_preparing` prompts wait for the tokenizer."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Site:
     # streams
 
     def hello(self) -> m.Hello:
-        """What to say first on a new stream, whoever answers it."""
+        """Return the first message on a new stream, to whichever replica answers it."""
         lost = [each.attempts for each in self._connections.values() if not each.linked]
         return replace(
             self._hello, attempts=tuple(each for attempts in lost for each in attempts.attempt_ids())
@@ -79,13 +79,13 @@ class Site:
 
     @property
     def linked(self) -> frozenset[str]:
-        """The gateways that a stream is up to."""
+        """Gateways with a stream that is up."""
         return frozenset(each.gateway for each in self._connections.values() if each.linked)
 
     def welcomed(self, hello: m.Hello, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
-        """The stream is up. Attempts of an earlier one to the same replica go on if it was told of them.
+        """Note that a stream is up. Attempts of an earlier one to the replica go on if `hello` names them.
 
-        A replica takes a second stream of a site for the successor of the first, so we do the same.
+        A replica takes a second stream of a site for the successor of the first, and so does the site.
         """
         known = self._connections.get(welcome.gateway)
         if known is not None and known.linked:
@@ -97,7 +97,7 @@ class Site:
             self._connected += 1
             attempts = Attempts(self._connected, self._routes, self._on_finish)
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
-        known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, GRACE_MAX_S)
+        known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
         known.draining = known.has_bid = False
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
         for attempt_id in unwanted:
@@ -108,17 +108,17 @@ class Site:
         return known
 
     def lost(self, connection: Connection) -> None:
-        """The stream is gone; its attempts are kept for the grace period."""
+        """Note that a stream is gone; keep its attempts for the grace period."""
         if connection.displaced:
             return
         connection.linked = False
-        connection.wake = _nobody
+        connection.wake = lambda: None  # nobody reads while no stream is up
         connection.attempts.outbox.stream_lost()
         connection.lost_s = self._clock()
         self.tick()
 
     def tick(self) -> None:
-        """To be called a few times a second: ends grace periods, and sees to a load report every second."""
+        """End grace periods, and request a load report every second. Call this a few times a second."""
         now = self._clock()
         for each in list(self._connections.values()):
             if not each.linked and now - each.lost_s >= each.grace_s:
@@ -137,7 +137,7 @@ class Site:
             case m.Cancel():
                 self._engine.cancel(attempts.cancel(message.attempt_id))
             case m.Release():
-                self._release(connection, attempts.release(message))
+                self._release(connection, message)
             case m.Ping():
                 attempts.outbox.put(m.Pong(message.nonce, self._clock(), time.time()))
             case m.Drain():
@@ -186,16 +186,17 @@ class Site:
             connection.attempts.admitted(attempt_id, answer)
         self._changed(connection)
 
-    def _release(self, connection: Connection, pending: PendingRelease) -> None:
+    def _release(self, connection: Connection, release: m.Release) -> None:
+        pending = connection.attempts.release(release)
         if not pending.groups:
             connection.attempts.released(pending, [])
             return
 
-        def answered(gone: list[bool]) -> None:
-            connection.attempts.released(pending, gone)
+        def on_decisions(decisions: list[bool]) -> None:
+            connection.attempts.released(pending, decisions)
             self._changed(connection)
 
-        self._engine.release(pending.groups, answered)
+        self._engine.release(pending.groups, on_decisions)
 
     # from the engine
 
@@ -221,10 +222,11 @@ class Site:
                 connection.wake()
 
     def _bid(self, connection: Connection, load: m.Load) -> None:
-        """Asks for work once each time that room appears."""
+        """Ask for work once each time that room appears."""
         figures = load.figures
         free_slots = self._hello.slots - figures.running
-        room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or self._preparing())
+        preparing = any(each.attempts.preparing for each in self._connections.values())
+        room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or preparing)
         now = self._clock()
         if not room or self._draining is not None or connection.draining:
             connection.has_bid = False
@@ -240,7 +242,7 @@ class Site:
     # the end
 
     def drain(self, reason: str, deadline_s: float) -> None:
-        """Takes nothing new from now on, and says so to every gateway."""
+        """Refuse new attempts from now on, and notify every gateway."""
         self._draining = m.Draining(reason, deadline_s)
         for connection in self._connections.values():
             if connection.linked:
@@ -248,7 +250,7 @@ class Site:
                 connection.wake()
 
     def when_idle(self, call: Callable[[], None]) -> None:
-        """Calls once no attempt is left; at once if that is so now."""
+        """Call back once no attempt is left; at once if none is left now."""
         self._when_idle = call
         self._check_idle()
 
@@ -273,10 +275,3 @@ class Site:
         if self._when_idle is not None and not self.live:
             call, self._when_idle = self._when_idle, None
             call()
-
-    def _preparing(self) -> int:
-        return sum(each.attempts.preparing for each in self._connections.values())
-
-
-def _nobody() -> None:
-    """Nobody reads while no stream is up."""

@@ -163,10 +163,10 @@ def test_a_revoked_site_is_cut_off_and_comes_back_only_when_invited_again(
             await here.store.certificates.revoke("alpha", "stolen", time.time() + here.now_s)
             await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is cut off")
         identity = identity_of(config)
-        assert identity is not None and identity.good
+        assert identity is not None and identity.is_valid
         code, reason = await joining_as(None, here.gateways[0], identity.credentials())
         assert (code, reason) == (grpc.StatusCode.UNAUTHENTICATED, "alpha: its certificate was revoked")
-        identity.refused()
+        identity.invalidate()
         with pytest.raises(LinkLost, match="the join secret was revoked"):
             await identity.renew()
         (row,) = await here.store.certificates.list_sites()
@@ -218,7 +218,7 @@ def test_a_certificate_that_cannot_be_written_down_is_shown_all_the_same(tmp_pat
         assert identity is not None
         (tmp_path / "alpha" / "site.pem.new").mkdir()  # as where a disk is full
         await identity.renew()
-        assert identity.good
+        assert identity.is_valid
 
     play(tmp_path, scenario)
 

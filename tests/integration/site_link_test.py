@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from site_engine.federation import link
-from site_engine.federation.link import Patience
+from site_engine.federation.link import LinkTimeouts
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine
 from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving, site_before
 from wire import federation_pb2 as pb
 
 ADD = '[{"type": "function", "function": {"name": "add"}}]'
 FREE_TOKENS = 2 * CONTEXT_TOKENS
-HURRIED = Patience(backoff_first_s=0.01, backoff_longest_s=0.02, goodbye_s=0.01)
+HURRIED = LinkTimeouts(backoff_first_s=0.01, backoff_longest_s=0.02, goodbye_s=0.01)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -224,7 +224,7 @@ def test_only_what_has_not_started_is_released() -> None:
 
 def test_a_lost_link_costs_its_attempts_after_the_grace_only() -> None:
     async def scenario() -> None:
-        async with serving(Gateway()) as gateway, site_before(gateway, patience=HURRIED) as scene:
+        async with serving(Gateway()) as gateway, site_before(gateway, timeouts=HURRIED) as scene:
             session = await gateway.linked(grace_s=5.0)
             await session.send(**assign("a", max_tokens=50))
             await session.heard("accepted")
@@ -345,7 +345,7 @@ def test_peers_are_dialled_too() -> None:
 
 
 def test_a_peer_is_dialled_for_as_long_as_a_linked_gateway_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "PEER_FAILURES_MAX", 1)
+    monkeypatch.setattr(link, "MAX_PEER_FAILURES", 1)
 
     async def scenario() -> None:
         two = Gateway()
@@ -363,7 +363,7 @@ def test_one_replica_under_two_addresses_has_one_link() -> None:
     async def scenario() -> None:
         async with (
             serving(Gateway()) as gateway,
-            site_before(gateway, stepped=False, patience=HURRIED) as scene,
+            site_before(gateway, stepped=False, timeouts=HURRIED) as scene,
         ):
             first = await gateway.linked("east")
             await first.heard("load")
@@ -397,7 +397,7 @@ def test_a_refused_token_is_tried_again() -> None:
 
 def test_a_silent_gateway_is_left_after_three_heartbeats() -> None:
     async def scenario() -> None:
-        async with serving(Gateway()) as gateway, site_before(gateway, patience=HURRIED):
+        async with serving(Gateway()) as gateway, site_before(gateway, timeouts=HURRIED):
             session = await gateway.joined()
             await session.heard("hello")
             await session.send(welcome=pb.Welcome(gateway="east", heartbeat_s=0.01))

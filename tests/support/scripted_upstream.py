@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import httptools
 
-from site_engine.federation.codec import each_of
+from site_engine.federation.codec import unbundle
 from tests.support.stand_in_site import TOKEN, due, hello, report
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
@@ -221,7 +221,7 @@ class LinkDoor:
         both = [asyncio.create_task(self._write(call)), asyncio.create_task(report(self._out))]
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                for each in each_of(message):
+                for each in unbundle(message):
                     self._take(each)
         finally:
             for task in both:

@@ -14,7 +14,7 @@ import grpc
 
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener
-from site_engine.federation.link import Link, Links, Patience, dial
+from site_engine.federation.link import Link, Links, LinkTimeouts, open_channel
 from site_engine.federation.site import Site
 from site_engine.native import NativeEngine
 from site_engine.text.tokenize import PromptTokenizer
@@ -159,7 +159,7 @@ class Scene:
     engine_thread: EngineThread
     links: Links
     clock: FakeClock
-    patience: Patience
+    timeouts: LinkTimeouts
 
     async def step(self, count: int = 1) -> None:
         """Iterations, and the loop has heard of each."""
@@ -180,7 +180,7 @@ async def site_before(
     tokenizer: Any = None,
     stepped: bool = True,
     paced: bool = False,
-    patience: Patience | None = None,
+    timeouts: LinkTimeouts | None = None,
 ) -> AsyncIterator[Scene]:
     loop = asyncio.get_running_loop()
     engine = FakeEngine() if engine is None else engine
@@ -193,25 +193,25 @@ async def site_before(
     )
     prompts = PromptTokenizer(tokenizer or FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
     site = Site(HELLO, NativeEngine(prompts, engine_thread), clock, max_preparing=8)
-    patience = patience or Patience(backoff_first_s=0.01, backoff_longest_s=0.02)
+    timeouts = timeouts or LinkTimeouts(backoff_first_s=0.01, backoff_longest_s=0.02)
 
-    def make(address: str, peers: Any) -> Link:
+    def make(address: str, add_peers: Any) -> Link:
         return Link(
             address,
             site=site,
-            dial=dial,
+            open_channel=open_channel,
             token=TOKEN,
-            peers=peers,
+            add_peers=add_peers,
             clock=clock if paced else time.monotonic,
-            patience=patience,
+            timeouts=timeouts,
             random=Random(0),
         )
 
-    links = Links(make, patience)
+    links = Links(make, timeouts)
     engine_thread.start(Listener(site.outputs, site.load, lambda reason: None))
     links.add(each.address for each in gateways)
     try:
-        yield Scene(engine, site, engine_thread, links, clock, patience)
+        yield Scene(engine, site, engine_thread, links, clock, timeouts)
     finally:
         await links.close("the test is over")
         prompts.close()

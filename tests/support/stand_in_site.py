@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from site_engine.federation.codec import bunched, each_of
+from site_engine.federation.codec import bundle, unbundle
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
@@ -55,7 +55,7 @@ class StandIn:
         reporting = asyncio.create_task(report(out))
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                for each in each_of(message):
+                for each in unbundle(message):
                     self._take(each, out)
         finally:
             writing.cancel()
@@ -91,7 +91,7 @@ async def due(out: asyncio.Queue[pb.SiteMessage]) -> pb.SiteMessage:
     messages = [await out.get()]
     while not out.empty():
         messages.append(out.get_nowait())
-    (message,) = bunched(messages)
+    (message,) = bundle(messages)
     return message
 
 

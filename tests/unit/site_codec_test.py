@@ -173,7 +173,7 @@ def test_a_step_is_cut_but_loses_nothing(lengths: list[int]) -> None:
     parts = [part.step for part in codec.encode(m.Step(deltas))]
     sent = [(each.attempt_id, len(each.text)) for part in parts for each in part.deltas]
     assert sent == [(f"a{i}", length) for i, length in enumerate(lengths)]
-    assert all(part.ByteSize() <= codec.STEP_BYTES_MAX + 100 for part in parts if len(part.deltas) > 1)
+    assert all(part.ByteSize() <= codec.MAX_STEP_BYTES + 100 for part in parts if len(part.deltas) > 1)
 
 
 def test_hello_and_load_carry_every_figure() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from site_engine.errors import ConfigError
 from site_engine.federation import identity
-from site_engine.federation.identity import KEY, Asking, Identity
+from site_engine.federation.identity import KEY, Enrolment, Identity
 
 
 def identity_in(folder: Path) -> Identity:
-    return Identity(folder, Asking("alpha", "", "", (), None), lambda *_: None)
+    return Identity(folder, Enrolment("alpha", "", "", (), None), lambda *_: None)
 
 
 def test_a_key_that_could_not_be_written_is_made_at_the_next_start(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from site_engine import messages as m
 from site_engine.core.request import Finish
 from site_engine.errors import Reason
-from site_engine.federation.outbox import ANSWERS_MAX, LOAD_INTERVAL_S, STEP_INTERVAL_S, Outbox
+from site_engine.federation.outbox import LOAD_INTERVAL_S, MAX_ANSWERS, STEP_INTERVAL_S, Outbox
 from tests.support.site_fakes import FakeEngine
 
 FIGURES = FakeEngine().load()
@@ -70,7 +70,7 @@ def test_a_new_stream_hears_of_attempts_and_not_of_the_old_stream() -> None:
 
 def test_it_says_when_nobody_reads() -> None:
     outbox = Outbox()
-    for nonce in range(ANSWERS_MAX):
+    for nonce in range(MAX_ANSWERS):
         assert not outbox.full
         outbox.put(m.Pong(nonce, 0.0, 0.0))
     assert outbox.full

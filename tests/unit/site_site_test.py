@@ -9,7 +9,7 @@ import pytest
 from site_engine import messages as m
 from site_engine.core.request import Finish, Sampling
 from site_engine.engine_client import LoadSeen
-from site_engine.federation.site import BID_INTERVAL_S, GRACE_MAX_S, LOAD_EVERY_S, Site
+from site_engine.federation.site import BID_INTERVAL_S, LOAD_EVERY_S, MAX_GRACE_S, Site
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
 
@@ -181,7 +181,7 @@ def test_a_lost_replica_is_forgotten_after_a_bounded_grace() -> None:
     scene.site.receive(connection, assign("a"))
     scene.site.lost(connection)
     assert scene.site.hello().attempts == ("a",)
-    scene.clock.now += GRACE_MAX_S
+    scene.clock.now += MAX_GRACE_S
     scene.site.tick()
     assert scene.site.hello().attempts == ()
     assert scene.site.live == 0

@@ -19,7 +19,7 @@ from wire import federation_pb2 as pb
 
 MODELS = MappingProxyType({"m": Model("m", "1", 100, 0, "mico")})
 IDENTITY = SiteIdentity("alpha", "boot", "aws", "here", MODELS, slots=4, kv_capacity_tokens=100)
-LARGE = site_codec.STEP_BYTES_MAX // 2 + 1
+LARGE = site_codec.MAX_STEP_BYTES // 2 + 1
 
 
 def link(*, reads_bunches: bool) -> Link:
@@ -42,7 +42,7 @@ def test_what_a_site_says_is_the_same_in_bunches_and_none_is_large(sizes: list[i
         pb.SiteMessage(released=pb.Released(release_id=f"{number}", attempt_ids=["a" * size]))
         for number, size in enumerate(sizes)
     ]
-    bunches = list(site_codec.bunched(said))
+    bunches = list(site_codec.bundle(said))
     assert [each for bunch in bunches for each in gateway_codec.each_of(bunch)] == said
     assert all(len(bunch.bunch.messages) < 2 or bunch.ByteSize() < 2.1 * LARGE for bunch in bunches)
     assert len(bunches) <= 1 + sizes.count(LARGE)
@@ -56,7 +56,7 @@ def test_a_site_hears_all_in_order_and_in_bunches_only_if_it_reads_them(reads_bu
             here.release(str(number), [])
         messages = await sent(here)
         assert len(messages) == (1 if reads_bunches else 5)
-        heard = [each.release.release_id for message in messages for each in site_codec.each_of(message)]
+        heard = [each.release.release_id for message in messages for each in site_codec.unbundle(message)]
         assert heard == ["0", "1", "2", "3", "4"]
 
     asyncio.run(scenario())
