@@ -21,7 +21,7 @@ def batch_reads(access: Access, ledger: Ledger) -> list[HTTPRouteHandler]:
         await access.operator(request)
         page = read_page(request, DEFAULT_PAGE, MAX_PAGE)
         with database_errors(page):
-            found = await ledger.listed(None, page)
+            found = await ledger.list_page(None, page)
         return list_response([_for_operators(batch) for batch in found], page)
 
     return [batches]

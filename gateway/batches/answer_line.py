@@ -1,4 +1,4 @@
-"""One line of a batch, asked as any client's query is: read by the same readers, answered by `answer`."""
+"""Answers one line of a batch as the endpoint answers a client, and renders the lines of the result files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.batches.context import BatchContext
-from gateway.batches.reading import Wanted
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
 from gateway.openai import unary_response
@@ -27,7 +26,9 @@ from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSch
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    shape: ResponseSchema
+    """A generating endpoint that the lines of a batch may address."""
+
+    schema: ResponseSchema
     read: Callable[[Fields], GenerationRequest]
 
 
@@ -37,17 +38,17 @@ ENDPOINTS: Final = {
 }
 
 
-def asked_of(endpoint: Endpoint, body: dict[str, object], context: BatchContext) -> GenerationRequest:
-    """Raises BadRequest, as the endpoint itself would."""
+def read_request(endpoint: Endpoint, body: dict[str, object], context: BatchContext) -> GenerationRequest:
+    """Read the body of a line. Raises BadRequest, as the endpoint itself would."""
     problems = Problems()
-    asked = endpoint.read(Fields(body, problems))
+    request = endpoint.read(Fields(body, problems))
     problems.raise_any()
-    check_model(asked, context.models())
-    return asked
+    check_model(request, context.models())
+    return request
 
 
 def line_queries(
-    asked: GenerationRequest,
+    request: GenerationRequest,
     caller: Caller,
     context: BatchContext,
     *,
@@ -55,11 +56,9 @@ def line_queries(
     preferred_site: str | None = None,
     within_s: float = WINDOW_S,
 ) -> list[Query]:
-    """Build the queries of a line: in the batch lane, with all the time that the batch has. `preferred_site`:
-    the site that joint assignment chose.
-    """
+    """Build the queries of a line, in the batch lane. `preferred_site`: the choice of joint assignment."""
     queries = build_queries(
-        asked,
+        request,
         caller,
         query_id=query_id,
         request_id=query_id,
@@ -70,9 +69,9 @@ def line_queries(
     return [replace(query, lane=Lane.BATCH, preferred_site=preferred_site) for query in queries]
 
 
-async def ask(
+async def answer_line(
     endpoint: Endpoint,
-    wanted: Wanted,
+    body: dict[str, object],
     caller: Caller,
     context: BatchContext,
     *,
@@ -80,36 +79,37 @@ async def ask(
     preferred_site: str | None,
     within_s: float,
 ) -> bytes:
-    """The body of the answer. Raises what the endpoint would translate for a client."""
-    asked = asked_of(endpoint, wanted.body, context)
-    asking = line_queries(
-        asked, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
+    """Return the body of the answer. Raises the errors that the endpoint would translate for a client."""
+    request = read_request(endpoint, body, context)
+    queries = line_queries(
+        request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
     )
-    async with aclosing(answer_all(context.answer, asking)) as pieces:
-        answer = await unary_response.collect(pieces, asked.choices)
+    async with aclosing(answer_all(context.answer, queries)) as pieces:
+        answer = await unary_response.collect(pieces, request.choices)
     created_s = int(context.unix_time())
     head = ResponseHead(
-        endpoint.shape.id_prefix + query_id, created_s, asked.model, answer.opening.fingerprint
+        endpoint.schema.id_prefix + query_id, created_s, request.model, answer.opening.fingerprint
     )
-    return answer.body(endpoint.shape, head, asked.sampling.logprobs is not None)
+    return answer.body(endpoint.schema, head, request.sampling.logprobs is not None)
 
 
-def answered(custom_id: str, query_id: str, body: bytes, status: int = 200) -> bytes:
-    """The line of the output file; with another status, of the error file."""
+def response_line(custom_id: str, query_id: str, body: bytes, status: int = 200) -> bytes:
+    """Render a line of the output file or, with an error status, of the error file."""
     response = {"status_code": status, "request_id": query_id, "body": msgspec.Raw(body)}
-    return _line(custom_id, query_id, response, None)
+    return _render(custom_id, query_id, response, None)
 
 
-def refused(custom_id: str, query_id: str, error: Exception) -> bytes:
-    """What a client of the endpoint would have got instead of an answer."""
-    problem = translate(error, query_id)
-    return answered(custom_id, query_id, problem.body(), problem.status)
+def error_line(custom_id: str, query_id: str, error: Exception) -> bytes:
+    """Render the error that a client of the endpoint would have got."""
+    response = translate(error, query_id)
+    return response_line(custom_id, query_id, response.body(), response.status)
 
 
-def never_ran(custom_id: str, query_id: str, code: str, message: str) -> bytes:
-    return _line(custom_id, query_id, None, {"code": code, "message": message})
+def unanswered_line(custom_id: str, query_id: str, code: str, message: str) -> bytes:
+    """Render the line of a query that did not run before the batch ended."""
+    return _render(custom_id, query_id, None, {"code": code, "message": message})
 
 
-def _line(custom_id: str, query_id: str, response: object, error: object) -> bytes:
-    named = {"id": f"batch_req_{query_id.removeprefix('batch_')}", "custom_id": custom_id}
-    return one_line(msgspec.json.encode({**named, "response": response, "error": error})) + b"\n"
+def _render(custom_id: str, query_id: str, response: object, error: object) -> bytes:
+    ids = {"id": f"batch_req_{query_id.removeprefix('batch_')}", "custom_id": custom_id}
+    return one_line(msgspec.json.encode({**ids, "response": response, "error": error})) + b"\n"

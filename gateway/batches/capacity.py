@@ -1,53 +1,66 @@
-"""How many lines of batches the sites have room for now, and which line goes where. Pure."""
+"""Decides how many lines of batches the sites can start now, and on which site each line runs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from gateway.domain import Site, SiteState
 from gateway.routing.failover import NATIVE
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.window import assign
 
-AHEAD_SHARE: Final = 0.25
-"""Lines that wait at one of our own sites, so that no slot idles until the next report: there an interactive
-query goes before them all, and takes the slot of a running line where there is no other."""
-KEPT_FREE_SHARE: Final = 0.25
-"""Slots left to interactive queries at a site that can't take one back from a batch."""
+QUEUED_SHARE: Final = 0.25
+"""Lines that wait at a native site, as a share of its slots, so that no slot idles until the next report. An
+interactive query goes before them all there, and takes the slot of a running line if no other is free."""
+RESERVED_SHARE: Final = 0.25
+"""Share of slots left to interactive queries at a site that can't take a slot back from a batch."""
 
 
-def room(
+class SiteCapacity(NamedTuple):
+    """`lines`: the number of lines that the site can start now."""
+
+    site: Site
+    lines: int
+
+
+def available(
     sites: Sequence[Site], model: str, starting: Mapping[str, int], now_s: float
-) -> list[tuple[Site, int]]:
-    """The sites that could start lines for this model, with how many. `starting`: those on their way."""
-    free = [(site, spare(site) - starting.get(site.name, 0)) for site in sites if _may(site, model, now_s)]
-    return [(site, lines) for site, lines in free if lines > 0]
+) -> list[SiteCapacity]:
+    """Return the sites that can start lines for `model`. `starting`: lines already on their way, by site."""
+    capacities = [
+        SiteCapacity(site, startable_lines(site) - starting.get(site.name, 0))
+        for site in sites
+        if _can_serve(site, model, now_s)
+    ]
+    return [capacity for capacity in capacities if capacity.lines > 0]
 
 
-def spare(site: Site) -> int:
+def startable_lines(site: Site) -> int:
+    """Return how many lines the site can start, by its last report and what was assigned since."""
     slots, load = site.identity.slots, site.load
-    held = load.running + load.pending + site.credit.requests
+    in_use = load.running + load.pending + site.credit.requests
     if site.identity.engine == NATIVE:
-        return slots + max(1, int(slots * AHEAD_SHARE)) - held
-    return slots - max(1, int(slots * KEPT_FREE_SHARE)) - held if slots > 1 else slots - held
+        return slots + max(1, int(slots * QUEUED_SHARE)) - in_use
+    return slots - max(1, int(slots * RESERVED_SHARE)) - in_use if slots > 1 else slots - in_use
 
 
-def share(free: Sequence[tuple[Site, int]], sharers: int) -> int:
-    """How many lines one of several batches may start: what is free, divided, at least one."""
-    return -(-sum(lines for _, lines in free) // max(1, sharers))
+def fair_share(capacities: Sequence[SiteCapacity], batches: int) -> int:
+    """Return how many lines one of several batches may start: an equal share of all, rounded up."""
+    return -(-sum(lines for _, lines in capacities) // max(1, batches))
 
 
-def spread(lengths: Sequence[float], free: Sequence[tuple[Site, int]]) -> list[str]:
-    """For each line of a window the site it should run on: the paper's joint assignment, where a site counts
-    by what it has free.
+def assign_sites(lengths: Sequence[float], capacities: Sequence[SiteCapacity]) -> list[str]:
+    """Return the site name for each line, by the paper's joint assignment weighted by capacity.
+
+    `lengths`: expected response tokens per line.
     """
-    loads = [site.load.token_load + site.credit.response_tokens for site, _ in free]
-    places = assign(lengths, [float(lines) for _, lines in free], loads)
-    return [free[place][0].name for place in places]
+    loads = [site.load.token_load + site.credit.response_tokens for site, _ in capacities]
+    places = assign(lengths, [float(lines) for _, lines in capacities], loads)
+    return [capacities[place].site.name for place in places]
 
 
-def _may(site: Site, model: str, now_s: float) -> bool:
+def _can_serve(site: Site, model: str, now_s: float) -> bool:
     return (
         site.state is SiteState.READY
         and site.weight > 0

@@ -14,8 +14,8 @@ from gateway.store.database import reason
 
 log = logging.getLogger(__name__)
 
-ROUND_S: Final = 600.0
-AT_ONCE: Final = 50
+INTERVAL_S: Final = 600.0
+PAGE: Final = 50
 
 
 async def remove_expired(files: Files, ledger: Ledger, kept_s: float) -> int:
@@ -24,13 +24,13 @@ async def remove_expired(files: Files, ledger: Ledger, kept_s: float) -> int:
     Returns the number of files and batches removed.
     """
     removed = 0
-    for batch_id in await ledger.with_leftovers(AT_ONCE):
+    for batch_id in await ledger.find_with_leftover_lines(PAGE):
         await ledger.remove_lines(batch_id)
-    while old := await files.expired(AT_ONCE):
-        for file_id in old:
+    while expired := await files.find_expired(PAGE):
+        for file_id in expired:
             await files.remove(file_id)
-        removed += len(old)
-    while ended := await ledger.over(kept_s, AT_ONCE):
+        removed += len(expired)
+    while ended := await ledger.find_expired(kept_s, PAGE):
         for batch_id in ended:
             await ledger.remove(batch_id)
         removed += len(ended)
@@ -46,4 +46,4 @@ async def expire_for_ever(files: Files, ledger: Ledger, kept_s: float) -> None:
             log.warning("old files and batches stay for a while: %s", reason(exc))
         except Exception:
             log.exception("removing old files and batches went wrong in an unforeseen way")
-        await asyncio.sleep(ROUND_S)
+        await asyncio.sleep(INTERVAL_S)

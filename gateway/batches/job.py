@@ -1,4 +1,4 @@
-"""One batch as the replica runs it that holds its lease: validate → answer line by line → close."""
+"""Runs one batch whose lease this replica holds: validate → answer line by line → finalize."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Final, NamedTuple
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.batches import answer_line, finalize
-from gateway.batches.capacity import room, share, spread
+from gateway.batches import finalize
+from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
+from gateway.batches.capacity import SiteCapacity, assign_sites, available, fair_share
 from gateway.batches.context import BatchContext
 from gateway.batches.ledger import LeaseLost
-from gateway.batches.reading import Raw, read_line
-from gateway.batches.validating import NoBatch, validated
+from gateway.batches.reading import RawLine, read_line
+from gateway.batches.validate import InvalidInputFile, validate
 from gateway.batches.values import Batch, BatchStatus, Line, Outcome
-from gateway.domain import Site
 from gateway.errors import (
     AboveQuota,
     BudgetSpent,
@@ -39,53 +39,57 @@ log = logging.getLogger(__name__)
 TICK_S: Final = 0.1
 PAGE_LINES: Final = 256
 BACKOFF_S: Final = 1.0
-AWAY: Final = (SQLAlchemyError, OSError)
+DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
 
-Flight = dict[str, str]
-"""The lines of this replica that are on their way to a site: by query id, the name of the site."""
+InFlight = dict[str, str]
+"""Site names by query id, of the lines of this replica that were started and have not ended."""
 
 
-class Put(NamedTuple):
-    """A line that runs again, not before `wait_s`. `all_wait`: no other line would fare better now."""
+class Retry(NamedTuple):
+    """A line that runs again after `wait_s`. `pauses_batch`: any other line would fail now, too."""
 
     line: Line
     wait_s: float
-    all_wait: bool
+    pauses_batch: bool
 
 
 class Job:
-    """`batch` is kept up to date by the runner. `sharers`: how many batches this replica runs now."""
+    """One run of one batch. The runner keeps `batch` up to date.
+
+    `in_flight` is shared by all jobs of this replica. `active_jobs` returns the number of batches that this
+    replica runs now.
+    """
 
     def __init__(
-        self, batch: Batch, context: BatchContext, flight: Flight, sharers: Callable[[], int]
+        self, batch: Batch, context: BatchContext, in_flight: InFlight, active_jobs: Callable[[], int]
     ) -> None:
         self.batch = batch
-        self.closing = False  # from here on nothing of it runs: its end is being written
-        self.ending = False  # this process is about to end: nothing new starts
+        self.finalizing = False  # no line runs any more: the end of the batch is being written
+        self.draining = False  # this process is about to end: nothing new starts
         self._context = context
-        self._flight = flight
-        self._sharers = sharers
+        self._in_flight = in_flight
+        self._active_jobs = active_jobs
         self._queue: deque[Line] = deque()
-        self._again: list[tuple[float, int, Line]] = []  # a heap: the first to be due comes first
-        self._running: dict[asyncio.Task[Outcome | Put], Line] = {}
+        self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
+        self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._paused_until_s = 0.0
         self._last_place = -1
         self._read_all = False
 
     @property
-    def in_flight(self) -> int:
+    def running_lines(self) -> int:
         return len(self._running)
 
     async def run(self) -> None:
-        """To its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
-        if self.batch.status is BatchStatus.VALIDATING and not self._over:
+        """Run the batch to its end. Raises LeaseLost, and SQLAlchemy's errors when the database is away."""
+        if self.batch.status is BatchStatus.VALIDATING and not self._must_stop:
             await self._validate()
         if self.batch.status is BatchStatus.IN_PROGRESS:
             await self._answer()
-        if self.batch.ended or self.ending:
+        if self.batch.ended or self.draining:
             return
-        self.closing = True
-        await finalize.close(self.batch, self._context, cancelled=self._cancelled)
+        self.finalizing = True
+        await finalize.finalize(self.batch, self._context, cancelled=self._cancelled)
         log.info("batch %s is over", self.batch.id)
 
     @property
@@ -93,7 +97,8 @@ class Job:
         return self.batch.status is BatchStatus.CANCELLING
 
     @property
-    def _over(self) -> bool:
+    def _must_stop(self) -> bool:
+        """Whether the batch was cancelled or its time is over."""
         return self._cancelled or self._context.unix_time() >= self.batch.expires_at
 
     # ---- validate
@@ -101,177 +106,179 @@ class Job:
     async def _validate(self) -> None:
         context, batch = self._context, self.batch
         try:
-            model, lines = await validated(batch, context)
-        except NoBatch as no_batch:
-            self.closing = True
-            await finalize.refuse(batch, no_batch.faults, context)
+            model, lines = await validate(batch, context)
+        except InvalidInputFile as invalid:
+            self.finalizing = True
+            await finalize.fail(batch, invalid.errors, context)
             self.batch = replace(batch, status=BatchStatus.FAILED)
             return
         await context.ledger.add_lines(batch.id, lines)
-        began = {
+        changes = {
             "status": BatchStatus.IN_PROGRESS,
             "in_progress_at": context.unix_time(),
             "model": model,
             "total": len(lines),
         }
-        going_on = await context.ledger.change(batch.id, (BatchStatus.VALIDATING,), **began)
-        status = BatchStatus.IN_PROGRESS if going_on else BatchStatus.CANCELLING
+        changed = await context.ledger.change(batch.id, (BatchStatus.VALIDATING,), **changes)
+        status = BatchStatus.IN_PROGRESS if changed else BatchStatus.CANCELLING
         self.batch = replace(batch, status=status, model=model, total=len(lines))
 
     # ---- answer
 
     async def _answer(self) -> None:
         try:
-            while not self._over:
+            while not self._must_stop:
                 await self._refill()
-                if not self._running and (self.ending or not (self._queue or self._again)):
+                if not self._running and (self.draining or not (self._queue or self._retries)):
                     return
-                if not self.ending:
-                    self._start()
+                if not self.draining:
+                    self._start_lines()
                 await self._collect()
         finally:
-            await self._stop()
+            await self._cancel_running()
 
     async def _refill(self) -> None:
-        """From the place where the last page ended. What runs again is held here."""
+        """Read the next page of lines, after the place of the last one. Retries are not read again."""
         if self._read_all or len(self._queue) >= PAGE_LINES:
             return
-        page = await self._context.ledger.waiting(self.batch.id, self._last_place, PAGE_LINES)
+        page = await self._context.ledger.unanswered(self.batch.id, self._last_place, PAGE_LINES)
         self._queue += page
         self._last_place = page[-1].place if page else self._last_place
         self._read_all = len(page) < PAGE_LINES
 
-    def _start(self) -> None:
+    def _start_lines(self) -> None:
         now_s = self._context.clock()
         if now_s < self._paused_until_s:
             return
-        free = self._free(now_s)
-        window = self._window(share(free, self._sharers()), now_s) if free else []
-        sites = spread([line.response_tokens for line in window], free)
-        if not free and self._is_unknown():
-            window = self._window(PAGE_LINES, now_s)
-            sites = [""] * len(window)
-        for line, site in zip(window, sites, strict=True):
+        capacities = self._capacities(now_s)
+        lines = self._take_lines(fair_share(capacities, self._active_jobs()), now_s) if capacities else []
+        sites = assign_sites([line.response_tokens for line in lines], capacities)
+        if not capacities and self._model_is_unknown():
+            lines = self._take_lines(PAGE_LINES, now_s)
+            sites = [""] * len(lines)
+        for line, site in zip(lines, sites, strict=True):
             query_id = f"{self.batch.id}-{line.number}-{line.runs}"
-            self._flight[query_id] = site
-            task = asyncio.create_task(self._ended(line, query_id, site), name=query_id)
+            self._in_flight[query_id] = site
+            task = asyncio.create_task(self._run_line(line, query_id, site), name=query_id)
             self._running[task] = line
-            task.add_done_callback(self._landed)
+            task.add_done_callback(self._on_line_done)
 
-    def _landed(self, task: asyncio.Task[Outcome | Put]) -> None:
-        self._flight.pop(task.get_name(), None)
+    def _on_line_done(self, task: asyncio.Task[Outcome | Retry]) -> None:
+        self._in_flight.pop(task.get_name(), None)
 
-    def _free(self, now_s: float) -> list[tuple[Site, int]]:
+    def _capacities(self, now_s: float) -> list[SiteCapacity]:
         starting: dict[str, int] = {}
-        for query_id, site in self._flight.items():
+        for query_id, site in self._in_flight.items():
             if not self._context.dispatched(query_id):
                 starting[site] = starting.get(site, 0) + 1
-        return room(self._context.sites(), self.batch.model or "", starting, now_s)
+        return available(self._context.sites(), self.batch.model or "", starting, now_s)
 
-    def _window(self, most: int, now_s: float) -> list[Line]:
-        """The lines that start now: those whose turn comes again, then the next in order."""
+    def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
+        """Take the lines that start now from the due retries, then from the queue, within the limits."""
         limits = self._context.limits
-        most = min(most, limits.in_flight // max(1, self._sharers()) - len(self._running))
-        held = sum(line.size for line in self._running.values())
-        window: list[Line] = []
-        while len(window) < most and (line := self._next(now_s)) is not None:
-            if held + line.size > limits.in_flight_bytes and (held or window):
+        max_lines = min(max_lines, limits.in_flight // max(1, self._active_jobs()) - len(self._running))
+        size = sum(line.size for line in self._running.values())
+        lines: list[Line] = []
+        while len(lines) < max_lines and (line := self._next_line(now_s)) is not None:
+            if size + line.size > limits.in_flight_bytes and (size or lines):
                 self._queue.appendleft(line)
                 break
-            held += line.size
-            window.append(line)
-        return window
+            size += line.size
+            lines.append(line)
+        return lines
 
-    def _next(self, now_s: float) -> Line | None:
-        if self._again and self._again[0][0] <= now_s:
-            return heappop(self._again)[-1]
+    def _next_line(self, now_s: float) -> Line | None:
+        if self._retries and self._retries[0][0] <= now_s:
+            return heappop(self._retries)[-1]
         return self._queue.popleft() if self._queue else None
 
-    def _is_unknown(self) -> bool:
-        """Whether it is certain that no site serves the model: then each line is told so."""
+    def _model_is_unknown(self) -> bool:
+        """Return whether certainly no site serves the model; each line then fails with that error."""
         known = self._context.known_models()
         return bool(known) and self.batch.model not in known
 
     async def _collect(self) -> None:
-        """Wait for lines to end, for a tick at most, and write down how."""
+        """Wait until lines end, for one tick at most, and write their outcomes."""
         if not self._running:
             await asyncio.sleep(TICK_S)
             return
         done, _ = await asyncio.wait(self._running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
-        outcomes, again = [], []
+        outcomes, retried = [], []
         for task in done:
-            ended = task.result()
-            if isinstance(ended, Outcome):
-                outcomes.append(ended)
+            result = task.result()
+            if isinstance(result, Outcome):
+                outcomes.append(result)
             else:
-                again.append(ended.line)
-                self._put_back(ended)
+                retried.append(result.line)
+                self._schedule(result)
         if done:
-            await self._write(outcomes, again)
+            await self._write(outcomes, retried)
             for task in done:
                 del self._running[task]
 
-    def _put_back(self, put: Put) -> None:
-        until_s = self._context.clock() + put.wait_s
-        heappush(self._again, (until_s, put.line.number, put.line))
-        if put.all_wait:
-            self._paused_until_s = max(self._paused_until_s, until_s)
+    def _schedule(self, retry: Retry) -> None:
+        due_s = self._context.clock() + retry.wait_s
+        heappush(self._retries, (due_s, retry.line.number, retry.line))
+        if retry.pauses_batch:
+            self._paused_until_s = max(self._paused_until_s, due_s)
 
-    async def _write(self, outcomes: list[Outcome], again: list[Line]) -> None:
-        """However long the database is away: nothing new starts meanwhile."""
+    async def _write(self, outcomes: list[Outcome], retried: list[Line]) -> None:
+        """Write until the database takes it, however long it is away; no line starts meanwhile."""
         while True:
             try:
-                await self._context.ledger.write(self.batch.id, outcomes, again)
+                await self._context.ledger.write(self.batch.id, outcomes, retried)
                 return
-            except AWAY as exc:
+            except DATABASE_ERRORS as exc:
                 log.warning("outcomes of batch %s wait for the database: %s", self.batch.id, reason(exc))
                 await asyncio.sleep(BACKOFF_S)
 
-    async def _stop(self) -> None:
-        """What still runs is given up. Its usage was recorded: a later run of the line has another id."""
-        left, self._running = self._running, {}
-        for task in left:
+    async def _cancel_running(self) -> None:
+        """Cancel the running lines. Their usage was recorded, so a later run of a line has another id."""
+        cancelled, self._running = self._running, {}
+        for task in cancelled:
             task.cancel()
-        if not left:
+        if not cancelled:
             return
-        await asyncio.wait(left)
-        ended = [task.result() for task in left if not task.cancelled()]
-        outcomes = [each for each in ended if isinstance(each, Outcome)]  # paid for: nobody asks again
+        await asyncio.wait(cancelled)
+        results = [task.result() for task in cancelled if not task.cancelled()]
+        outcomes = [each for each in results if isinstance(each, Outcome)]  # paid for: not to be run again
         answered = {each.number for each in outcomes}
-        again = [replace(line, runs=line.runs + 1) for line in left.values() if line.number not in answered]
-        with suppress(LeaseLost, *AWAY):
-            await self._context.ledger.write(self.batch.id, outcomes, again)
+        retried = [
+            replace(line, runs=line.runs + 1) for line in cancelled.values() if line.number not in answered
+        ]
+        with suppress(LeaseLost, *DATABASE_ERRORS):
+            await self._context.ledger.write(self.batch.id, outcomes, retried)
 
     # ---- one line
 
-    async def _ended(self, line: Line, query_id: str, site: str) -> Outcome | Put:
+    async def _run_line(self, line: Line, query_id: str, site: str) -> Outcome | Retry:
         try:
-            body = await self._ask(line, query_id, site)
-        except (BudgetSpent, AboveQuota) as spent:
-            return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, spent))
-        except (TooMany, Overloaded, NoSite, ShuttingDown) as full:
-            if isinstance(full, NoSite) and self._free(self._context.clock()):
-                return self._broke(line, query_id, full)  # others could run: it is this line
-            wait_s = full.retry_after_s or BACKOFF_S
-            return Put(replace(line, runs=line.runs + 1), wait_s, all_wait=True)
-        except ClientMistake as mistake:
-            return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, mistake))
-        except AWAY:
-            return Put(line, BACKOFF_S, all_wait=True)
-        except Exception as broken:  # noqa: BLE001 - it becomes the line's outcome, once it has had its runs
-            return self._broke(line, query_id, broken)
-        return Outcome(line.number, False, answer_line.answered(line.custom_id, query_id, body))
+            body = await self._answer_line(line, query_id, site)
+        except (BudgetSpent, AboveQuota) as exc:
+            return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
+        except (TooMany, Overloaded, NoSite, ShuttingDown) as exc:
+            if isinstance(exc, NoSite) and self._capacities(self._context.clock()):
+                return self._on_failure(line, query_id, exc)  # other lines could run: the cause is this line
+            wait_s = exc.retry_after_s or BACKOFF_S
+            return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=True)
+        except ClientMistake as exc:
+            return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
+        except DATABASE_ERRORS:
+            return Retry(line, BACKOFF_S, pauses_batch=True)
+        except Exception as exc:  # noqa: BLE001 - it becomes the line's outcome after the last failure
+            return self._on_failure(line, query_id, exc)
+        return Outcome(line.number, False, response_line(line.custom_id, query_id, body))
 
-    async def _ask(self, line: Line, query_id: str, site: str) -> bytes:
+    async def _answer_line(self, line: Line, query_id: str, site: str) -> bytes:
         context, batch = self._context, self.batch
         caller = context.caller(batch.key_id)
         if caller is None:
             raise Unauthenticated("The API key that submitted this batch was revoked.")
         data = await context.files.read(batch.input_file_id, line.begins, line.size)
-        wanted = read_line(Raw(line.number, line.begins, data), batch.endpoint, context.limits)
-        return await answer_line.ask(
-            answer_line.ENDPOINTS[batch.endpoint],
-            wanted,
+        request = read_line(RawLine(line.number, line.begins, data), batch.endpoint, context.limits)
+        return await answer_line(
+            ENDPOINTS[batch.endpoint],
+            request.body,
             caller,
             context,
             query_id=query_id,
@@ -279,11 +286,12 @@ class Job:
             within_s=max(1.0, batch.expires_at - context.unix_time()),
         )
 
-    def _broke(self, line: Line, query_id: str, broken: Exception) -> Outcome | Put:
-        if not isinstance(broken, MicoError):
-            log.error("line %d of batch %s failed", line.number, self.batch.id, exc_info=broken)
+    def _on_failure(self, line: Line, query_id: str, exc: Exception) -> Outcome | Retry:
+        """Retry a line that failed; its last failure is its outcome."""
+        if not isinstance(exc, MicoError):
+            log.error("line %d of batch %s failed", line.number, self.batch.id, exc_info=exc)
         failures = line.failures + 1
         if failures >= self._context.limits.failures:
-            return Outcome(line.number, True, answer_line.refused(line.custom_id, query_id, broken))
+            return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
         again = replace(line, runs=line.runs + 1, failures=failures)
-        return Put(again, BACKOFF_S * 2**failures, all_wait=False)
+        return Retry(again, BACKOFF_S * 2**failures, pauses_batch=False)

@@ -1,5 +1,5 @@
-"""Batches and their lines in the database. A replica works on a batch while it holds its lease; what came of
-a line is written once, and only by the holder.
+"""Keeps batches and their lines in the database. A replica works on a batch while it holds the lease; only
+the holder writes the outcome of a line, and only once.
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.batches.files import Page, paged, remove_in_steps, show, take_turn
-from gateway.batches.values import UNENDED, Batch, BatchStatus, File, Line, Outcome, Purpose
+from gateway.batches.files import Page, delete_in_steps, lock_tenant, page_query, publish
+from gateway.batches.values import UNFINISHED, Batch, BatchStatus, File, Line, Outcome, Purpose
 from gateway.store.tables import batch_lines, batches, files
 
 ROWS_AT_ONCE: Final = 500
 LEASE_S: Final = 15.0
-"""A replica that dies is replaced after so long. The replicas' clocks may differ by a few seconds."""
+"""Time after which another replica takes over from one that died. The clocks may differ by a few seconds."""
 
 
 class LeaseLost(Exception):
     """Another replica works on this batch now."""
 
 
-class NoInput(Exception):
-    """The tenant has no such file of queries."""
+class InputFileNotFound(Exception):
+    """The tenant has no such file with the purpose 'batch'."""
 
 
 class TooManyBatches(Exception):
-    """So many batches of the tenant are not over yet."""
+    """The tenant has as many unfinished batches as it may have."""
 
 
 class Ledger:
-    """May raise SQLAlchemy's errors. `owner` is one run of one replica."""
+    """The batches of all tenants. `owner` names one run of one replica.
+
+    Every method may raise SQLAlchemy's errors.
+    """
 
     def __init__(
         self,
@@ -62,15 +65,15 @@ class Ledger:
         self.owner = owner
         self.lease_s = lease_s
 
-    # ---- for whoever submits
+    # ---- for clients
 
-    async def create(self, batch: Batch, most: int) -> None:
-        """If the tenant has `most` at one time with it, and its file. Raises NoInput or TooManyBatches."""
+    async def create(self, batch: Batch, max_unfinished: int) -> None:
+        """Insert a batch. Raises InputFileNotFound, or TooManyBatches above `max_unfinished` per tenant."""
         async with self._engine.begin() as connection:
-            await take_turn(connection, batch.tenant)
-            if await connection.scalar(_input_of(batch)) is None:
-                raise NoInput
-            if int(await connection.scalar(_unended(batch.tenant)) or 0) >= most:
+            await lock_tenant(connection, batch.tenant)
+            if await connection.scalar(_input_file(batch)) is None:
+                raise InputFileNotFound
+            if int(await connection.scalar(_count_unfinished(batch.tenant)) or 0) >= max_unfinished:
                 raise TooManyBatches
             await connection.execute(
                 insert(batches), {name: getattr(batch, name) for name in Batch.__slots__}
@@ -78,149 +81,159 @@ class Ledger:
 
     async def get(self, tenant: str, batch_id: str) -> Batch | None:
         async with self._engine.connect() as connection:
-            theirs = select(batches).where(batches.c.tenant == tenant, batches.c.id == batch_id)
-            found = (await connection.execute(theirs)).first()
-            return None if found is None else await _counted(connection, _batch(found))
+            query = select(batches).where(batches.c.tenant == tenant, batches.c.id == batch_id)
+            row = (await connection.execute(query)).first()
+            return None if row is None else await _with_counts(connection, _batch(row))
 
-    async def listed(self, tenant: str | None, page: Page) -> list[Batch]:
-        """`tenant` None is for operators: everyone's."""
-        wanted = [batches.c.tenant == tenant] if tenant is not None else []
+    async def list_page(self, tenant: str | None, page: Page) -> list[Batch]:
+        """Return the batches of one page and one more if there are more. `tenant` None: of all tenants."""
+        conditions = [batches.c.tenant == tenant] if tenant is not None else []
         async with self._engine.connect() as connection:
-            found = (await connection.execute(await paged(connection, batches, wanted, page))).all()
-            return [await _counted(connection, _batch(row)) for row in found]
+            rows = (await connection.execute(await page_query(connection, batches, conditions, page))).all()
+            return [await _with_counts(connection, _batch(row)) for row in rows]
 
     async def cancel(self, tenant: str, batch_id: str) -> bool:
-        """False when there is none of this tenant that could still be cancelled."""
+        """Cancel a batch. Return False if the tenant has no such batch that can still be cancelled."""
         cancellable = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
-        stop = (
+        cancel = (
             update(batches)
             .where(batches.c.tenant == tenant, batches.c.id == batch_id, batches.c.status.in_(cancellable))
             .values(status=BatchStatus.CANCELLING, cancelling_at=self._clock())
         )
         async with self._engine.begin() as connection:
-            return bool((await connection.execute(stop)).rowcount)
+            return bool((await connection.execute(cancel)).rowcount)
 
     # ---- leases
 
-    async def lease(self, most: int) -> list[Batch]:
-        """The batches that are ours from now on, or still; new ones up to `most`, oldest first."""
+    async def lease(self, max_batches: int) -> list[Batch]:
+        """Renew this owner's leases and take new ones, oldest first, up to `max_batches` in all.
+
+        Returns all batches that this owner holds from now on.
+        """
         now = self._clock()
         ours = batches.c.leased_by == self.owner
         free = or_(batches.c.leased_by.is_(None), batches.c.leased_until < now, ours)
         claimable = (
             select(batches)
-            .where(batches.c.status.in_(UNENDED), free)
+            .where(batches.c.status.in_(UNFINISHED), free)
             .order_by(case((ours, 0), else_=1), batches.c.created_at, batches.c.id)
-            .limit(most)
+            .limit(max_batches)
         )
         async with self._engine.connect() as connection:
-            found = [_batch(row) for row in await connection.execute(claimable)]
-        return [batch for batch in found if await self._take(batch.id, free, now)]
+            candidates = [_batch(row) for row in await connection.execute(claimable)]
+        return [batch for batch in candidates if await self._take(batch.id, free, now)]
 
     async def _take(self, batch_id: str, free: ColumnElement[bool], now: float) -> bool:
-        mine = (
+        take = (
             update(batches)
-            .where(batches.c.id == batch_id, batches.c.status.in_(UNENDED), free)
+            .where(batches.c.id == batch_id, batches.c.status.in_(UNFINISHED), free)
             .values(leased_by=self.owner, leased_until=now + self.lease_s)
         )
         async with self._engine.begin() as connection:
-            return bool((await connection.execute(mine)).rowcount)
+            return bool((await connection.execute(take)).rowcount)
 
     async def release(self, batch_id: str) -> None:
         async with self._engine.begin() as connection:
             await connection.execute(
-                update(batches).where(self._held(batch_id)).values(leased_by=None, leased_until=None)
+                update(batches).where(self._is_ours(batch_id)).values(leased_by=None, leased_until=None)
             )
 
-    async def change(self, batch_id: str, while_: Sequence[BatchStatus] = UNENDED, **values: Any) -> bool:
-        """Of a batch that we hold and whose status is one of `while_`; says whether it was."""
+    async def change(self, batch_id: str, allowed: Sequence[BatchStatus] = UNFINISHED, **values: Any) -> bool:
+        """Change a batch if this owner holds it and its status is in `allowed`. Return whether it did."""
         async with self._engine.begin() as connection:
-            return await self._change(connection, batch_id, while_, values)
+            return await self._change(connection, batch_id, allowed, values)
 
     async def end(
-        self, batch_id: str, status: BatchStatus, *, at: float, shown: Sequence[File] = (), **values: Any
+        self,
+        batch_id: str,
+        status: BatchStatus,
+        *,
+        at: float,
+        visible_files: Sequence[File] = (),
+        **values: Any,
     ) -> bool:
-        """Of a batch that we hold; whether it was. Its files are seen from then on."""
+        """End a batch if this owner holds it, and make its files visible. Return whether it did."""
         values = {**values, "status": status, f"{status.value}_at": at}
         async with self._engine.begin() as connection:
-            ended = await self._change(connection, batch_id, UNENDED, values)
-            for file in shown if ended else ():
-                await show(connection, file)
+            ended = await self._change(connection, batch_id, UNFINISHED, values)
+            for file in visible_files if ended else ():
+                await publish(connection, file)
         return ended
 
     async def _change(
         self,
         connection: AsyncConnection,
         batch_id: str,
-        while_: Sequence[BatchStatus],
+        allowed: Sequence[BatchStatus],
         values: dict[str, Any],
     ) -> bool:
-        ours = and_(self._held(batch_id), batches.c.status.in_(while_))
+        ours = and_(self._is_ours(batch_id), batches.c.status.in_(allowed))
         return bool((await connection.execute(update(batches).where(ours).values(**values))).rowcount)
 
-    def _held(self, batch_id: str) -> ColumnElement[bool]:
+    def _is_ours(self, batch_id: str) -> ColumnElement[bool]:
         return and_(batches.c.id == batch_id, batches.c.leased_by == self.owner)
 
     # ---- lines
 
     async def add_lines(self, batch_id: str, lines: Sequence[Line]) -> None:
-        """All of a batch that we hold, instead of those that an earlier try may have left. Raises LeaseLost:
-        then what the next holder has written is as it was.
+        """Write all lines of a batch that this owner holds, replacing those of an earlier try.
+
+        Raises LeaseLost; the lines that the next holder has written stay as they were.
         """
         await self._remove_lines(
-            and_(batch_lines.c.batch_id == batch_id, exists().where(self._held(batch_id)))
+            and_(batch_lines.c.batch_id == batch_id, exists().where(self._is_ours(batch_id)))
         )
         for start in range(0, len(lines), ROWS_AT_ONCE):
             rows = [_row(batch_id, line) for line in lines[start : start + ROWS_AT_ONCE]]
             async with self._engine.begin() as connection:
-                await self._check(connection, batch_id)
+                await self._check_lease(connection, batch_id)
                 await connection.execute(insert(batch_lines), rows)
 
-    async def waiting(self, batch_id: str, after_place: int, most: int) -> list[Line]:
-        """Lines without an outcome, in the order of running."""
-        of_it = and_(batch_lines.c.batch_id == batch_id, batch_lines.c.outcome.is_(None))
-        next_ones = (
+    async def unanswered(self, batch_id: str, after_place: int, limit: int) -> list[Line]:
+        """Return lines without an outcome after `after_place`, in the order of running."""
+        unanswered = and_(batch_lines.c.batch_id == batch_id, batch_lines.c.outcome.is_(None))
+        query = (
             select(batch_lines)
-            .where(of_it, batch_lines.c.place > after_place)
+            .where(unanswered, batch_lines.c.place > after_place)
             .order_by(batch_lines.c.place)
-            .limit(most)
+            .limit(limit)
         )
         async with self._engine.connect() as connection:
-            return [_line(row) for row in await connection.execute(next_ones)]
+            return [_line(row) for row in await connection.execute(query)]
 
-    async def write(self, batch_id: str, outcomes: Sequence[Outcome], again: Sequence[Line] = ()) -> None:
-        """Outcomes, each where there is none yet, and what lines that run again have behind them.
+    async def write(self, batch_id: str, outcomes: Sequence[Outcome], retried: Sequence[Line] = ()) -> None:
+        """Write outcomes of lines that have none yet, and the counts of runs and failures of `retried` lines.
 
         Raises LeaseLost; then nothing was written.
         """
-        this = and_(
+        line = and_(
             batch_lines.c.batch_id == batch_id,
             batch_lines.c.line == bindparam("number"),
             batch_lines.c.outcome.is_(None),
         )
-        answered = update(batch_lines).where(this).values(outcome=bindparam("text"), failed=bindparam("bad"))
-        put_back = update(batch_lines).where(this).values(runs=bindparam("ran"), failures=bindparam("broke"))
+        answer = update(batch_lines).where(line).values(outcome=bindparam("text"), failed=bindparam("bad"))
+        retry = update(batch_lines).where(line).values(runs=bindparam("ran"), failures=bindparam("broke"))
         async with self._engine.begin() as connection:
-            await self._check(connection, batch_id)
+            await self._check_lease(connection, batch_id)
             if outcomes:
                 rows = [{"number": each.number, "text": each.text, "bad": each.failed} for each in outcomes]
-                await connection.execute(answered, rows)
-            if again:
-                runs = [{"number": each.number, "ran": each.runs, "broke": each.failures} for each in again]
-                await connection.execute(put_back, runs)
+                await connection.execute(answer, rows)
+            if retried:
+                runs = [{"number": each.number, "ran": each.runs, "broke": each.failures} for each in retried]
+                await connection.execute(retry, runs)
 
     async def outcomes(self, batch_id: str) -> AsyncIterator[list[tuple[int, str, Outcome | None]]]:
-        """Each line: its number, its custom id, its outcome if it has one; in the order of the input file."""
+        """Yield number, custom id and outcome of every line, in pages and in the order of the input file."""
         last = 0
         while True:
-            some = (
+            query = (
                 select(batch_lines)
                 .where(batch_lines.c.batch_id == batch_id, batch_lines.c.line > last)
                 .order_by(batch_lines.c.line)
                 .limit(ROWS_AT_ONCE // 10)
             )
             async with self._engine.connect() as connection:
-                rows = (await connection.execute(some)).all()
+                rows = (await connection.execute(query)).all()
             if not rows:
                 return
             yield [(row.line, row.custom_id, _outcome(row)) for row in rows]
@@ -229,32 +242,34 @@ class Ledger:
     async def remove_lines(self, batch_id: str) -> int:
         return await self._remove_lines(batch_lines.c.batch_id == batch_id)
 
-    async def _remove_lines(self, which: ColumnElement[bool]) -> int:
-        return await remove_in_steps(self._engine, batch_lines, batch_lines.c.line, which, ROWS_AT_ONCE)
+    async def _remove_lines(self, where: ColumnElement[bool]) -> int:
+        return await delete_in_steps(self._engine, batch_lines, batch_lines.c.line, where, ROWS_AT_ONCE)
 
-    async def _check(self, connection: AsyncConnection, batch_id: str) -> None:
-        """The first statement of a transaction that writes lines: it also keeps others from taking the batch
+    async def _check_lease(self, connection: AsyncConnection, batch_id: str) -> None:
+        """Raise LeaseLost if this owner does not hold the batch.
+
+        As the first statement of a transaction that writes lines, it also keeps others from taking the batch
         until the transaction ends.
         """
-        mine = update(batches).where(self._held(batch_id)).values(leased_by=self.owner)
-        if not (await connection.execute(mine)).rowcount:
+        hold = update(batches).where(self._is_ours(batch_id)).values(leased_by=self.owner)
+        if not (await connection.execute(hold)).rowcount:
             raise LeaseLost(batch_id)
 
     # ---- after the end
 
-    async def over(self, kept_s: float, most: int) -> list[str]:
-        """Batches that ended and are older than they are kept."""
-        old = select(batches.c.id).where(
-            batches.c.status.not_in(UNENDED), batches.c.created_at < self._clock() - kept_s
+    async def find_expired(self, kept_s: float, limit: int) -> list[str]:
+        """Return the ids of batches that have ended and are older than `kept_s`."""
+        expired = select(batches.c.id).where(
+            batches.c.status.not_in(UNFINISHED), batches.c.created_at < self._clock() - kept_s
         )
         async with self._engine.connect() as connection:
-            return list(await connection.scalars(old.order_by(batches.c.created_at).limit(most)))
+            return list(await connection.scalars(expired.order_by(batches.c.created_at).limit(limit)))
 
-    async def with_leftovers(self, most: int) -> list[str]:
-        """Batches that ended and whose lines are still there: whoever ended them died over it."""
+    async def find_with_leftover_lines(self, limit: int) -> list[str]:
+        """Return the ids of batches that have ended with lines left, because the replica died meanwhile."""
         lines = exists().where(batch_lines.c.batch_id == batches.c.id)
         async with self._engine.connect() as connection:
-            ended = select(batches.c.id).where(batches.c.status.not_in(UNENDED), lines).limit(most)
+            ended = select(batches.c.id).where(batches.c.status.not_in(UNFINISHED), lines).limit(limit)
             return list(await connection.scalars(ended))
 
     async def remove(self, batch_id: str) -> None:
@@ -267,7 +282,7 @@ def new_id() -> str:
     return f"batch_{secrets.token_hex(12)}"
 
 
-def _input_of(batch: Batch) -> Select[Any]:
+def _input_file(batch: Batch) -> Select[Any]:
     return select(files.c.id).where(
         files.c.tenant == batch.tenant,
         files.c.id == batch.input_file_id,
@@ -276,21 +291,21 @@ def _input_of(batch: Batch) -> Select[Any]:
     )
 
 
-def _unended(tenant: str) -> Select[Any]:
-    theirs = and_(batches.c.tenant == tenant, batches.c.status.in_(UNENDED))
-    return select(func.count()).select_from(batches).where(theirs)
+def _count_unfinished(tenant: str) -> Select[Any]:
+    unfinished = and_(batches.c.tenant == tenant, batches.c.status.in_(UNFINISHED))
+    return select(func.count()).select_from(batches).where(unfinished)
 
 
-async def _counted(connection: AsyncConnection, batch: Batch) -> Batch:
-    """Of one that has not ended, the outcomes so far."""
+async def _with_counts(connection: AsyncConnection, batch: Batch) -> Batch:
+    """Return `batch` with the outcomes so far counted, if it has not ended."""
     if batch.ended:
         return batch
-    by = (
+    query = (
         select(batch_lines.c.failed, func.count())
         .where(batch_lines.c.batch_id == batch.id, batch_lines.c.failed.is_not(None))
         .group_by(batch_lines.c.failed)
     )
-    counts = {bool(failed): count for failed, count in await connection.execute(by)}
+    counts = {bool(failed): count for failed, count in await connection.execute(query)}
     fields = {name: getattr(batch, name) for name in Batch.__slots__}
     return Batch(**{**fields, "completed": counts.get(False, 0), "failed": counts.get(True, 0)})
 

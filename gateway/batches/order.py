@@ -1,4 +1,4 @@
-"""In which order the lines of a batch run: the one place where that is chosen. Pure."""
+"""Chooses the order in which the lines of a batch run; no other place does. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from gateway.batches.values import Line
 
 
 def order(lines: Sequence[Line]) -> list[int]:
-    """The indices of `lines` as they should start: longest forecast first.
+    """Return the indices of `lines` in the order of starting: longest forecast first.
 
-    A batch ends with its last line: a long one that starts last would run alone (LPT, Graham 1969).
+    A batch ends with its last line, and a long one that starts last would run alone (LPT, Graham 1969).
     """
     return sorted(range(len(lines)), key=lambda index: (-lines[index].response_tokens, index))

@@ -1,4 +1,4 @@
-"""Reads the input file of a batch: its lines one after another, holding one, and what each asks for."""
+"""Reads the input file of a batch: splits it into lines, with one in memory, and decodes each."""
 
 from __future__ import annotations
 
@@ -8,91 +8,93 @@ from typing import Final, NamedTuple, TypeGuard
 
 import msgspec
 
-from gateway.batches.values import BatchLimits, Fault
+from gateway.batches.values import BatchError, BatchLimits
 
 JSON_WHITESPACE: Final = b" \t\r\n"
 
 
-class Raw(NamedTuple):
-    """The bytes of a line without its end; `begins` is where they lie in the file."""
+class RawLine(NamedTuple):
+    """The bytes of a line without its end; `begins` is their offset in the file."""
 
     number: int
     begins: int
     data: bytes
 
 
-class Wanted(NamedTuple):
-    """One query of a batch as its line says it."""
+class LineRequest(NamedTuple):
+    """The decoded line: one request of the batch."""
 
     custom_id: str
     body: dict[str, object]
 
 
-class BadLine(Exception):
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.message)
-        self.fault = fault
+class InvalidLine(Exception):
+    def __init__(self, error: BatchError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
-async def lines(parts: AsyncIterator[bytes], line_bytes: int) -> AsyncIterator[Raw]:
-    """Every line that is not blank, counted from 1. Raises BadLine for one of more than `line_bytes`."""
+async def split_lines(parts: AsyncIterator[bytes], line_bytes: int) -> AsyncIterator[RawLine]:
+    """Yield every line that is not blank; numbers count from 1. Raises InvalidLine above `line_bytes`."""
     rest, number, begins = b"", 0, 0
     async for part in parts:
-        *whole, rest = (rest + part).split(b"\n")
-        for data in whole:
+        *complete, rest = (rest + part).split(b"\n")
+        for data in complete:
             number += 1
             if data.strip(JSON_WHITESPACE):
-                yield Raw(number, begins, _bounded(data, number, line_bytes))
+                yield RawLine(number, begins, _check_length(data, number, line_bytes))
             begins += len(data) + 1
-        _bounded(rest, number + 1, line_bytes)
+        _check_length(rest, number + 1, line_bytes)
     if rest.strip(JSON_WHITESPACE):
-        yield Raw(number + 1, begins, rest)
+        yield RawLine(number + 1, begins, rest)
 
 
-def read_line(raw: Raw, endpoint: str, limits: BatchLimits) -> Wanted:
-    """Raises BadLine. What the body itself asks for is read when the line runs, as any query's.
+def read_line(raw: RawLine, endpoint: str, limits: BatchLimits) -> LineRequest:
+    """Decode a line. Raises InvalidLine. Does not read the body: the job does so when the line runs.
 
     A file may begin with a byte-order mark, as those of some editors do.
     """
-    entry = _entry(raw)
+    entry = _decode(raw)
     custom_id, body = entry.get("custom_id"), entry.get("body")
-    if not _is_name(custom_id, limits.custom_id_chars):
-        said = f"a string of 1 to {limits.custom_id_chars} characters, NUL not among them"
-        raise _bad(raw, "missing_required_parameter", f"'custom_id' must be {said}.", "custom_id")
+    if not _is_valid_name(custom_id, limits.custom_id_chars):
+        rule = f"a string of 1 to {limits.custom_id_chars} characters, NUL not among them"
+        raise _invalid(raw, "missing_required_parameter", f"'custom_id' must be {rule}.", "custom_id")
     if entry.get("method") != "POST":
-        raise _bad(raw, "invalid_method", "'method' must be \"POST\".", "method")
+        raise _invalid(raw, "invalid_method", "'method' must be \"POST\".", "method")
     if entry.get("url") != endpoint:
-        raise _bad(raw, "invalid_url", f"'url' must be the endpoint of the batch, {endpoint!r}.", "url")
+        raise _invalid(raw, "invalid_url", f"'url' must be the endpoint of the batch, {endpoint!r}.", "url")
     if not isinstance(body, dict):
-        raise _bad(raw, "missing_required_parameter", "'body' must be the JSON object of a request.", "body")
-    if not _is_name(body.get("model"), limits.custom_id_chars):
-        raise _bad(raw, "missing_required_parameter", "'body.model' must name a model.", "body.model")
+        raise _invalid(
+            raw, "missing_required_parameter", "'body' must be the JSON object of a request.", "body"
+        )
+    if not _is_valid_name(body.get("model"), limits.custom_id_chars):
+        raise _invalid(raw, "missing_required_parameter", "'body.model' must name a model.", "body.model")
     if body.get("stream"):
-        raise _bad(raw, "unsupported_parameter", "A line of a batch can't be streamed.", "body.stream")
-    return Wanted(custom_id, body)
+        raise _invalid(raw, "unsupported_parameter", "A line of a batch can't be streamed.", "body.stream")
+    return LineRequest(custom_id, body)
 
 
-def _is_name(value: object, most: int) -> TypeGuard[str]:
-    """Short, and what every database can keep."""
-    return isinstance(value, str) and 0 < len(value) <= most and "\0" not in value
+def _is_valid_name(value: object, max_chars: int) -> TypeGuard[str]:
+    """Return whether `value` is a string that is not too long and that every database can store."""
+    return isinstance(value, str) and 0 < len(value) <= max_chars and "\0" not in value
 
 
-def _entry(raw: Raw) -> dict[str, object]:
+def _decode(raw: RawLine) -> dict[str, object]:
     try:
         entry = msgspec.json.decode(raw.data if raw.begins else raw.data.removeprefix(BOM_UTF8))
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise _bad(raw, "invalid_json_line", f"This line is not valid JSON: {str(exc)[:200]}.") from exc
+        raise _invalid(raw, "invalid_json_line", f"This line is not valid JSON: {str(exc)[:200]}.") from exc
     if not isinstance(entry, dict):
-        raise _bad(raw, "invalid_json_line", "This line must be a JSON object.")
+        raise _invalid(raw, "invalid_json_line", "This line must be a JSON object.")
     return entry
 
 
-def _bounded(data: bytes, number: int, line_bytes: int) -> bytes:
+def _check_length(data: bytes, number: int, line_bytes: int) -> bytes:
     if len(data) > line_bytes:
         message = f"This line is longer than the limit of {line_bytes} bytes."
-        raise BadLine(Fault("line_too_long", message, number))
+        raise InvalidLine(BatchError("line_too_long", message, number))
     return data
 
 
-def _bad(raw: Raw, code: str, message: str, param: str | None = None) -> BadLine:
-    return BadLine(Fault(code, message, raw.number, param))
+def _invalid(raw: RawLine, code: str, message: str, param: str | None = None) -> InvalidLine:
+    return InvalidLine(BatchError(code, message, raw.number, param))

@@ -1,4 +1,4 @@
-"""Leases batches and runs them, in every replica: whichever has a free hand takes the oldest that is free."""
+"""Leases batches and runs them. Every replica with spare capacity takes the oldest batch without a holder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from gateway.batches.context import BatchContext
-from gateway.batches.job import AWAY, Flight, Job
+from gateway.batches.job import DATABASE_ERRORS, InFlight, Job
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.values import Batch
 from gateway.store.database import reason
@@ -16,42 +16,44 @@ from gateway.store.database import reason
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 2.0
-"""How soon what was submitted or cancelled elsewhere is noticed. A lease outlives several looks."""
+"""Interval of looking for batches submitted or cancelled elsewhere. A lease outlives several polls."""
 
 
 class Runner:
+    """Runs the batches that this replica leases."""
+
     def __init__(self, context: BatchContext, poll_s: float = POLL_S) -> None:
         self._context = context
         self._poll_s = poll_s
         self._jobs: dict[str, tuple[Job, asyncio.Task[None]]] = {}
-        self._flight: Flight = {}
+        self._in_flight: InFlight = {}
         self._draining = False
-        self._wanted = asyncio.Event()
-        self._watching: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._polling: asyncio.Task[None] | None = None
 
     @property
-    def in_flight(self) -> int:
-        return sum(job.in_flight for job, _ in self._jobs.values())
+    def running_lines(self) -> int:
+        return sum(job.running_lines for job, _ in self._jobs.values())
 
     def start(self) -> None:
-        self._watching = asyncio.create_task(self._watch(), name="batches")
+        self._polling = asyncio.create_task(self._poll_for_ever(), name="batches")
 
     def wake(self) -> None:
-        """Something was submitted or cancelled here."""
-        self._wanted.set()
+        """Poll at once: a batch was submitted or cancelled here."""
+        self._wake.set()
 
     def drain(self) -> None:
-        """This process is about to end: nothing new starts, and what runs keeps its lease."""
+        """Start nothing new, because this process is about to end. Running batches keep their leases."""
         self._draining = True
         for job, _ in self._jobs.values():
-            job.ending = True
+            job.draining = True
 
     async def close(self, within_s: float = 0.0) -> None:
-        """What still runs after `within_s` runs again elsewhere, at once."""
+        """Wait `within_s` for running lines. Batches that still run are released: another replica goes on."""
         self.drain()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._polling is not None:
+            self._polling.cancel()
+            await asyncio.gather(self._polling, return_exceptions=True)
         tasks = [task for _, task in self._jobs.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
@@ -59,38 +61,38 @@ class Runner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for batch_id in self._jobs:
-            with suppress(*AWAY):
+            with suppress(*DATABASE_ERRORS):
                 await self._context.ledger.release(batch_id)
 
-    async def _watch(self) -> None:
+    async def _poll_for_ever(self) -> None:
         while True:
             try:
-                await self._look()
-            except AWAY as exc:
+                await self._poll()
+            except DATABASE_ERRORS as exc:
                 log.warning("batches go on without a look at the database: %s", reason(exc))
             except Exception:
                 log.exception("a look at the batches went wrong in an unforeseen way; the next one follows")
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):
-                    await self._wanted.wait()
-            self._wanted.clear()
+                    await self._wake.wait()
+            self._wake.clear()
 
-    async def _look(self) -> None:
-        """Renew our leases, take new ones, learn what was cancelled, let go of what another took."""
+    async def _poll(self) -> None:
+        """Renew the leases, take new ones, notice cancelled batches, stop those that another replica took."""
         for batch_id in [batch_id for batch_id, (_, task) in self._jobs.items() if task.done()]:
             del self._jobs[batch_id]
-        most = len(self._jobs) if self._draining else self._context.limits.replica_batches
-        held = {batch.id: batch for batch in await self._context.ledger.lease(most)}
+        max_batches = len(self._jobs) if self._draining else self._context.limits.replica_batches
+        leased = {batch.id: batch for batch in await self._context.ledger.lease(max_batches)}
         for batch_id, (job, task) in self._jobs.items():
-            if batch_id not in held and not job.closing and not task.cancelling():
+            if batch_id not in leased and not job.finalizing and not task.cancelling():
                 task.cancel()
-        for batch in held.values():
-            self._tell(batch)
+        for batch in leased.values():
+            self._update_job(batch)
 
-    def _tell(self, batch: Batch) -> None:
-        """A job knows best how far it is; what it can't know is that somebody cancelled."""
+    def _update_job(self, batch: Batch) -> None:
+        """Start a job, or pass a cancellation on to it. A running job knows everything else better itself."""
         if batch.id not in self._jobs and not self._draining:
-            job = Job(batch, self._context, self._flight, lambda: len(self._jobs))
+            job = Job(batch, self._context, self._in_flight, lambda: len(self._jobs))
             self._jobs[batch.id] = job, asyncio.create_task(self._run(job), name=batch.id)
         elif batch.id in self._jobs and batch.cancelling_at is not None:
             self._jobs[batch.id][0].batch = batch
@@ -102,7 +104,7 @@ class Runner:
                 await self._context.ledger.release(job.batch.id)
         except LeaseLost:
             log.warning("batch %s is run by another replica now", job.batch.id)
-        except AWAY as exc:
+        except DATABASE_ERRORS as exc:
             log.warning("batch %s waits for the database: %s", job.batch.id, reason(exc))
         except Exception:
             log.exception("batch %s went wrong in an unforeseen way; it is tried again", job.batch.id)

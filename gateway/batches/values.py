@@ -1,4 +1,4 @@
-"""What batches are made of: files, batches, lines, and how large each may be. Frozen and plain."""
+"""Defines the values of batches: files, batches, lines, outcomes and their limits. All frozen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 HOUR_S: Final = 3_600.0
 DAY_S: Final = 24 * HOUR_S
-WINDOW: Final = "24h"
+COMPLETION_WINDOW: Final = "24h"
 WINDOW_S: Final = DAY_S
 MIB: Final = 2**20
 
@@ -20,7 +20,7 @@ class Purpose(StrEnum):
 
 
 class BatchStatus(StrEnum):
-    """OpenAI's words."""
+    """OpenAI's statuses."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -32,7 +32,7 @@ class BatchStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-UNENDED: Final = (
+UNFINISHED: Final = (
     BatchStatus.VALIDATING,
     BatchStatus.IN_PROGRESS,
     BatchStatus.FINALIZING,
@@ -42,7 +42,10 @@ UNENDED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The first two are OpenAI's. `in_flight`: lines of one replica at once, and their bytes."""
+    """`file_bytes` and `lines` are OpenAI's. `in_flight`: lines that one replica runs at once.
+
+    `failures`: runs of one line that may fail. `tenant_batches`: batches of a tenant that have not ended.
+    """
 
     file_bytes: int = 200 * MIB
     lines: int = 50_000
@@ -70,8 +73,8 @@ class File:
     expires_at: float
 
 
-class Fault(NamedTuple):
-    """Why a file is no batch; `line` counts from 1, None is the file as a whole."""
+class BatchError(NamedTuple):
+    """One reason why a file is not a valid batch. `line` counts from 1; None is the file as a whole."""
 
     code: str
     message: str
@@ -81,7 +84,10 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Of one that has not ended, `completed` and `failed` count the lines that have an outcome by now."""
+    """`completed` and `failed` count lines: those with an outcome by now if the batch has not ended.
+
+    `about` is the client's metadata.
+    """
 
     id: str
     tenant: str
@@ -91,7 +97,7 @@ class Batch:
     created_at: float
     expires_at: float
     output_kept_s: float
-    completion_window: str = WINDOW
+    completion_window: str = COMPLETION_WINDOW
     about: Mapping[str, str] | None = None
     status: BatchStatus = BatchStatus.VALIDATING
     model: str | None = None
@@ -112,13 +118,17 @@ class Batch:
 
     @property
     def ended(self) -> bool:
-        return self.status not in UNENDED
+        return self.status not in UNFINISHED
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One query of a batch: where its bytes lie in the input file, what is expected of it, and what became of
-    earlier runs of it. `place` is its turn.
+    """One request of a batch.
+
+    `number` is the line in the input file, from 1; `begins` and `size` are the offset and length of its bytes
+    there; `place` is its position in the order of running. `prompt_tokens` and `response_tokens` are
+    estimates. `runs` counts the earlier runs without an outcome, `failures` those of them for which a site or
+    the gateway was to blame.
     """
 
     number: int
@@ -134,7 +144,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The line of the output file (or of the error file, if it failed) that answers a line."""
+    """The result of line `number`: its line of the output file or, if it failed, of the error file."""
 
     number: int
     failed: bool

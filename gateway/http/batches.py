@@ -9,8 +9,8 @@ from litestar import Response, get, post
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.batches.answer_line import ENDPOINTS
-from gateway.batches.ledger import Ledger, NoInput, TooManyBatches, new_id
-from gateway.batches.values import WINDOW, WINDOW_S, Batch, BatchLimits, BatchStatus
+from gateway.batches.ledger import InputFileNotFound, Ledger, TooManyBatches, new_id
+from gateway.batches.values import COMPLETION_WINDOW, WINDOW_S, Batch, BatchLimits, BatchStatus
 from gateway.domain import Caller
 from gateway.errors import BadRequest, NotFound, TooMany
 from gateway.http.auth import authenticate
@@ -62,7 +62,7 @@ def batch_routes(
         caller = await authenticate(request.scope, backend)
         page = read_page(request, DEFAULT_PAGE, MAX_PAGE)
         with database_errors(page):
-            rows = await ledger.listed(caller.tenant, page)
+            rows = await ledger.list_page(caller.tenant, page)
         return list_response([batch_json(batch) for batch in rows], page)
 
     @get("/v1/batches/{batch_id:str}")
@@ -93,7 +93,7 @@ def read_batch(body: dict[str, object], caller: Caller, now: float, limits: Batc
     fields = Fields(body, problems)
     file_id = fields.required_text("input_file_id")
     endpoint = _one_of(fields, "endpoint", tuple(ENDPOINTS))
-    _one_of(fields, "completion_window", (WINDOW,))
+    _one_of(fields, "completion_window", (COMPLETION_WINDOW,))
     metadata = _metadata(fields)
     expires_after = fields.child("output_expires_after")
     problems.raise_any()
@@ -118,7 +118,7 @@ async def submit(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
     """Write a new batch. Raises BadRequest or TooMany."""
     try:
         await ledger.create(batch, limits.tenant_batches)
-    except NoInput as exc:
+    except InputFileNotFound as exc:
         raise BadRequest(
             f"There is no file {echo(batch.input_file_id)} that was uploaded with the purpose 'batch'.",
             param="input_file_id",

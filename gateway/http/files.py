@@ -9,7 +9,7 @@ from litestar import Request, Response, delete, get, post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from gateway.batches.files import Files, FileWriter, InUse, NoRoom
+from gateway.batches.files import FileInUse, Files, FileWriter, StorageFull
 from gateway.batches.values import DAY_S, HOUR_S, BatchLimits, File, Purpose
 from gateway.errors import BadRequest, NotFound
 from gateway.http.auth import authenticate
@@ -36,7 +36,7 @@ def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTT
         caller = await authenticate(request.scope, backend)
         page = read_page(request, MAX_PAGE, MAX_PAGE)
         with database_errors(page):
-            rows = await files.listed(caller.tenant, request.query_params.get("purpose"), page)
+            rows = await files.list_page(caller.tenant, request.query_params.get("purpose"), page)
         return list_response([file_json(file) for file in rows], page)
 
     @get("/v1/files/{file_id:str}")
@@ -57,7 +57,7 @@ def file_routes(backend: Backend, files: Files, limits: BatchLimits) -> list[HTT
         with database_errors():
             try:
                 deleted = await files.delete(caller.tenant, file_id)
-            except InUse as use:
+            except FileInUse as use:
                 raise BadRequest(
                     f"The file is the input of {use.batch_id}, which is not over: cancel that first.",
                     param="file_id",
@@ -118,7 +118,7 @@ class _Upload:
         max_bytes = self.limits.tenant_bytes
         try:
             return await self.files.reserve(tenant, size, max_bytes)
-        except NoRoom as full:
+        except StorageFull as full:
             raise BadRequest(
                 f"Your files hold {full.stored} bytes, this one {size},"
                 f" the most is {max_bytes}: delete some.",

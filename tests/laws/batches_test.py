@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.batches.capacity import room, share, spread
+from gateway.batches.capacity import SiteCapacity, assign_sites, available, fair_share
 from gateway.batches.expiry import remove_expired
 from gateway.batches.files import Files, Page
-from gateway.batches.job import Job, Put
+from gateway.batches.job import Job, Retry
 from gateway.batches.ledger import LeaseLost, Ledger
 from gateway.batches.order import order
-from gateway.batches.reading import BadLine, lines
+from gateway.batches.reading import InvalidLine, split_lines
 from gateway.batches.values import Batch, BatchStatus, Line, Outcome
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.store.database import open_engine
@@ -64,7 +64,7 @@ def test_no_site_is_given_more_than_it_has_room_for(
         site(str(number), slots=slots, running=running, engine=engine, assigned=assigned)
         for number, (slots, running, engine, assigned) in enumerate(drawn)
     ]
-    free = room(found, "m", {"0": starting}, 0.0)
+    free = available(found, "m", {"0": starting}, 0.0)
     for each, count in free:
         held = each.load.running + each.credit.requests + (starting if each.name == "0" else 0)
         slots = each.identity.slots
@@ -72,7 +72,7 @@ def test_no_site_is_given_more_than_it_has_room_for(
         most = slots + max(1, slots // 4) if each.identity.engine == "native" else max(1, slots - 1)
         assert held + count <= most
     total = sum(count for _, count in free)
-    assert total == 0 or 1 <= share(free, 3) <= total
+    assert total == 0 or 1 <= fair_share(free, 3) <= total
 
 
 @given(
@@ -80,19 +80,20 @@ def test_no_site_is_given_more_than_it_has_room_for(
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
 )
 def test_a_window_goes_to_the_sites_by_what_they_have_free(lengths: list[float], spare: list[int]) -> None:
-    free = [(site(str(number)), count) for number, count in enumerate(spare)]
-    chosen = spread(lengths, free)
+    free = [SiteCapacity(site(str(number)), count) for number, count in enumerate(spare)]
+    chosen = assign_sites(lengths, free)
     assert len(chosen) == len(lengths)
     assert set(chosen) <= {each.name for each, _ in free}
 
 
 def test_lines_of_which_nothing_is_expected_are_spread_too() -> None:
-    assert spread([0.0], [(site("a"), 8)]) == ["a"]  # its body will be refused, where a client's would
+    # such a line's body will be refused, where a client's would
+    assert assign_sites([0.0], [SiteCapacity(site("a"), 8)]) == ["a"]
 
 
 def test_a_full_window_fills_every_site_and_none_beyond_a_line_or_two() -> None:
-    free = [(site("a"), 8), (site("b"), 4), (site("c"), 2)]
-    counts = Counter(spread([float(length) for length in range(14)], free))
+    free = [SiteCapacity(site(name), lines) for name, lines in (("a", 8), ("b", 4), ("c", 2))]
+    counts = Counter(assign_sites([float(length) for length in range(14)], free))
     assert sum(counts.values()) == 14
     assert abs(counts["a"] - 8) <= 2 and abs(counts["b"] - 4) <= 2 and abs(counts["c"] - 2) <= 2
 
@@ -116,25 +117,25 @@ def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_a
     job = Job(batch(), context, {}, lambda: 1)
     waits_s = [Due(10.0 + number * 7 % 1_000) for number in range(1_000)]
     for number, wait_s in enumerate(waits_s):
-        job._put_back(Put(line(number), wait_s, all_wait=False))
-    assert [job._next(now_s) for _ in range(1_000)] == [None] * 1_000
+        job._schedule(Retry(line(number), wait_s, pauses_batch=False))
+    assert [job._next_line(now_s) for _ in range(1_000)] == [None] * 1_000
     assert Due.looks <= 1_000
     now_s = 2_000.0
-    again = [job._next(now_s) for _ in range(1_000)]
+    again = [job._next_line(now_s) for _ in range(1_000)]
     assert [waits_s[each.number] for each in again if each] == sorted(waits_s)
-    assert job._next(now_s) is None
+    assert job._next_line(now_s) is None
 
 
 def test_no_line_goes_where_an_operator_or_silence_says_no() -> None:
     from dataclasses import replace
 
     here = site("a")
-    assert room([here], "m", {}, 0.0)
-    assert not room([here], "other", {}, 0.0)
-    assert not room([here], "m", {}, 60.0)
-    assert not room([replace(here, state=SiteState.DRAINING)], "m", {}, 0.0)
-    assert not room([replace(here, weight=0.0)], "m", {}, 0.0)
-    assert not room([replace(here, pinned_off=frozenset({"m"}))], "m", {}, 0.0)
+    assert available([here], "m", {}, 0.0)
+    assert not available([here], "other", {}, 0.0)
+    assert not available([here], "m", {}, 60.0)
+    assert not available([replace(here, state=SiteState.DRAINING)], "m", {}, 0.0)
+    assert not available([replace(here, weight=0.0)], "m", {}, 0.0)
+    assert not available([replace(here, pinned_off=frozenset({"m"}))], "m", {}, 0.0)
 
 
 @given(st.binary(max_size=300), st.integers(1, 40))
@@ -144,7 +145,7 @@ def test_lines_lie_where_they_are_said_to_lie_however_the_file_is_cut(content: b
             yield content[start : start + size]
 
     async def read() -> list[tuple[int, bytes]]:
-        found = [raw async for raw in lines(parts(), 1000)]
+        found = [raw async for raw in split_lines(parts(), 1000)]
         for raw in found:
             assert content[raw.begins : raw.begins + len(raw.data)] == raw.data
         return [(raw.number, raw.data) for raw in found]
@@ -163,10 +164,10 @@ def test_an_endless_line_is_refused_before_it_is_held() -> None:
             yield b"x" * 100
 
     async def read() -> None:
-        async for _ in lines(endless(), 1000):
+        async for _ in split_lines(endless(), 1000):
             pass
 
-    with pytest.raises(BadLine, match="longer than the limit"):
+    with pytest.raises(InvalidLine, match="longer than the limit"):
         asyncio.run(read())
     assert taken <= 11
 
@@ -215,7 +216,7 @@ def test_an_outcome_is_written_once_and_by_the_holder_of_the_lease_alone(url: st
         with pytest.raises(LeaseLost):
             await one.write("batch_1", [Outcome(2, False, b"late")])
         assert not await one.change("batch_1", status=BatchStatus.COMPLETED)
-        assert [each.number for each in await two.waiting("batch_1", -1, 9)] == [2]
+        assert [each.number for each in await two.unanswered("batch_1", -1, 9)] == [2]
         pages = [page async for page in two.outcomes("batch_1")]
         assert [(number, text.text if text else None) for number, _, text in pages[0]] == [
             (1, b"first"),
@@ -242,7 +243,7 @@ def test_who_validates_too_long_removes_no_line_of_the_next_holder(url: str) -> 
             await slow.add_lines("batch_1", [line(1), line(2, place=1)])
         pages = [page async for page in next_one.outcomes("batch_1")]
         assert [[number for number, _, _ in page] for page in pages] == [[1, 2]]
-        assert [each.number for each in await next_one.waiting("batch_1", -1, 9)] == [2]
+        assert [each.number for each in await next_one.unanswered("batch_1", -1, 9)] == [2]
         await engine.dispose()
 
     asyncio.run(main())
@@ -280,13 +281,13 @@ def test_what_is_too_old_goes_and_what_a_batch_reads_stays(url: str) -> None:
         assert await ledger.end("over", BatchStatus.COMPLETED, at=now)
         now = 500.0
         assert await remove_expired(files, ledger, 100.0) == 1  # the batch that is over
-        assert [each.id for each in await files.listed("t", None, Page(9, newest_first=False))] == sorted(
+        assert [each.id for each in await files.list_page("t", None, Page(9, newest_first=False))] == sorted(
             [kept.id, read.id]
         )
         now = 90_000.0
         assert await remove_expired(files, ledger, 100.0) == 2  # one that nobody reads, one never finished
-        assert [each.id for each in await files.listed("t", None, Page(9))] == [read.id]
-        assert [each.id for each in await ledger.listed("t", Page(9))] == ["going"]
+        assert [each.id for each in await files.list_page("t", None, Page(9))] == [read.id]
+        assert [each.id for each in await ledger.list_page("t", Page(9))] == ["going"]
         assert await files.read(read.id, 65_530, 20) == b"x" * 20
         await engine.dispose()
 

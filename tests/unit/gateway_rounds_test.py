@@ -65,14 +65,11 @@ async def old_rows_are_removed(once: Once) -> None:
 
 async def old_batches_are_removed(once: Once) -> None:
     class Empty:
-        async def expired(self, most: int) -> list[str]:
+        async def find_expired(self, *_: object) -> list[str]:
             once.call()
             return []
 
-        async def with_leftovers(self, most: int) -> list[str]:
-            return []
-
-        async def over(self, kept_s: float, most: int) -> list[str]:
+        async def find_with_leftover_lines(self, limit: int) -> list[str]:
             return []
 
     nothing: Any = Empty()
@@ -117,7 +114,7 @@ def test_a_round_follows_one_that_went_wrong(
 ) -> None:
     monkeypatch.setattr(certificates, "REFRESH_S", 0.0)
     monkeypatch.setattr(retention, "SWEEP_INTERVAL_S", 0.0)
-    monkeypatch.setattr(expiry, "ROUND_S", 0.0)
+    monkeypatch.setattr(expiry, "INTERVAL_S", 0.0)
 
     async def main() -> None:
         async with asyncio.timeout(60):

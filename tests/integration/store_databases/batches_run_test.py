@@ -147,7 +147,7 @@ def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
                 done = await second.ended(batch_id)
                 monkeypatch.setattr(ledger, "lease", lease)
                 first.open.set()
-                await until(lambda: runner.in_flight == 0, "nothing of it runs any more")
+                await until(lambda: runner.running_lines == 0, "nothing of it runs any more")
                 assert len(by_id(await second.lines(done.output_file_id))) == 20
                 assert len(second.asked) == 20 - finished
                 assert await second.sdk().batches.retrieve(batch_id) == done
@@ -489,7 +489,7 @@ def test_lines_run_in_the_batch_lane_and_leave_no_counter_and_no_text_behind(url
             here._answer = noted  # type: ignore[method-assign]
             await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(5)))))
             assert here.scene.nothing_is_left()
-            assert here.batches.runner.in_flight == 0
+            assert here.batches.runner.running_lines == 0
             forecasts: Any = here.scene.gateway.forecasts
             for outcome in here.scene.outcomes:
                 forecasts.observe(outcome)
