@@ -493,7 +493,7 @@ def test_lines_run_in_the_batch_lane_and_leave_no_counter_and_no_text_behind(url
             forecasts: Any = here.scene.gateway.forecasts
             for outcome in here.scene.outcomes:
                 forecasts.observe(outcome)
-            assert not forecasts._asked
+            assert not forecasts._awaited
 
     asyncio.run(main())
     assert lanes == [Lane.BATCH] * 5
