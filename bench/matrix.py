@@ -25,7 +25,7 @@ from mico.simulation import workloads
 from mico.simulation.compare import capacity
 from mico.simulation.estimators import estimator, expectations
 from mico.simulation.federation import Federation, Setting
-from mico.simulation.figures import ORDERS, figures
+from mico.simulation.metrics import ORDERS, run_metrics
 from mico.simulation.queries import Expected, Query
 from mico.simulation.specification import sites_of
 
@@ -142,7 +142,7 @@ def run(task: tuple[Job, Source]) -> dict[str, Any]:
     )
     queries = workloads.at_rate(fitting, job.load * capacity(fitting, specs))
     records = Federation(setting, expected(job.trace, job.part, source, job.estimator)).run(queries)
-    return job._asdict() | {"queries": len(queries)} | figures(records).row()
+    return job._asdict() | {"queries": len(queries)} | run_metrics(records).row()
 
 
 def known(path: Path) -> dict[Job, dict[str, Any]]:

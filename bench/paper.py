@@ -29,7 +29,7 @@ from gateway.routing.window import assign
 from mico.simulation import workloads
 from mico.simulation.estimators import estimator, expectations
 from mico.simulation.federation import Federation, Setting
-from mico.simulation.figures import ORDERS
+from mico.simulation.metrics import ORDERS
 from mico.simulation.queries import Expected, Query, expected_length, possible_length
 from mico.simulation.specification import SiteSpec
 
@@ -123,7 +123,7 @@ def packed_kv(queries: Sequence[Query]) -> int:
 def seeded(texts: Any, seeds: int, name: str) -> list[tuple[list[Query], dict[int, Expected]]]:
     found = []
     for seed in range(seeds):
-        queries = workloads.classed(workloads.burst(texts, QUERIES, seed), 1.0, {})  # lines of a batch
+        queries = workloads.assign_classes(workloads.burst(texts, QUERIES, seed), 1.0, {})  # lines of a batch
         found.append((queries, expectations(queries, estimator(name)(queries))))
     return found
 

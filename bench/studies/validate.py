@@ -49,7 +49,7 @@ from mico.local.profiles import profiles
 from mico.simulation.estimators import expectations
 from mico.simulation.federation import Federation as Simulated
 from mico.simulation.federation import Setting
-from mico.simulation.figures import ORDERS
+from mico.simulation.metrics import ORDERS
 from mico.simulation.specification import SiteSpec, capacity_qps
 from predictor.histogram import HistogramForecaster
 from predictor.onnx_forecaster import load

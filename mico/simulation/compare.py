@@ -1,4 +1,4 @@
-"""Runs side by side: every combination of what was asked for, one row each."""
+"""Simulations of every combination of the given settings, one row each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mico.errors import CommandFailed, ExitCode
 from mico.simulation import workloads
 from mico.simulation.estimators import estimator, expectations
 from mico.simulation.federation import Federation, Outage, Setting
-from mico.simulation.figures import figures, named_order
+from mico.simulation.metrics import order_by_name, run_metrics
 from mico.simulation.queries import Expected, Query
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 
-DRAWN = {"poisson": workloads.poisson, "burst": workloads.burst}
+GENERATORS = {"poisson": workloads.poisson, "burst": workloads.burst}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What to run. `traces`: files, `poisson` or `burst`; `queries` at most of each."""
+    """The settings to combine. `traces`: files, `poisson` or `burst`; `queries` at most of each."""
 
     traces: Sequence[str]
     loads: Sequence[float]
@@ -43,34 +43,43 @@ class Comparison:
     bound: Mapping[str, float] = field(default_factory=dict)
 
 
-def rows(wanted: Comparison) -> Iterator[dict[str, Any]]:
-    """A row per trace, sites, load, policy, estimator, order and offload setting, as each is done."""
-    for each in (*map(policy, wanted.policies), *map(named_order, wanted.orders)):
+def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield a row per trace, sites, load, policy, estimator, order and offload setting as each run ends.
+
+    Raises CommandFailed for an invalid setting, and DataError for an unusable corpus, before anything runs.
+    """
+    for each in (*map(policy, comparison.policies), *map(order_by_name, comparison.orders)):
         assert each is not None
-    _check_regions(wanted)
-    _check_rtts(wanted)
-    texts = workloads.corpus(wanted.corpus)
-    drawn = [_queries(trace, wanted, texts) for trace in wanted.traces]  # all, before anything runs
-    for trace, found in zip(wanted.traces, drawn, strict=True):
-        queries = workloads.classed(found, wanted.batch_share, wanted.bound)
+    _check_regions(comparison)
+    _check_rtts(comparison)
+    texts = workloads.corpus(comparison.corpus)
+    # all traces are read before anything runs, so that a bad one fails at once
+    queries_by_trace = [_queries(trace, comparison, texts) for trace in comparison.traces]
+    for trace, found in zip(comparison.traces, queries_by_trace, strict=True):
+        queries = workloads.assign_classes(found, comparison.batch_share, comparison.bound)
         expected = {
-            name: expectations(queries, estimator(name)(queries)) for name in dict.fromkeys(wanted.estimators)
+            name: expectations(queries, estimator(name)(queries))
+            for name in dict.fromkeys(comparison.estimators)
         }
-        for sites, load in product(wanted.sites, wanted.loads):
+        for sites, load in product(comparison.sites, comparison.loads):
             specs = sites_of(sites)
-            most = min(spec.kv_tokens for spec in specs)  # longer ones are left out of run and `queries`
-            fitting = [query for query in queries if query.prompt_tokens + query.response_tokens <= most]
+            max_tokens = min(
+                spec.kv_tokens for spec in specs
+            )  # longer queries are left out, also of `queries`
+            fitting = [
+                query for query in queries if query.prompt_tokens + query.response_tokens <= max_tokens
+            ]
             scaled = workloads.at_rate(fitting, load * capacity(fitting, specs))
-            where = {"trace": Path(trace).stem, "load": load, "sites": sites}
-            yield from (where | row for row in _of_setting(wanted, specs, scaled, expected))
+            labels = {"trace": Path(trace).stem, "load": load, "sites": sites}
+            yield from (labels | row for row in _run_combinations(comparison, specs, scaled, expected))
 
 
-def _check_regions(wanted: Comparison) -> None:
-    """Queries bound to a region where there is no site would all be refused."""
-    for sites in wanted.sites:
-        there = {spec.region for spec in sites_of(sites)}
-        for region in wanted.bound:
-            if region not in there:
+def _check_regions(comparison: Comparison) -> None:
+    """Raise CommandFailed if queries are bound to a region without a site: all would be refused."""
+    for sites in comparison.sites:
+        regions = {spec.region for spec in sites_of(sites)}
+        for region in comparison.bound:
+            if region not in regions:
                 raise CommandFailed(
                     f"--bound {region}, and no site of {sites!r} is in it",
                     tip="name a group's region at its end, for example 2x16@1.0~5=eu",
@@ -78,9 +87,10 @@ def _check_regions(wanted: Comparison) -> None:
                 )
 
 
-def _check_rtts(wanted: Comparison) -> None:
-    for sites in wanted.sites:
-        if any(len(spec.rtts_s) not in {0, wanted.gateways} for spec in sites_of(sites)):
+def _check_rtts(comparison: Comparison) -> None:
+    """Raise CommandFailed if a site has several round trips, and not one for each gateway."""
+    for sites in comparison.sites:
+        if any(len(spec.rtts_s) not in {0, comparison.gateways} for spec in sites_of(sites)):
             raise CommandFailed(
                 f"{sites!r} tells a site's round trips, and not one for each gateway",
                 tip="--gateways 2 takes two, for example 2x16~5+250, or one for all",
@@ -88,32 +98,32 @@ def _check_rtts(wanted: Comparison) -> None:
             )
 
 
-def _queries(trace: str, wanted: Comparison, texts: Any) -> list[Query]:
-    drawn = DRAWN.get(trace)
-    if drawn is not None:
-        return drawn(texts, wanted.queries, wanted.seed)
-    return workloads.from_trace(Path(trace), texts, wanted.queries, wanted.seed)
+def _queries(trace: str, comparison: Comparison, texts: Any) -> list[Query]:
+    generate = GENERATORS.get(trace)
+    if generate is not None:
+        return generate(texts, comparison.queries, comparison.seed)
+    return workloads.from_trace(Path(trace), texts, comparison.queries, comparison.seed)
 
 
-def _of_setting(
-    wanted: Comparison,
+def _run_combinations(
+    comparison: Comparison,
     specs: Sequence[SiteSpec],
     queries: Sequence[Query],
     expected: dict[str, dict[int, Expected]],
 ) -> Iterator[dict[str, Any]]:
-    choices = product(wanted.policies, wanted.estimators, wanted.orders, wanted.offload)
+    choices = product(comparison.policies, comparison.estimators, comparison.orders, comparison.offload)
     for policy_name, estimator_name, order, offload in choices:
-        score, starving_after_s = named_order(order)
+        score, starving_after_s = order_by_name(order)
         setting = Setting(
             specs=tuple(specs),
             policy=policy(policy_name),
             score=score,
             starving_after_s=starving_after_s,
             offload=offload,
-            report_every_s=wanted.report_every_s,
-            report_delay_s=wanted.report_delay_s,
-            gateways=wanted.gateways,
-            outages=_of_sites(wanted.outages, specs),
+            report_every_s=comparison.report_every_s,
+            report_delay_s=comparison.report_delay_s,
+            gateways=comparison.gateways,
+            outages=_outages_of_sites(comparison.outages, specs),
         )
         federation = Federation(setting, expected[estimator_name])
         records = federation.run(queries)
@@ -125,12 +135,12 @@ def _of_setting(
             "order": order,
             "offload": offload,
             "queries": len(queries),
-            **figures(records, preemptions, prices).row(),
+            **run_metrics(records, preemptions, prices).row(),
         }
 
 
-def _of_sites(outages: Sequence[Outage], specs: Sequence[SiteSpec]) -> tuple[Outage, ...]:
-    """An outage of a region is one of each of its sites."""
+def _outages_of_sites(outages: Sequence[Outage], specs: Sequence[SiteSpec]) -> tuple[Outage, ...]:
+    """Expand an outage of a region into outages of its sites. Raises CommandFailed for an unknown name."""
     found: list[Outage] = []
     for outage in outages:
         lost = [spec.name for spec in specs if outage.site in {spec.name, spec.region or spec.name}]
@@ -145,6 +155,7 @@ def _of_sites(outages: Sequence[Outage], specs: Sequence[SiteSpec]) -> tuple[Out
 
 
 def capacity(queries: Sequence[Query], specs: Sequence[SiteSpec]) -> float:
+    """Return the queries per second, of the mean lengths of `queries`, that the sites can serve."""
     count = max(1, len(queries))
     prompt = sum(query.prompt_tokens for query in queries) / count
     response = sum(query.response_tokens for query in queries) / count
@@ -162,7 +173,7 @@ def policy(name: str) -> Policy:
 
 
 def bound(text: str) -> tuple[str, float]:
-    """`eu=0.3`: of all queries 30% may be answered in the region eu only."""
+    """Parse a share bound to a region: with `eu=0.3`, 30% of all queries may be answered in eu only."""
     region, _, share = text.partition("=")
     try:
         return region, float(share)
@@ -173,7 +184,7 @@ def bound(text: str) -> tuple[str, float]:
 
 
 def outage(text: str) -> Outage:
-    """`s0001@60-120`, `eu@60-120`: the site or region is lost from the 60th second to the 120th."""
+    """Parse an outage: `s0001@60-120` loses the site s0001 (or a region) from second 60 to second 120."""
     name, _, span = text.partition("@")
     from_s, _, until_s = span.partition("-")
     try:

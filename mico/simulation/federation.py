@@ -1,4 +1,4 @@
-"""The whole on one virtual clock: queries come in, gateways decide, sites compute, the network takes time."""
+"""A federation on one virtual clock: queries arrive, gateways decide, sites compute, the network delays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gateway.domain import LoadReport
 from gateway.routing.candidates import Policy
-from mico.simulation.events import Clock
+from mico.simulation.clock import Clock
 from mico.simulation.gateway import Attempt, Gateway
 from mico.simulation.queries import Expected, Query, Record, expected_length
 from mico.simulation.row import Row
@@ -16,16 +16,14 @@ from mico.simulation.specification import SiteSpec
 from site_engine.core.request import Lane
 from site_engine.core.request_queue import Score
 
-NOTICED_AFTER_S = 3.0
-"""Three heartbeats: until then a gateway goes on assigning to a site that is lost."""
-
-
-LEAST_REPORT_EVERY_S = 1.0
+LOSS_DETECTION_S = 3.0
+"""Three heartbeats, during which a gateway still assigns to a site that is lost."""
+HEARTBEAT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A site that is gone with all it held, for at least as long as it takes to notice."""
+    """The loss of a site and of its requests, at least for the time that it takes to detect."""
 
     site: str
     from_s: float
@@ -34,10 +32,12 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Everything that a run depends on but the queries. `report_every_s`: sites report when something
-    changed, at most so often, and `report_delay_s` longer than half a round trip under way. `window_s`: so
-    long a gateway collects queries to assign them jointly, by `window_length`; None is as in production,
-    where only what comes in a burst onto full sites is.
+    """Everything but the queries that a run depends on.
+
+    Sites report changes at most every `report_every_s`; a report takes half a round trip plus
+    `report_delay_s`.
+    A gateway collects queries for `window_s` to assign them jointly by `window_length`; with None, as in
+    production, only those that arrive in a burst while the sites are full.
     """
 
     specs: tuple[SiteSpec, ...]
@@ -54,6 +54,8 @@ class Setting:
 
 
 class Federation:
+    """Gateways, sites and the network between them. Messages take half a round trip."""
+
     def __init__(self, setting: Setting, expected: Mapping[int, Expected]) -> None:
         self.clock = Clock()
         self._setting = setting
@@ -77,28 +79,28 @@ class Federation:
         self._reported_s = dict.fromkeys(self.sites, -1e9)
         self._reporting: set[str] = set()
         self._seq = 1
-        self._open = 0
+        self._open_queries = 0
 
     def run(self, queries: Sequence[Query]) -> list[Record]:
-        """Every query's record, in the order of `queries`, when all have ended."""
-        self._open = len(queries)
-        self._come(iter(sorted(queries, key=lambda query: query.arrival_s)))
+        """Run until every query has ended; return their records in the order of `queries`."""
+        self._open_queries = len(queries)
+        self._schedule_next_arrival(iter(sorted(queries, key=lambda query: query.arrival_s)))
         for outage in self._setting.outages:
-            self.clock.at(outage.from_s, self._lose, outage)
+            self.clock.at(outage.from_s, self._begin_outage, outage)
         for site in self.sites.values():
-            self.clock.after(LEAST_REPORT_EVERY_S, self._heartbeat, site)
+            self.clock.after(HEARTBEAT_INTERVAL_S, self._heartbeat, site)
         self.clock.run()
         records = {number: record for each in self.gateways for number, record in each.records.items()}
         return [records[query.number] for query in queries]
 
-    def _come(self, queries: Iterator[Query]) -> None:
-        """The next one is put on the clock when the one before has come, so that the clock stays small."""
+    def _schedule_next_arrival(self, queries: Iterator[Query]) -> None:
+        """Schedule the next arrival only after the one before, so that the clock's heap stays small."""
         query = next(queries, None)
         if query is not None:
             self.clock.at(query.arrival_s, self._arrive, query, queries)
 
-    def _arrive(self, query: Query, others: Iterator[Query]) -> None:
-        self._come(others)
+    def _arrive(self, query: Query, rest: Iterator[Query]) -> None:
+        self._schedule_next_arrival(rest)
         self.gateways[query.number % len(self.gateways)].arrive(query)
 
     def _site(self, spec: SiteSpec) -> SimulatedSite:
@@ -107,9 +109,9 @@ class Federation:
             self.clock,
             score=self._setting.score,
             starving_after_s=self._setting.starving_after_s,
-            started=self._first_token,
-            ended=self._last_token,
-            changed=self._changed,
+            on_first_token=self._first_token,
+            on_end=self._last_token,
+            on_change=self._schedule_report,
         )
 
     # ---- from a gateway to a site
@@ -144,10 +146,10 @@ class Federation:
         if site in self._down:
             return
         donor = self.sites[site]
-        gone = [each for each in attempt_ids if donor.release(each)]
-        for each in gone:
+        released = [each for each in attempt_ids if donor.release(each)]
+        for each in released:
             del self._attempts[each]
-        self.clock.after(gateway.rtt_s(site) / 2, gateway.released, site, release_id, gone)
+        self.clock.after(gateway.rtt_s(site) / 2, gateway.released, site, release_id, released)
 
     # ---- from a site to a gateway
 
@@ -159,14 +161,14 @@ class Federation:
         gateway, attempt = self._attempts.pop(row.id)
         self.clock.after(gateway.rtt_s(attempt.site) / 2, gateway.last_token, attempt)
 
-    def over(self) -> None:
-        """One more query has ended, whichever way."""
-        self._open -= 1
-        if not self._open:
+    def query_ended(self) -> None:
+        """Count a query that ended, answered or refused; stop the clock after the last one."""
+        self._open_queries -= 1
+        if not self._open_queries:
             self.clock.stop()
 
-    def _changed(self, site: SimulatedSite) -> None:
-        """A report is due; one is under way at most."""
+    def _schedule_report(self, site: SimulatedSite) -> None:
+        """Schedule a site's report, unless one is already scheduled."""
         name = site.spec.name
         if name in self._reporting:
             return
@@ -175,10 +177,10 @@ class Federation:
         self.clock.at(due_s, self._report, site)
 
     def _heartbeat(self, site: SimulatedSite) -> None:
-        due_s = self._reported_s[site.spec.name] + LEAST_REPORT_EVERY_S
+        due_s = self._reported_s[site.spec.name] + HEARTBEAT_INTERVAL_S
         if due_s <= self.clock.now_s:
-            self._changed(site)
-            due_s = self.clock.now_s + LEAST_REPORT_EVERY_S
+            self._schedule_report(site)
+            due_s = self.clock.now_s + HEARTBEAT_INTERVAL_S
         self.clock.at(due_s, self._heartbeat, site)
 
     def _report(self, site: SimulatedSite) -> None:
@@ -189,38 +191,39 @@ class Federation:
         self._reported_s[name] = self.clock.now_s
         self._seq += 1
         after_s = [gateway.rtt_s(name) / 2 + self._setting.report_delay_s for gateway in self.gateways]
-        load = figures(site, self._seq, self.clock.now_s + after_s[0])
+        load = load_report(site, self._seq, self.clock.now_s + after_s[0])
         for gateway, each_s in zip(self.gateways, after_s, strict=True):
-            told = load if each_s == after_s[0] else replace(load, received_s=self.clock.now_s + each_s)
-            self.clock.after(each_s, gateway.report, name, told, self.clock.now_s)
+            report = load if each_s == after_s[0] else replace(load, received_s=self.clock.now_s + each_s)
+            self.clock.after(each_s, gateway.report, name, report, self.clock.now_s)
 
     # ---- outages
 
-    def _lose(self, outage: Outage) -> None:
+    def _begin_outage(self, outage: Outage) -> None:
         self._down.add(outage.site)
         site = self.sites[outage.site]
         site.settle_rows()
         produced = {row.id: row.produced for row in site.running.values()}
         site.cancel_all()
         for gateway in self.gateways:
-            self.clock.after(NOTICED_AFTER_S, self._noticed, gateway, outage.site, produced)
-        noticed_s = outage.from_s + NOTICED_AFTER_S
-        self.clock.at(max(outage.until_s, noticed_s), self._back, outage.site)
+            self.clock.after(LOSS_DETECTION_S, self._detect_loss, gateway, outage.site, produced)
+        noticed_s = outage.from_s + LOSS_DETECTION_S
+        self.clock.at(max(outage.until_s, noticed_s), self._end_outage, outage.site)
 
-    def _noticed(self, gateway: Gateway, site: str, produced: dict[str, int]) -> None:
+    def _detect_loss(self, gateway: Gateway, site: str, produced: dict[str, int]) -> None:
         for attempt in gateway.links[site].live.values():
             self._attempts.pop(attempt.id, None)
-        gateway.lost(site, lambda attempt: produced.get(attempt.id, attempt.produced_before))
+        gateway.site_lost(site, lambda attempt: produced.get(attempt.id, attempt.produced_before))
 
-    def _back(self, site: str) -> None:
+    def _end_outage(self, site: str) -> None:
         self._down.discard(site)
         for gateway in self.gateways:
-            gateway.joined(site)
-        self._changed(self.sites[site])
+            gateway.site_joined(site)
+        self._schedule_report(self.sites[site])
 
 
-def figures(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
-    promised = site.settle_rows()
+def load_report(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
+    """Return a site's load report, as the engine writes it."""
+    reserved_tokens = site.settle_rows()
     remaining, weight = site.remaining()
     queue, unread = site.queue, site.unread_tokens
     return LoadReport(
@@ -230,7 +233,7 @@ def figures(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
         pending=site.pending,
         token_load=sum(remaining) * weight + unread + queue.prompt_tokens + queue.response_tokens,
         kv_free_tokens=max(0, site.spec.kv_tokens - site.kv_used),
-        kv_reserved_tokens=promised,
+        kv_reserved_tokens=reserved_tokens,
         iteration=site.spec.cost,
         running_remaining=remaining,
         running_weight=weight,

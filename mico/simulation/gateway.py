@@ -1,6 +1,6 @@
-"""A gateway of the simulated federation: production's directory, decisions, negotiation and plan of tries.
+"""A gateway of the simulated federation, with production's directory, decisions, offloading and failover.
 
-What it knows of a site is what reached it: reports that are late, and its own assignments since.
+It knows of a site only late reports, and its own assignments since.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, tries
 from gateway.routing.policies import JOINT_POLICIES, POLICIES
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign
-from mico.simulation.bids import WatchedOffloading
-from mico.simulation.events import Clock
+from mico.simulation.clock import Clock
+from mico.simulation.offloading import IncrementalOffloading
 from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
 from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
 
-MOST_TRIES = 4
+MAX_TRIES = 4
 NO_CREDIT = Credit()
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One try of one query at one site. `at_site_s`: when it gets there, so which reports cover it."""
+    """One attempt of a query at one site. `at_site_s`: arrival there; later reports cover it."""
 
     id: str
     query: Query
@@ -51,14 +51,16 @@ class Attempt:
 
 
 class Network(Protocol):
-    """Carries what a gateway says to a site; it arrives half a round trip later."""
+    """Carries messages from a gateway to a site, which arrive half a round trip later."""
 
     def assign(self, gateway: Gateway, attempt: Attempt) -> None: ...
     def release(self, gateway: Gateway, site: str, release_id: str, attempt_ids: list[str]) -> None: ...
-    def over(self) -> None: ...
+    def query_ended(self) -> None: ...
 
 
 class Gateway:
+    """One gateway: it assigns queries, follows their attempts, and records the results."""
+
     def __init__(
         self,
         specs: Sequence[SiteSpec],
@@ -74,7 +76,7 @@ class Gateway:
         self.directory = Directory()
         self.records: dict[int, Record] = {}
         self.links = {spec.name: Link(self, spec, network) for spec in specs}
-        self.offloading = WatchedOffloading(self.links, self.directory, clock)  # type: ignore[arg-type]
+        self.offloading = IncrementalOffloading(self.links, self.directory, clock)  # type: ignore[arg-type]
         self._specs = {spec.name: spec for spec in specs}
         self._policy = policy
         self._clock = clock
@@ -89,7 +91,7 @@ class Gateway:
         self._ids = count()
         self._plans: dict[int, Generator[Try, FailedTry, None]] = {}
         for spec in specs:
-            self.joined(spec.name)
+            self.site_joined(spec.name)
 
     @property
     def now_s(self) -> float:
@@ -98,29 +100,29 @@ class Gateway:
     def rtt_s(self, site: str) -> float:
         return self._specs[site].rtt_s
 
-    def joined(self, name: str) -> None:
+    def site_joined(self, name: str) -> None:
         spec = self._specs[name]
-        self.directory.join(identity(spec), self._clock.now_s)
+        self.directory.join(site_identity(spec), self._clock.now_s)
         self.directory.measured(name, spec.rtt_s)
         first = LoadReport(
             seq=1, received_s=self._clock.now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost
         )
         self.directory.report(name, first, Credit())
-        self.offloading.changed(name)
+        self.offloading.mark_changed(name)
 
     # ---- a query
 
     def arrive(self, query: Query) -> None:
         self.records[query.number] = Record(query)
         if self._window_s is None:
-            self._gather(query)
+            self._assign_or_batch(query)
             return
         if not self._window:
             self._clock.after(self._window_s, self._assign_window)
         self._window.append(query)
 
-    def _gather(self, query: Query) -> None:
-        """As production does: at once, or with what else comes in a burst on full sites."""
+    def _assign_or_batch(self, query: Query) -> None:
+        """Assign as production does: at once, or jointly with others of a burst while the sites are full."""
         first, demand = self._plan(query), self._expected[query.number].demand
         if not (self._jointly and self._burst.should_wait(demand, self.directory.fleet, self._clock.now_s)):
             self._dispatch(query, first, 0)
@@ -133,11 +135,11 @@ class Gateway:
             self._clock.after(WINDOW_S, lambda: self._burst.close(self.directory.fleet, self._clock.now_s))
 
     def _plan(self, query: Query) -> Try:
-        plan = self._plans[query.number] = tries(Sampling(), MOST_TRIES)
+        plan = self._plans[query.number] = tries(Sampling(), MAX_TRIES)
         return next(plan)
 
     def _assign_window(self) -> None:
-        """What came within the window goes out jointly, longest first."""
+        """Assign the queries of the window jointly, longest first."""
         queries, self._window = self._window, []
         fleet = self.directory.fleet
         lengths = [self._window_length(self._expected[query.number]) for query in queries]
@@ -148,49 +150,49 @@ class Gateway:
             site = fleet.sites[places[index]].name
             self._dispatch(queries[index], first._replace(preferred_site=site), 0)
 
-    def broke(self, attempt: Attempt, failure: AttemptFailure, delivered: int) -> None:
-        """The attempt is over: production's plan says what comes next."""
+    def attempt_failed(self, attempt: Attempt, failure: AttemptFailure, delivered: int) -> None:
+        """End a failed attempt; production's failover decides on the next try."""
         self.links[attempt.site].forget(attempt)
         resume = Resume() if delivered else None
         try:
-            this = self._plans[attempt.query.number].send(FailedTry(failure, resume))
+            next_try = self._plans[attempt.query.number].send(FailedTry(failure, resume))
         except MicoError:
-            self._over(attempt.query)
+            self._end(attempt.query)
             return
-        self._dispatch(attempt.query, this, delivered)
+        self._dispatch(attempt.query, next_try, delivered)
 
-    def _dispatch(self, query: Query, this: Try, delivered: int) -> None:
+    def _dispatch(self, query: Query, next_try: Try, delivered: int) -> None:
         expected = self._expected[query.number]
         demand = expected.demand
         if delivered:
             demand = demand_of(query, expected.forecast, delivered)
-        placed = decide(
+        placement = decide(
             demand,
             self.directory.fleet,
             self._policy,
             now_s=self._clock.now_s,
             turn=next(self._turns),
-            tried=this.tried,
-            preferred_site=this.preferred_site,
-            preference_reason=this.preference_reason,
+            tried=next_try.tried,
+            preferred_site=next_try.preferred_site,
+            preference_reason=next_try.preference_reason,
             keep_estimates=False,
         )
-        if placed.site is None:
-            self._over(query)
+        if placement.site is None:
+            self._end(query)
             return
-        name = placed.site.name
+        name = placement.site.name
         at_site_s = self._clock.now_s + self.rtt_s(name) / 2
         id_ = f"{query.number}.{next(self._ids)}"
-        attempt = Attempt(id_, query, demand, this.moves, name, at_site_s, delivered)
+        attempt = Attempt(id_, query, demand, next_try.moves, name, at_site_s, delivered)
         record = self.records[query.number]
-        record.attempts, record.moves, record.site = record.attempts + 1, this.moves, name
+        record.attempts, record.moves, record.site = record.attempts + 1, next_try.moves, name
         self.links[name].assign(attempt)
 
-    def _over(self, query: Query) -> None:
+    def _end(self, query: Query) -> None:
         del self._plans[query.number]
-        self._network.over()
+        self._network.query_ended()
 
-    # ---- what sites say
+    # ---- messages from sites
 
     def first_token(self, attempt: Attempt) -> None:
         record = self.records[attempt.query.number]
@@ -201,10 +203,10 @@ class Gateway:
     def last_token(self, attempt: Attempt) -> None:
         self.records[attempt.query.number].finish_s = self._clock.now_s - attempt.query.arrival_s
         self.links[attempt.site].forget(attempt)
-        self._over(attempt.query)
+        self._end(attempt.query)
 
     def report(self, name: str, load: LoadReport, taken_s: float) -> None:
-        """`taken_s`: when the site took its figures; they cover what had arrived there by then."""
+        """Apply a load report; it covers what had arrived at the site by `taken_s`, when it was taken."""
         self.links[name].report(load, taken_s)
 
     def released(self, name: str, release_id: str, attempt_ids: list[str]) -> None:
@@ -212,21 +214,21 @@ class Gateway:
         for attempt_id in attempt_ids:
             attempt = self.links[name].live.get(attempt_id)
             if attempt is not None:
-                self.broke(
+                self.attempt_failed(
                     attempt, AttemptFailure(name, FailureCause.RELEASED, "released", preferred_site=bidder), 0
                 )
 
-    def lost(self, name: str, delivered: Callable[[Attempt], int]) -> None:
+    def site_lost(self, name: str, delivered: Callable[[Attempt], int]) -> None:
         self.directory.leave(name)
-        self.offloading.changed(name)
+        self.offloading.mark_changed(name)
         for attempt in list(self.links[name].live.values()):
-            self.broke(
+            self.attempt_failed(
                 attempt, AttemptFailure(name, FailureCause.LOST, f"{name} was lost"), delivered(attempt)
             )
 
 
 class Link:
-    """One gateway's books on one site, as production's link keeps them, without messages."""
+    """One gateway's account of one site, as production's link keeps it, without messages."""
 
     def __init__(self, gateway: Gateway, spec: SiteSpec, network: Network) -> None:
         self.live: dict[str, Attempt] = {}
@@ -240,26 +242,26 @@ class Link:
     def assign(self, attempt: Attempt) -> None:
         self.live[attempt.id] = attempt
         self._uncovered[attempt.id] = attempt
-        self._tell_credit()
+        self._publish_credit()
         self._network.assign(self._gateway, attempt)
 
     def accepted(self, attempt: Attempt) -> None:
         if attempt.id in self.live:
             self._pending[attempt.id] = attempt
-            self._gateway.offloading.changed(self._name)
+            self._gateway.offloading.mark_changed(self._name)
 
     def started(self, attempt: Attempt) -> None:
         if self._pending.pop(attempt.id, None) is not None:
-            self._gateway.offloading.changed(self._name)
+            self._gateway.offloading.mark_changed(self._name)
 
     def forget(self, attempt: Attempt) -> None:
         self.live.pop(attempt.id, None)
         self.started(attempt)
         if self._uncovered.pop(attempt.id, None) is not None:
-            self._tell_credit()
+            self._publish_credit()
 
     def pending(self) -> list[Attempt]:
-        """What the site has accepted and, as far as is known here, not started."""
+        """Return the attempts that the site has accepted and, as far as the gateway knows, not started."""
         return list(self._pending.values())
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
@@ -269,23 +271,23 @@ class Link:
         if self._uncovered:
             self._uncovered = {k: each for k, each in self._uncovered.items() if each.at_site_s > taken_s}
         self._gateway.directory.report(self._name, load, self._credit())
-        self._gateway.offloading.changed(self._name)
+        self._gateway.offloading.mark_changed(self._name)
         if self._gateway.offload and load.running < self._slots and load.pending == 0:
             self._gateway.offloading.bid(self._name)
 
-    def _tell_credit(self) -> None:
+    def _publish_credit(self) -> None:
         self._gateway.directory.credit(self._name, self._credit())
-        self._gateway.offloading.changed(self._name)
+        self._gateway.offloading.mark_changed(self._name)
 
     def _credit(self) -> Credit:
         if not self._uncovered:
             return NO_CREDIT
-        fresh = [each.demand for each in self._uncovered.values()]
-        prompt_tokens = sum(demand.prompt_tokens for demand in fresh)
-        return Credit(len(fresh), prompt_tokens, sum(demand.response_tokens for demand in fresh))
+        demands = [each.demand for each in self._uncovered.values()]
+        prompt_tokens = sum(demand.prompt_tokens for demand in demands)
+        return Credit(len(demands), prompt_tokens, sum(demand.response_tokens for demand in demands))
 
 
-def identity(spec: SiteSpec) -> SiteIdentity:
+def site_identity(spec: SiteSpec) -> SiteIdentity:
     model = Model(MODEL, "", 1 << 20, 0, "mico", frozenset({"chat", "resume"}))
     return SiteIdentity(
         name=spec.name,

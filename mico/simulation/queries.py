@@ -1,4 +1,4 @@
-"""What is asked of a simulated federation, and what became of it."""
+"""Queries to a simulated federation, their forecasts, and their results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from site_engine.core.request import RemainingCurve
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """`response_tokens` is what will be answered: known to the simulated engine, not to who decides.
+    """A query. Its `response_tokens` are known to the simulated engine, and not to the gateway.
 
-    `text` and `model` are what a forecast reads; they come from the corpus. `regions`: where it may be
-    answered, None is everywhere.
+    Forecasts read `text` and `model`, which come from the corpus. `regions`: where it may be answered; None
+    is everywhere.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Query:
 
 
 class Expected(NamedTuple):
-    """A query as deciding and ordering see it: its forecast in the forms that gateway and site use."""
+    """A query's forecast in the forms that gateway and site use for decisions and ordering."""
 
     forecast: Forecast
     demand: Demand
@@ -42,7 +42,7 @@ class Expected(NamedTuple):
 
 
 def demand_of(query: Query, forecast: Forecast, delivered: int = 0) -> Demand:
-    """As deciding sees it once `delivered` tokens of the answer exist."""
+    """Return the demand of a query of whose answer `delivered` tokens exist."""
     return Demand.of(
         MODEL,
         query.prompt_tokens,
@@ -55,18 +55,22 @@ def demand_of(query: Query, forecast: Forecast, delivered: int = 0) -> Demand:
 
 
 def expected_length(expected: Expected) -> float:
+    """Return the mean of the forecast, in tokens."""
     return expected.demand.response_tokens
 
 
 def possible_length(expected: Expected) -> float:
-    """What one answer in a thousand like it reaches: what a batch ends with is rarely forecast to be long."""
+    """Return the length that one such answer in a thousand exceeds.
+
+    The answer that ends a batch is rarely forecast to be long.
+    """
     last = expected.curve.points[-1]
     return last.generated + last.expected
 
 
 @dataclass(slots=True)
 class Record:
-    """Seconds since the query's arrival, as its client saw them; nan until then."""
+    """The result of a query. Times are seconds since its arrival as its client saw them, nan before."""
 
     query: Query
     first_token_s: float = nan

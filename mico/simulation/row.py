@@ -1,4 +1,4 @@
-"""A request of which only lengths are known, as a simulated site serves it."""
+"""Requests of a simulated site: only their lengths are known."""
 
 from __future__ import annotations
 
@@ -9,41 +9,44 @@ from typing import NamedTuple, cast
 from site_engine.core.request import Lane, RemainingCurve, Request
 
 ENDLESS = 1 << 20
-"""More tokens than any answer has."""
+"""A token limit above the length of any answer."""
 
 
-class Line(NamedTuple):
-    """What is expected from `first` tokens on until `after`: `at`, and `slope` more for each token."""
+class CurveSegment(NamedTuple):
+    """One linear piece of a curve of remaining tokens.
+
+    From `first` generated tokens until `after`, the expectation is `value` and `slope` more for each token.
+    """
 
     first: int
     after: int
-    at: float
+    value: float
     slope: float
 
     @staticmethod
-    def of(curve: RemainingCurve, generated: int) -> Line:
-        """The part of a curve that holds for so many tokens."""
+    def of(curve: RemainingCurve, generated: int) -> CurveSegment:
+        """Return the piece of a curve that holds at `generated` tokens."""
         points = curve.points
         after = bisect_right(points, (generated, inf))
         if after == len(points):
-            return Line(points[-1].generated, ENDLESS, points[-1].expected, 0.0)
+            return CurveSegment(points[-1].generated, ENDLESS, points[-1].expected, 0.0)
         if after == 0:
-            return Line(0, points[0].generated, points[0].expected, 0.0)
+            return CurveSegment(0, points[0].generated, points[0].expected, 0.0)
         low, high = points[after - 1], points[after]
         slope = (high.expected - low.expected) / (high.generated - low.generated)
-        return Line(low.generated, high.generated, low.expected, slope)
+        return CurveSegment(low.generated, high.generated, low.expected, slope)
 
 
-NO_LINE = Line(0, 0, 0.0, 0.0)
+NO_SEGMENT = CurveSegment(0, 0, 0.0, 0.0)
 
 
 class Row(Request):
-    """A request of the engine of which only lengths are known. `produced`: response tokens out so far.
+    """A request of the engine of which only lengths are known. `produced`: response tokens so far.
 
-    Of a request's fields it has those that a queue reads: there is one for every simulated query.
+    It has only the fields of a request that a queue reads, since there is one for every simulated query.
     """
 
-    __slots__ = ("_line", "ends_at", "produced", "reserved", "response_tokens", "to_prefill", "typical")
+    __slots__ = ("_segment", "ends_at", "produced", "reserved", "response_tokens", "to_prefill", "typical")
 
     def __init__(
         self,
@@ -64,11 +67,11 @@ class Row(Request):
         self.ends_at = 0  # the site's iteration that brings the last token
         self.reserved = 0  # tokens of KV set aside for it, held ones included
         self.to_prefill = 0
-        self._line = NO_LINE
-        self.start_over()
+        self._segment = NO_SEGMENT
+        self.reset_tokens()
 
-    def start_over(self) -> None:
-        """What is to be computed before the next token: the prompt and the response so far."""
+    def reset_tokens(self) -> None:
+        """Reset the tokens to compute before the next one: the prompt and the response so far."""
         self.tokens = cast("list[int]", range(self.prompt_len + self.produced))
 
     @property
@@ -79,10 +82,13 @@ class Row(Request):
         return self.typical
 
     def expected_remaining(self) -> float:
-        """As of any request; the part of the curve is kept, because every report asks and tokens are few."""
-        first, after, at, slope = self._line
+        """Return the expected remaining tokens, at least 1.
+
+        Every report asks for it after few tokens, so the current piece of the curve is cached.
+        """
+        first, after, value, slope = self._segment
         produced = self.produced
         if not first <= produced < after:
-            self._line = first, after, at, slope = Line.of(self.remaining, produced)
-        expected = at + slope * (produced - first)
+            self._segment = first, after, value, slope = CurveSegment.of(self.remaining, produced)
+        expected = value + slope * (produced - first)
         return expected if expected > 1.0 else 1.0

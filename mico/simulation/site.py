@@ -1,8 +1,8 @@
-"""One site whose iterations are counted, not computed: rows, slots and KV of the engine, its own queue.
+"""A site whose iterations are counted, not computed, with the rows, slots, KV and queue of the engine.
 
 Between two changes of the set of rows all iterations are alike, so that they pass as one event. The queue is
-the engine's own `AdmissionQueue`, and the room a request needs is its prompt and the 90% quantile of its
-forecast, as in the engine's scheduler. Tokens are counted one by one, not in pages.
+the engine's own, and a request needs KV for its prompt and the 90% quantile of its forecast, as in the
+engine's scheduler. Does not model pages: tokens are counted one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 from typing import NamedTuple, cast
 
-from mico.simulation.events import Clock
+from mico.simulation.clock import Clock
 from mico.simulation.row import Row
 from mico.simulation.specification import SiteSpec
 from site_engine.core.load import condense
@@ -24,7 +24,7 @@ TOKEN_BUDGET = 2048
 
 
 class Stretch(NamedTuple):
-    """`length` like iterations from `start_s`: the first takes `first_s`, each one `growth_s` longer."""
+    """`length` iterations from `start_s`: the first takes `first_s`, each further one `growth_s` longer."""
 
     start_s: float
     first_s: float
@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
         return self.first_s * iterations + self.growth_s * iterations * (iterations - 1) / 2
 
     def iterations_by(self, now_s: float) -> int:
-        """How many begin before now."""
+        """Return how many iterations begin before `now_s`."""
         passed = now_s - self.start_s
         if self.growth_s <= 0:
             return ceil(passed / self.first_s - 1e-9)
@@ -45,7 +45,7 @@ class Stretch(NamedTuple):
 
 
 class SimulatedSite:
-    """`started` and `ended` are told of each row when its first token and its last one are computed."""
+    """A simulated site. `on_first_token` and `on_end` are called with a row at its first and last token."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class SimulatedSite:
         *,
         score: Score,
         starving_after_s: float,
-        started: Callable[[Row], None],
-        ended: Callable[[Row], None],
-        changed: Callable[[SimulatedSite], None],
+        on_first_token: Callable[[Row], None],
+        on_end: Callable[[Row], None],
+        on_change: Callable[[SimulatedSite], None],
     ) -> None:
         self.spec = spec
         self.queue = AdmissionQueue(score, starving_after_s)
@@ -66,37 +66,37 @@ class SimulatedSite:
         self.preemptions = 0
         self.busy_s = 0.0
         self._clock = clock
-        self._started, self._ended, self._changed = started, ended, changed
+        self._on_first_token, self._on_end, self._on_change = on_first_token, on_end, on_change
         self._decoding: list[tuple[int, int, Row]] = []
         self._rows_decoding = 0
-        self._lines_running = 0
+        self._batch_rows = 0
         self._prefilling: list[Row] = []
         self._preempted: list[Row] = []
         self._stretch: Stretch | None = None
         self._version = 0
-        self._order = 0
+        self._sequence = 0
 
-    # ---- what a gateway asks
+    # ---- requests of a gateway
 
     def submit(self, row: Row) -> None:
         row.arrived_s = self._clock.now_s
         self.queue.push(row)
         if self._stretch is None:
-            self._next()
-        elif not self._is_full or self._last_below(row) is not None:
+            self._plan_stretch()
+        elif not self._is_full or self._preemptible_below(row) is not None:
             self._cut_short()
-        self._changed(self)
+        self._on_change(self)
 
     def release(self, request_id: str) -> bool:
-        """Whether it had not started, and is gone."""
+        """Remove a pending request; return whether it had not started."""
         return self.queue.remove(request_id) is not None
 
     def cancel_all(self) -> None:
-        """The site is lost with all that it held."""
+        """Drop every request: the site is lost."""
         for row in list(self.queue):
             self.queue.remove(row.id)
         self.running, self._decoding, self._prefilling, self._preempted = {}, [], [], []
-        self._rows_decoding = self._lines_running = self.kv_used = 0
+        self._rows_decoding = self._batch_rows = self.kv_used = 0
         self._stretch = None
         self._version += 1
 
@@ -107,41 +107,42 @@ class SimulatedSite:
         return len(self.queue) + len(self._preempted)
 
     def settle_rows(self) -> int:
-        """Brings `produced` of every running row up to the iterations that are over. Returns the tokens that
-        they are expected to need and do not hold: promised, as the engine calls it.
+        """Update `produced` of every running row to the completed iterations.
+
+        Returns the tokens of KV that are reserved for running rows and not yet in use.
         """
-        passed, promised = self.iterations, 0
+        passed, reserved_tokens = self.iterations, 0
         if self._stretch is not None and self._stretch.chunk == 0:
             passed += min(self._stretch.length, max(0, self._stretch.iterations_by(self._clock.now_s) - 1))
         for row in self.running.values():
             if row.ends_at:
                 row.produced = row.response_tokens + passed - row.ends_at
             if row.to_prefill:
-                promised += row.reserved - self._held(row)
+                reserved_tokens += row.reserved - self._kv_tokens_of(row)
                 continue
-            held = row.prompt_len + row.produced
-            if held >= row.reserved:
-                row.reserved = held + row.p90_remaining()
-            promised += row.reserved - held
-        return promised
+            kv_tokens = row.prompt_len + row.produced
+            if kv_tokens >= row.reserved:
+                row.reserved = kv_tokens + row.p90_remaining()
+            reserved_tokens += row.reserved - kv_tokens
+        return reserved_tokens
 
     def remaining(self) -> tuple[tuple[int, ...], int]:
-        """As of the last `settle_rows`."""
+        """Return the condensed remaining tokens of the running rows, as of the last `settle_rows`."""
         return condense([row.expected_remaining() for row in self.running.values()])
 
     @property
     def unread_tokens(self) -> int:
-        """As the engine has it: the rest of prompts that are begun, and the newest token of each answer."""
+        """Uncomputed tokens, as in the engine: the rest of started prompts, and each answer's newest."""
         return self._rows_decoding + sum(row.to_prefill for row in self._prefilling)
 
     @staticmethod
-    def _held(row: Row) -> int:
+    def _kv_tokens_of(row: Row) -> int:
         return len(row.tokens) - row.to_prefill if row.to_prefill else row.prompt_len + row.produced
 
     # ---- iterations
 
-    def _next(self) -> None:
-        """Plans the stretch of iterations that begins now."""
+    def _plan_stretch(self) -> None:
+        """Plan the stretch of iterations that begins now."""
         self._admit()
         decoding, now_s = self._rows_decoding, self._clock.now_s
         if not self.running:
@@ -152,7 +153,7 @@ class SimulatedSite:
         rows = decoding + len(self._prefilling)
         first_s = cost.seconds(rows, decoding + chunk, self.kv_used)
         if chunk == 0:
-            self._make_room()
+            self._preempt_to_fit()
             decoding = self._rows_decoding
             first_s = cost.seconds(decoding, decoding, self.kv_used)
             count = self._decoding[0][0] - self.iterations
@@ -165,10 +166,10 @@ class SimulatedSite:
         assert self._stretch is not None
         self._version += 1
         end_s = self._stretch.start_s + self._stretch.seconds(self._stretch.length)
-        self._clock.at(end_s, self._end, self._version)
+        self._clock.at(end_s, self._finish_stretch, self._version)
 
     def _cut_short(self) -> None:
-        """A newcomer may start at the next iteration: the stretch ends there."""
+        """End the stretch at the next iteration, where a new request may start."""
         stretch = self._stretch
         assert stretch is not None
         begun = max(1, stretch.iterations_by(self._clock.now_s))
@@ -176,7 +177,7 @@ class SimulatedSite:
             self._stretch = stretch._replace(length=begun)
             self._schedule_end()
 
-    def _end(self, version: int) -> None:
+    def _finish_stretch(self, version: int) -> None:
         if version != self._version or self._stretch is None:
             return
         stretch, self._stretch = self._stretch, None
@@ -186,9 +187,9 @@ class SimulatedSite:
         changed = self._finish_decoded()
         changed |= self._advance_prefills(stretch.chunk)
         pending = self.pending
-        self._next()
+        self._plan_stretch()
         if changed or self.pending != pending:
-            self._changed(self)
+            self._on_change(self)
 
     def _finish_decoded(self) -> bool:
         changed = False
@@ -201,7 +202,7 @@ class SimulatedSite:
         return changed
 
     def _advance_prefills(self, chunk: int) -> bool:
-        """Chunks go to the rows in the order of their start; a row's last chunk brings its next token."""
+        """Give the chunk to rows in the order of their start; a row's last part yields its next token."""
         done = 0
         for row in self._prefilling:
             part = min(chunk, row.to_prefill)
@@ -222,67 +223,71 @@ class SimulatedSite:
         self.kv_used += 1
         self._rows_decoding += 1
         if first:
-            self._started(row)
+            self._on_first_token(row)
         if row.ends_at <= self.iterations:
             self._finish(row)
         else:
-            self._order += 1
-            heappush(self._decoding, (row.ends_at, self._order, row))
+            self._sequence += 1
+            heappush(self._decoding, (row.ends_at, self._sequence, row))
 
     def _finish(self, row: Row) -> None:
         row.produced = row.response_tokens
         self.queue.settle(row)
-        self._leave(row)
-        self._ended(row)
+        self._remove_running(row)
+        self._on_end(row)
 
-    def _leave(self, row: Row) -> None:
+    def _remove_running(self, row: Row) -> None:
         del self.running[row.id]
-        self._lines_running -= row.lane is Lane.BATCH
-        self.kv_used -= self._held(row)
+        self._batch_rows -= row.lane is Lane.BATCH
+        self.kv_used -= self._kv_tokens_of(row)
         row.ends_at = 0
         self._rows_decoding -= 1
 
-    # ---- coming and going
+    # ---- admission and preemption
 
     def _admit(self) -> None:
-        """Whoever is next of a better lane waits for no line of a batch: the last of those gives up its slot
-        and its KV, and comes back later. The engine takes one an iteration, here it takes what it needs.
-        Nobody starts whose prompt would get nothing of this iteration's tokens: meanwhile the order decides.
+        """Start requests while slots, KV and this iteration's tokens allow.
+
+        A request of a better lane does not wait for lines of batches: the last of them is preempted and
+        resumes later. The engine preempts one an iteration, the simulation as many as needed. A request whose
+        prompt would get none of this iteration's tokens stays in the queue, where the order still applies.
         """
         budget = self._prefill_budget - sum(row.to_prefill for row in self._prefilling)
-        if not (self.queue or self._preempted) or (self._is_full and not self._lines_running) or budget <= 0:
+        if not (self.queue or self._preempted) or (self._is_full and not self._batch_rows) or budget <= 0:
             return
         free = self.spec.kv_tokens - self.kv_used - self.settle_rows()
-        while budget > 0 and (row := self._first()) is not None:
+        while budget > 0 and (row := self._next_candidate()) is not None:
             need = len(row.tokens) + row.p90_remaining()
             if not self._is_full and (not self.running or need <= free):
                 self._start(row, need)
                 free -= need
                 budget -= row.to_prefill
-            elif (line := self._last_below(row)) is not None:
-                free += line.reserved
-                self._preempt(line)
+            elif (victim := self._preemptible_below(row)) is not None:
+                free += victim.reserved
+                self._preempt(victim)
             else:
                 return
 
     @property
     def _prefill_budget(self) -> int:
-        """Tokens of prompts in the next iteration."""
+        """Prompt tokens of the next iteration."""
         return max(1, TOKEN_BUDGET - self._rows_decoding)
 
     @property
     def _is_full(self) -> bool:
         return len(self.running) >= self.spec.slots
 
-    def _first(self) -> Row | None:
-        """Who was preempted comes back before anyone new of its lane starts."""
-        new = cast("Row | None", self.queue.first(self._clock.now_s))
-        back = min(self._preempted, key=lambda row: row.lane, default=None)
-        return new if back is None or (new is not None and new.lane < back.lane) else back
+    def _next_candidate(self) -> Row | None:
+        """Return the next request to start; a preempted one comes before new ones of its lane."""
+        queued = cast("Row | None", self.queue.first(self._clock.now_s))
+        preempted = min(self._preempted, key=lambda row: row.lane, default=None)
+        if preempted is None or (queued is not None and queued.lane < preempted.lane):
+            return queued
+        return preempted
 
-    def _last_below(self, row: Row) -> Row | None:
-        """The one of a worse lane that decodes and started last."""
-        if not self._lines_running:
+    def _preemptible_below(self, row: Row) -> Row | None:
+        """Return the row of a worse lane that decodes and started last, or None."""
+        if not self._batch_rows:
             return None
         lines = (each for each in reversed(self.running.values()) if each.lane > row.lane and each.ends_at)
         return next(lines, None)
@@ -295,20 +300,20 @@ class SimulatedSite:
         row.to_prefill, row.reserved = len(row.tokens), need
         row.started_s = self._clock.now_s if row.started_s is None else row.started_s
         self.running[row.id] = row
-        self._lines_running += row.lane is Lane.BATCH
+        self._batch_rows += row.lane is Lane.BATCH
         self._prefilling.append(row)
 
-    def _make_room(self) -> None:
-        """Who started last gives its KV back when the rows' next tokens do not fit."""
+    def _preempt_to_fit(self) -> None:
+        """Preempt the rows that started last until the next tokens of the others fit."""
         while len(self.running) > 1 and self.kv_used + self._rows_decoding > self.spec.kv_tokens:
             self._preempt(next(reversed(self.running.values())))
 
     def _preempt(self, row: Row) -> None:
-        """One that decodes gives its KV back, and is to compute all its tokens again."""
+        """Preempt a decoding row: it frees its KV and computes all its tokens again later."""
         row.produced = row.response_tokens + self.iterations - row.ends_at
         self._decoding = [entry for entry in self._decoding if entry[2] is not row]
         self._decoding.sort()
-        self._leave(row)
-        row.start_over()
+        self._remove_running(row)
+        row.reset_tokens()
         self._preempted.append(row)
         self.preemptions += 1

@@ -1,4 +1,4 @@
-"""What a simulated site is: its place, its rows, its KV, and what one of its iterations costs."""
+"""Specification of a simulated site: region, slots, KV, price, and the cost of an iteration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REFERENCE = IterationCost(base_s=0.015, per_row_s=0.0002, per_token_s=0.00003, p
 """Roughly 8 billion parameters on a data-centre GPU: 20 ms for 16 rows, 30,000 prompt tokens a second."""
 KV_TOKENS_PER_SLOT = 16_384
 PROMPT_PRICE = 0.25
-"""Of a prompt token, as a share of that of a response token."""
+"""Price of a prompt token as a share of that of a response token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,22 @@ class SiteSpec:
     rtts_s: tuple[float, ...] = ()  # one for each gateway; empty: `rtt_s` for all
 
     def seen_by(self, gateway: int) -> SiteSpec:
-        """The site with this gateway's round trip."""
+        """Return the specification with the round trip of one gateway."""
         return replace(self, rtt_s=self.rtts_s[gateway]) if self.rtts_s else self
 
     @staticmethod
-    def of(name: str, slots: int, slower: float, rtt_s: float, kv_tokens: int = 0) -> SiteSpec:
-        """A site that takes `slower` times as long as the reference for everything."""
+    def of(name: str, slots: int, slowdown: float, rtt_s: float, kv_tokens: int = 0) -> SiteSpec:
+        """Return a site that takes `slowdown` times as long as the reference for everything."""
         cost = IterationCost(
-            REFERENCE.base_s * slower,
-            REFERENCE.per_row_s * slower,
-            REFERENCE.per_token_s * slower,
-            REFERENCE.per_kv_token_s * slower,
+            REFERENCE.base_s * slowdown,
+            REFERENCE.per_row_s * slowdown,
+            REFERENCE.per_token_s * slowdown,
+            REFERENCE.per_kv_token_s * slowdown,
         )
         return SiteSpec(name, slots, cost, rtt_s, kv_tokens or slots * KV_TOKENS_PER_SLOT)
 
 
-UNEQUAL = (
+UNEQUAL_SITES = (
     (16, 1.0, 0.005),
     (8, 1.7, 0.080),
     (32, 2.2, 0.250),
@@ -54,7 +54,7 @@ UNEQUAL = (
     (12, 1.5, 0.010),
     (16, 2.0, 0.200),
 )
-"""(slots, times slower, round trip): what `--sites N` takes in turn."""
+"""(slots, slowdown, round trip in seconds), which `--sites N` takes in turn."""
 
 GROUP = re.compile(
     r"(?P<count>\d+)x(?P<slots>\d+)(@(?P<slower>[\d.]+))?(~(?P<rtts_ms>[\d.]+(\+[\d.]+)*))?(/(?P<kv>\d+))?"
@@ -63,12 +63,14 @@ GROUP = re.compile(
 
 
 def sites_of(text: str) -> list[SiteSpec]:
-    """`9`: nine unequal sites. `2x16@1.0~5,1x32@2.2~250/100000:0.6=eu`: groups of COUNTxSLOTS, how many times
-    slower than the reference, round trip in ms, KV tokens, dollars a million response tokens, region; all but
-    the first two may be left out. `~5+250` are the round trips of two gateways.
+    """Parse a description of sites. Raises CommandFailed.
+
+    `9`: nine unequal sites. `2x16@1.0~5,1x32@2.2~250/100000:0.6=eu`: groups of COUNTxSLOTS, slowdown against
+    the reference, round trip in ms, KV tokens, USD per million response tokens, region; all but the first two
+    may be left out. `~5+250` are the round trips of two gateways.
     """
     if text.isdecimal() and int(text) > 0:
-        specs = [SiteSpec.of("", *UNEQUAL[i % len(UNEQUAL)]) for i in range(int(text))]
+        specs = [SiteSpec.of("", *UNEQUAL_SITES[i % len(UNEQUAL_SITES)]) for i in range(int(text))]
     else:
         specs = [spec for part in text.split(",") for spec in _group(part.strip())]
     return [replace(spec, name=f"s{i:04d}") for i, spec in enumerate(specs)]
@@ -84,25 +86,25 @@ def _group(text: str) -> list[SiteSpec]:
             tip="for example --sites 9, or --sites 2x16@1.0~5,1x32@2.2~250",
             exit_code=ExitCode.WRONG_USAGE,
         )
-    slower = float(found["slower"] or 1)
+    slowdown = float(found["slower"] or 1)
     first, *others = rtts_s = tuple(float(rtt_ms) / 1000 for rtt_ms in (found["rtts_ms"] or "20").split("+"))
-    spec = SiteSpec.of("", int(found["slots"]), slower, first, int(found["kv"] or 0))
+    spec = SiteSpec.of("", int(found["slots"]), slowdown, first, int(found["kv"] or 0))
     spec = replace(spec, usd_per_mtok=float(found["usd"] or 0), region=found["region"] or "")
     spec = replace(spec, rtts_s=rtts_s if others else ())
     return [spec] * int(found["count"])
 
 
 def capacity_qps(sites: list[SiteSpec], prompt_tokens: float, response_tokens: float) -> float:
-    """Queries per second of this mean size that the sites could serve with every row in use.
+    """Return the queries per second of this mean size that the sites can serve with every row in use.
 
-    A query takes, of a site's time: a row's share of the fixed part in each of its iterations, its own tokens
+    A query takes of a site's time a row's share of the fixed part in each of its iterations, its own tokens
     and reads of KV, and its prefill.
     """
     total = 0.0
-    held = prompt_tokens + response_tokens / 2
+    context_tokens = prompt_tokens + response_tokens / 2
     for site in sites:
         rows = max(1.0, min(site.slots, site.kv_tokens / (prompt_tokens + response_tokens)))
         cost = site.cost
-        each = cost.base_s / rows + cost.per_row_s + cost.per_token_s + cost.per_kv_token_s * held
+        each = cost.base_s / rows + cost.per_row_s + cost.per_token_s + cost.per_kv_token_s * context_tokens
         total += 1 / (each * response_tokens + cost.per_token_s * prompt_tokens)
     return total

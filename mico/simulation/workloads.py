@@ -1,6 +1,6 @@
-"""The queries of a run: arrivals and sizes from a trace or drawn, texts from the corpus. Needs pandas.
+"""Queries of a run: arrivals and lengths from a trace or at random, texts from the corpus. Needs pandas.
 
-Forecasts are made from texts the shipped predictor never saw: only the corpus' held-out prompts are used.
+Only held-out prompts of the corpus are used, so that the shipped predictor never saw the texts in training.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from predictor.errors import DataError
 TENANTS = 8
 ALPACA = ("alpaca", "text-davinci-003")
 NEAREST = 16
-"""A trace's query gets one of the texts whose answer is nearest in length to its own."""
+"""A query of a trace gets one of this many texts on either side whose answers are nearest in length."""
 
 
 def corpus(path: Path) -> pd.DataFrame:
-    """Held-out rows by answer length; four characters a token where nobody counted. Raises DataError."""
+    """Return the held-out rows by answer length; prompts without a count have four characters a token.
+
+    Raises CommandFailed for a missing file, and DataError for one without held-out prompts.
+    """
     if not path.exists():
         raise CommandFailed(
             f"{path} is not there",
@@ -40,11 +43,11 @@ def corpus(path: Path) -> pd.DataFrame:
     return held_out.sort_values("response_tokens", kind="stable").reset_index(drop=True)
 
 
-def from_trace(path: Path, texts: pd.DataFrame, most: int, seed: int) -> list[Query]:
-    """The trace's first `most` queries as they came, each with a text whose answer was about as long."""
+def from_trace(path: Path, texts: pd.DataFrame, max_queries: int, seed: int) -> list[Query]:
+    """Return a trace's first `max_queries` queries, each with a text whose answer was about as long."""
     if not path.exists():
         raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson or burst")
-    rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable").head(most)
+    rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable").head(max_queries)
     random = np.random.default_rng(seed)
     places = np.searchsorted(texts.response_tokens.to_numpy(), rows.response_tokens.to_numpy())
     drawn = np.clip(places + random.integers(-NEAREST, NEAREST, len(rows)), 0, len(texts) - 1)
@@ -58,18 +61,20 @@ def from_trace(path: Path, texts: pd.DataFrame, most: int, seed: int) -> list[Qu
 
 
 def poisson(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
-    """Prompts at one query a second on average."""
+    """Return queries that arrive as a Poisson process, one a second on average."""
     random = np.random.default_rng(seed)
-    return _drawn(texts, np.cumsum(random.exponential(1.0, count)), random)
+    return _from_corpus(texts, np.cumsum(random.exponential(1.0, count)), random)
 
 
 def burst(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
-    """Prompts all at once."""
-    return _drawn(texts, np.zeros(count), np.random.default_rng(seed))
+    """Return queries that arrive all at once."""
+    return _from_corpus(texts, np.zeros(count), np.random.default_rng(seed))
 
 
-def _drawn(texts: pd.DataFrame, arrivals_s: NDArray[np.float64], random: np.random.Generator) -> list[Query]:
-    """Of Alpaca's where the corpus has them, else of all."""
+def _from_corpus(
+    texts: pd.DataFrame, arrivals_s: NDArray[np.float64], random: np.random.Generator
+) -> list[Query]:
+    """Draw queries from Alpaca's prompts where the corpus has them, else from all."""
     alpaca = texts[(texts.source == ALPACA[0]) & (texts.model == ALPACA[1])]
     rows = texts if alpaca.empty else alpaca
     drawn = rows.iloc[random.integers(0, len(rows), len(arrivals_s))]
@@ -101,9 +106,10 @@ def _queries(
     ]
 
 
-def classed(queries: Sequence[Query], batch_share: float, bound: Mapping[str, float]) -> list[Query]:
-    """So large a share of the queries are lines of batches, and these shares of all may be answered in one
-    region only. Drawn by number, so that every run of a comparison has the same.
+def assign_classes(queries: Sequence[Query], batch_share: float, bound: Mapping[str, float]) -> list[Query]:
+    """Make a share of the queries lines of batches, and bind shares of all to one region each.
+
+    The draw depends on the query's number alone, so that every run of a comparison has the same.
     """
     if not (batch_share or bound):
         return list(queries)
@@ -112,13 +118,13 @@ def classed(queries: Sequence[Query], batch_share: float, bound: Mapping[str, fl
     places = np.searchsorted(np.cumsum(list(bound.values())), random.random(len(queries)), side="right")
     regions = [*(frozenset({region}) for region in bound), None]
     return [
-        replace(query, lane=Lane.BATCH if line else Lane.INTERACTIVE, regions=regions[place])
-        for query, line, place in zip(queries, lines.tolist(), places.tolist(), strict=True)
+        replace(query, lane=Lane.BATCH if is_line else Lane.INTERACTIVE, regions=regions[region_index])
+        for query, is_line, region_index in zip(queries, lines.tolist(), places.tolist(), strict=True)
     ]
 
 
 def at_rate(queries: Sequence[Query], per_second: float) -> list[Query]:
-    """The same queries with time stretched so that so many come in a second on average."""
+    """Return the queries with their arrivals scaled to `per_second` on average."""
     first, last = queries[0].arrival_s, queries[-1].arrival_s
     if last <= first:
         return list(queries)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gateway.domain import IterationCost, Lane
 from gateway.routing.policies import POLICIES
-from mico.simulation.estimators import ESTIMATORS, exactly, expectations, noisy
-from mico.simulation.events import Clock
-from mico.simulation.federation import Federation, Outage, Setting, figures
-from mico.simulation.figures import ORDERS, jain
+from mico.simulation.clock import Clock
+from mico.simulation.estimators import ESTIMATORS, expectations, noisy, point_forecast
+from mico.simulation.federation import Federation, Outage, Setting, load_report
+from mico.simulation.metrics import ORDERS, jain
 from mico.simulation.queries import Query, Record
 from mico.simulation.row import ENDLESS, Row
 from mico.simulation.site import TOKEN_BUDGET, SimulatedSite
@@ -36,7 +36,7 @@ specs = st.builds(
     SiteSpec.of,
     name=st.just(""),
     slots=st.integers(1, 6),
-    slower=st.floats(0.3, 4),
+    slowdown=st.floats(0.3, 4),
     rtt_s=st.floats(0, 0.3),
     kv_tokens=st.integers(3500, 12_000),
 )
@@ -181,7 +181,7 @@ def test_a_site_serves_no_more_rows_than_it_has_slots_and_no_more_tokens_than_it
     site = SiteSpec.of("a", 5, 1.0, 0.0, 700)
     seen: list[tuple[int, int]] = []
     setting = Setting((site,), POLICIES["mico"], *ORDERS["fcfs"])
-    federation = Federation(setting, expectations(queries, [exactly(10, "far too short")] * 40))
+    federation = Federation(setting, expectations(queries, [point_forecast(10, "far too short")] * 40))
     only = federation.sites["a"]
     for tick in range(2000):
         federation.clock.at(tick * 0.05, lambda: seen.append((len(only.running), only.kv_used)))
@@ -244,9 +244,9 @@ def test_a_site_has_first_tokens_and_token_load_in_the_iterations_in_which_the_e
         clock,
         score=least_work,
         starving_after_s=inf,
-        started=lambda row: first.update({row.id: site.iterations}),
-        ended=lambda row: None,
-        changed=lambda site: None,
+        on_first_token=lambda row: first.update({row.id: site.iterations}),
+        on_end=lambda row: None,
+        on_change=lambda site: None,
     )
     for number, (arrived_s, prompt, answer) in enumerate(requests):
         curve = RemainingCurve.exactly(answer)
@@ -254,7 +254,7 @@ def test_a_site_has_first_tokens_and_token_load_in_the_iterations_in_which_the_e
         clock.at(arrived_s, site.submit, row)
     loads: list[float] = []
     for now_s in range(100):
-        clock.at(now_s + 0.25, lambda: loads.append(figures(site, 1, 0.0).token_load))
+        clock.at(now_s + 0.25, lambda: loads.append(load_report(site, 1, 0.0).token_load))
     clock.run()
     first_there, loads_there = first_tokens_of_the_engine(requests, slots + 1)
     assert first == first_there

@@ -12,13 +12,13 @@ import pytest
 from gateway.domain import Lane
 from mico.cli import main
 from mico.errors import CommandFailed
-from mico.simulation.compare import _of_sites, bound, outage, policy
-from mico.simulation.estimators import KNOWN_AFTER, estimator
+from mico.simulation.compare import _outages_of_sites, bound, outage, policy
+from mico.simulation.estimators import LEARNING_DELAY, estimator
 from mico.simulation.federation import Outage
-from mico.simulation.figures import named_order
+from mico.simulation.metrics import order_by_name
 from mico.simulation.queries import Query
 from mico.simulation.specification import KV_TOKENS_PER_SLOT, capacity_qps, sites_of
-from mico.simulation.workloads import classed
+from mico.simulation.workloads import assign_classes
 from predictor.data.dataset import HELD_OUT_PERCENT, prompt_percent
 from predictor.onnx_forecaster import Features
 from predictor.outcome_log import OutcomeLog
@@ -55,23 +55,23 @@ def test_a_round_trip_may_be_given_for_each_gateway() -> None:
 
 
 def test_so_many_queries_are_lines_of_batches_and_bound_to_a_region() -> None:
-    found = classed([Query(i, float(i), 10, 10) for i in range(4000)], 0.25, {"eu": 0.5, "us": 0.125})
+    found = assign_classes([Query(i, float(i), 10, 10) for i in range(4000)], 0.25, {"eu": 0.5, "us": 0.125})
     lines = sum(query.lane is Lane.BATCH for query in found)
     where = Counter(query.regions for query in found)
     assert lines == pytest.approx(1000, rel=0.15)
     assert where[frozenset({"eu"})] == pytest.approx(2000, rel=0.15)
     assert where[frozenset({"us"})] == pytest.approx(500, rel=0.15)
     assert [query.number for query in found] == list(range(4000))
-    assert classed(QUERIES, 0.0, {}) == QUERIES
+    assert assign_classes(QUERIES, 0.0, {}) == QUERIES
 
 
 def test_a_region_is_lost_with_each_of_its_sites_and_one_that_is_not_there_with_none() -> None:
     specs = sites_of("2x8=eu,1x8=us,1x8")
-    lost = _of_sites([outage("eu@5-9"), outage("s0003@1-2")], specs)
+    lost = _outages_of_sites([outage("eu@5-9"), outage("s0003@1-2")], specs)
     assert lost == (Outage("s0000", 5, 9), Outage("s0001", 5, 9), Outage("s0003", 1, 2))
     for nowhere in ("asia@1-2", "@1-2"):
         with pytest.raises(CommandFailed, match="no such site or region"):
-            _of_sites([outage(nowhere)], specs)
+            _outages_of_sites([outage(nowhere)], specs)
 
 
 def test_capacity_grows_with_slots_and_falls_with_slowness_and_length() -> None:
@@ -101,13 +101,13 @@ def test_the_oracle_knows_and_the_noisy_one_errs_within_its_share() -> None:
 
 def test_a_histogram_learns_only_from_earlier_queries() -> None:
     forecasts = estimator("histogram")(QUERIES)
-    assert len({forecast.expected() for forecast in forecasts[:KNOWN_AFTER]}) == 1
+    assert len({forecast.expected() for forecast in forecasts[:LEARNING_DELAY]}) == 1
     changed = [*QUERIES[:200], *(Query(i, float(i), 100, 900) for i in range(200, 300))]
-    assert estimator("histogram")(changed)[: 200 + KNOWN_AFTER] == forecasts[: 200 + KNOWN_AFTER]
+    assert estimator("histogram")(changed)[: 200 + LEARNING_DELAY] == forecasts[: 200 + LEARNING_DELAY]
 
 
 def test_words_that_name_nothing_are_refused_with_what_there_is() -> None:
-    for wrong in (policy, named_order, estimator, outage, bound):
+    for wrong in (policy, order_by_name, estimator, outage, bound):
         with pytest.raises(CommandFailed) as failure:
             wrong("nonsense")
         assert failure.value.tip

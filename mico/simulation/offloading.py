@@ -1,4 +1,4 @@
-"""The negotiation of production where a gateway hears thousands of bids a second."""
+"""Production's offload negotiation, made fast enough for thousands of bids a second."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from gateway.routing.fleet import Fleet
 from gateway.routing.offload import Offer, is_crowded, offer
 
 
-class WatchedOffloading(Offloading):
-    """Is told of each site where something changes, instead of looking at all of them at every bid."""
+class IncrementalOffloading(Offloading):
+    """Offloading that re-examines only the sites marked as changed, instead of all of them at every bid."""
 
     def __init__(self, links: Mapping[str, Donor], directory: Directory, clock: Callable[[], float]) -> None:
         super().__init__(links, directory, clock)
         self._changed: set[str] = set()
         self._open: dict[str, Offer] = {}
 
-    def changed(self, donor: str) -> None:
-        """What waits there, or how busy it is, may not be as before."""
+    def mark_changed(self, donor: str) -> None:
+        """Mark a site whose pending attempts or load may have changed."""
         self._changed.add(donor)
 
     def _crowded_offers(self, fleet: Fleet) -> Iterable[Offer]:

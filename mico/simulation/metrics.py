@@ -1,4 +1,4 @@
-"""What a run comes to, in figures; and the orders a site may keep."""
+"""Metrics of a run, and the orders in which a site may serve its queue."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from site_engine.core.request_queue import STARVING_AFTER_S, Score, least_work
 
 
 def first_come(request: Request, _aged: float) -> float:
+    """Score by arrival."""
     return request.arrived_s
 
 
 def longest_possible(request: Request, _aged: float) -> float:
-    """By what one answer in a thousand reaches: the last to end is one that was expected to be short."""
+    """Score by the length that one answer in a thousand exceeds, longest first (Graham, 1969).
+
+    Not by the mean: the last answer to end is one that was expected to be short.
+    """
     last = request.remaining.points[-1]
     return -(last.generated + last.expected)
 
 
 def shortest_forecast(request: Request, _aged: float) -> float:
-    """Without the prompt, and a second of waiting is worth fifty tokens, however long the answer."""
+    """Score by the expected response alone; a second of waiting counts as fifty tokens."""
     return request.expected_remaining() + 50.0 * request.arrived_s
 
 
@@ -36,16 +40,18 @@ ORDERS: dict[str, tuple[Score, float]] = {
     "fcfs": (first_come, inf),
     "longest": (longest_possible, inf),
 }
-"""How a site orders what waits there, and after how long the oldest goes first whatever the order.
+"""By name: the score that orders a site's queue, and the wait after which the oldest request goes first.
 
 The first is the engine's own.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Latency: from arrival to the last token, as the client sees it; normalised: per response token. The
-    lines of batches, for which nobody waits, count for the makespan, the price and what was completed only.
+class RunMetrics:
+    """Metrics of a run.
+
+    Latency is from arrival to the last token, as the client sees it; normalised, it is per response token.
+    The lines of batches, for which nobody waits, count only for the makespan, the price and `completed`.
     """
 
     mean_normalized_latency: float
@@ -65,41 +71,46 @@ class Figures:
         return asdict(self)
 
 
-def figures(
+def run_metrics(
     records: Sequence[Record], preemptions: int = 0, usd_per_mtok: Mapping[str, float] | None = None
-) -> Figures:
-    """`usd_per_mtok`: what a million response tokens cost at each site."""
+) -> RunMetrics:
+    """Return the metrics of all records. `usd_per_mtok`: price of a million response tokens at each site.
+
+    Raises CommandFailed if no query was completed.
+    """
     done = [record for record in records if record.finish_s == record.finish_s]
     if not done:
         raise CommandFailed("no query was completed", tip="is every site out of order the whole time?")
-    seen = [record for record in done if record.query.lane is Lane.INTERACTIVE] or done
-    latency = np.array([record.finish_s / record.query.response_tokens for record in seen])
-    ttft = np.array([record.first_token_s for record in seen])
-    return Figures(
+    interactive = [record for record in done if record.query.lane is Lane.INTERACTIVE] or done
+    latency = np.array([record.finish_s / record.query.response_tokens for record in interactive])
+    ttft = np.array([record.first_token_s for record in interactive])
+    return RunMetrics(
         mean_normalized_latency=float(latency.mean()),
         p99_normalized_latency=float(np.quantile(latency, 0.99)),
         p50_ttft_s=float(np.median(ttft)),
         p99_ttft_s=float(np.quantile(ttft, 0.99)),
         makespan_s=max(record.query.arrival_s + record.finish_s for record in done),
-        jain=jain([record.query.tenant for record in seen], latency.tolist()),
+        jain=jain([record.query.tenant for record in interactive], latency.tolist()),
         offloads=sum(record.moves for record in records),
         completed=len(done),
         max_ttft_over_median=float(ttft.max() / np.median(ttft)),
-        max_ttft_over_median_latency=float(ttft.max() / np.median([record.finish_s for record in seen])),
+        max_ttft_over_median_latency=float(
+            ttft.max() / np.median([record.finish_s for record in interactive])
+        ),
         preemptions=preemptions,
-        usd_per_mtok=_price(done, usd_per_mtok or {}),
+        usd_per_mtok=_mean_usd_per_mtok(done, usd_per_mtok or {}),
     )
 
 
-def _price(done: Sequence[Record], usd_per_mtok: Mapping[str, float]) -> float:
-    """Of a million response tokens, where they were answered; of an answer that moved: where it ended."""
+def _mean_usd_per_mtok(done: Sequence[Record], usd_per_mtok: Mapping[str, float]) -> float:
+    """Return the mean price of a million response tokens; a moved answer has its last site's price."""
     tokens = [record.query.response_tokens for record in done]
     paid = [usd_per_mtok.get(record.site, 0.0) for record in done]
     return float(np.dot(tokens, paid) / sum(tokens))
 
 
 def jain(tenants: Sequence[str], latencies: Sequence[float]) -> float:
-    """Jain's index over the tenants' mean normalised latencies: 1 if all fare alike."""
+    """Return Jain's fairness index over the tenants' mean normalised latencies: 1 if all are equal."""
     sums: dict[str, list[float]] = {}
     for tenant, latency in zip(tenants, latencies, strict=True):
         sums.setdefault(tenant, []).append(latency)
@@ -107,7 +118,8 @@ def jain(tenants: Sequence[str], latencies: Sequence[float]) -> float:
     return float(means.sum() ** 2 / (len(means) * (means**2).sum()))
 
 
-def named_order(name: str) -> tuple[Score, float]:
+def order_by_name(name: str) -> tuple[Score, float]:
+    """Return an entry of ORDERS. Raises CommandFailed for an unknown name."""
     if name not in ORDERS:
         raise CommandFailed(
             f"there is no order {name!r}",
