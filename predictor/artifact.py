@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,11 +130,6 @@ def _read_part(folder: Path, name: str, digest: str) -> bytes:
 def digest_of(graph: bytes) -> str:
     """SHA-256 of a graph, as it stands on a card."""
     return sha256(graph).hexdigest()
-
-
-def with_figures(card: Card, figures: dict[str, Any]) -> Card:
-    """The same card with what was measured."""
-    return replace(card, figures=figures)
 
 
 def write(

@@ -1,7 +1,7 @@
-"""What an encoder learns from the texts of answers, besides lengths: to fill in masked pieces of prompts and
-of how their answers begin, before; to tell an answer's shape and first words, meanwhile.
+"""Train an encoder on the texts of answers, besides their lengths.
 
-Needs torch; training only.
+Before it learns lengths: masked-language modelling of prompts with the beginnings of their answers. While it
+learns them: predicting an answer's shape and first words. Needs torch; training only.
 """
 
 from __future__ import annotations
@@ -26,80 +26,82 @@ HIDDEN = 384
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
-    """How an encoder reads prompts with the beginnings of their answers before it learns lengths."""
+class MaskedLMConfig:
+    """Hyperparameters of masked-language modelling. An artifact's card stores the fields by name."""
 
     epochs: int = 3
     batch_rows: int = 256
     rate: float = 3e-4
+    """Highest learning rate."""
     warm_share: float = 0.06
+    """Share of the steps in which the learning rate rises."""
     share: float = 0.25
+    """Share of the pieces that are masked."""
     seed: int = 1
 
 
-def read_masked(
-    encoder: nn.Module, data: TrainingArrays, answers: Answers, config: Masked, device: str
+def train_masked_lm(
+    encoder: nn.Module, data: TrainingArrays, answers: Answers, config: MaskedLMConfig, device: str
 ) -> float:
-    """Teaches a BERT-like encoder its trade on these texts; returns the last batch's loss in nats a piece."""
+    """Train a BERT-like encoder to fill in masked pieces; return the last batch's loss in nats per piece."""
     torch.manual_seed(config.seed)
     width = encoder.config.hidden_size
-    guess = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)).to(device)
+    lm_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)).to(device)
     table = encoder.to(device).train().embeddings.word_embeddings.weight
     rows = data.rows(TRAIN)
     rows = rows[answers.of_row[rows] >= 0]
     steps = config.epochs * -(-len(rows) // config.batch_rows)
-    learning = [*encoder.parameters(), *guess.parameters()]
-    optimizer = torch.optim.AdamW(learning, lr=config.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
+    parameters = [*encoder.parameters(), *lm_head.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=config.rate, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.rate, total_steps=steps + 1, pct_start=config.warm_share
     )
     mask, loss = data.vocabulary.index(MASK), torch.zeros(())
-    for pieces, second in _pairs(data, answers, rows, config, device):
-        hidden = (torch.rand(pieces.shape, device=device) < config.share) & (pieces != 0)
+    for pieces, segment in _segment_pairs(data, answers, rows, config, device):
+        masked = (torch.rand(pieces.shape, device=device) < config.share) & (pieces != 0)
         with torch.autocast(pieces.device.type, torch.bfloat16, enabled=pieces.is_cuda):
-            shown = pieces.masked_fill(hidden, mask)
-            states = encoder(shown, (pieces != 0).long(), second).last_hidden_state[hidden]
-            logits = guess(states) @ table.T
-        loss = functional.cross_entropy(logits.float(), pieces[hidden])
+            inputs = pieces.masked_fill(masked, mask)
+            states = encoder(inputs, (pieces != 0).long(), segment).last_hidden_state[masked]
+            logits = lm_head(states) @ table.T
+        loss = functional.cross_entropy(logits.float(), pieces[masked])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        schedule.step()
+        scheduler.step()
     return float(loss.detach())
 
 
-def _pairs(
-    data: TrainingArrays, answers: Answers, rows: NDArray[np.int64], config: Masked, device: str
+def _segment_pairs(
+    data: TrainingArrays, answers: Answers, rows: NDArray[np.int64], config: MaskedLMConfig, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of a prompt's pieces and its answer's first ones, and which of them are the answer's."""
+    """Yield batches of prompts with their answers' first pieces, and the segment (0, 1) of each piece."""
     random = np.random.default_rng(config.seed)
     for _ in range(config.epochs):
         shuffled = random.permutation(rows)
         for chosen in np.split(shuffled, range(config.batch_rows, len(rows), config.batch_rows)):
             prompts = data.pieces[data.prompt[chosen], :PROMPT_PIECES]
             prompts = prompts[:, : (prompts != 0).sum(1).max()]
-            first = answers.prefix[answers.of_row[chosen]]
-            second = np.repeat([[0], [1]], (prompts.shape[1], first.shape[1])).reshape(1, -1)
-            pieces = np.concatenate([prompts, first], axis=1)
-            both = torch.tensor(pieces, device=device)
-            yield both, torch.tensor(second, device=device).expand(len(both), -1)
+            prefix = answers.prefix[answers.of_row[chosen]]
+            segment = np.repeat([[0], [1]], (prompts.shape[1], prefix.shape[1])).reshape(1, -1)
+            pieces = torch.tensor(np.concatenate([prompts, prefix], axis=1), device=device)
+            yield pieces, torch.tensor(segment, device=device).expand(len(pieces), -1)
 
 
-class Beside(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """What a net learns besides lengths."""
+class AuxiliaryTask(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """A task that a net learns besides lengths, from the answers' texts."""
 
-    def read(
+    def encode(
         self, net: LengthNet, pieces: Tensor, owner: Tensor, rows: Tensor, served: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What the body reads of each prompt, and the loss in nats of telling more of some rows' answers.
+        """Return the encoded prompts `[prompts, width]` and the task's loss in nats.
 
-        Row i is of prompt `owner[i]` in `pieces`, and `rows[i]` among all rows; `served[i]` answers it.
+        Row i is of prompt `owner[i]` in `pieces`, is `rows[i]` among all rows, and answered by `served[i]`.
         """
         raise NotImplementedError
 
 
-class AnswerTask(Beside):
-    """How badly an answer's shape and first words are told from what the body reads and who answers."""
+class AnswerTask(AuxiliaryTask):
+    """Predicts an answer's shape and first words from the encoded prompt and the answering model."""
 
     def __init__(self, answers: Answers, width: int, models: int, vocabulary: int) -> None:
         super().__init__()
@@ -110,23 +112,23 @@ class AnswerTask(Beside):
         for name in ("of_row", "prefix", "shape"):
             self.register_buffer(f"answers_{name}", torch.tensor(getattr(answers, name)))
 
-    def read(
+    def encode(
         self, net: LengthNet, pieces: Tensor, owner: Tensor, rows: Tensor, served: Tensor
     ) -> tuple[Tensor, Tensor]:
-        read = net.read(pieces)
-        return read, self(read, owner, rows, served)
+        encoded = net.encode(pieces)
+        return encoded, self(encoded, owner, rows, served)
 
-    def forward(self, read: Tensor, owner: Tensor, rows: Tensor, served: Tensor) -> Tensor:
-        """Mean loss in nats of the rows whose answer is known; row i is of prompt `owner[i]` in `read`."""
+    def forward(self, encoded: Tensor, owner: Tensor, rows: Tensor, served: Tensor) -> Tensor:
+        """Return the mean loss in nats over rows with a known answer; row i is of prompt `owner[i]`."""
         answer = self.answers_of_row[rows]
         known = (answer >= 0).nonzero()[:, 0]
         if not len(known):
-            return read.new_zeros(())
-        inputs = torch.cat([read[owner[known]], self.models(served[known])], 1)
+            return encoded.new_zeros(())
+        inputs = torch.cat([encoded[owner[known]], self.models(served[known])], 1)
         hidden = torch.relu(self.hidden(inputs))
-        shape, first = self.answers_shape[answer[known]], self.answers_prefix[answer[known]]
-        told = functional.cross_entropy(self.shape(hidden).unflatten(1, (OCTAVES, -1)), shape)
-        words = torch.log_softmax(self.words(hidden), 1).gather(1, first)
-        real = first != 0
-        loss: Tensor = told - (words * real).sum() / real.sum().clamp_min(1)
+        shape, prefix = self.answers_shape[answer[known]], self.answers_prefix[answer[known]]
+        shape_loss = functional.cross_entropy(self.shape(hidden).unflatten(1, (OCTAVES, -1)), shape)
+        log_probabilities = torch.log_softmax(self.words(hidden), 1).gather(1, prefix)
+        mask = prefix != 0
+        loss: Tensor = shape_loss - (log_probabilities * mask).sum() / mask.sum().clamp_min(1)
         return loss

@@ -1,7 +1,7 @@
-"""Calibration: a temperature per served model, and per kind of prompt a bend above the median.
+"""Calibrate forecasts: a temperature per served model, and per kind of prompt a recalibrated tail.
 
-Which kind a prompt is of is told from its inputs, since nobody names its source when it is served. Fitted on
-prompts that were not trained on. Needs scipy and scikit-learn; training only.
+The kind of a prompt is inferred from its inputs, since a request does not name its source. All parameters are
+fitted on prompts that were not trained on. Needs scipy and scikit-learn; training only.
 """
 
 from __future__ import annotations
@@ -19,150 +19,161 @@ from predictor.evaluation.metrics import coverage, quantile
 
 Floats = NDArray[np.float64]
 
-COVERAGE_WEIGHT = 100.0
-"""Two points of coverage count as much as 0.04 nats."""
-OWN_TEMPERATURE_ROWS = 250
-"""A model with fewer calibration rows takes the temperature of all together."""
-MEDIAN, STATED, FAR = 0.5, 0.9, 0.99
-LEAST_REACHED, MOST_REACHED = 0.75, 0.975
+COVERAGE_PENALTY = 100.0
+"""Weight of the squared coverage error: two points of coverage count as much as 0.04 nats."""
+MIN_MODEL_ROWS = 250
+"""A model with fewer calibration rows takes the temperature of all models together."""
+MEDIAN, P90, P99 = 0.5, 0.9, 0.99
+MIN_P90_COVERAGE, MAX_P90_COVERAGE = 0.75, 0.975
 PRIOR_ROWS = 5.0
-"""What a kind of prompt is expected to reach, until so many rows speak against it."""
+"""Weight, in rows, of the prior that a kind has the mean coverage of all prompts."""
 SHIFT_PRIOR_ROWS = 30.0
-MOST_ROWS_OF_A_KIND = 3_000
+MAX_ROWS_PER_SOURCE = 3_000
 KINDS_PENALTY = 0.01
 
 
-class Kinds(NamedTuple):
-    """Kinds of prompts, told apart on standardised inputs, and what share of each the p90 really reached."""
+class PromptKinds(NamedTuple):
+    """A softmax classifier of prompts on standardised inputs, and the coverage of the raw p90 by kind."""
 
     weight: NDArray[np.float32]
     """`[kinds, inputs]`"""
     bias: NDArray[np.float32]
-    reached: NDArray[np.float32]
+    p90_coverage: NDArray[np.float32]
+    """Share of each kind's answers within the raw p90 `[kinds]`."""
 
-    def shares(self, standardised: NDArray[np.float32]) -> Floats:
-        """How much of each kind a prompt is `[prompts, kinds]`."""
-        found: Floats = softmax((standardised @ self.weight.T + self.bias).astype(np.float64), axis=1)
-        return found
+    def memberships(self, standardised: NDArray[np.float32]) -> Floats:
+        """Return the probability of each kind for each prompt `[prompts, kinds]`."""
+        logits = (standardised @ self.weight.T + self.bias).astype(np.float64)
+        probabilities: Floats = softmax(logits, axis=1)
+        return probabilities
 
-    def reached_by(self, standardised: NDArray[np.float32], shift: Floats | float = 0.0) -> Floats:
-        """What share of such prompts the p90 reaches before it is bent; `shift` is the served model's own."""
-        reached = self.shares(standardised) @ self.reached + shift
-        found: Floats = np.clip(reached, LEAST_REACHED, MOST_REACHED)
-        return found
+    def expected_coverage(self, standardised: NDArray[np.float32], shift: Floats | float = 0.0) -> Floats:
+        """Return the expected coverage of the raw p90 for each prompt `[prompts]`.
+
+        `shift` is the correction of the served model.
+        """
+        covered = self.memberships(standardised) @ self.p90_coverage + shift
+        clipped: Floats = np.clip(covered, MIN_P90_COVERAGE, MAX_P90_COVERAGE)
+        return clipped
 
 
-def one_kind(inputs: int) -> Kinds:
-    """All prompts alike, and nothing to bend."""
+def single_kind(inputs: int) -> PromptKinds:
+    """Return one kind for all prompts, with a p90 that needs no recalibration."""
     weight = np.zeros((1, inputs), dtype=np.float32)
-    return Kinds(weight, np.zeros(1, dtype=np.float32), np.full(1, STATED, dtype=np.float32))
+    return PromptKinds(weight, np.zeros(1, dtype=np.float32), np.full(1, P90, dtype=np.float32))
 
 
-def kinds_of(standardised: NDArray[np.float32], source: NDArray[np.str_]) -> Kinds:
-    """Kinds named by the sources of some prompts; what each reaches is yet to be fitted."""
+def fit_kinds(standardised: NDArray[np.float32], source: NDArray[np.str_]) -> PromptKinds:
+    """Fit a classifier of prompts by source; `fit_p90_coverage` fits the coverage of its kinds afterwards."""
     if len(np.unique(source)) < 3:
-        return one_kind(standardised.shape[1])
-    found = LogisticRegression(C=KINDS_PENALTY, max_iter=200).fit(standardised, source)
-    kinds = len(found.classes_)
-    stated = np.full(kinds, STATED, dtype=np.float32)
-    return Kinds(found.coef_.astype(np.float32), found.intercept_.astype(np.float32), stated)
+        return single_kind(standardised.shape[1])
+    fitted = LogisticRegression(C=KINDS_PENALTY, max_iter=200).fit(standardised, source)
+    p90_coverage = np.full(len(fitted.classes_), P90, dtype=np.float32)
+    return PromptKinds(fitted.coef_.astype(np.float32), fitted.intercept_.astype(np.float32), p90_coverage)
 
 
-def fit_reached(
-    kinds: Kinds, standardised: NDArray[np.float32], within: NDArray[np.bool_], source: NDArray[np.str_]
-) -> Kinds:
-    """What each kind reaches, such that every source's rows, whatever kinds they look like, come out right.
+def fit_p90_coverage(
+    kinds: PromptKinds, standardised: NDArray[np.float32], within: NDArray[np.bool_], source: NDArray[np.str_]
+) -> PromptKinds:
+    """Fit each kind's coverage so that every source's mean comes out right, whatever its mix of kinds.
 
-    `within` says of each row whether it was within its p90; least squares, drawn to the mean of all.
+    `within` marks the rows whose length is within their p90. Least squares over sources, with a prior that
+    pulls each kind to the mean of all.
     """
-    shares, mean = kinds.shares(standardised), float(within.mean())
-    left = [np.sqrt(PRIOR_ROWS) * np.eye(len(kinds.bias))]
-    right = [np.full(len(kinds.bias), np.sqrt(PRIOR_ROWS) * mean)]
+    memberships, mean = kinds.memberships(standardised), float(within.mean())
+    design = [np.sqrt(PRIOR_ROWS) * np.eye(len(kinds.bias))]
+    observed = [np.full(len(kinds.bias), np.sqrt(PRIOR_ROWS) * mean)]
     for each in np.unique(source):
-        own = source == each
-        weight = np.sqrt(min(own.sum(), MOST_ROWS_OF_A_KIND))
-        left.append(weight * shares[own].mean(axis=0, keepdims=True))
-        right.append(np.array([weight * within[own].mean()]))
-    solved = np.linalg.lstsq(np.concatenate(left), np.concatenate(right), rcond=None)[0]
-    return kinds._replace(reached=np.clip(solved, 0.5, 1.0).astype(np.float32))
+        rows = source == each
+        weight = np.sqrt(min(rows.sum(), MAX_ROWS_PER_SOURCE))
+        design.append(weight * memberships[rows].mean(axis=0, keepdims=True))
+        observed.append(np.array([weight * within[rows].mean()]))
+    solution = np.linalg.lstsq(np.concatenate(design), np.concatenate(observed), rcond=None)[0]
+    return kinds._replace(p90_coverage=np.clip(solution, 0.5, 1.0).astype(np.float32))
 
 
-def bent(probabilities: Floats, reached: Floats) -> Floats:
-    """The same p50 and p99; the p90, which covered `reached`, covers 90 %; what lies between is stretched.
+def recalibrate(probabilities: Floats, p90_coverage: Floats) -> Floats:
+    """Move each row's p90, which covered `p90_coverage`, to cover 90 %; p50 and p99 stay.
 
-    The far tail stays, since the expected length hangs on it.
+    Stretches the cumulative distribution piecewise linearly between those three. The tail beyond the p99
+    stays, since the expected length depends on it.
     """
-    below = np.cumsum(probabilities, axis=1)
-    inner = (reached[:, None] - MEDIAN) / (STATED - MEDIAN)
-    outer = (FAR - reached[:, None]) / (FAR - STATED)
-    moved = below + (inner - 1.0) * np.maximum(below - MEDIAN, 0.0)
-    moved += (outer - inner) * np.maximum(below - STATED, 0.0)
-    moved += (1.0 - outer) * np.maximum(below - FAR, 0.0)
-    shares = np.maximum(np.diff(moved, axis=1, prepend=0.0), 0.0)
-    whole: Floats = shares / shares.sum(axis=1, keepdims=True)
-    return whole
+    cumulative = np.cumsum(probabilities, axis=1)
+    inner_slope = (p90_coverage[:, None] - MEDIAN) / (P90 - MEDIAN)
+    outer_slope = (P99 - p90_coverage[:, None]) / (P99 - P90)
+    moved = cumulative + (inner_slope - 1.0) * np.maximum(cumulative - MEDIAN, 0.0)
+    moved += (outer_slope - inner_slope) * np.maximum(cumulative - P90, 0.0)
+    moved += (1.0 - outer_slope) * np.maximum(cumulative - P99, 0.0)
+    masses = np.maximum(np.diff(moved, axis=1, prepend=0.0), 0.0)
+    normalised: Floats = masses / masses.sum(axis=1, keepdims=True)
+    return normalised
 
 
-def shift_of(
-    probabilities: Floats, length: NDArray[np.int64], edges: tuple[int, ...], reached: Floats
+def fit_shift(
+    probabilities: Floats, length: NDArray[np.int64], edges: tuple[int, ...], p90_coverage: Floats
 ) -> float:
-    """What to add to `reached` so that the p90 of such rows, bent, covers 90 %; less where rows are few."""
-    bounds, place = np.array(edges), range_index(length, edges)
-    rows = np.arange(len(place))
-    own = probabilities[rows, place]
+    """Return the correction of `p90_coverage` with which the recalibrated p90 of these rows covers 90 %.
+
+    Shrinks towards 0 where rows are few.
+    """
+    bounds, label = np.array(edges), range_index(length, edges)
+    rows = np.arange(len(label))
+    mass = probabilities[rows, label]
     # A p90 is a whole number, rounded up: it reaches a length as soon as it is above the one before.
-    share = np.clip((length - 1 - bounds[place]) / (bounds[place + 1] - bounds[place]), 0.0, 1.0)
-    below = np.cumsum(probabilities, axis=1)[rows, place] - own * (1.0 - share)
-    missing = float(np.quantile(_most_reached(below) - reached, 1.0 - STATED))
+    share = np.clip((length - 1 - bounds[label]) / (bounds[label + 1] - bounds[label]), 0.0, 1.0)
+    below = np.cumsum(probabilities, axis=1)[rows, label] - mass * (1.0 - share)
+    missing = float(np.quantile(_max_coverage_within(below) - p90_coverage, 1.0 - P90))
     return missing * len(rows) / (len(rows) + SHIFT_PRIOR_ROWS)
 
 
-def _most_reached(below: Floats) -> Floats:
-    """The largest `reached` with which a length, `below` which lies this share, is within the bent p90."""
-    inner = MEDIAN + (STATED - MEDIAN) ** 2 / np.maximum(below - MEDIAN, 1e-3)
-    beyond = np.clip((below - STATED) / (FAR - STATED), 0.0, 1.0 - 1e-3)
-    outer = (STATED - FAR * beyond) / (1.0 - beyond)
-    found: Floats = np.where(below <= STATED, inner, outer)
-    return found
+def _max_coverage_within(below: Floats) -> Floats:
+    """Return the largest p90 coverage with which a length is within the recalibrated p90.
+
+    `below` is the cumulative probability below that length.
+    """
+    inner = MEDIAN + (P90 - MEDIAN) ** 2 / np.maximum(below - MEDIAN, 1e-3)
+    beyond = np.clip((below - P90) / (P99 - P90), 0.0, 1.0 - 1e-3)
+    outer = (P90 - P99 * beyond) / (1.0 - beyond)
+    largest: Floats = np.where(below <= P90, inner, outer)
+    return largest
 
 
 def log_loss(logits: NDArray[np.float64], label: NDArray[np.int64]) -> float:
-    """Mean −log p of the ranges that came true, in nats."""
+    """Return the mean −log p of the true ranges, in nats."""
     chosen = logits[np.arange(len(label)), label]
     return float(np.mean(logsumexp(logits, axis=1) - chosen))
 
 
-def sharpness(
+def fit_sharpness(
     logits: NDArray[np.float64],
     length: NDArray[np.int64],
     edges: tuple[int, ...],
-    reached: Floats | None = None,
+    p90_coverage: Floats | None = None,
 ) -> float:
-    """The factor on the logits (1 / temperature) with the least log loss, and a p90 that covers 90 %."""
+    """Return the factor on the logits (1 / temperature) of least log loss whose p90 covers 90 %."""
     label = range_index(length, edges)
 
     def cost(factor: float) -> float:
         probabilities = softmax(logits * factor, axis=1)
-        if reached is not None:
-            probabilities = bent(probabilities, reached)
-        within = coverage(length, quantile(probabilities, edges, STATED))
-        return log_loss(logits * factor, label) + COVERAGE_WEIGHT * (within - STATED) ** 2
+        if p90_coverage is not None:
+            probabilities = recalibrate(probabilities, p90_coverage)
+        within = coverage(length, quantile(probabilities, edges, P90))
+        return log_loss(logits * factor, label) + COVERAGE_PENALTY * (within - P90) ** 2
 
-    found = minimize_scalar(cost, bounds=(0.4, 2.5), method="bounded")
-    return float(found.x)
+    return float(minimize_scalar(cost, bounds=(0.4, 2.5), method="bounded").x)
 
 
-def sharpness_by_model(
+def fit_sharpness_by_model(
     logits: NDArray[np.float64],
     length: NDArray[np.int64],
     model: NDArray[np.int64],
     edges: tuple[int, ...],
     models: int,
 ) -> NDArray[np.float32]:
-    """One factor for each row of the model table."""
-    factors = np.full(models, sharpness(logits, length, edges))
+    """Return one sharpness for each row of the model table `[models]`."""
+    factors = np.full(models, fit_sharpness(logits, length, edges))
     for row in range(models):
-        own = model == row
-        if own.sum() >= OWN_TEMPERATURE_ROWS:
-            factors[row] = sharpness(logits[own], length[own], edges)
+        rows = model == row
+        if rows.sum() >= MIN_MODEL_ROWS:
+            factors[row] = fit_sharpness(logits[rows], length[rows], edges)
     return factors.astype(np.float32)

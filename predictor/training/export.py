@@ -1,6 +1,7 @@
-"""From trained weights to the ONNX graph that serving runs: features and model in, probabilities out.
+"""Export trained weights to the ONNX graph that serving runs: features and model in, probabilities out.
 
-Needs onnx; training only.
+Does not calibrate: a new graph has a single kind of prompts, which changes nothing and which `onnx_head`
+replaces. Needs onnx; training only.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from predictor.training import calibrate
 OPSET = 17
 BERT_EPSILON = 1e-12
 PADDING_PIECE = 0
-ZERO = 128
-"""The byte that stands for 0 in a table of bytes without sign."""
-ANSWER = "probabilities"
+UINT8_ZERO = 128
+"""The zero point of a table in unsigned bytes."""
+OUTPUT = "probabilities"
 INPUTS = "inputs"
-"""What the head sees of a prompt: everything but the served model."""
-CONTRIBUTED = "com.microsoft"
+"""The head's inputs of a prompt: encoder output, lexical scores and counts, without the served model."""
+CONTRIB_DOMAIN = "com.microsoft"
 SHIFT = "reached_shift"
-"""What is added, for each served model, to the share that its p90 is thought to reach."""
+"""For each served model, the correction of the expected coverage of its raw p90."""
 OWNER = "owner"
-"""Which query each row of the answer is of: one query may be forecast for many models."""
+"""The query of each output row: one query may be forecast for many models."""
 Array = NDArray[np.float32]
 State = Mapping[str, Array]
 
 
 @dataclass(slots=True)
-class Drawing:
-    """A graph while it is drawn; every call adds a node and names its output."""
+class GraphBuilder:
+    """Builds a graph; every call that adds a node returns the name of its output."""
 
     constants: dict[str, NDArray[np.generic]] = field(default_factory=dict)
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -47,32 +48,31 @@ class Drawing:
         self.constants[name] = np.asarray(value)
         return name
 
-    def call(
-        self, kind: str, *sources: str, domain: str = "", name: str = "", **options: int | float | list[int]
+    def node(
+        self, kind: str, *inputs: str, domain: str = "", name: str = "", **options: int | float | list[int]
     ) -> str:
         name = name or f"{self.prefix}{kind}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, list(sources), [name], domain=domain, **options))
+        self.nodes.append(helper.make_node(kind, list(inputs), [name], domain=domain, **options))
         return name
 
     def linear(self, source: str, state: State, name: str) -> str:
-        """A `torch.nn.Linear` on the last axis."""
+        """Add a `torch.nn.Linear` on the last axis."""
         weight = self.constant(f"{name}.weight", np.ascontiguousarray(state[f"{name}.weight"].T))
-        return self.call(
-            "Add", self.call("MatMul", source, weight), self.constant(f"{name}.bias", state[f"{name}.bias"])
-        )
+        product = self.node("MatMul", source, weight)
+        return self.node("Add", product, self.constant(f"{name}.bias", state[f"{name}.bias"]))
 
-    def plus(self, first: str, second: str) -> str:
-        """A sum. Not `Add`: that and a normalisation would be fused into an operator five times slower."""
-        return self.call("Sum", first, second)
+    def add(self, first: str, second: str) -> str:
+        """Add a sum. Not `Add`: that and a LayerNorm would be fused into an operator five times slower."""
+        return self.node("Sum", first, second)
 
-    def normalised(self, source: str, state: State, name: str, epsilon: float = 1e-5) -> str:
-        """A `torch.nn.LayerNorm` on the last axis."""
+    def layer_norm(self, source: str, state: State, name: str, epsilon: float = 1e-5) -> str:
+        """Add a `torch.nn.LayerNorm` on the last axis."""
         scale = self.constant(f"{name}.weight", state[f"{name}.weight"])
         shift = self.constant(f"{name}.bias", state[f"{name}.bias"])
-        return self.call("LayerNormalization", source, scale, shift, axis=-1, epsilon=epsilon)
+        return self.node("LayerNormalization", source, scale, shift, axis=-1, epsilon=epsilon)
 
-    def finished(self, name: str, output: str, width: int) -> bytes:
-        """The checked graph, with those inputs that some node reads."""
+    def build(self, name: str, output: str, width: int) -> bytes:
+        """Return the checked graph; of the known inputs it declares those that some node reads."""
         inputs = {
             "pieces": (TensorProto.INT64, ["queries", "pieces_width"]),
             "slots": (TensorProto.INT64, ["queries", "width"]),
@@ -82,16 +82,16 @@ class Drawing:
             OWNER: (TensorProto.INT64, ["rows"]),
             "model": (TensorProto.INT64, ["rows"]),
         }
-        made = {target for node in self.nodes for target in node.output}
-        read = {source for node in self.nodes for source in node.input}
+        written = {target for node in self.nodes for target in node.output}
+        needed = {source for node in self.nodes for source in node.input} - written
         graph = helper.make_graph(
             self.nodes,
             name,
-            [helper.make_tensor_value_info(key, *kind) for key, kind in inputs.items() if key in read - made],
+            [helper.make_tensor_value_info(key, *kind) for key, kind in inputs.items() if key in needed],
             [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["rows", width])],
             [numpy_helper.from_array(value, key) for key, value in self.constants.items()],
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIBUTED, 1)]
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB_DOMAIN, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
         onnx.checker.check_model(model)
         serialised: bytes = model.SerializeToString()
@@ -99,39 +99,44 @@ class Drawing:
 
 
 def lexical_graph(table: Array, head: State, sharpness: Array) -> bytes:
-    """The lexical model. `table` `[slots, views]` is kept in bytes with a scale per view; `head` holds the
-    weights of `lexical.Head` by name; `sharpness` is a factor for each served model."""
-    draw = Drawing()
-    draw.call("Concat", _scores(draw, table), "dense", name=INPUTS, axis=1)
-    _answer(draw, head, sharpness)
-    return draw.finished("lexical", ANSWER, len(head["last.bias"]))
+    """Return the graph of the lexical model.
+
+    `table` `[slots, views]` is stored in int8 with a scale per view; `head` holds the weights of
+    `length_head.LengthHead` by name; `sharpness` is a factor for each served model `[models]`.
+    """
+    graph = GraphBuilder()
+    graph.node("Concat", _lexical_scores(graph, table), "dense", name=INPUTS, axis=1)
+    _head(graph, head, sharpness)
+    return graph.build("lexical", OUTPUT, len(head["last.bias"]))
 
 
 def student_graph(
     table: Array, body: State, head: State, sharpness: Array, *, heads: Sequence[int], query_heads: int
 ) -> bytes:
-    """The small encoder beside the lexical scores; `body` holds the weights of `networks.Trimmed` by name.
-    The matrices are kept in bytes."""
-    draw = Drawing()
-    draw.call(
-        "Concat", _read(draw, body, heads, query_heads), _scores(draw, table), "dense", name=INPUTS, axis=1
-    )
-    reading = onnx.load_from_string(in_bytes(draw.finished("student", INPUTS, len(head["mean"]))))
-    answering = Drawing(prefix="head_")
-    _answer(answering, head, sharpness)
-    rest = onnx.load_from_string(answering.finished("head", ANSWER, len(head["last.bias"])))
-    del reading.graph.output[:]
-    reading.graph.node.extend(rest.graph.node)
-    reading.graph.initializer.extend(rest.graph.initializer)
-    reading.graph.output.extend(rest.graph.output)
-    reading.graph.input.extend(each for each in rest.graph.input if each.name != INPUTS)
-    onnx.checker.check_model(reading)
-    serialised: bytes = reading.SerializeToString()
+    """Return the graph of the small encoder beside the lexical scores; its matrices are stored in int8.
+
+    `body` holds the weights of `networks.TrimmedEncoder` by name; `heads` are the attention heads by layer.
+    """
+    graph = GraphBuilder()
+    encoded, scores = _encoder(graph, body, heads, query_heads), _lexical_scores(graph, table)
+    graph.node("Concat", encoded, scores, "dense", name=INPUTS, axis=1)
+    model = onnx.load_from_string(quantize(graph.build("student", INPUTS, len(head["mean"]))))
+    head_graph = GraphBuilder(prefix="head_")
+    _head(head_graph, head, sharpness)
+    head_model = onnx.load_from_string(head_graph.build("head", OUTPUT, len(head["last.bias"])))
+    del model.graph.output[:]
+    model.graph.node.extend(head_model.graph.node)
+    model.graph.initializer.extend(head_model.graph.initializer)
+    model.graph.output.extend(head_model.graph.output)
+    model.graph.input.extend(each for each in head_model.graph.input if each.name != INPUTS)
+    onnx.checker.check_model(model)
+    serialised: bytes = model.SerializeToString()
     return serialised
 
 
-def in_bytes(graph: bytes) -> bytes:
-    """The graph with its matrix products in eight bits; seven for weights, so that every processor agrees."""
+def quantize(graph: bytes) -> bytes:
+    """Return the graph with dynamically quantized matrix products: activations in eight bits, weights in
+    seven, so that every processor agrees."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with TemporaryDirectory() as folder:
@@ -149,195 +154,203 @@ def in_bytes(graph: bytes) -> bytes:
         return small.read_bytes()
 
 
-def _scores(draw: Drawing, table: Array) -> str:
-    """Lexical scores `[queries, views]` from slots and weights."""
+def _lexical_scores(graph: GraphBuilder, table: Array) -> str:
+    """Add lexical scores `[queries, views]` from slots and weights."""
     scale = np.maximum(np.abs(table).max(axis=0), 1e-12) / 127.0
-    kept = draw.constant("slot_table", np.round(table / scale).astype(np.int8))
-    vectors = draw.call("Cast", draw.call("Gather", kept, "slots"), to=TensorProto.FLOAT)
-    axis = draw.constant("axis", np.array([1]))
-    sums = draw.call("MatMul", draw.call("Unsqueeze", "weights", axis), vectors)
-    return draw.call(
-        "Mul", draw.call("Squeeze", sums, axis), draw.constant("slot_scale", scale.astype(np.float32))
+    quantized = graph.constant("slot_table", np.round(table / scale).astype(np.int8))
+    vectors = graph.node("Cast", graph.node("Gather", quantized, "slots"), to=TensorProto.FLOAT)
+    axis = graph.constant("axis", np.array([1]))
+    sums = graph.node(
+        "Squeeze", graph.node("MatMul", graph.node("Unsqueeze", "weights", axis), vectors), axis
     )
+    return graph.node("Mul", sums, graph.constant("slot_scale", scale.astype(np.float32)))
 
 
-def _answer(draw: Drawing, head: State, sharpness: Array) -> None:
-    """`lexical.Head`, sharpened for the served model and bent for the kind of prompt, as `probabilities`.
+def _head(graph: GraphBuilder, head: State, sharpness: Array) -> None:
+    """Add `length_head.LengthHead`, sharpened for the served model and recalibrated for the kind of prompt.
 
-    What hangs on the prompt alone is worked out once, however many models it is asked of.
+    Computes what depends on the prompt alone once, however many models it is forecast for.
     """
-    prompt, models = _standardised(draw, head), draw.constant("models", head["models.weight"])
-    state, served = _first(draw, head, prompt, models), draw.call("Gather", models, "model")
+    centred = graph.node("Sub", INPUTS, graph.constant("mean", head["mean"]))
+    scaled = graph.node("Mul", centred, graph.constant("scale", head["scale"]))
+    low, high = graph.constant("low", np.float32(-5.0)), graph.constant("high", np.float32(5.0))
+    prompt = graph.node("Clip", scaled, low, high)
+    models = graph.constant("models", head["models.weight"])
+    state, served = _first_layer(graph, head, prompt, models), graph.node("Gather", models, "model")
     for name in ("second", "last"):
-        weight = draw.constant(f"head.{name}.weight", head[f"{name}.weight"])
-        bias = draw.constant(f"head.{name}.bias", head[f"{name}.bias"])
-        both = draw.call("Concat", draw.call("Relu", state), served, axis=1)
-        state = draw.call("Gemm", both, weight, bias, transB=1)
-    factor = draw.call("Gather", draw.constant("sharpness", sharpness.reshape(-1, 1)), "model")
-    drawn = draw.call("Softmax", draw.call("Mul", state, factor), axis=1)
-    none = draw.constant(SHIFT, np.zeros((len(sharpness), 1), dtype=np.float32))
-    reached = _reached(draw, prompt, draw.call("Gather", none, "model"), len(head["mean"]))
-    _bent(draw, drawn, reached, len(head["last.bias"]))
+        weight = graph.constant(f"head.{name}.weight", head[f"{name}.weight"])
+        bias = graph.constant(f"head.{name}.bias", head[f"{name}.bias"])
+        both = graph.node("Concat", graph.node("Relu", state), served, axis=1)
+        state = graph.node("Gemm", both, weight, bias, transB=1)
+    factor = graph.node("Gather", graph.constant("sharpness", sharpness.reshape(-1, 1)), "model")
+    probabilities = graph.node("Softmax", graph.node("Mul", state, factor), axis=1)
+    no_shift = graph.constant(SHIFT, np.zeros((len(sharpness), 1), dtype=np.float32))
+    shift = graph.node("Gather", no_shift, "model")
+    coverage = _expected_coverage(graph, prompt, shift, len(head["mean"]))
+    _recalibrate(graph, probabilities, coverage, len(head["last.bias"]))
 
 
-def _standardised(draw: Drawing, head: State) -> str:
-    centred = draw.call("Sub", INPUTS, draw.constant("mean", head["mean"]))
-    scaled = draw.call("Mul", centred, draw.constant("scale", head["scale"]))
-    low, high = draw.constant("low", np.float32(-5.0)), draw.constant("high", np.float32(5.0))
-    return draw.call("Clip", scaled, low, high)
+def _first_layer(graph: GraphBuilder, head: State, prompt: str, models: str) -> str:
+    """Add the first layer as a sum of the prompt's part and the served model's, which is one row of a table.
 
-
-def _first(draw: Drawing, head: State, prompt: str, models: str) -> str:
-    """The first layer: what a prompt adds to it, and what the served model does, which is one row of a table.
-
-    The weights are cut and the table is made when a graph is loaded, so that `graft` finds them whole.
+    The weights are sliced and the table is computed when a graph is loaded, so that `onnx_head` finds whole
+    weights.
     """
-    weight = draw.constant("head.first.weight", head["first.weight"])
-    bias = draw.constant("head.first.bias", head["first.bias"])
+    weight = graph.constant("head.first.weight", head["first.weight"])
+    bias = graph.constant("head.first.bias", head["first.bias"])
     ends = (0, len(head["mean"]), head["first.weight"].shape[1])
-    begin, cut, end = (draw.constant(f"first.{place}", np.array([place])) for place in ends)
-    axis = draw.constant("first.axis", np.array([1]))
-    of_prompt = draw.call("Gemm", prompt, draw.call("Slice", weight, begin, cut, axis), transB=1)
-    table = draw.call("Gemm", models, draw.call("Slice", weight, cut, end, axis), bias, transB=1)
-    return draw.call("Add", draw.call("Gather", of_prompt, OWNER), draw.call("Gather", table, "model"))
+    begin, cut, end = (graph.constant(f"first.{place}", np.array([place])) for place in ends)
+    axis = graph.constant("first.axis", np.array([1]))
+    of_prompt = graph.node("Gemm", prompt, graph.node("Slice", weight, begin, cut, axis), transB=1)
+    table = graph.node("Gemm", models, graph.node("Slice", weight, cut, end, axis), bias, transB=1)
+    return graph.node("Add", graph.node("Gather", of_prompt, OWNER), graph.node("Gather", table, "model"))
 
 
-def _reached(draw: Drawing, prompt: str, shift: str, inputs: int) -> str:
-    """`calibrate.Kinds.reached_by`; all prompts are of one kind until `graft` fills in others."""
-    even = calibrate.one_kind(inputs)
-    weight, bias = draw.constant("kinds.weight", even.weight), draw.constant("kinds.bias", even.bias)
-    likeness = draw.call("Softmax", draw.call("Gemm", prompt, weight, bias, transB=1), axis=1)
-    each = draw.constant("kinds.reached", even.reached[:, None])
-    reached = draw.call("Gemm", draw.call("Gather", likeness, OWNER), each, shift)
-    least = draw.constant("least_reached", np.float32(calibrate.LEAST_REACHED))
-    most = draw.constant("most_reached", np.float32(calibrate.MOST_REACHED))
-    return draw.call("Clip", reached, least, most)
+def _expected_coverage(graph: GraphBuilder, prompt: str, shift: str, inputs: int) -> str:
+    """Add `calibrate.PromptKinds.expected_coverage`, with a single kind until `onnx_head.with_kinds`."""
+    kinds = calibrate.single_kind(inputs)
+    weight, bias = graph.constant("kinds.weight", kinds.weight), graph.constant("kinds.bias", kinds.bias)
+    memberships = graph.node("Softmax", graph.node("Gemm", prompt, weight, bias, transB=1), axis=1)
+    coverage = graph.constant("kinds.reached", kinds.p90_coverage[:, None])
+    expected = graph.node("Gemm", graph.node("Gather", memberships, OWNER), coverage, shift)
+    least = graph.constant("least_reached", np.float32(calibrate.MIN_P90_COVERAGE))
+    most = graph.constant("most_reached", np.float32(calibrate.MAX_P90_COVERAGE))
+    return graph.node("Clip", expected, least, most)
 
 
-def _bent(draw: Drawing, probabilities: str, reached: str, ranges: int) -> None:
-    """`calibrate.bent` as three matrix products, where many small operators would cost more: how far the sums
-    are beyond each knot, how much steeper it gets there, and what that adds to each range.
+def _recalibrate(graph: GraphBuilder, probabilities: str, coverage: str, ranges: int) -> None:
+    """Add `calibrate.recalibrate` as three matrix products; many small operators would cost more.
+
+    They give how far the cumulative sums are beyond each knot, how much the slope changes there, and what
+    that adds to each range.
     """
-    body, tail = calibrate.STATED - calibrate.MEDIAN, calibrate.FAR - calibrate.STATED
-    even = np.array([1.0, 0.0])  # a slope: where nothing is reached, and what it gains with `reached`
+    body, tail = calibrate.P90 - calibrate.MEDIAN, calibrate.P99 - calibrate.P90
+    even = np.array([1.0, 0.0])  # a slope: its value at coverage 0, and its gain per unit of coverage
     inner = np.array([-calibrate.MEDIAN, 1.0]) / body
-    outer = np.array([calibrate.FAR, -1.0]) / tail
+    outer = np.array([calibrate.P99, -1.0]) / tail
     steeper = np.repeat([inner - even, outer - inner, even - outer], ranges, axis=0).astype(np.float32)
-    knots = np.repeat([calibrate.MEDIAN, calibrate.STATED, calibrate.FAR], ranges).astype(np.float32)
+    knots = np.repeat([calibrate.MEDIAN, calibrate.P90, calibrate.P99], ranges).astype(np.float32)
     sums, parts = np.triu(np.ones((ranges, ranges))), np.eye(ranges) - np.eye(ranges, k=1)
-    along = draw.constant("bend.sums", np.tile(sums, 3).astype(np.float32))
-    beyond = draw.call("Relu", draw.call("Gemm", probabilities, along, draw.constant("bend.knots", -knots)))
-    at_none = draw.constant("bend.slope", steeper[:, 0])
-    slopes = draw.call("Gemm", reached, draw.constant("bend.gain", steeper[None, :, 1]), at_none)
-    back = draw.constant("bend.parts", np.tile(parts, (3, 1)).astype(np.float32))
-    moved = draw.call("Gemm", draw.call("Mul", beyond, slopes), back, probabilities)
-    draw.call("Relu", moved, name=ANSWER)
+    along = graph.constant("bend.sums", np.tile(sums, 3).astype(np.float32))
+    offsets = graph.constant("bend.knots", -knots)
+    beyond = graph.node("Relu", graph.node("Gemm", probabilities, along, offsets))
+    base = graph.constant("bend.slope", steeper[:, 0])
+    slopes = graph.node("Gemm", coverage, graph.constant("bend.gain", steeper[None, :, 1]), base)
+    back = graph.constant("bend.parts", np.tile(parts, (3, 1)).astype(np.float32))
+    moved = graph.node("Gemm", graph.node("Mul", beyond, slopes), back, probabilities)
+    graph.node("Relu", moved, name=OUTPUT)
 
 
-def _read(draw: Drawing, body: State, heads: Sequence[int], query_heads: int) -> str:
-    """`networks.Trimmed`: what its queries read `[queries, queries * width]`."""
-    nothing = draw.constant("nothing", np.int64(0))
-    real = draw.call("Cast", draw.call("Not", draw.call("Equal", "pieces", nothing)), to=TensorProto.INT32)
+def _encoder(graph: GraphBuilder, body: State, heads: Sequence[int], query_heads: int) -> str:
+    """Add `networks.TrimmedEncoder`: the readout of its queries `[prompts, queries * width]`."""
+    padding = graph.node("Equal", "pieces", graph.constant("nothing", np.int64(0)))
+    mask = graph.node("Cast", graph.node("Not", padding), to=TensorProto.INT32)
     if "merge.weight" in body:
-        state, real = _grouped(draw, body, real)
+        state, mask = _merged_embeddings(graph, body, mask)
     else:
-        state = _words(draw, body["table"])
-    state = draw.normalised(
-        draw.plus(state, _places(draw, body["places"], state)), body, "begin_norm", BERT_EPSILON
-    )
+        state = _embeddings(graph, body["table"])
+    state = graph.add(state, _positions(graph, body["positions"], state))
+    state = graph.layer_norm(state, body, "embedding_norm", BERT_EPSILON)
     for layer, own in enumerate(heads):
         if f"layers.{layer}.merge.weight" in body:
-            state, real = _merged(draw, body, f"layers.{layer}", state=state, real=real)
-        state = _trimmed_layer(draw, body, f"layers.{layer}", state=state, real=real, heads=own)
-    told = draw.normalised(state, body, "told_norm")
-    queries = draw.constant("queries", body["queries"][None])
-    query = draw.linear(
-        draw.normalised(queries, body, "reader.attention_norm"), body, "reader.attention.query"
+            state, mask = _merge(graph, body, f"layers.{layer}", state=state, mask=mask)
+        state = _trimmed_layer(graph, body, f"layers.{layer}", state=state, mask=mask, heads=own)
+    memory = graph.layer_norm(state, body, "memory_norm")
+    queries = graph.constant("queries", body["queries"][None])
+    normed = graph.layer_norm(queries, body, "reader.attention_norm")
+    query = graph.linear(normed, body, "reader.attention.query")
+    shape = graph.node("Shape", "pieces", start=0, end=1)
+    repeats = graph.node("Concat", shape, graph.constant("once", np.array([1, 1])), axis=0)
+    query = graph.node("Tile", query, repeats)
+    readout = _pre_norm_layer(
+        graph, body, "reader", state=queries, query=query, memory=memory, mask=mask, heads=query_heads
     )
-    shape = draw.call("Shape", "pieces", start=0, end=1)
-    times = draw.call("Concat", shape, draw.constant("once", np.array([1, 1])), axis=0)
-    query = draw.call("Tile", query, times)
-    read = _layer(draw, body, "reader", state=queries, query=query, told=told, real=real, heads=query_heads)
-    return draw.call("Reshape", read, draw.constant("flat", np.array([0, -1])))
+    return graph.node("Reshape", readout, graph.constant("flat", np.array([0, -1])))
 
 
-def _grouped(draw: Drawing, body: State, real: str) -> tuple[str, str]:
-    """States of neighbouring pieces as one straight from a table in bytes, and which of them are real."""
+def _merged_embeddings(graph: GraphBuilder, body: State, mask: str) -> tuple[str, str]:
+    """Add merged embeddings of neighbouring pieces, from a table in bytes, and the mask of their groups."""
     table, weight = body["table"].copy(), body["merge.weight"]
     width = table.shape[1]
     together = weight.shape[1] // width
     table[PADDING_PIECE] = 0.0
     grain = np.maximum(np.abs(table).max(axis=0), 1e-12) / 127.0
-    kept = draw.constant("piece_table", (np.round(table / grain) + ZERO).astype(np.uint8))
+    quantized = graph.constant("piece_table", (np.round(table / grain) + UINT8_ZERO).astype(np.uint8))
     weight = (weight * np.tile(grain, together)).T
-    scale = np.maximum(np.abs(weight).max(axis=0), 1e-12) / 63.0  # seven bits, as `in_bytes`
-    wide = draw.constant("piece_groups", np.array([0, -1, together * width]))
-    groups = draw.call("Reshape", draw.call("Gather", kept, "pieces"), wide)
-    bytes_ = draw.constant("merge.weight", np.round(weight / scale).astype(np.int8))
-    zero, none = draw.constant("piece_zero", np.uint8(ZERO)), draw.constant("merge.zero", np.int8(0))
-    summed = draw.call("Cast", draw.call("MatMulInteger", groups, bytes_, zero, none), to=TensorProto.FLOAT)
-    state = draw.call("Mul", summed, draw.constant("merge.scale", scale.astype(np.float32)))
-    return state, _any_real(draw, real, "pieces", together)
+    scale = np.maximum(np.abs(weight).max(axis=0), 1e-12) / 63.0  # seven bits, as `quantize`
+    group_shape = graph.constant("piece_groups", np.array([0, -1, together * width]))
+    groups = graph.node("Reshape", graph.node("Gather", quantized, "pieces"), group_shape)
+    matrix = graph.constant("merge.weight", np.round(weight / scale).astype(np.int8))
+    zeros = graph.constant("piece_zero", np.uint8(UINT8_ZERO)), graph.constant("merge.zero", np.int8(0))
+    product = graph.node("MatMulInteger", groups, matrix, *zeros)
+    summed = graph.node("Cast", product, to=TensorProto.FLOAT)
+    state = graph.node("Mul", summed, graph.constant("merge.scale", scale.astype(np.float32)))
+    return state, _merged_mask(graph, mask, "pieces", together)
 
 
-def _any_real(draw: Drawing, real: str, name: str, together: int) -> str:
-    """Which groups hold anything real."""
-    grouped = draw.call("Reshape", real, draw.constant(f"{name}.grouped", np.array([0, -1, together])))
-    return draw.call("ReduceMax", grouped, axes=[-1], keepdims=0)
+def _merged_mask(graph: GraphBuilder, mask: str, name: str, together: int) -> str:
+    """Add the mask of groups of neighbours: a group is real if any of its members is."""
+    grouped = graph.node("Reshape", mask, graph.constant(f"{name}.grouped", np.array([0, -1, together])))
+    return graph.node("ReduceMax", grouped, axes=[-1], keepdims=0)
 
 
-def _merged(draw: Drawing, body: State, name: str, *, state: str, real: str) -> tuple[str, str]:
-    """States of neighbours as one, and which of them are real."""
+def _merge(graph: GraphBuilder, body: State, name: str, *, state: str, mask: str) -> tuple[str, str]:
+    """Add the merged states of neighbours, and the mask of their groups."""
     weight = body[f"{name}.merge.weight"]
     width, together = weight.shape[0], weight.shape[1] // weight.shape[0]
-    last = draw.constant("last_axis", np.array([-1]))
-    shown = draw.call("Unsqueeze", draw.call("Cast", real, to=TensorProto.FLOAT), last)
-    wide = draw.constant(f"{name}.wide", np.array([0, -1, together * width]))
-    groups = draw.call("Reshape", draw.call("Mul", state, shown), wide)
-    kept = draw.constant(f"{name}.merge.weight", np.ascontiguousarray(weight.T))
-    return draw.call("MatMul", groups, kept), _any_real(draw, real, name, together)
+    last = graph.constant("last_axis", np.array([-1]))
+    shown = graph.node("Unsqueeze", graph.node("Cast", mask, to=TensorProto.FLOAT), last)
+    group_shape = graph.constant(f"{name}.wide", np.array([0, -1, together * width]))
+    groups = graph.node("Reshape", graph.node("Mul", state, shown), group_shape)
+    matrix = graph.constant(f"{name}.merge.weight", np.ascontiguousarray(weight.T))
+    return graph.node("MatMul", groups, matrix), _merged_mask(graph, mask, name, together)
 
 
-def _trimmed_layer(draw: Drawing, body: State, name: str, *, state: str, real: str, heads: int) -> str:
-    """`networks.TrimmedLayer`."""
-    query = draw.linear(state, body, f"{name}.attention.query")
-    found = _attention(draw, body, name, query=query, told=state, real=real, heads=heads)
-    state = draw.normalised(draw.plus(state, found), body, f"{name}.attention_norm", BERT_EPSILON)
-    hidden = draw.call("FastGelu", draw.linear(state, body, f"{name}.up"), domain=CONTRIBUTED)
-    added = draw.plus(state, draw.linear(hidden, body, f"{name}.down"))
-    return draw.normalised(added, body, f"{name}.hidden_norm", BERT_EPSILON)
+def _trimmed_layer(graph: GraphBuilder, body: State, name: str, *, state: str, mask: str, heads: int) -> str:
+    """Add `networks.TrimmedLayer`."""
+    query = graph.linear(state, body, f"{name}.attention.query")
+    attended = _attention(graph, body, name, query=query, memory=state, mask=mask, heads=heads)
+    state = graph.layer_norm(graph.add(state, attended), body, f"{name}.attention_norm", BERT_EPSILON)
+    hidden = graph.node("FastGelu", graph.linear(state, body, f"{name}.up"), domain=CONTRIB_DOMAIN)
+    added = graph.add(state, graph.linear(hidden, body, f"{name}.down"))
+    return graph.layer_norm(added, body, f"{name}.hidden_norm", BERT_EPSILON)
 
 
-def _layer(
-    draw: Drawing, body: State, name: str, *, state: str, query: str, told: str, real: str, heads: int
+def _pre_norm_layer(
+    graph: GraphBuilder, body: State, name: str, *, state: str, query: str, memory: str, mask: str, heads: int
 ) -> str:
-    """`networks.Layer`, given its projected queries."""
-    found = _attention(draw, body, name, query=query, told=told, real=real, heads=heads)
-    state = draw.plus(state, found)
-    hidden = draw.normalised(state, body, f"{name}.hidden_norm")
-    hidden = draw.call("Relu", draw.linear(hidden, body, f"{name}.up"))
-    return draw.plus(state, draw.linear(hidden, body, f"{name}.down"))
-
-
-def _attention(draw: Drawing, body: State, name: str, *, query: str, told: str, real: str, heads: int) -> str:
-    """`networks.Attention`, given its projected queries."""
-    key = draw.linear(told, body, f"{name}.attention.key")
-    value = draw.linear(told, body, f"{name}.attention.value")
-    found = draw.call("MultiHeadAttention", query, key, value, "", real, domain=CONTRIBUTED, num_heads=heads)
-    return draw.linear(found, body, f"{name}.attention.out")
-
-
-def _words(draw: Drawing, table: Array) -> str:
-    """A row for each piece from a table kept in bytes, with a scale per row."""
-    scale = np.maximum(np.abs(table).max(axis=1, keepdims=True), 1e-12) / 127.0
-    kept = draw.constant("piece_table", np.round(table / scale).astype(np.int8))
-    rows = draw.call("Cast", draw.call("Gather", kept, "pieces"), to=TensorProto.FLOAT)
-    return draw.call(
-        "Mul", rows, draw.call("Gather", draw.constant("piece_scale", scale.astype(np.float32)), "pieces")
+    """Add `networks.PreNormLayer`, given its projected queries."""
+    state = graph.add(
+        state, _attention(graph, body, name, query=query, memory=memory, mask=mask, heads=heads)
     )
+    hidden = graph.layer_norm(state, body, f"{name}.hidden_norm")
+    hidden = graph.node("Relu", graph.linear(hidden, body, f"{name}.up"))
+    return graph.add(state, graph.linear(hidden, body, f"{name}.down"))
 
 
-def _places(draw: Drawing, places: Array, state: str) -> str:
-    width = draw.call("Shape", state, start=1, end=2)
-    start = draw.constant("place_start", np.array([0]))
-    return draw.call("Slice", draw.constant("places", places), start, width)
+def _attention(
+    graph: GraphBuilder, body: State, name: str, *, query: str, memory: str, mask: str, heads: int
+) -> str:
+    """Add `networks.Attention`, given its projected queries."""
+    key = graph.linear(memory, body, f"{name}.attention.key")
+    value = graph.linear(memory, body, f"{name}.attention.value")
+    attended = graph.node(
+        "MultiHeadAttention", query, key, value, "", mask, domain=CONTRIB_DOMAIN, num_heads=heads
+    )
+    return graph.linear(attended, body, f"{name}.attention.out")
+
+
+def _embeddings(graph: GraphBuilder, table: Array) -> str:
+    """Add the embedding of each piece, from a table in int8 with a scale per row."""
+    scale = np.maximum(np.abs(table).max(axis=1, keepdims=True), 1e-12) / 127.0
+    quantized = graph.constant("piece_table", np.round(table / scale).astype(np.int8))
+    rows = graph.node("Cast", graph.node("Gather", quantized, "pieces"), to=TensorProto.FLOAT)
+    scales = graph.constant("piece_scale", scale.astype(np.float32))
+    return graph.node("Mul", rows, graph.node("Gather", scales, "pieces"))
+
+
+def _positions(graph: GraphBuilder, positions: Array, state: str) -> str:
+    """Add the first rows of the position embeddings, as many as `state` has positions."""
+    width = graph.node("Shape", state, start=1, end=2)
+    start = graph.constant("place_start", np.array([0]))
+    return graph.node("Slice", graph.constant("places", positions), start, width)

@@ -1,12 +1,12 @@
-"""The last steps of every training: calibrate what serves, write it with its card, and measure it as served.
+"""Finalize a trained model: calibrate it, write it with its card, and measure it as served.
 
-Needs the `train` extra.
+Every kind of training ends here. Needs the `train` extra.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,18 @@ NOTES = (
     "Holds weights, no texts. Several sources allow research only, so check them before commercial use.",
     "Lengths are in the answering model's own tokens. The figures are this graph's, on held-out prompts.",
 )
-LEAST_FIGURE_ROWS = 100
-KIND_PROMPTS = 2_000
-"""At most so many prompts of a source teach what its kind looks like."""
-LEAST_COVERAGE_PROMPTS = 100
+MIN_FIGURE_ROWS = 100
+MAX_KIND_PROMPTS = 2_000
+"""Prompts of a source that teach the classifier of kinds, at most."""
+MIN_COVERAGE_PROMPTS = 100
 FOLDS = 5
-CROSSED = "p90_coverage_by_source"
-"""On calibration and held-out prompts, each bent by what was fitted without its fold; all fit what serves."""
+COVERAGE_KEY = "p90_coverage_by_source"
+"""Cross-validated coverage on calibration and held-out prompts; the graph itself is fitted on all of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """A graph whose probabilities are not calibrated yet, and what its card is to say of it."""
+class UncalibratedModel:
+    """A trained graph whose probabilities are not calibrated yet, and the facts for its card."""
 
     graph: bytes
     name: str
@@ -53,14 +53,18 @@ class Trained:
     licences: tuple[tuple[str, str], ...] = ()
 
 
-def finish(
-    trained: Trained, data: Path, parts: dataset.Split, out: Path, progress: Progress = lambda _: None
+def finalize(
+    trained: UncalibratedModel,
+    data: Path,
+    parts: dataset.Split,
+    out: Path,
+    progress: Progress = lambda _: None,
 ) -> artifact.Card:
-    """Writes the calibrated artifact into the folder `out`, with its held-out figures on the card."""
+    """Write the calibrated artifact into the folder `out`, with its held-out figures on the card."""
     progress("calibrating")
-    graph = _calibrated(trained, parts.calibration[parts.calibration.model.isin(trained.models)])
-    graph, crossed = _bent(trained, graph, parts)
-    aliases = {alias: model for alias, model in ALIASES.items() if model in trained.models}
+    graph = _with_sharpness(trained, parts.calibration[parts.calibration.model.isin(trained.models)])
+    graph, coverage = _with_kinds(trained, graph, parts)
+    vocabulary = trained.vocabulary
     sources = {source: LICENCES.get(source, UNSTATED) for source in sorted(parts.train.source.unique())}
     card = artifact.Card(
         name=trained.name,
@@ -68,78 +72,88 @@ def finish(
         edges=trained.edges,
         models=trained.models,
         digest=artifact.digest_of(graph),
-        vocabulary_digest=artifact.digest_of(artifact.encode_vocabulary(trained.vocabulary))
-        if trained.vocabulary
-        else "",
-        aliases=aliases,
-        trained_on=describe(data, parts),
+        vocabulary_digest=artifact.digest_of(artifact.encode_vocabulary(vocabulary)) if vocabulary else "",
+        aliases={alias: model for alias, model in ALIASES.items() if model in trained.models},
+        trained_on=describe_data(data, parts),
         licences={**sources, **dict(trained.licences)},
         notes=(*NOTES, *trained.notes),
-        config={**trained.config, CROSSED: crossed},
+        config={**trained.config, COVERAGE_KEY: coverage},
     )
-    artifact.write(out, graph, card, trained.vocabulary)
+    artifact.write(out, graph, card, vocabulary)
     progress("measuring on held-out prompts")
-    card = artifact.with_figures(card, held_out_figures(OnnxForecaster(out), parts.held_out))
-    artifact.write(out, graph, card, trained.vocabulary)
+    card = replace(card, figures=held_out_figures(OnnxForecaster(out), parts.held_out))
+    artifact.write(out, graph, card, vocabulary)
     return card
 
 
-def _calibrated(trained: Trained, rows: pd.DataFrame) -> bytes:
-    """The graph with a sharpness for each model, fitted on rows that nothing was trained on."""
+def _with_sharpness(trained: UncalibratedModel, rows: pd.DataFrame) -> bytes:
+    """Return the graph with a sharpness for each model, fitted on calibration rows."""
     prompts = rows.drop_duplicates("prompt_id")
-    inputs = onnx_head.inputs_of(trained.graph, trained.vocabulary, list(prompts.prompt))
-    served = places(rows.model, trained.models)
-    head = onnx_head.head_of(trained.graph)
-    net = length_head.head_from(head)
-    logits = length_head.logits_of(net, inputs, places(rows.prompt_id, prompts.prompt_id), served)
-    factors = calibrate.sharpness_by_model(
+    inputs = onnx_head.head_inputs(trained.graph, trained.vocabulary, list(prompts.prompt))
+    head = onnx_head.read_head(trained.graph)
+    model = index_in(trained.models, rows.model)
+    logits = length_head.predict_logits(
+        length_head.load_head(head), inputs, index_in(prompts.prompt_id, rows.prompt_id), model
+    )
+    sharpness = calibrate.fit_sharpness_by_model(
         logits.astype(np.float64),
         rows.response_tokens.to_numpy(dtype=np.int64),
-        served,
+        model,
         trained.edges,
         len(trained.models),
     )
-    return onnx_head.with_head(trained.graph, head, factors)
+    return onnx_head.with_head(trained.graph, head, sharpness)
 
 
-def _bent(trained: Trained, graph: bytes, parts: dataset.Split) -> tuple[bytes, dict[str, float]]:
-    """The graph bent for the kinds of prompts that it tells apart, and the p90's coverage by source."""
-    head = onnx_head.head_of(graph)
-    by_source = parts.train.drop_duplicates(["source", "prompt_id"]).groupby("source")
-    shown = by_source.head(KIND_PROMPTS).reset_index(drop=True)
-    seen = onnx_head.standardised(head, onnx_head.inputs_of(graph, trained.vocabulary, list(shown.prompt)))
-    kinds = calibrate.kinds_of(seen, shown.source.to_numpy(dtype=str))
+def _with_kinds(
+    trained: UncalibratedModel, graph: bytes, parts: dataset.Split
+) -> tuple[bytes, dict[str, float]]:
+    """Return the graph with fitted kinds of prompts, and the cross-validated p90 coverage by source."""
+    head = onnx_head.read_head(graph)
+    kinds = _fit_kinds(trained, graph, parts.train)
 
     both = pd.concat([parts.calibration, parts.held_out], ignore_index=True)
     rows = both[both.model.isin(trained.models)].reset_index(drop=True)
     prompts = rows.drop_duplicates("prompt_id")
-    owner, served = places(rows.prompt_id, prompts.prompt_id), places(rows.model, trained.models)
-    inputs = onnx_head.inputs_of(graph, trained.vocabulary, list(prompts.prompt))
-    logits = length_head.logits_of(length_head.head_from(head), inputs, owner, served).astype(np.float64)
-    probabilities = softmax(logits * onnx_head.sharpness_of(graph)[served][:, None], axis=1)
-    known, source = onnx_head.standardised(head, inputs)[owner], rows.source.to_numpy(dtype=str)
+    owner, model = index_in(prompts.prompt_id, rows.prompt_id), index_in(trained.models, rows.model)
+    inputs = onnx_head.head_inputs(graph, trained.vocabulary, list(prompts.prompt))
+    logits = length_head.predict_logits(length_head.load_head(head), inputs, owner, model).astype(np.float64)
+    probabilities = softmax(logits * onnx_head.read_sharpness(graph)[model][:, None], axis=1)
+    standardised, source = onnx_head.standardise(head, inputs)[owner], rows.source.to_numpy(dtype=str)
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
-    within = lengths <= metrics.quantile(probabilities, trained.edges, calibrate.STATED)
-    crossed = np.zeros(len(rows), dtype=bool)
+    within = lengths <= metrics.quantile(probabilities, trained.edges, calibrate.P90)
+    within_recalibrated = np.zeros(len(rows), dtype=bool)
     for fold in range(FOLDS):
-        own = owner % FOLDS == fold
-        fitted = calibrate.fit_reached(kinds, known[~own], within[~own], source[~own])
-        moved = calibrate.bent(probabilities[own], fitted.reached_by(known[own]))
-        crossed[own] = lengths[own] <= metrics.quantile(moved, trained.edges, calibrate.STATED)
-    many = (each for each in np.unique(source) if len(set(owner[source == each])) >= LEAST_COVERAGE_PROMPTS)
-    told = {str(each): round(float(crossed[source == each].mean()), 4) for each in many}
-    return onnx_head.with_kinds(graph, calibrate.fit_reached(kinds, known, within, source)), told
+        test = owner % FOLDS == fold
+        fitted = calibrate.fit_p90_coverage(kinds, standardised[~test], within[~test], source[~test])
+        moved = calibrate.recalibrate(probabilities[test], fitted.expected_coverage(standardised[test]))
+        within_recalibrated[test] = lengths[test] <= metrics.quantile(moved, trained.edges, calibrate.P90)
+    coverage = {
+        str(each): round(float(within_recalibrated[source == each].mean()), 4)
+        for each in np.unique(source)
+        if len(set(owner[source == each])) >= MIN_COVERAGE_PROMPTS
+    }
+    fitted = calibrate.fit_p90_coverage(kinds, standardised, within, source)
+    return onnx_head.with_kinds(graph, fitted), coverage
 
 
-def places(values: pd.Series[str], among: pd.Series[str] | tuple[str, ...]) -> NDArray[np.int64]:
-    """Where each value stands among some others."""
+def _fit_kinds(trained: UncalibratedModel, graph: bytes, train: pd.DataFrame) -> calibrate.PromptKinds:
+    by_source = train.drop_duplicates(["source", "prompt_id"]).groupby("source")
+    prompts = by_source.head(MAX_KIND_PROMPTS).reset_index(drop=True)
+    inputs = onnx_head.head_inputs(graph, trained.vocabulary, list(prompts.prompt))
+    standardised = onnx_head.standardise(onnx_head.read_head(graph), inputs)
+    return calibrate.fit_kinds(standardised, prompts.source.to_numpy(dtype=str))
+
+
+def index_in(among: pd.Series[str] | tuple[str, ...], values: pd.Series[str]) -> NDArray[np.int64]:
+    """Return the position of each value in `among`."""
     index = pd.Series(np.arange(len(among)), index=list(among))
-    found: NDArray[np.int64] = values.map(index).to_numpy(dtype=np.int64)
-    return found
+    positions: NDArray[np.int64] = values.map(index).to_numpy(dtype=np.int64)
+    return positions
 
 
-def describe(data: Path, parts: dataset.Split) -> dict[str, Any]:
-    """What a card says of the data: which, how much, and how it was split."""
+def describe_data(data: Path, parts: dataset.Split) -> dict[str, Any]:
+    """Return the card's entry on the data: file, digest, sizes and split."""
     return {
         "file": data.name,
         "sha256": dataset.file_digest(data),
@@ -154,29 +168,29 @@ def describe(data: Path, parts: dataset.Split) -> dict[str, Any]:
 
 
 def held_out_figures(forecaster: OnnxForecaster, held_out: pd.DataFrame) -> dict[str, Any]:
-    """By source and model with enough held-out rows: what the served artifact scores there."""
+    """Return the served artifact's scores by source and model, for those with enough held-out rows."""
     return {
         f"{source}/{model}": _figures(forecaster, rows)
         for (source, model), rows in held_out.groupby(["source", "model"])
-        if len(rows) >= LEAST_FIGURE_ROWS
+        if len(rows) >= MIN_FIGURE_ROWS
     }
 
 
 def _figures(forecaster: OnnxForecaster, rows: pd.DataFrame) -> dict[str, Any]:
     queries = [Features(row.prompt, row.model, row.turn) for row in rows.itertuples()]
-    found = np.array([each.probabilities for each in forecaster.forecast(queries)])
+    probabilities = np.array([each.probabilities for each in forecaster.forecast(queries)])
     edges, lengths = forecaster.card.edges, rows.response_tokens.to_numpy(dtype=np.int64)
-    mean, p50 = metrics.expected(found, edges), metrics.quantile(found, edges, 0.5)
-    buckets = (
-        metrics.accuracy(lengths, metrics.likeliest_bucket(found, edges, longest), longest)
-        for longest in (512, 1024)
+    mean, p50 = metrics.expected(probabilities, edges), metrics.quantile(probabilities, edges, 0.5)
+    accuracies = (
+        metrics.accuracy(lengths, metrics.likeliest_bucket(probabilities, edges, max_length), max_length)
+        for max_length in (512, 1024)
     )
     figures = {
         "rows": len(rows),
         "spearman": metrics.rank(lengths, mean)["spearman"],
         "mae_of_mean": metrics.mean_absolute_error(lengths, mean),
         "mae_of_p50": metrics.mean_absolute_error(lengths, p50),
-        "p90_coverage": metrics.coverage(lengths, metrics.quantile(found, edges, 0.9)),
-        **{key: value for each in buckets for key, value in each.items()},
+        "p90_coverage": metrics.coverage(lengths, metrics.quantile(probabilities, edges, 0.9)),
+        **{key: value for each in accuracies for key, value in each.items()},
     }
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}

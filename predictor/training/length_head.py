@@ -1,11 +1,12 @@
-"""The lexical model: a small network from lexical scores, counts and the served model to ranges of length.
+"""The length head: a small network from a prompt's inputs and the served model to ranges of length.
 
-Needs torch; training only.
+The lexical model is this head on lexical scores and counts alone; the neural models put it behind a text
+encoder. Needs torch; training only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,12 @@ from torch.nn import functional
 
 Progress = Callable[[str], None]
 UNKNOWN_MODEL = 0
-"""Row of the model table for a name that was not trained on: what models do on average."""
+"""Row of the model table for a name that was not trained on: the average of models."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """Sizes and the training recipe."""
+    """Sizes and the training recipe. An artifact's card stores the fields by name."""
 
     model_width: int = 24
     hidden: int = 128
@@ -31,13 +32,16 @@ class HeadConfig:
     weight_decay: float = 1e-2
     hidden_dropout: float = 0.1
     input_noise: float = 0.05
+    """Standard deviation of the noise on inputs, in their own standard deviations."""
     unknown_share: float = 0.1
+    """Share of the rows whose model is replaced by UNKNOWN_MODEL."""
     spread_octaves: float = 0.25
+    """Standard deviation of the soft targets over log2 length."""
     seed: int = 7
 
 
-class Head(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Logits over ranges of length from a prompt's inputs and a row of the model table."""
+class LengthHead(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """Logits `[rows, ranges]` from inputs `[rows, inputs]` and rows of the model table `[rows]`."""
 
     def __init__(self, config: HeadConfig, inputs: int, models: int, ranges: int) -> None:
         super().__init__()
@@ -51,17 +55,17 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is not typed here
         self.register_buffer("scale", torch.ones(inputs))
 
     def forward(self, inputs: Tensor, model: Tensor) -> Tensor:
-        served = self.models(model)
-        known = ((inputs - self.mean) * self.scale).clamp(-5.0, 5.0)
-        hidden = self.dropout(torch.relu(self.first(torch.cat([known, served], 1))))
-        hidden = self.dropout(torch.relu(self.second(torch.cat([hidden, served], 1))))
-        logits: Tensor = self.last(torch.cat([hidden, served], 1))
+        embedding = self.models(model)
+        standardised = ((inputs - self.mean) * self.scale).clamp(-5.0, 5.0)
+        hidden = self.dropout(torch.relu(self.first(torch.cat([standardised, embedding], 1))))
+        hidden = self.dropout(torch.relu(self.second(torch.cat([hidden, embedding], 1))))
+        logits: Tensor = self.last(torch.cat([hidden, embedding], 1))
         return logits
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """What is learned from: `prompt` is a row's place among the inputs; target `[rows, ranges]`."""
+class HeadRows:
+    """Training rows: `prompt` indexes the inputs; targets `[rows, ranges]`."""
 
     prompt: NDArray[np.int64]
     model: NDArray[np.int64]
@@ -71,78 +75,79 @@ class Rows:
 
 def fit(
     inputs: NDArray[np.float32],
-    rows: Rows,
+    rows: HeadRows,
     models: int,
     config: HeadConfig,
     progress: Progress = lambda _: None,
-) -> Head:
-    """Trains a head from nothing; the same seed gives the same head."""
+) -> LengthHead:
+    """Train a new head; the same seed gives the same head."""
     torch.manual_seed(config.seed)
-    net: Head = Head(config, inputs.shape[1], models, rows.target.shape[1])
-    own = torch.tensor(inputs[np.unique(rows.prompt)])
-    net.mean.copy_(own.mean(0))
-    net.scale.copy_(1.0 / own.std(0).clamp_min(0.02))
-    return tune(net, inputs, rows, config, progress)
+    head: LengthHead = LengthHead(config, inputs.shape[1], models, rows.target.shape[1])
+    seen = torch.tensor(inputs[np.unique(rows.prompt)])
+    head.mean.copy_(seen.mean(0))
+    head.scale.copy_(1.0 / seen.std(0).clamp_min(0.02))
+    return tune(head, inputs, rows, config, progress)
 
 
-def head_from(state: dict[str, NDArray[np.float32]]) -> Head:
-    """A head with weights that were trained before, as they are kept in an artifact."""
+def load_head(state: Mapping[str, NDArray[np.float32]]) -> LengthHead:
+    """Return a head with the weights of an artifact, in evaluation mode."""
     models, model_width = state["models.weight"].shape
     ranges, last = state["last.weight"].shape
     config = HeadConfig(model_width=model_width, hidden=last - model_width)
-    net: Head = Head(config, len(state["mean"]), models, ranges)
-    net.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
-    net.eval()
-    return net
+    head: LengthHead = LengthHead(config, len(state["mean"]), models, ranges)
+    head.load_state_dict({name: torch.tensor(value) for name, value in state.items()})
+    head.eval()
+    return head
 
 
-def state_of(net: Head) -> dict[str, NDArray[np.float32]]:
-    """A head's weights by name."""
-    return {name: value.detach().numpy().copy() for name, value in net.state_dict().items()}
+def head_state(head: LengthHead) -> dict[str, NDArray[np.float32]]:
+    """Return a head's weights by name."""
+    return {name: value.detach().numpy().copy() for name, value in head.state_dict().items()}
 
 
 def tune(
-    net: Head,
+    head: LengthHead,
     inputs: NDArray[np.float32],
-    rows: Rows,
+    rows: HeadRows,
     config: HeadConfig,
     progress: Progress = lambda _: None,
     *,
     only_models: bool = False,
-) -> Head:
-    """Trains a head further, by cross-entropy on soft targets; or only its model table."""
+) -> LengthHead:
+    """Train a head further by cross-entropy on soft targets; with `only_models` its model table alone."""
     torch.manual_seed(config.seed)
-    net.train()
-    known = torch.tensor(inputs)
-    noise = config.input_noise / net.scale
+    head.train()
+    features = torch.tensor(inputs)
+    noise = config.input_noise / head.scale
     steps = config.epochs * (len(rows.prompt) // config.batch_rows + 1) + 1
-    learning = [net.models.weight] if only_models else list(net.parameters())
-    optimizer = torch.optim.AdamW(learning, lr=config.learning_rate, weight_decay=config.weight_decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, total_steps=steps)
+    parameters = [head.models.weight] if only_models else list(head.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, total_steps=steps)
     prompt, model, target, weight = map(torch.tensor, (rows.prompt, rows.model, rows.target, rows.weight))
     for epoch in range(config.epochs):
         total = 0.0
         for chosen in torch.randperm(len(prompt)).split(config.batch_rows):
-            served = model[chosen].masked_fill(torch.rand(len(chosen)) < config.unknown_share, UNKNOWN_MODEL)
-            shown = known[prompt[chosen]]
-            logits = net(shown + noise * torch.randn_like(shown), served)
+            masked = torch.rand(len(chosen)) < config.unknown_share
+            served = model[chosen].masked_fill(masked, UNKNOWN_MODEL)
+            batch = features[prompt[chosen]]
+            logits = head(batch + noise * torch.randn_like(batch), served)
             losses = functional.cross_entropy(logits, target[chosen], reduction="none")
             loss = (losses * weight[chosen]).mean()
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
-            schedule.step()
+            scheduler.step()
             total += loss.item() * len(chosen)
         progress(f"epoch {epoch + 1}/{config.epochs}: loss {total / len(prompt):.4f}")
-    net.eval()
-    return net
+    head.eval()
+    return head
 
 
-def logits_of(
-    net: Head, inputs: NDArray[np.float32], prompt: NDArray[np.int64], model: NDArray[np.int64]
+def predict_logits(
+    head: LengthHead, inputs: NDArray[np.float32], prompt: NDArray[np.int64], model: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Logits `[rows, ranges]`, in batches."""
-    known = torch.tensor(inputs)
-    pairs = zip(torch.tensor(prompt).split(4096), torch.tensor(model).split(4096), strict=True)
+    """Return logits `[rows, ranges]`, computed in batches; `prompt` indexes the inputs."""
+    features = torch.tensor(inputs)
+    batches = zip(torch.tensor(prompt).split(4096), torch.tensor(model).split(4096), strict=True)
     with torch.no_grad():
-        return np.concatenate([net(known[where], served).numpy() for where, served in pairs])
+        return np.concatenate([head(features[prompts], models).numpy() for prompts, models in batches])

@@ -1,7 +1,7 @@
 """The neural models: a large text encoder that teaches, and a small one that serves.
 
-Both turn word pieces `[prompts, pieces]` into a representation `[prompts, width]`; a head makes of it, of
-lexical scores and of the served model, logits over ranges of length. Needs torch; training only.
+Both encode word pieces `[prompts, pieces]` as a representation `[prompts, width]`; a head turns it, the
+lexical scores and the served model into logits over ranges of length. Needs torch; training only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from predictor.training.length_head import Head, HeadConfig
+from predictor.training.length_head import HeadConfig, LengthHead
 from predictor.wordpiece import MAX_PIECES, PAD_MULTIPLE
 
 
@@ -27,7 +27,7 @@ class AttentionConfig:
 
 
 class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Multi-head attention of `asking` over `told`, both of one width."""
+    """Multi-head attention of queries `[prompts, n, width]` over a memory `[prompts, m, width]`."""
 
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
@@ -37,18 +37,21 @@ class Attention(nn.Module):  # type: ignore[misc]  # torch is not typed here
         self.value = nn.Linear(config.width, config.attention)
         self.out = nn.Linear(config.attention, config.width)
 
-    def forward(self, asking: Tensor, told: Tensor, real: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """`mask` `[prompts, m]` is true where the memory is not padding."""
         query, key, value = (
             each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for each in (self.query(asking), self.key(told), self.value(told))
+            for each in (self.query(queries), self.key(memory), self.value(memory))
         )
-        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=real[:, None, None, :])
-        mixed: Tensor = self.out(found.transpose(1, 2).flatten(2))
-        return mixed
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask[:, None, None, :]
+        )
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
 
 
-class Layer(nn.Module):  # type: ignore[misc]
-    """Attention and a hidden layer, each after a normalisation and added to what was there."""
+class PreNormLayer(nn.Module):  # type: ignore[misc]
+    """Attention and a hidden layer, each after a normalisation and with a residual."""
 
     def __init__(self, config: AttentionConfig, hidden: int) -> None:
         super().__init__()
@@ -58,15 +61,16 @@ class Layer(nn.Module):  # type: ignore[misc]
         self.up = nn.Linear(config.width, hidden)
         self.down = nn.Linear(hidden, config.width)
 
-    def forward(self, state: Tensor, told: Tensor | None, real: Tensor) -> Tensor:
-        asking = self.attention_norm(state)
-        state = state + self.attention(asking, asking if told is None else told, real)
+    def forward(self, state: Tensor, memory: Tensor | None, mask: Tensor) -> Tensor:
+        """Attends over `memory`, or over the states themselves where it is None."""
+        queries = self.attention_norm(state)
+        state = state + self.attention(queries, queries if memory is None else memory, mask)
         hidden: Tensor = state + self.down(torch.relu(self.up(self.hidden_norm(state))))
         return hidden
 
 
-class Teacher(nn.Module):  # type: ignore[misc]
-    """A pretrained encoder from a folder or the Hub: the mean of its last states over the real pieces."""
+class TeacherEncoder(nn.Module):  # type: ignore[misc]
+    """A pretrained encoder from a folder or the Hub, mean-pooled over the real pieces."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -76,50 +80,50 @@ class Teacher(nn.Module):  # type: ignore[misc]
         self.width = int(self.encoder.config.hidden_size)
 
     def forward(self, pieces: Tensor) -> Tensor:
-        real = (pieces != 0).long()
-        states = self.encoder(input_ids=pieces, attention_mask=real).last_hidden_state
-        pooled: Tensor = (states * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        mask = (pieces != 0).long()
+        states = self.encoder(input_ids=pieces, attention_mask=mask).last_hidden_state
+        pooled: Tensor = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         return pooled
 
 
 class LengthNet(nn.Module):  # type: ignore[misc]
-    """A text encoder with a head."""
+    """A text encoder with a length head."""
 
     def __init__(self, body: nn.Module, head: HeadConfig, side: Tensor, models: int, ranges: int) -> None:
-        """`side` `[prompts, features]` is what its standardisation is measured on."""
+        """`side` `[prompts, features]` are the side features from which the head's standardisation is set."""
         super().__init__()
         self.body = body
-        self.head = Head(head, body.width + side.shape[1], models, ranges)
+        self.head = LengthHead(head, body.width + side.shape[1], models, ranges)
         self.head.mean[body.width :] = side.mean(0)
         self.head.scale[body.width :] = 1.0 / side.std(0).clamp_min(0.02)
 
     def forward(self, pieces: Tensor, side: Tensor, owner: Tensor, model: Tensor) -> Tensor:
-        """Logits `[rows, ranges]`; row i is of prompt `owner[i]` and answered by `model[i]`."""
-        return self.told(self.read(pieces), side, owner, model)
+        """Return logits `[rows, ranges]`; row i is of prompt `owner[i]` and answered by `model[i]`."""
+        return self.predict(self.encode(pieces), side, owner, model)
 
-    def read(self, pieces: Tensor) -> Tensor:
-        """What the encoder makes of each prompt."""
+    def encode(self, pieces: Tensor) -> Tensor:
+        """Return the encoder's output in float32 `[prompts, width]`."""
         with torch.autocast(pieces.device.type, torch.bfloat16, enabled=pieces.is_cuda):
-            found: Tensor = self.body(pieces)
-        return found.float()
+            encoded: Tensor = self.body(pieces)
+        return encoded.float()
 
-    def told(self, read: Tensor, side: Tensor, owner: Tensor, model: Tensor) -> Tensor:
-        """Logits from what was read."""
-        logits: Tensor = self.head(torch.cat([read, side], 1)[owner], model)
+    def predict(self, encoded: Tensor, side: Tensor, owner: Tensor, model: Tensor) -> Tensor:
+        """Return logits `[rows, ranges]` from encoded prompts."""
+        logits: Tensor = self.head(torch.cat([encoded, side], 1)[owner], model)
         return logits
 
 
-def keep_pieces(encoder: nn.Module, kept: Sequence[int]) -> None:
-    """Leaves of an encoder's table only the rows of some pieces."""
+def prune_embeddings(encoder: nn.Module, kept: Sequence[int]) -> None:
+    """Keep only some pieces' rows of an encoder's embedding table."""
     table = encoder.embeddings.word_embeddings.weight.detach()
     encoder.embeddings.word_embeddings = nn.Embedding.from_pretrained(table[torch.as_tensor(kept)])
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What is kept of a teacher's layer; before it, `merged` neighbours become one, which lessens its work.
+    """Heads and neurons kept of a teacher's layer; before it, `merged` neighbours become one state.
 
-    Where the first layer merges, a piece is its row of the table and no more: places are told to the groups.
+    Where the first layer merges, groups of pieces have position embeddings, the pieces themselves none.
     """
 
     heads: int
@@ -129,7 +133,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrimmedConfig:
-    """How much of a teacher a student keeps: its first layers, their strongest heads and neurons."""
+    """The part of a teacher that a student keeps: its first layers, their strongest heads and neurons."""
 
     layers: tuple[LayerConfig, ...] = (LayerConfig(6, 768, merged=4), LayerConfig(6, 768))
     queries: int = 4
@@ -139,108 +143,110 @@ class TrimmedConfig:
 
 
 class TrimmedLayer(nn.Module):  # type: ignore[misc]
-    """A BERT layer: attention and a hidden layer, each added to what was there and then normalised."""
+    """A BERT layer: attention and a hidden layer, each with a residual and then normalised."""
 
-    def __init__(self, attention: AttentionConfig, kept: LayerConfig) -> None:
+    def __init__(self, attention: AttentionConfig, config: LayerConfig) -> None:
         super().__init__()
         width = attention.width
-        self.merged = kept.merged
-        if kept.merged > 1:
-            self.merge = _mean_of(kept.merged, width)
+        self.merged = config.merged
+        if config.merged > 1:
+            self.merge = _merge_layer(config.merged, width)
         self.attention = Attention(attention)
         self.attention_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, kept.hidden)
-        self.down = nn.Linear(kept.hidden, width)
+        self.up = nn.Linear(width, config.hidden)
+        self.down = nn.Linear(config.hidden, width)
         self.hidden_norm = nn.LayerNorm(width)
 
-    def forward(self, state: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """New states, and which of them are real."""
+    def forward(self, state: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return new states, and the mask of those that are not padding."""
         if self.merged > 1:
-            state, real = _merged(self.merge, state, real, self.merged)
-        state = self.attention_norm(state + self.attention(state, state, real))
+            state, mask = _merge_neighbours(self.merge, state, mask, self.merged)
+        state = self.attention_norm(state + self.attention(state, state, mask))
         hidden = self.down(functional.gelu(self.up(state), approximate="tanh"))
-        added: Tensor = self.hidden_norm(state + hidden)
-        return added, real
+        normed: Tensor = self.hidden_norm(state + hidden)
+        return normed, mask
 
 
-class Trimmed(nn.Module):  # type: ignore[misc]
-    """The beginning of a teacher, trimmed, and a layer where learned queries read its states."""
+class TrimmedEncoder(nn.Module):  # type: ignore[misc]
+    """The first layers of a teacher, trimmed, and a layer where learned queries read their states."""
 
     def __init__(self, config: TrimmedConfig, teacher: nn.Module) -> None:
         super().__init__()
         self.config = config
-        self.table, self.places, self.begin_norm = _beginning(teacher.embeddings)
+        self.table, self.positions, self.embedding_norm = _copy_embeddings(teacher.embeddings)
         self.together = config.layers[0].merged
         layers = config.layers
         if self.together > 1:
-            self.merge = _mean_of(self.together, self.table.shape[1])
-            self.table = nn.Parameter(self.begin_norm(self.table + self.places.mean(0)).detach())
-            self.places = nn.Parameter(torch.zeros(MAX_PIECES // self.together, self.table.shape[1]))
+            self.merge = _merge_layer(self.together, self.table.shape[1])
+            self.table = nn.Parameter(self.embedding_norm(self.table + self.positions.mean(0)).detach())
+            self.positions = nn.Parameter(torch.zeros(MAX_PIECES // self.together, self.table.shape[1]))
             layers = (replace(layers[0], merged=1), *layers[1:])
-        self.layers = nn.ModuleList(map(_trimmed, teacher.encoder.layer, layers))
-        reading = AttentionConfig(self.table.shape[1], config.query_attention, config.query_heads)
-        self.told_norm = nn.LayerNorm(self.table.shape[1])
+        self.layers = nn.ModuleList(map(_trim_layer, teacher.encoder.layer, layers))
+        attention = AttentionConfig(self.table.shape[1], config.query_attention, config.query_heads)
+        self.memory_norm = nn.LayerNorm(self.table.shape[1])
         self.queries = nn.Parameter(torch.randn(config.queries, self.table.shape[1]) * 0.5)
-        self.reader = Layer(reading, config.query_hidden)
+        self.reader = PreNormLayer(attention, config.query_hidden)
         self.width = config.queries * self.table.shape[1]
 
     def forward(self, pieces: Tensor) -> Tensor:
         pieces = functional.pad(pieces, (0, -pieces.shape[1] % PAD_MULTIPLE))
-        state, real = functional.embedding(pieces, self.table), pieces != 0
+        state, mask = functional.embedding(pieces, self.table), pieces != 0
         if self.together > 1:
-            state, real = _merged(self.merge, state, real, self.together)
-        state = self.begin_norm(state + self.places[: state.shape[1]])
+            state, mask = _merge_neighbours(self.merge, state, mask, self.together)
+        state = self.embedding_norm(state + self.positions[: state.shape[1]])
         for layer in self.layers:
-            state, real = layer(state, real)
+            state, mask = layer(state, mask)
         queries = self.queries.expand(len(pieces), -1, -1)
-        read: Tensor = self.reader(queries, self.told_norm(state), real)
-        return read.flatten(1)
+        readout: Tensor = self.reader(queries, self.memory_norm(state), mask)
+        return readout.flatten(1)
 
 
-def _beginning(embeddings: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.LayerNorm]:
-    """A teacher's table of pieces, what it tells of places, and the normalisation of their sum."""
+def _copy_embeddings(embeddings: nn.Module) -> tuple[nn.Parameter, nn.Parameter, nn.LayerNorm]:
+    """Return a teacher's piece embeddings, position embeddings, and the normalisation of their sum."""
     table = embeddings.word_embeddings.weight.detach().float().clone()
-    places = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
-    norm = _copied(nn.LayerNorm(table.shape[1]), embeddings.LayerNorm)
-    return nn.Parameter(table), nn.Parameter(places[:MAX_PIECES].detach().float().clone()), norm
+    positions = embeddings.position_embeddings.weight + embeddings.token_type_embeddings.weight[0]
+    norm = _copy_norm(nn.LayerNorm(table.shape[1]), embeddings.LayerNorm)
+    return nn.Parameter(table), nn.Parameter(positions[:MAX_PIECES].detach().float().clone()), norm
 
 
-def _merged(merge: nn.Linear, state: Tensor, real: Tensor, together: int) -> tuple[Tensor, Tensor]:
-    """States of neighbours as one, and which of them are real."""
-    groups = (state * real[..., None]).unflatten(1, (-1, together))
-    return merge(groups.flatten(2)), real.unflatten(1, (-1, together)).any(2)
+def _merge_neighbours(merge: nn.Linear, state: Tensor, mask: Tensor, together: int) -> tuple[Tensor, Tensor]:
+    """Return the merged states of groups of neighbours, and the mask of groups with a real member."""
+    groups = (state * mask[..., None]).unflatten(1, (-1, together))
+    return merge(groups.flatten(2)), mask.unflatten(1, (-1, together)).any(2)
 
 
-def _mean_of(together: int, width: int) -> nn.Linear:
-    """Makes one of some neighbours: begins as their mean, a little different for each place."""
+def _merge_layer(together: int, width: int) -> nn.Linear:
+    """Return a layer that merges neighbours: initially their mean, with a little noise for each position."""
     merge = nn.Linear(together * width, width, bias=False)
     mean = torch.cat([torch.eye(width) / together] * together, 1)
     merge.weight.data = mean + 0.01 * torch.randn_like(mean)
     return merge
 
 
-def _trimmed(layer: nn.Module, kept: LayerConfig) -> TrimmedLayer:
-    """A teacher's layer with its strongest heads and neurons: those of the largest weights in and out."""
-    own, up, down = layer.attention, layer.intermediate.dense, layer.output.dense
-    head_width = own.self.query.out_features // own.self.num_attention_heads
-    strength = own.self.value.weight.norm(dim=1) * own.output.dense.weight.norm(dim=0)
-    heads = strength.unflatten(0, (-1, head_width)).sum(1).topk(kept.heads).indices.sort().values
+def _trim_layer(layer: nn.Module, config: LayerConfig) -> TrimmedLayer:
+    """Return a teacher's layer with its strongest heads and neurons, by the norm of weights in and out."""
+    attention, up, down = layer.attention, layer.intermediate.dense, layer.output.dense
+    head_width = attention.self.query.out_features // attention.self.num_attention_heads
+    strength = attention.self.value.weight.norm(dim=1) * attention.output.dense.weight.norm(dim=0)
+    heads = strength.unflatten(0, (-1, head_width)).sum(1).topk(config.heads).indices.sort().values
     columns = (heads[:, None] * head_width + torch.arange(head_width)).flatten()
-    neurons = (up.weight.norm(dim=1) * down.weight.norm(dim=0)).topk(kept.hidden).indices.sort().values
+    neurons = (up.weight.norm(dim=1) * down.weight.norm(dim=0)).topk(config.hidden).indices.sort().values
     width = down.out_features
-    trimmed: TrimmedLayer = TrimmedLayer(AttentionConfig(width, len(columns), kept.heads), kept)
+    trimmed: TrimmedLayer = TrimmedLayer(AttentionConfig(width, len(columns), config.heads), config)
     for name in ("query", "key", "value"):
-        _cut(getattr(trimmed.attention, name), getattr(own.self, name), rows=columns)
-    _cut(trimmed.attention.out, own.output.dense, columns=columns)
-    _cut(trimmed.up, up, rows=neurons)
-    _cut(trimmed.down, down, columns=neurons)
-    _copied(trimmed.attention_norm, own.output.LayerNorm)
-    _copied(trimmed.hidden_norm, layer.output.LayerNorm)
+        _copy_linear(getattr(trimmed.attention, name), getattr(attention.self, name), rows=columns)
+    _copy_linear(trimmed.attention.out, attention.output.dense, columns=columns)
+    _copy_linear(trimmed.up, up, rows=neurons)
+    _copy_linear(trimmed.down, down, columns=neurons)
+    _copy_norm(trimmed.attention_norm, attention.output.LayerNorm)
+    _copy_norm(trimmed.hidden_norm, layer.output.LayerNorm)
     return trimmed
 
 
-def _cut(to: nn.Linear, source: nn.Linear, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
-    """Copies some outputs or some inputs of a linear layer."""
+def _copy_linear(
+    to: nn.Linear, source: nn.Linear, rows: Tensor | None = None, columns: Tensor | None = None
+) -> None:
+    """Copy some outputs (rows) or some inputs (columns) of a linear layer."""
     with torch.no_grad():
         weight, bias = source.weight, source.bias
         if rows is not None:
@@ -249,7 +255,7 @@ def _cut(to: nn.Linear, source: nn.Linear, rows: Tensor | None = None, columns: 
         to.bias.copy_(bias)
 
 
-def _copied(to: nn.LayerNorm, source: nn.LayerNorm) -> nn.LayerNorm:
+def _copy_norm(to: nn.LayerNorm, source: nn.LayerNorm) -> nn.LayerNorm:
     to.load_state_dict(source.state_dict())
     to.eps = source.eps
     return to

@@ -1,7 +1,7 @@
-"""Training a model from a corpus of prompts and lengths, and writing it as an artifact that serving can load.
+"""Train a model on a corpus of prompts and lengths, and write it as an artifact that serving can load.
 
-`lexical` takes one processor core some minutes; `small` and `large` are layers of a pretrained encoder that
-learn from whole ones and from language models, for a GPU. Needs the `train` and `engine` extras.
+`lexical` takes one processor core some minutes; `small` and `large` are layers of a pretrained encoder,
+distilled from whole ones and from language models on a GPU. Needs the `train` and `engine` extras.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import torch
 from numpy.typing import NDArray
 
 from predictor import artifact, features
-from predictor.data import augment, dataset, labels, lexical_scores, prepare
+from predictor.data import dataset, labels, lexical_scores, prepare
+from predictor.data.augment import GeneratedPrompt
 from predictor.data.licences import MODEL_LICENCES, UNSTATED
 from predictor.errors import DataError
 from predictor.training import export, length_head, networks, train_loop
 from predictor.training.distillation import synthetic_prompts, teachers
-from predictor.training.distillation.recipes import LANGUAGE_PLANS, PLANS, Plan
-from predictor.training.finalize import Trained, finish, places
+from predictor.training.distillation.recipes import CONFIGS, LANGUAGE_MODEL_CONFIGS, DistillationConfig
+from predictor.training.finalize import UncalibratedModel, finalize, index_in
 
 Progress = Callable[[str], None]
-KINDS = ("lexical", *PLANS)
+KINDS = ("lexical", *CONFIGS)
 FEW_MODELS = 9
-"""Prompts that more models answered teach the head how models differ; of the others it keeps what it says."""
-BEGUN_FROM = "The text encoder is a trimmed part of the configuration's; it learned from {}."
-LANGUAGE_WORK = "the language model {}, a teacher and the asker of made prompts"
-ENCODER_WORK = "the encoder {}, where it was begun from"
+"""Prompts that more models answered teach the head how models differ; on others it keeps its forecasts."""
+ENCODER_NOTE = "The text encoder is a trimmed part of the configuration's; it learned from {}."
+LANGUAGE_MODEL_LICENCE = "the language model {}, a teacher and the asker of made prompts"
+ENCODER_LICENCE = "the encoder {}, where it was begun from"
 
 
 def train(
@@ -45,17 +46,18 @@ def train(
     seed: int = 7,
     buckets: int | None = None,
     max_length: int = labels.MAX_LENGTH_TOKENS,
-    plan: Plan | None = None,
+    distillation: DistillationConfig | None = None,
     progress: Progress = lambda _: None,
 ) -> artifact.Card:
-    """Trains on a corpus and writes the artifact into the folder `out`; the card holds its held-out figures.
+    """Train on a corpus, write the artifact into the folder `out`, and return its card with held-out figures.
 
-    `encoder` is a Hub id or a folder, with a BERT-like model and its `vocab.txt`; `lexical` needs none.
-    `language_model`, likewise, is a causal one with a tokenizer: it asks further prompts, and it teaches.
-    Where the corpus has answers' texts, in a column `answer`, teachers learn from those, too.
-    It is called `name`, or as its folder is: what it forecast is told from what a shipped one did by that.
-    Lengths up to `longest` tokens are told apart, in `buckets` of equal width or in ranges that grow.
-    Raises DataError if the data, the kind, the encoder or the language model cannot be used.
+    `encoder` is the Hub id or folder of a BERT-like model with its `vocab.txt`; `lexical` needs none.
+    `language_model` is the Hub id or folder of a causal model with its tokenizer, which generates further
+    prompts and teaches. Where the corpus has answers' texts, in a column `answer`, teachers learn from those,
+    too. `name` names the artifact, and so the source of its forecasts; the default is the folder's name.
+    Forecasts distinguish lengths up to `max_length` tokens, in `buckets` ranges of equal width or in ranges
+    that grow with length. Raises DataError if the data, the kind, the encoder or the language model cannot be
+    used.
     """
     torch.set_num_threads(1)
     frame = dataset.read(data)
@@ -66,29 +68,26 @@ def train(
         raise DataError("the kind lexical learns from no language model")
     if buckets is not None and not 2 <= buckets <= max_length:
         raise DataError(f"{max_length} tokens are not told apart in {buckets} buckets")
-    _demand_enough(data, parts)
-    edges = (
-        labels.log_spaced_edges(max_length)
-        if buckets is None
-        else labels.equal_width_edges(buckets, max_length)
-    )
-    called = name or _own_name(out)
+    _require_enough(data, parts)
+    if buckets is None:
+        edges = labels.log_spaced_edges(max_length)
+    else:
+        edges = labels.equal_width_edges(buckets, max_length)
+    name = name or _name_of_folder(out)
     if kind == "lexical":
-        trained = _lexical(frame, parts, called, seed, progress, edges=edges)
+        trained = _train_lexical(frame, parts, name, seed, edges, progress)
     elif encoder is not None:
-        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        followed = plan or (LANGUAGE_PLANS if language_model else PLANS)[kind]
-        distilled = _distilled(
-            frame, encoder, language_model, called, followed, chosen, progress, edges=edges
-        )
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        config = distillation or (LANGUAGE_MODEL_CONFIGS if language_model else CONFIGS)[kind]
+        distilled = _distill(frame, encoder, language_model, name, config, device, edges, progress)
         trained = replace(distilled, kind=kind)
     else:
         raise DataError(f"the kind {kind} needs an encoder: --encoder FOLDER, or its id on the Hub")
-    return finish(trained, data, parts, out, progress)
+    return finalize(trained, data, parts, out, progress)
 
 
-def _demand_enough(data: Path, parts: dataset.Split) -> None:
-    """Every step needs a prompt at least; regressions need one for each of their folds."""
+def _require_enough(data: Path, parts: dataset.Split) -> None:
+    """Raise DataError unless each part has a prompt, and training has one for each fold of regressions."""
     known = parts.train.model.unique()
     if prepare.UNKNOWN_MODEL_NAME in known:
         raise DataError(
@@ -104,114 +103,122 @@ def _demand_enough(data: Path, parts: dataset.Split) -> None:
         )
 
 
-def _own_name(out: Path) -> str:
-    called = out.resolve().name
-    if called in artifact.KINDS.values():
-        raise DataError(
-            f"{called} is what a shipped artifact is called: give yours a name, or another folder"
-        )
-    return called
+def _name_of_folder(out: Path) -> str:
+    """Return the folder's name; raises DataError where a shipped artifact has it."""
+    name = out.resolve().name
+    if name in artifact.KINDS.values():
+        raise DataError(f"{name} is what a shipped artifact is called: give yours a name, or another folder")
+    return name
 
 
-def _lexical(
+def _train_lexical(  # noqa: PLR0917 - private, and each is of another type
     frame: pd.DataFrame,
     parts: dataset.Split,
     name: str,
     seed: int,
-    progress: Progress,
-    *,
     edges: tuple[int, ...],
-) -> Trained:
+    progress: Progress,
+) -> UncalibratedModel:
     prompts = frame.drop_duplicates("prompt_id")
-    names = (prepare.UNKNOWN_MODEL_NAME, *sorted(parts.train.model.unique()))
-    rows_a_step = max(32, min(1024, len(parts.train) // 200))
-    config = length_head.HeadConfig(seed=seed, batch_rows=rows_a_step)
+    models = (prepare.UNKNOWN_MODEL_NAME, *sorted(parts.train.model.unique()))
+    batch_rows = max(32, min(1024, len(parts.train) // 200))
+    config = length_head.HeadConfig(seed=seed, batch_rows=batch_rows)
     progress(f"reading {len(prompts)} prompts")
     bags = [features.bag(text) for text in prompts.prompt]
-    owner = places(parts.train.prompt_id, prompts.prompt_id)
-    learned = lexical_scores.fit(parts.train, owner, bags, seed, progress)
-    scores = learned.scores(bags, learned.folds)
+    owner = index_in(prompts.prompt_id, parts.train.prompt_id)
+    scorer = lexical_scores.fit(parts.train, owner, bags, seed, progress)
+    scores = scorer.scores(bags, scorer.folds)
     inputs = np.concatenate([scores, np.stack([bag.dense for bag in bags])], axis=1).astype(np.float32)
-    rows = length_head.Rows(
+    rows = length_head.HeadRows(
         owner,
-        places(parts.train.model, names),
+        index_in(models, parts.train.model),
         labels.soft_targets(parts.train.response_tokens.to_numpy(), edges, config.spread_octaves),
         dataset.row_weights(parts.train),
     )
-    head = length_head.fit(inputs, rows, len(names), config, progress)
-    even = np.ones(len(names), dtype=np.float32)
-    graph = export.lexical_graph(learned.table, length_head.state_of(head), even)
-    told = {**asdict(config), "views": list(learned.names)}
-    return Trained(graph, name, "lexical", names, edges, told)
+    head = length_head.fit(inputs, rows, len(models), config, progress)
+    sharpness = np.ones(len(models), dtype=np.float32)
+    graph = export.lexical_graph(scorer.table, length_head.head_state(head), sharpness)
+    settings = {**asdict(config), "views": list(scorer.names)}
+    return UncalibratedModel(graph, name, "lexical", models, edges, settings)
 
 
-def _distilled(  # noqa: PLR0917 - private, and each is of another type
+def _distill(  # noqa: PLR0917 - private, and each is of another type
     frame: pd.DataFrame,
     encoder: str,
     language_model: str | None,
     name: str,
-    plan: Plan,
+    config: DistillationConfig,
+    device: str,
+    edges: tuple[int, ...],
+    progress: Progress,
+) -> UncalibratedModel:
+    data = _prepare(frame, encoder, language_model, config, device, progress)
+    trained = teachers.train_teachers(data, encoder, language_model, config, edges, device, progress)
+    kept = data.most_common_pieces(config.kept_pieces)
+    data = data.with_vocabulary(kept)
+    networks.prune_embeddings(trained.encoder, kept.tolist())
+    torch.manual_seed(config.seed)
+    student = teachers.new_net(networks.TrimmedEncoder(config.kept, trained.encoder), data, edges)
+    rows = data.rows(prepare.TRAIN, prepare.SYNTHETIC)
+    train_loop.fit(
+        student, data, rows, edges, config.student, teachers=trained.targets, device=device, progress=progress
+    )
+    _tune_head(student.cpu(), data, edges, config.models, progress)
+    graph = export_student(student, data.table, config.kept)
+    encoder_name = Path(encoder).name
+    settings = {**asdict(config), "encoder": encoder_name, "views": list(data.views)}
+    learned_from = f"{len(config.encoders)} whole ones"
+    licences = [(ENCODER_LICENCE.format(encoder_name), MODEL_LICENCES.get(encoder_name, UNSTATED))]
+    if language_model is not None:
+        settings["language_model"] = lm_name = Path(language_model).name
+        learned_from += f" and {len(config.language_models)} language models"
+        licences.append((LANGUAGE_MODEL_LICENCE.format(lm_name), MODEL_LICENCES.get(lm_name, UNSTATED)))
+    return UncalibratedModel(
+        graph,
+        name,
+        "small",
+        data.models,
+        edges,
+        settings,
+        vocabulary=data.vocabulary,
+        notes=(ENCODER_NOTE.format(learned_from),),
+        licences=tuple(licences),
+    )
+
+
+def _prepare(  # noqa: PLR0917 - private, and each is of another type
+    frame: pd.DataFrame,
+    encoder: str,
+    language_model: str | None,
+    config: DistillationConfig,
     device: str,
     progress: Progress,
-    *,
-    edges: tuple[int, ...],
-) -> Trained:
-    vocabulary = vocabulary_of(encoder)
-    generated_prompts: list[augment.GeneratedPrompt] = []
-    if language_model is not None and plan.asked_prompts:
-        generated_prompts = _asked(frame, language_model, plan, device, progress)
+) -> prepare.TrainingArrays:
+    """Return the corpus as arrays, with synthetic prompts where a language model is given."""
+    vocabulary = read_vocabulary(encoder)
+    generated: list[GeneratedPrompt] = []
+    if language_model is not None and config.asked_prompts:
+        prompts = dataset.split(frame).train.drop_duplicates("prompt_id")
+        generated = synthetic_prompts.generate_prompts(
+            list(prompts.prompt),
+            list(prompts.source),
+            language_model,
+            config.asked_prompts,
+            config.asking,
+            excluded=frozenset(frame.prompt),
+            device=device,
+            progress=progress,
+        )
     data = prepare.prepare(
-        frame,
-        vocabulary,
-        mixed=plan.mixed_prompts,
-        seed=7,
-        generated=generated_prompts,
-        progress=progress,
+        frame, vocabulary, mixed=config.mixed_prompts, seed=7, generated=generated, progress=progress
     )
     if data.answers is None:
         progress("the corpus has no answers' texts in a column `answer`: teachers learn from lengths alone")
-    lessons = teachers.teach(data, encoder, language_model, plan, edges, device, progress)
-    kept = data.most_common_pieces(plan.kept_pieces)
-    data = data.with_vocabulary(kept)
-    networks.keep_pieces(lessons.encoder, kept.tolist())
-    torch.manual_seed(plan.seed)
-    net = teachers.with_head(networks.Trimmed(plan.kept, lessons.encoder), data, edges)
-    rows = data.rows(prepare.TRAIN, prepare.SYNTHETIC)
-    train_loop.fit(
-        net, data, rows, edges, plan.student, taught=lessons.taught, device=device, progress=progress
-    )
-    _learn_models(net.cpu(), data, edges, plan.models, progress)
-    graph = graph_of(net, data.table, plan.kept)
-    began_from = Path(encoder).name
-    told = {**asdict(plan), "encoder": began_from, "views": list(data.views)}
-    learned_from = f"{len(plan.encoders)} whole ones"
-    licences = [(ENCODER_WORK.format(began_from), MODEL_LICENCES.get(began_from, UNSTATED))]
-    if language_model is not None:
-        told["language_model"] = called = Path(language_model).name
-        learned_from += f" and {len(plan.language_models)} language models"
-        licences.append((LANGUAGE_WORK.format(called), MODEL_LICENCES.get(called, UNSTATED)))
-    notes = (BEGUN_FROM.format(learned_from),)
-    return Trained(graph, name, "small", data.models, edges, told, data.vocabulary, notes, tuple(licences))
+    return data
 
 
-def _asked(
-    frame: pd.DataFrame, language_model: str, plan: Plan, device: str, progress: Progress
-) -> list[augment.GeneratedPrompt]:
-    prompts = dataset.split(frame).train.drop_duplicates("prompt_id")
-    return synthetic_prompts.ask(
-        list(prompts.prompt),
-        list(prompts.source),
-        language_model,
-        plan.asked_prompts,
-        plan.asking,
-        known=frozenset(frame.prompt),
-        device=device,
-        progress=progress,
-    )
-
-
-def vocabulary_of(encoder: str) -> tuple[str, ...]:
-    """The word pieces of an encoder in a folder or on the Hub, in order of their ids."""
+def read_vocabulary(encoder: str) -> tuple[str, ...]:
+    """Return the word pieces of an encoder in a folder or on the Hub, in order of their ids."""
     from transformers import AutoTokenizer
 
     try:
@@ -221,31 +228,33 @@ def vocabulary_of(encoder: str) -> tuple[str, ...]:
     return tuple(sorted(ids, key=ids.__getitem__))
 
 
-def graph_of(net: networks.LengthNet, table: NDArray[np.float32], kept: networks.TrimmedConfig) -> bytes:
-    """The served graph of a trained small net, not calibrated yet."""
+def export_student(
+    net: networks.LengthNet, table: NDArray[np.float32], config: networks.TrimmedConfig
+) -> bytes:
+    """Return the served graph of a trained student, not calibrated yet."""
     state = {key: value.detach().float().numpy() for key, value in net.state_dict().items()}
     body = {key.removeprefix("body."): value for key, value in state.items() if key.startswith("body.")}
     head = {key.removeprefix("head."): value for key, value in state.items() if key.startswith("head.")}
-    even = np.ones(len(head["models.weight"]), dtype=np.float32)
-    heads = [each.heads for each in kept.layers]
-    return export.student_graph(table, body, head, even, heads=heads, query_heads=kept.query_heads)
+    sharpness = np.ones(len(head["models.weight"]), dtype=np.float32)
+    heads = [each.heads for each in config.layers]
+    return export.student_graph(table, body, head, sharpness, heads=heads, query_heads=config.query_heads)
 
 
-def _learn_models(
+def _tune_head(
     net: networks.LengthNet,
     data: prepare.TrainingArrays,
     edges: tuple[int, ...],
     config: length_head.HeadConfig,
     progress: Progress,
 ) -> None:
-    """Tunes the head on every row of prompts that many models answered, while it rehearses the rest."""
+    """Tune the head on outcomes of prompts that many models answered; on the others it rehearses itself."""
     rows = data.rows(prepare.TRAIN)
-    inputs, owner = train_loop.inputs_of(net, data, data.prompt[rows])
+    inputs, owner = train_loop.head_inputs(net, data, data.prompt[rows])
     answers = np.bincount(owner)[owner]
     model = data.model[rows]
     target = labels.soft_targets(data.length[rows], edges, config.spread_octaves)
     few = answers <= FEW_MODELS
-    said = length_head.logits_of(net.head, inputs, owner[few], model[few])
-    target[few] = torch.softmax(torch.tensor(said), 1).numpy()
+    logits = length_head.predict_logits(net.head, inputs, owner[few], model[few])
+    target[few] = torch.softmax(torch.tensor(logits), 1).numpy()
     weight = (1.0 / np.sqrt(answers)).astype(np.float32)
-    length_head.tune(net.head, inputs, length_head.Rows(owner, model, target, weight), config, progress)
+    length_head.tune(net.head, inputs, length_head.HeadRows(owner, model, target, weight), config, progress)

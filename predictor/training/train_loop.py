@@ -1,6 +1,6 @@
-"""Learning: batches of prompts with some of their rows, from outcomes, from a teacher, or from both.
+"""The training loop: fits a text encoder with a head to outcomes, to teachers' forecasts, or to both.
 
-Needs torch; training only.
+Batches are of prompts, each with some of its rows. Needs torch; training only.
 """
 
 from __future__ import annotations
@@ -17,143 +17,154 @@ from torch.nn import functional
 
 from predictor.data.labels import soft_targets
 from predictor.data.prepare import TrainingArrays
-from predictor.training.auxiliary_tasks import Beside
+from predictor.training.auxiliary_tasks import AuxiliaryTask
 from predictor.training.length_head import UNKNOWN_MODEL
 from predictor.training.networks import LengthNet
 from predictor.wordpiece import MAX_PIECES, PAD_MULTIPLE, UNKNOWN
 
 Progress = Callable[[str], None]
 AVERAGED_FROM = 0.3
-SORTED_BATCHES = 32
-"""So many batches are shuffled together, then sorted by length, so that little of a batch is padding."""
+"""Share of the steps after which the weights are averaged."""
+BATCHES_PER_SORT = 32
+"""Batches that are shuffled together, then sorted by length, so that little of a batch is padding."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a net learns."""
+class TrainConfig:
+    """Hyperparameters of one training run. An artifact's card stores the fields by name."""
 
     epochs: int
     batch_prompts: int
     body_rate: float
+    """Highest learning rate of the encoder."""
     head_rate: float
+    """Highest learning rate of the head and of auxiliary tasks."""
     rows_per_prompt: int = 6
     visits: int = 1
-    """How often an epoch comes to a prompt that was answered; to one that nobody answered it comes once."""
+    """Times per epoch that an answered prompt is drawn; one that nobody answered is drawn once."""
     weight_decay: float = 0.01
     warm_share: float = 0.06
+    """Share of the steps in which the learning rate rises."""
     spread_octaves: float = 0.25
+    """Standard deviation of the soft targets over log2 length."""
     unknown_share: float = 0.1
+    """Share of the rows whose model is replaced by UNKNOWN_MODEL."""
     side_noise: float = 0.05
+    """Standard deviation of the noise on side features, in their own standard deviations."""
     piece_dropout: float = 0.0
-    """Share of the pieces that are shown as unknown."""
+    """Share of the pieces that are replaced by the unknown piece."""
     teacher_share: float = 0.0
-    """Of the target of a row that was answered; a row that nobody answered is all the teacher's."""
+    """Teachers' share of an answered row's target; of an unanswered row's target they give all."""
     match: float = 0.0
-    """What it weighs to be able to tell, from what the body reads, what the teachers' bodies read."""
+    """Weight of the feature-matching loss: predicting the teachers' features from the encoder's."""
     beside: float = 0.1
-    """What it weighs to tell more of an answer, where their texts are known."""
+    """Weight of the auxiliary task's loss, where the answers' texts are known."""
     moved_share: float = 0.0
-    """Share of the batches whose texts begin a few places later, so that other neighbours are merged."""
+    """Share of the batches that are shifted by a few positions, so that other neighbours are merged."""
     averaged: float = 0.0
-    """How much of the running mean of the weights stays at each step; 0 takes the last weights."""
+    """Decay of the running mean of the weights at each step; 0 takes the last weights."""
     seed: int = 7
 
 
-class Taught(NamedTuple):
-    """What teachers say of every row `[rows, ranges]`, and what they read of every prompt, standardised."""
+class TeacherTargets(NamedTuple):
+    """The teachers' forecast of every row `[rows, ranges]`; their standardised features of every prompt."""
 
     probabilities: NDArray[np.float16]
-    reads: NDArray[np.float16]
+    features: NDArray[np.float16]
 
 
-class Drawn(NamedTuple):
-    """One batch: prompts, its rows (places in the chosen rows), the prompt of each row and its weight."""
+class Batch(NamedTuple):
+    """Prompts, some of their rows, the position in the batch of each row's prompt, and each row's weight."""
 
     prompts: NDArray[np.int64]
     rows: NDArray[np.int64]
     owner: NDArray[np.int64]
     weight: NDArray[np.float32]
     longest: int
+    """Pieces of the longest prompt."""
 
 
-class Draw:
-    """Draws batches of prompts and up to so many rows of each."""
+class BatchSampler:
+    """Draws batches of prompts with up to `rows_per_prompt` rows of each."""
 
     def __init__(
         self,
         pieces: NDArray[np.int64],
         prompt: NDArray[np.int64],
         rows: NDArray[np.int64],
-        recipe: Recipe,
+        config: TrainConfig,
         visits: NDArray[np.int64] | int = 1,
     ) -> None:
-        """`pieces` are of prompts, `prompt` and `visits` (times that an epoch draws its prompt) of rows."""
+        """`pieces` `[prompts, width]`; `prompt` `[all rows]` is the prompt of each row, `visits` `[all rows]`
+        how many times an epoch draws it; `rows` are those to draw from."""
         self._order = rows[np.argsort(prompt[rows], kind="stable")]
         self.prompts, self._starts, self._counts = np.unique(
             prompt[self._order], return_index=True, return_counts=True
         )
         self._lengths = (pieces[self.prompts] != 0).sum(1)
-        often = np.broadcast_to(visits, prompt.shape)[self._order[self._starts]]
-        self._visited = np.repeat(np.arange(len(self.prompts)), often)
-        self._recipe = recipe
-        self._random = np.random.default_rng(recipe.seed)
+        repeats = np.broadcast_to(visits, prompt.shape)[self._order[self._starts]]
+        self._visited = np.repeat(np.arange(len(self.prompts)), repeats)
+        self._config = config
+        self._random = np.random.default_rng(config.seed)
 
     @property
     def batches(self) -> int:
-        return -(-len(self._visited) // self._recipe.batch_prompts)
+        """Batches per epoch."""
+        return -(-len(self._visited) // self._config.batch_prompts)
 
-    def epoch(self) -> Iterator[Drawn]:
-        size = self._recipe.batch_prompts
+    def epoch(self) -> Iterator[Batch]:
+        """Yield the batches of one epoch, in random order."""
+        size = self._config.batch_prompts
         shuffled = self._random.permutation(self._visited)
-        chunks = np.split(shuffled, range(size * SORTED_BATCHES, len(shuffled), size * SORTED_BATCHES))
+        chunks = np.split(shuffled, range(size * BATCHES_PER_SORT, len(shuffled), size * BATCHES_PER_SORT))
         batches = []
         for chunk in chunks:
             by_length = chunk[np.argsort(self._lengths[chunk], kind="stable")]
             batches += np.split(by_length, range(size, len(by_length), size))
         for index in self._random.permutation(len(batches)):
-            yield self._drawn(batches[index])
+            yield self._sample_rows(batches[index])
 
-    def _drawn(self, chosen: NDArray[np.int64]) -> Drawn:
-        most = self._recipe.rows_per_prompt
+    def _sample_rows(self, chosen: NDArray[np.int64]) -> Batch:
+        limit = self._config.rows_per_prompt
         counts = self._counts[chosen][:, None]
-        any_row = self._random.integers(0, counts, (len(chosen), most))
-        offset = np.where(counts > most, any_row, np.arange(most)[None, :])
-        owner, column = np.nonzero(np.arange(most)[None, :] < counts)
+        any_row = self._random.integers(0, counts, (len(chosen), limit))
+        offset = np.where(counts > limit, any_row, np.arange(limit)[None, :])
+        owner, column = np.nonzero(np.arange(limit)[None, :] < counts)
         rows = self._order[self._starts[chosen][owner] + offset[owner, column]]
-        weight = 1.0 / np.sqrt(np.minimum(counts[owner, 0], most))
+        weight = 1.0 / np.sqrt(np.minimum(counts[owner, 0], limit))
         longest = int(self._lengths[chosen].max())
-        return Drawn(self.prompts[chosen], rows, owner, weight.astype(np.float32), longest)
+        return Batch(self.prompts[chosen], rows, owner, weight.astype(np.float32), longest)
 
 
-class Descent:
-    """Follows the clipped gradient of a loss, at rates that rise and fall once over a recipe's epochs."""
+class ScheduledOptimizer:
+    """AdamW with clipped gradients and a one-cycle learning rate over a run's epochs."""
 
     def __init__(
         self,
         groups: Sequence[tuple[list[torch.Tensor], float]],
         batches: int,
-        recipe: Recipe,
+        config: TrainConfig,
         clipped: Iterable[torch.Tensor],
     ) -> None:
-        """`groups` of weights with their highest rates; `clipped` are those whose gradient is kept short."""
+        """`groups` are weights with their highest rates; the gradient norm of `clipped` is limited."""
         self._clipped = list(clipped)
-        rated = [{"params": weights, "lr": rate} for weights, rate in groups]
         fused = self._clipped[0].is_cuda
-        self._optimizer = torch.optim.AdamW(rated, weight_decay=recipe.weight_decay, fused=fused)
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(
+        parameters = [{"params": weights, "lr": rate} for weights, rate in groups]
+        self._optimizer = torch.optim.AdamW(parameters, weight_decay=config.weight_decay, fused=fused)
+        self._scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self._optimizer,
             [rate for _, rate in groups],
-            total_steps=recipe.epochs * batches + 1,
-            pct_start=recipe.warm_share,
+            total_steps=config.epochs * batches + 1,
+            pct_start=config.warm_share,
         )
 
     def step(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss without what led to it."""
+        """Take one step, and return the loss detached from its graph."""
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self._clipped, 1.0)
         self._optimizer.step()
-        self._schedule.step()
+        self._scheduler.step()
         return loss.detach()
 
 
@@ -162,130 +173,129 @@ def fit(
     data: TrainingArrays,
     rows: NDArray[np.int64],
     edges: tuple[int, ...],
-    recipe: Recipe,
+    config: TrainConfig,
     *,
-    taught: Taught | None = None,
-    beside: Beside | None = None,
+    teachers: TeacherTargets | None = None,
+    auxiliary: AuxiliaryTask | None = None,
     device: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> LengthNet:
-    """Trains a net on some rows, and to do as its teachers did where there are any."""
-    torch.manual_seed(recipe.seed)
+    """Train a net on some rows, and to imitate its teachers where there are any."""
+    torch.manual_seed(config.seed)
     net.to(device).train()
-    visits = np.where(data.length > 0, recipe.visits, 1)
-    draw = Draw(data.pieces, data.prompt, rows, recipe, visits)
-    matching = None if taught is None or not recipe.match else _Matching(net.body.width, taught.reads, device)
-    tasks = [task.to(device) for task in (matching, beside) if task is not None]
+    visits = np.where(data.length > 0, config.visits, 1)
+    sampler = BatchSampler(data.pieces, data.prompt, rows, config, visits)
+    matching = None
+    if teachers is not None and config.match:
+        matching = _FeatureMatching(net.body.width, teachers.features, device)
+    tasks = [task.to(device) for task in (matching, auxiliary) if task is not None]
     head = [weight for part in (net.head, *tasks) for weight in part.parameters()]
-    groups = [(list(net.body.parameters()), recipe.body_rate), (head, recipe.head_rate)]
-    descent = Descent(groups, draw.batches, recipe, net.parameters())
+    groups = [(list(net.body.parameters()), config.body_rate), (head, config.head_rate)]
+    optimizer = ScheduledOptimizer(groups, sampler.batches, config, net.parameters())
     pieces = torch.tensor(data.pieces, device=device)
-    unknown_piece = data.vocabulary.index(UNKNOWN) if recipe.piece_dropout else 0
+    unknown_piece = data.vocabulary.index(UNKNOWN) if config.piece_dropout else 0
     side = torch.tensor(data.side, device=device)
-    noise = recipe.side_noise / net.head.scale[net.body.width :]
+    noise = config.side_noise / net.head.scale[net.body.width :]
     model = torch.tensor(data.model, device=device)
-    target = _targets(data, edges, recipe, None if taught is None else taught.probabilities, device)
-    mean = _RunningMean(net, recipe.averaged, int(AVERAGED_FROM * recipe.epochs * draw.batches))
-    for epoch in range(recipe.epochs):
+    target = _targets(data, edges, config, None if teachers is None else teachers.probabilities, device)
+    average = _WeightAverage(net, config.averaged, int(AVERAGED_FROM * config.epochs * sampler.batches))
+    for epoch in range(config.epochs):
         total = torch.zeros((), device=device)
-        for drawn in draw.epoch():
+        for batch in sampler.epoch():
             prompts, chosen, owner, weight = (
-                torch.from_numpy(each).to(device, non_blocking=True) for each in drawn[:4]
+                torch.from_numpy(each).to(device, non_blocking=True) for each in batch[:4]
             )
-            shown = side[prompts] + noise * torch.randn(len(prompts), side.shape[1], device=device)
-            forget = torch.rand(len(chosen), device=device) < recipe.unknown_share
-            served = model[chosen].masked_fill(forget, UNKNOWN_MODEL)
-            text = _blotted(pieces[prompts, : drawn.longest], unknown_piece, recipe.piece_dropout)
-            text = _moved(text, recipe.moved_share)
-            if beside is None:
-                read, more = net.read(text), torch.zeros((), device=device)
+            features = side[prompts] + noise * torch.randn(len(prompts), side.shape[1], device=device)
+            masked = torch.rand(len(chosen), device=device) < config.unknown_share
+            served = model[chosen].masked_fill(masked, UNKNOWN_MODEL)
+            text = _augment(pieces[prompts, : batch.longest], unknown_piece, config)
+            if auxiliary is None:
+                encoded, auxiliary_loss = net.encode(text), torch.zeros((), device=device)
             else:
-                read, more = beside.read(net, text, owner, chosen, served)
-            logits = net.told(read, shown, owner, served)
+                encoded, auxiliary_loss = auxiliary.encode(net, text, owner, chosen, served)
+            logits = net.predict(encoded, features, owner, served)
             losses = functional.cross_entropy(logits, target[chosen].float(), reduction="none")
-            loss = (losses * weight).sum() / weight.sum() + recipe.beside * more
+            loss = (losses * weight).sum() / weight.sum() + config.beside * auxiliary_loss
             if matching is not None:
-                loss = loss + recipe.match * matching(read, prompts)
-            total += descent.step(loss)
-            mean.step()
-        progress(f"epoch {epoch + 1}/{recipe.epochs}: loss {total.item() / draw.batches:.4f}")
-    mean.take()
+                loss = loss + config.match * matching(encoded, prompts)
+            total += optimizer.step(loss)
+            average.step()
+        progress(f"epoch {epoch + 1}/{config.epochs}: loss {total.item() / sampler.batches:.4f}")
+    average.apply()
     net.eval()
     return net
 
 
-class _RunningMean:
-    """The mean of a net's weights over the later steps, which forecasts better than the last of them."""
+class _WeightAverage:
+    """Running mean of a net's weights over the later steps, which forecasts better than the last weights."""
 
-    def __init__(self, net: LengthNet, kept: float, after: int) -> None:
-        self._weights, self._kept, self._wait = list(net.parameters()), kept, after
+    def __init__(self, net: LengthNet, decay: float, after: int) -> None:
+        self._weights, self._decay, self._wait = list(net.parameters()), decay, after
         self._mean: list[torch.Tensor] = []
 
     def step(self) -> None:
         self._wait -= 1
-        if self._kept == 0.0 or self._wait > 0:
+        if self._decay == 0.0 or self._wait > 0:
             return
         with torch.no_grad():
             if not self._mean:
                 self._mean = [each.detach().clone() for each in self._weights]
-            torch._foreach_lerp_(self._mean, self._weights, 1.0 - self._kept)
+            torch._foreach_lerp_(self._mean, self._weights, 1.0 - self._decay)
 
-    def take(self) -> None:
-        """Puts the mean in the place of the weights."""
+    def apply(self) -> None:
+        """Replace the weights by their mean."""
         with torch.no_grad():
             for weight, mean in zip(self._weights, self._mean, strict=False):
                 weight.copy_(mean)
 
 
-class _Matching(nn.Module):  # type: ignore[misc]
-    """How far off a linear guess of what the teachers read is, in squared standard deviations."""
+class _FeatureMatching(nn.Module):  # type: ignore[misc]
+    """Mean squared error of a linear prediction of the teachers' standardised features."""
 
-    def __init__(self, width: int, reads: NDArray[np.float16], device: str) -> None:
+    def __init__(self, width: int, features: NDArray[np.float16], device: str) -> None:
         super().__init__()
-        self.guess = nn.Linear(width, reads.shape[1]).to(device)
-        self.reads = torch.tensor(reads, device=device)
+        self.predict = nn.Linear(width, features.shape[1]).to(device)
+        self.features = torch.tensor(features, device=device)
 
-    def forward(self, read: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-        return functional.mse_loss(self.guess(read), self.reads[prompts].float())
-
-
-def _moved(text: torch.Tensor, share: float) -> torch.Tensor:
-    """Sometimes a batch whose texts begin a few places later."""
-    if share == 0.0 or torch.rand(()).item() >= share:
-        return text
-    places = int(torch.randint(1, PAD_MULTIPLE, ()).item())
-    return functional.pad(text, (places, 0))[:, :MAX_PIECES]
+    def forward(self, encoded: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.predict(encoded), self.features[prompts].float())
 
 
-def _blotted(pieces: torch.Tensor, unknown: int, share: float) -> torch.Tensor:
-    """Some of the pieces made unknown; padding stays padding."""
-    if share == 0.0:
-        return pieces
-    lost = (torch.rand(pieces.shape, device=pieces.device) < share) & (pieces != 0)
-    return pieces.masked_fill(lost, unknown)
+def _augment(text: torch.Tensor, unknown_piece: int, config: TrainConfig) -> torch.Tensor:
+    """Replace some pieces by the unknown piece, and sometimes shift the batch by a few positions.
+
+    Padding stays padding.
+    """
+    if config.piece_dropout:
+        dropped = (torch.rand(text.shape, device=text.device) < config.piece_dropout) & (text != 0)
+        text = text.masked_fill(dropped, unknown_piece)
+    if config.moved_share and torch.rand(()).item() < config.moved_share:
+        places = int(torch.randint(1, PAD_MULTIPLE, ()).item())
+        text = functional.pad(text, (places, 0))[:, :MAX_PIECES]
+    return text
 
 
 def _targets(
     data: TrainingArrays,
     edges: tuple[int, ...],
-    recipe: Recipe,
-    taught: NDArray[np.float16] | None,
+    config: TrainConfig,
+    teachers: NDArray[np.float16] | None,
     device: str,
 ) -> torch.Tensor:
-    """What each row of the data is to be forecast as `[rows, ranges]`."""
+    """Return the target distribution of each row `[rows, ranges]`."""
     answered = np.flatnonzero(data.length > 0)
-    own = soft_targets(data.length[answered], edges, recipe.spread_octaves)
-    if taught is None:
+    outcomes = soft_targets(data.length[answered], edges, config.spread_octaves)
+    if teachers is None:
         target = np.zeros((len(data.length), len(edges) - 1), dtype=np.float16)
-        target[answered] = own
+        target[answered] = outcomes
     else:
-        target = taught.copy()
-        share = recipe.teacher_share
-        target[answered] = ((1.0 - share) * own + share * taught[answered]).astype(np.float16)
+        target = teachers.copy()
+        share = config.teacher_share
+        target[answered] = ((1.0 - share) * outcomes + share * teachers[answered]).astype(np.float16)
     return torch.tensor(target, device=device)
 
 
-def inputs_of(
+def head_inputs(
     net: LengthNet,
     data: TrainingArrays,
     prompt: NDArray[np.int64],
@@ -293,29 +303,28 @@ def inputs_of(
     device: str = "cpu",
     batch_prompts: int = 512,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """(what the head sees of each distinct prompt `[distinct, inputs]`, which of them each prompt is)."""
+    """Return the head's inputs of distinct prompts `[distinct, inputs]`, and each prompt's row in them."""
     net.to(device).eval()
     prompts, owner = np.unique(prompt, return_inverse=True)
     lengths = (data.pieces[prompts] != 0).sum(1)
-    read = np.zeros((len(prompts), net.body.width), dtype=np.float32)
+    encoded = np.zeros((len(prompts), net.body.width), dtype=np.float32)
     by_length = np.argsort(lengths, kind="stable")
     with torch.no_grad():
         for chunk in np.split(by_length, range(batch_prompts, len(by_length), batch_prompts)):
-            shown = torch.tensor(data.pieces[prompts[chunk], : lengths[chunk].max()], device=device)
-            with torch.autocast(shown.device.type, torch.bfloat16, enabled=shown.is_cuda):
-                read[chunk] = net.body(shown).float().cpu().numpy()
-    return np.concatenate([read, data.side[prompts]], axis=1), owner
+            pieces = torch.tensor(data.pieces[prompts[chunk], : lengths[chunk].max()], device=device)
+            encoded[chunk] = net.encode(pieces).cpu().numpy()
+    return np.concatenate([encoded, data.side[prompts]], axis=1), owner
 
 
-def logits_of(
+def predict_logits(
     net: LengthNet, data: TrainingArrays, rows: NDArray[np.int64], *, device: str = "cpu"
 ) -> NDArray[np.float32]:
-    """Logits `[rows, ranges]`; each prompt is read once."""
-    inputs, owner = inputs_of(net, data, data.prompt[rows], device=device)
-    known, model = torch.tensor(inputs, device=device), data.model[rows]
+    """Return logits `[rows, ranges]`; encodes each prompt once."""
+    inputs, owner = head_inputs(net, data, data.prompt[rows], device=device)
+    features, model = torch.tensor(inputs, device=device), data.model[rows]
     logits = np.zeros((len(rows), net.head.last.out_features), dtype=np.float32)
     with torch.no_grad():
         for part in np.split(np.arange(len(rows)), range(8192, len(rows), 8192)):
-            where, served = (torch.tensor(each[part], device=device) for each in (owner, model))
-            logits[part] = net.head(known[where], served).cpu().numpy()
+            prompts, models = (torch.tensor(each[part], device=device) for each in (owner, model))
+            logits[part] = net.head(features[prompts], models).cpu().numpy()
     return logits

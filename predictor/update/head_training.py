@@ -1,4 +1,4 @@
-"""What one update learns: how long, from which rows, and how sure to be of what it learned.
+"""Train an artifact's head on outcomes: for how many steps, on which rows, and recalibrated afterwards.
 
 Pure but for its progress. Needs the `train` extra.
 """
@@ -17,129 +17,138 @@ from predictor.data import labels
 from predictor.training import calibrate, length_head, onnx_head
 
 Progress = Callable[[str], None]
-OWN_SHARPNESS_ROWS = 25
+MIN_CALIBRATION_ROWS = 25
+"""A model with fewer rows keeps its sharpness and shift."""
 FOLDS = 3
 BATCH_ROWS = 64
-HEAD_RATE, MODELS_RATE = 1e-3, 2e-2
+HEAD_LEARNING_RATE, MODELS_LEARNING_RATE = 1e-3, 2e-2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Rows ready for a head: inputs of each prompt, and per row its prompt, model and length."""
+    """Rows ready for a head: inputs `[prompts, inputs]`; prompt, model and length of each row `[rows]`."""
 
     inputs: NDArray[np.float32]
     prompt: NDArray[np.int64]
     model: NDArray[np.int64]
     length: NDArray[np.int64]
 
-    def taken(self, rows: NDArray[np.bool_]) -> Outcomes:
+    def select(self, rows: NDArray[np.bool_]) -> Outcomes:
+        """Return some of the rows, with the same inputs."""
         return replace(self, prompt=self.prompt[rows], model=self.model[rows], length=self.length[rows])
 
 
 class Weights(NamedTuple):
-    """What of an artifact may change: its head, and a factor and a shift for each model; and its kinds."""
+    """The trainable part of an artifact: its head, each model's sharpness and shift; and its prompt kinds."""
 
     head: dict[str, onnx_head.Array]
     sharpness: onnx_head.Array
     shift: onnx_head.Array
-    kinds: calibrate.Kinds
+    kinds: calibrate.PromptKinds
 
     def logits(self, rows: Outcomes) -> NDArray[np.float64]:
-        """Before they are sharpened `[rows, ranges]`."""
-        net = length_head.head_from(self.head)
-        return length_head.logits_of(net, rows.inputs, rows.prompt, rows.model).astype(np.float64)
+        """Return logits `[rows, ranges]`, before they are sharpened."""
+        head = length_head.load_head(self.head)
+        return length_head.predict_logits(head, rows.inputs, rows.prompt, rows.model).astype(np.float64)
 
-    def reached(self, rows: Outcomes, shift: calibrate.Floats | float = 0.0) -> NDArray[np.float64]:
-        """What share the p90 of each row is thought to reach before it is bent."""
-        seen = onnx_head.standardised(self.head, rows.inputs)[rows.prompt]
-        return self.kinds.reached_by(seen, shift)
+    def expected_coverage(self, rows: Outcomes, shift: calibrate.Floats | float = 0.0) -> NDArray[np.float64]:
+        """Return the expected coverage of each row's raw p90 `[rows]`."""
+        standardised = onnx_head.standardise(self.head, rows.inputs)[rows.prompt]
+        return self.kinds.expected_coverage(standardised, shift)
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What every tuning of one update has in common."""
+class HeadTrainer:
+    """Trains heads of one update, all from the same start."""
 
-    begin: Weights
+    start: Weights
     rehearsed: Outcomes | None
+    """Rows on which the head is to keep its forecasts."""
     edges: tuple[int, ...]
     seed: int
     progress: Progress
 
-    def tuned(self, own: Outcomes, steps: int) -> dict[str, onnx_head.Array]:
-        """The head after learning from some outcomes.
+    def train(self, outcomes: Outcomes, steps: int) -> dict[str, onnx_head.Array]:
+        """Return the head after training on some outcomes.
 
-        What is rehearsed keeps the forecasts it had; without a rehearsal only the rows of the outcomes'
-        models may change.
+        Rehearsed rows keep the start's forecasts as targets; without them only the table rows of the
+        outcomes' models may change.
         """
         if steps == 0:
-            return self.begin.head
-        both = own if self.rehearsed is None else joined(own, self.rehearsed)
+            return self.start.head
+        rows = outcomes if self.rehearsed is None else concatenate(outcomes, self.rehearsed)
         config = length_head.HeadConfig(
-            epochs=max(1, steps * BATCH_ROWS // len(both.prompt)),
+            epochs=max(1, steps * BATCH_ROWS // len(rows.prompt)),
             batch_rows=BATCH_ROWS,
-            learning_rate=MODELS_RATE if self.rehearsed is None else HEAD_RATE,
+            learning_rate=MODELS_LEARNING_RATE if self.rehearsed is None else HEAD_LEARNING_RATE,
             unknown_share=0.0,
             seed=self.seed,
         )
-        target = labels.soft_targets(own.length, self.edges, config.spread_octaves)
+        target = labels.soft_targets(outcomes.length, self.edges, config.spread_octaves)
         if self.rehearsed is not None:
-            target = np.concatenate([target, softmax(self.begin.logits(self.rehearsed), axis=1)])
-        weight = np.ones(len(both.prompt), dtype=np.float32)
-        rows = length_head.Rows(both.prompt, both.model, target.astype(np.float32), weight)
-        net, alone = length_head.head_from(self.begin.head), self.rehearsed is None
-        tuned = length_head.tune(net, both.inputs, rows, config, self.progress, only_models=alone)
-        return self._kept(length_head.state_of(tuned), own)
-
-    def _kept(self, tuned: dict[str, onnx_head.Array], own: Outcomes) -> dict[str, onnx_head.Array]:
-        """Without a rehearsal nothing keeps the other models where they were, so they are put back."""
-        if self.rehearsed is None:
-            before = self.begin.head["models.weight"]
-            changed = np.isin(np.arange(len(before)), own.model)[:, None]
+            target = np.concatenate([target, softmax(self.start.logits(self.rehearsed), axis=1)])
+        weight = np.ones(len(rows.prompt), dtype=np.float32)
+        training_rows = length_head.HeadRows(rows.prompt, rows.model, target.astype(np.float32), weight)
+        only_models = self.rehearsed is None
+        tuned = length_head.head_state(
+            length_head.tune(
+                length_head.load_head(self.start.head),
+                rows.inputs,
+                training_rows,
+                config,
+                self.progress,
+                only_models=only_models,
+            )
+        )
+        if only_models:  # weight decay moves the other models' rows, too: put them back
+            before = self.start.head["models.weight"]
+            changed = np.isin(np.arange(len(before)), outcomes.model)[:, None]
             tuned["models.weight"] = np.where(changed, tuned["models.weight"], before)
         return tuned
 
 
-def best_steps(lesson: Lesson, among: tuple[int, ...], learn: Outcomes, others: Outcomes) -> int:
-    """How long to learn for the least log loss on outcomes that were not learned from."""
-    if len(others.length) == 0:
-        return among[-1]
-    weights = (lesson.begin._replace(head=lesson.tuned(learn, steps)) for steps in among)
-    label = labels.range_index(others.length, lesson.edges)
+def best_steps(trainer: HeadTrainer, choices: tuple[int, ...], train: Outcomes, validation: Outcomes) -> int:
+    """Return the number of training steps of least log loss on validation rows; the largest without any."""
+    if len(validation.length) == 0:
+        return choices[-1]
+    candidates = (trainer.start._replace(head=trainer.train(train, steps)) for steps in choices)
+    label = labels.range_index(validation.length, trainer.edges)
     losses = [
-        calibrate.log_loss(each.logits(others) * each.sharpness[others.model][:, None], label)
-        for each in weights
+        calibrate.log_loss(each.logits(validation) * each.sharpness[validation.model][:, None], label)
+        for each in candidates
     ]
-    return among[int(np.argmin(losses))]
+    return choices[int(np.argmin(losses))]
 
 
-def calibrated(end: Weights, lesson: Lesson, rows: Outcomes, steps: int) -> Weights:
-    """Factor and shift of the outcomes' models, fitted on what is forecast of a prompt by the others."""
-    logits, edges = _crossed(lesson, rows, steps), lesson.edges
-    factors, shifts = end.sharpness.copy(), end.shift.copy()
-    reached = end.reached(rows)
+def recalibrated(weights: Weights, trainer: HeadTrainer, rows: Outcomes, steps: int) -> Weights:
+    """Fit sharpness and shift of the outcomes' models on cross-validated forecasts."""
+    logits, edges = _cross_validated_logits(trainer, rows, steps), trainer.edges
+    sharpness, shift = weights.sharpness.copy(), weights.shift.copy()
+    coverage = weights.expected_coverage(rows)
     for model in np.unique(rows.model):
         own = np.flatnonzero(rows.model == model)
-        if len(own) < OWN_SHARPNESS_ROWS:
+        if len(own) < MIN_CALIBRATION_ROWS:
             continue
-        factors[model] = calibrate.sharpness(logits[own], rows.length[own], edges, reached[own])
-        found = softmax(logits[own] * factors[model], axis=1)
-        shifts[model] = calibrate.shift_of(found, rows.length[own], edges, reached[own])
-    return end._replace(sharpness=factors, shift=shifts)
+        sharpness[model] = calibrate.fit_sharpness(logits[own], rows.length[own], edges, coverage[own])
+        probabilities = softmax(logits[own] * sharpness[model], axis=1)
+        shift[model] = calibrate.fit_shift(probabilities, rows.length[own], edges, coverage[own])
+    return weights._replace(sharpness=sharpness, shift=shift)
 
 
-def _crossed(lesson: Lesson, rows: Outcomes, steps: int) -> NDArray[np.float64]:
-    """Logits of each row by a head that learned from the other prompts' rows."""
+def _cross_validated_logits(trainer: HeadTrainer, rows: Outcomes, steps: int) -> NDArray[np.float64]:
+    """Return logits of each row by a head that was trained without its prompt's fold."""
     if steps == 0:
-        return lesson.begin.logits(rows)
-    logits = np.empty((len(rows.length), len(lesson.edges) - 1))
+        return trainer.start.logits(rows)
+    logits = np.empty((len(rows.length), len(trainer.edges) - 1))
     for fold in range(FOLDS):
-        own = rows.prompt % FOLDS == fold
-        head = lesson.tuned(rows.taken(~own), steps)
-        logits[own] = lesson.begin._replace(head=head).logits(rows.taken(own))
+        test = rows.prompt % FOLDS == fold
+        head = trainer.train(rows.select(~test), steps)
+        logits[test] = trainer.start._replace(head=head).logits(rows.select(test))
     return logits
 
 
-def joined(first: Outcomes, second: Outcomes) -> Outcomes:
+def concatenate(first: Outcomes, second: Outcomes) -> Outcomes:
+    """Return the rows of both; the second's prompts follow the first's."""
     return Outcomes(
         np.concatenate([first.inputs, second.inputs]),
         np.concatenate([first.prompt, second.prompt + len(first.inputs)]),

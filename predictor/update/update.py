@@ -1,14 +1,15 @@
-"""Learning from outcomes: an artifact's head is trained further, and takes its place only if it earned it.
+"""Update an artifact from outcomes: train its head further, and replace the artifact only if that is better.
 
-What reads the text is not changed, so this takes a processor minutes, not a GPU. Needs the `train` extra.
+Does not change the text encoder, so an update takes minutes on a processor, without a GPU. Needs the `train`
+extra.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,21 +21,21 @@ from predictor.data import dataset, labels
 from predictor.errors import DataError, RefusedUpdate
 from predictor.evaluation import metrics
 from predictor.training import calibrate, length_head, onnx_head
-from predictor.update.head_training import Lesson, Outcomes, Weights, best_steps, calibrated
+from predictor.update.head_training import HeadTrainer, Outcomes, Weights, best_steps, recalibrated
 
 Progress = Callable[[str], None]
 HELD_OUT_PERCENT, CALIBRATION_PERCENT = 20, 15
-LEAST_LEARN_ROWS, LEAST_HELD_OUT_ROWS = 50, 20
-MOST_ROWS = 20_000
-REPLAY_ROWS_PER_ROW, LEAST_REPLAY_ROWS, MOST_REPLAY_ROWS = 4, 2_000, 20_000
-ELSEWHERE_ROWS = 4_000
-JUDGED_LENGTH = 1024
+MIN_TRAIN_ROWS, MIN_HELD_OUT_ROWS = 50, 20
+MAX_ROWS = 20_000
+REPLAY_ROWS_PER_ROW, MIN_REPLAY_ROWS, MAX_REPLAY_ROWS = 4, 2_000, 20_000
+MAX_ELSEWHERE_ROWS = 4_000
+ACCURACY_MAX_LENGTH = 1024
 NEAREST_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How good a head is on some rows."""
+    """The scores of a head on some rows."""
 
     rows: int
     log_loss: float
@@ -42,19 +43,27 @@ class Figures:
     accuracy: float
     p90_coverage: float
 
-    def told(self) -> dict[str, Any]:
-        names = ("rows", "log_loss", "mae_tokens", "accuracy", "p90_coverage")
-        return {name: round(getattr(self, name), 4) for name in names}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures by name, rounded for a report."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """The artifact that serves now, and the models it will know."""
+class ServedArtifact:
+    """The artifact in force, and the models that it will know after the update."""
 
     card: artifacts.Card
     graph: bytes
     vocabulary: tuple[str, ...]
     models: tuple[str, ...]
+
+
+class Parts(NamedTuple):
+    """Masks of the rows to train on, to calibrate on and to judge by; a prompt is in one of them."""
+
+    train: NDArray[np.bool_]
+    calibration: NDArray[np.bool_]
+    held_out: NDArray[np.bool_]
 
 
 def update(
@@ -68,122 +77,127 @@ def update(
     seed: int = 7,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """Trains on `outcomes` (the columns of a corpus) and writes the new artifact to `out`, else in place.
+    """Train on `outcomes` (the columns of a corpus), and write the new artifact to `out` or else in place.
 
-    `elsewhere` is a corpus of what else is served: it is rehearsed, and its accuracy may fall by at most
-    `margin`. Without it only what the head knows of the outcomes' own models is changed. Returns the figures
-    before and after; raises RefusedUpdate if the new artifact is not better, DataError if there is too little
-    to learn from, ArtifactError if another update was faster.
+    `elsewhere` is a corpus of other served traffic: it is rehearsed, and accuracy on it may fall by at most
+    `margin`. Without it only the model table's rows of the outcomes' own models change. Returns the figures
+    before and after. Raises RefusedUpdate if the new artifact is not better, DataError if there are too few
+    rows, ArtifactError if another update wrote the artifact meanwhile.
     """
     digest = dataset.file_digest(outcomes)
-    fresh = dataset.read(outcomes).tail(MOST_ROWS).reset_index(drop=True)
-    served = _served(artifact, fresh)
-    learn, calibration, held_out = _parts(fresh, outcomes)
-    own = _read(served, fresh, progress)
+    frame = dataset.read(outcomes).tail(MAX_ROWS).reset_index(drop=True)
+    served = _read_served(artifact, frame)
+    parts = _split(frame, outcomes)
+    rows = _encode_rows(served, frame, progress)
 
-    begin = _with_new_models(served, own.taken(learn))
-    rehearsed, judged = _elsewhere(elsewhere, served, int(learn.sum()), seed, progress)
-    lesson = Lesson(begin, rehearsed, served.card.edges, seed, progress)
-    chosen = best_steps(lesson, (0, steps // 8, steps), own.taken(learn), own.taken(calibration))
-    taught = own.taken(learn | calibration)
-    end = calibrated(begin._replace(head=lesson.tuned(taught, chosen)), lesson, taught, chosen)
+    train, held_out = rows.select(parts.train), rows.select(parts.held_out)
+    start = _with_new_models(served, train)
+    rehearsed, judged = _elsewhere_rows(elsewhere, served, int(parts.train.sum()), seed, progress)
+    trainer = HeadTrainer(start, rehearsed, served.card.edges, seed, progress)
+    chosen = best_steps(trainer, (0, steps // 8, steps), train, rows.select(parts.calibration))
+    both = rows.select(parts.train | parts.calibration)
+    end = recalibrated(start._replace(head=trainer.train(both, chosen)), trainer, both, chosen)
 
-    now, aside = _serving(served), own.taken(held_out)
-    before = figures(now, _as_known(aside, len(served.card.models)), served.card.edges)
-    after = figures(end, aside, served.card.edges)
-    report: dict[str, Any] = {"outcomes": {"before": before.told(), "after": after.told()}}
-    _demand_better(before, after)
+    current = _read_weights(served.graph)
+    # To the artifact in force a new model is an unknown one.
+    known = held_out.model < len(served.card.models)
+    as_known = replace(held_out, model=np.where(known, held_out.model, length_head.UNKNOWN_MODEL))
+    before = figures(current, as_known, served.card.edges)
+    after = figures(end, held_out, served.card.edges)
+    report: dict[str, Any] = {"outcomes": {"before": before.to_dict(), "after": after.to_dict()}}
+    _require_improvement(before, after)
     if judged is not None:
-        there = [figures(each, judged, served.card.edges) for each in (now, end)]
-        report["elsewhere"] = {"before": there[0].told(), "after": there[1].told()}
-        _demand_no_loss(there[0], there[1], margin)
-    learned = {"file": outcomes.name, "sha256": digest, "figures": report}
-    _write(artifact, out or artifact, served, end, learned)
+        before, after = (figures(each, judged, served.card.edges) for each in (current, end))
+        report["elsewhere"] = {"before": before.to_dict(), "after": after.to_dict()}
+        _require_no_loss(before, after, margin)
+    entry = {"file": outcomes.name, "sha256": digest, "figures": report}
+    _write(artifact, out or artifact, served, end, entry)
     return report
 
 
 def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures:
-    """What weights score on some rows."""
+    """Return the scores of weights on some rows."""
     logits = weights.logits(rows) * weights.sharpness[rows.model][:, None]
-    reached = weights.reached(rows, weights.shift[rows.model].astype(np.float64))
-    probabilities = calibrate.bent(softmax(logits, axis=1), reached)
-    bucket = metrics.likeliest_bucket(probabilities, edges, JUDGED_LENGTH)
+    coverage = weights.expected_coverage(rows, weights.shift[rows.model].astype(np.float64))
+    probabilities = calibrate.recalibrate(softmax(logits, axis=1), coverage)
+    bucket = metrics.likeliest_bucket(probabilities, edges, ACCURACY_MAX_LENGTH)
     return Figures(
         rows=len(rows.length),
         log_loss=calibrate.log_loss(logits, labels.range_index(rows.length, edges)),
         mae_tokens=metrics.mean_absolute_error(rows.length, metrics.quantile(probabilities, edges, 0.5)),
-        accuracy=float((bucket == metrics.true_bucket(rows.length, JUDGED_LENGTH)).mean()),
+        accuracy=float((bucket == metrics.true_bucket(rows.length, ACCURACY_MAX_LENGTH)).mean()),
         p90_coverage=metrics.coverage(rows.length, metrics.quantile(probabilities, edges, 0.9)),
     )
 
 
-def _served(folder: Path, fresh: pd.DataFrame) -> Served:
+def _read_served(folder: Path, frame: pd.DataFrame) -> ServedArtifact:
     card, graph, vocabulary = artifacts.read(folder)
     known = {name.casefold() for name in (*card.models, *card.aliases)}
-    new = {name.casefold(): name for name in sorted(set(fresh.model)) if name.casefold() not in known}
-    return Served(card, graph, vocabulary, (*card.models, *new.values()))
+    new = {name.casefold(): name for name in sorted(set(frame.model)) if name.casefold() not in known}
+    return ServedArtifact(card, graph, vocabulary, (*card.models, *new.values()))
 
 
-def _parts(fresh: pd.DataFrame, path: Path) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which rows to learn from, to calibrate on and to judge by; all rows of a prompt are in one part."""
-    percent = fresh.prompt_id.map(dataset.prompt_percent).to_numpy()
+def _split(frame: pd.DataFrame, path: Path) -> Parts:
+    """Split rows by prompt. Raises DataError if there are too few."""
+    percent = frame.prompt_id.map(dataset.prompt_percent).to_numpy()
     held_out = percent < HELD_OUT_PERCENT
     calibration = ~held_out & (percent < HELD_OUT_PERCENT + CALIBRATION_PERCENT)
-    learn = ~held_out & ~calibration
-    if learn.sum() < LEAST_LEARN_ROWS or held_out.sum() < LEAST_HELD_OUT_ROWS:
+    train = ~held_out & ~calibration
+    if train.sum() < MIN_TRAIN_ROWS or held_out.sum() < MIN_HELD_OUT_ROWS:
         raise DataError(
-            f"{path} has {learn.sum()} rows to learn from and {held_out.sum()} to judge by; "
-            f"at least {LEAST_LEARN_ROWS} and {LEAST_HELD_OUT_ROWS} are needed"
+            f"{path} has {train.sum()} rows to learn from and {held_out.sum()} to judge by; "
+            f"at least {MIN_TRAIN_ROWS} and {MIN_HELD_OUT_ROWS} are needed"
         )
-    return learn, calibration, held_out
+    return Parts(train, calibration, held_out)
 
 
-def _read(served: Served, frame: pd.DataFrame, progress: Progress) -> Outcomes:
+def _encode_rows(served: ServedArtifact, frame: pd.DataFrame, progress: Progress) -> Outcomes:
     prompts = frame.drop_duplicates("prompt_id")
-    place = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
-    row = {name.casefold(): index for index, name in enumerate(served.models)}
-    row |= {alias.casefold(): row[name.casefold()] for alias, name in served.card.aliases.items()}
+    prompt_index = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
+    model_row = {name.casefold(): index for index, name in enumerate(served.models)}
+    model_row |= {alias.casefold(): model_row[name.casefold()] for alias, name in served.card.aliases.items()}
+    model = frame.model.str.casefold().map(model_row).fillna(length_head.UNKNOWN_MODEL)
     return Outcomes(
-        onnx_head.inputs_of(served.graph, served.vocabulary, list(prompts.prompt), progress),
-        frame.prompt_id.map(place).to_numpy(dtype=np.int64),
-        frame.model.str.casefold().map(row).fillna(length_head.UNKNOWN_MODEL).to_numpy(dtype=np.int64),
+        onnx_head.head_inputs(served.graph, served.vocabulary, list(prompts.prompt), progress),
+        frame.prompt_id.map(prompt_index).to_numpy(dtype=np.int64),
+        model.to_numpy(dtype=np.int64),
         frame.response_tokens.to_numpy(dtype=np.int64),
     )
 
 
-def _with_new_models(served: Served, rows: Outcomes) -> Weights:
-    """What serves now, with a row for each new model: that of the known model whose forecasts fit it best."""
-    head, sharpness, shift, kinds = _serving(served)
+def _with_new_models(served: ServedArtifact, rows: Outcomes) -> Weights:
+    """Return the served weights with a row for each new model, copied from the nearest known model."""
+    head, sharpness, shift, kinds = _read_weights(served.graph)
     known = len(served.card.models)
     nearest = [
-        _nearest(head, sharpness, rows.taken(rows.model == new), served.card.edges)
+        _nearest_model(head, sharpness, rows.select(rows.model == new), served.card.edges)
         for new in range(known, len(served.models))
     ]
-    picked = np.array([*range(known), *nearest])
-    models = {"models.weight": head["models.weight"][picked]}
-    return Weights({**head, **models}, sharpness[picked], shift[picked], kinds)
+    copied = np.array([*range(known), *nearest])
+    models = {"models.weight": head["models.weight"][copied]}
+    return Weights({**head, **models}, sharpness[copied], shift[copied], kinds)
 
 
-def _nearest(
+def _nearest_model(
     head: dict[str, onnx_head.Array], sharpness: onnx_head.Array, rows: Outcomes, edges: tuple[int, ...]
 ) -> int:
-    """The known model with the least log loss on some rows of another."""
+    """Return the known model of least log loss on rows of another one; the unknown model without rows."""
     chosen = slice(0, NEAREST_ROWS)
     if len(rows.length) == 0:
         return length_head.UNKNOWN_MODEL
-    net, label = length_head.head_from(head), labels.range_index(rows.length[chosen], edges)
+    net, label = length_head.load_head(head), labels.range_index(rows.length[chosen], edges)
     losses = []
     for candidate, factor in enumerate(sharpness):
-        served = np.full(len(label), candidate)
-        logits = length_head.logits_of(net, rows.inputs, rows.prompt[chosen], served).astype(np.float64)
+        model = np.full(len(label), candidate)
+        logits = length_head.predict_logits(net, rows.inputs, rows.prompt[chosen], model).astype(np.float64)
         losses.append(calibrate.log_loss(logits * factor, label))
     return int(np.argmin(losses))
 
 
-def _elsewhere(
-    path: Path | None, served: Served, learn_rows: int, seed: int, progress: Progress
+def _elsewhere_rows(
+    path: Path | None, served: ServedArtifact, train_rows: int, seed: int, progress: Progress
 ) -> tuple[Outcomes | None, Outcomes | None]:
-    """Rows to rehearse, and rows to judge by, of what else is served."""
+    """Return rows of other served traffic: those to rehearse, and those to judge by."""
     if path is None:
         return None, None
     parts = dataset.split(dataset.read(path))
@@ -192,31 +206,26 @@ def _elsewhere(
             f"{path} has {len(parts.train)} rows to rehearse and {len(parts.held_out)} to judge by; "
             "at least one of each is needed"
         )
-    wanted = min(MOST_REPLAY_ROWS, max(LEAST_REPLAY_ROWS, REPLAY_ROWS_PER_ROW * learn_rows))
-    both = [
-        part.sample(min(rows, len(part)), random_state=seed).reset_index(drop=True)
-        for part, rows in ((parts.train, wanted), (parts.held_out, ELSEWHERE_ROWS))
-    ]
-    rehearsed, judged = (_read(served, part, progress) for part in both)
+    wanted = min(MAX_REPLAY_ROWS, max(MIN_REPLAY_ROWS, REPLAY_ROWS_PER_ROW * train_rows))
+    rehearsed, judged = (
+        _encode_rows(
+            served, part.sample(min(rows, len(part)), random_state=seed).reset_index(drop=True), progress
+        )
+        for part, rows in ((parts.train, wanted), (parts.held_out, MAX_ELSEWHERE_ROWS))
+    )
     return rehearsed, judged
 
 
-def _serving(served: Served) -> Weights:
-    graph = served.graph
+def _read_weights(graph: bytes) -> Weights:
     return Weights(
-        onnx_head.head_of(graph),
-        onnx_head.sharpness_of(graph),
-        onnx_head.shift_of(graph),
-        onnx_head.kinds_of(graph),
+        onnx_head.read_head(graph),
+        onnx_head.read_sharpness(graph),
+        onnx_head.read_shift(graph),
+        onnx_head.read_kinds(graph),
     )
 
 
-def _as_known(rows: Outcomes, known: int) -> Outcomes:
-    """The rows as the artifact in force sees them: to it a new model is an unknown one."""
-    return replace(rows, model=np.where(rows.model < known, rows.model, length_head.UNKNOWN_MODEL))
-
-
-def _demand_better(before: Figures, after: Figures) -> None:
+def _require_improvement(before: Figures, after: Figures) -> None:
     if after.log_loss >= before.log_loss:
         raise RefusedUpdate(
             f"the artifact stays: on {after.rows} outcomes that were kept aside its log loss is "
@@ -224,22 +233,24 @@ def _demand_better(before: Figures, after: Figures) -> None:
         )
 
 
-def _demand_no_loss(before: Figures, after: Figures, margin: float) -> None:
+def _require_no_loss(before: Figures, after: Figures, margin: float) -> None:
     if after.accuracy < before.accuracy - margin:
         raise RefusedUpdate(
-            f"the artifact stays: elsewhere the accuracy at {JUDGED_LENGTH} would fall from "
+            f"the artifact stays: elsewhere the accuracy at {ACCURACY_MAX_LENGTH} would fall from "
             f"{before.accuracy:.4f} to {after.accuracy:.4f}, more than the margin of {margin}"
         )
 
 
-def _write(artifact: Path, out: Path, served: Served, weights: Weights, learned: dict[str, Any]) -> None:
+def _write(
+    artifact: Path, out: Path, served: ServedArtifact, weights: Weights, entry: dict[str, Any]
+) -> None:
     graph = onnx_head.with_head(served.graph, weights.head, weights.sharpness, weights.shift)
     before = served.card.trained_on
     card = replace(
         served.card,
         models=served.models,
         digest=artifacts.digest_of(graph),
-        trained_on={**before, "updates": [*before.get("updates", []), learned]},
+        trained_on={**before, "updates": [*before.get("updates", []), entry]},
     )
     in_place = out.exists() and out.samefile(artifact)
     artifacts.write(out, graph, card, served.vocabulary, replacing=served.card if in_place else None)

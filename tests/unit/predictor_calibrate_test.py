@@ -19,7 +19,7 @@ def distributions(rows: int, seed: int = 2) -> np.ndarray:
 def test_bending_keeps_the_median_and_puts_the_p90_where_it_belongs() -> None:
     edges = tuple(range(401))
     drawn = np.random.default_rng(2).dirichlet(np.ones(400), 50)
-    moved = calibrate.bent(drawn, np.full(50, 0.95))
+    moved = calibrate.recalibrate(drawn, np.full(50, 0.95))
     assert moved.sum(axis=1) == pytest.approx(np.ones(50))
     for q, before in ((0.5, 0.5), (0.9, 0.5 + 0.4 * 0.4 / 0.45), (0.99, 0.99)):
         told, was = (metrics.quantile(each, edges, share) for each, share in ((moved, q), (drawn, before)))
@@ -28,7 +28,7 @@ def test_bending_keeps_the_median_and_puts_the_p90_where_it_belongs() -> None:
 
 def test_nothing_is_bent_where_the_p90_covers_what_it_says() -> None:
     drawn = distributions(50)
-    assert calibrate.bent(drawn, np.full(50, calibrate.STATED)) == pytest.approx(drawn)
+    assert calibrate.recalibrate(drawn, np.full(50, calibrate.P90)) == pytest.approx(drawn)
 
 
 def test_each_kind_gets_its_own_coverage() -> None:
@@ -37,8 +37,8 @@ def test_each_kind_gets_its_own_coverage() -> None:
     inputs = (np.eye(3)[np.arange(3_000) % 3] * 3 + random.normal(0, 0.3, (3_000, 3))).astype(np.float32)
     reached = {"a": 0.97, "b": 0.9, "c": 0.8}
     within = random.random(3_000) < np.vectorize(reached.get)(source)
-    kinds = calibrate.fit_reached(calibrate.kinds_of(inputs, source), inputs, within, source)
-    found = kinds.reached_by(inputs)
+    kinds = calibrate.fit_p90_coverage(calibrate.fit_kinds(inputs, source), inputs, within, source)
+    found = kinds.expected_coverage(inputs)
     for each, share in reached.items():
         assert found[source == each].mean() == pytest.approx(share, abs=0.03)
 
@@ -47,20 +47,22 @@ def test_a_shift_makes_the_p90_of_a_model_cover_what_it_says() -> None:
     edges, random = tuple(range(0, 401, 4)), np.random.default_rng(6)
     drawn = random.dirichlet(np.ones(100), 4_000)
     length = random.integers(1, 381, 4_000)
-    stated = np.full(4_000, calibrate.STATED)
-    shift = calibrate.shift_of(drawn[:2_000], length[:2_000], edges, stated[:2_000])
-    told = metrics.quantile(calibrate.bent(drawn[2_000:], stated[2_000:] + shift), edges, calibrate.STATED)
+    stated = np.full(4_000, calibrate.P90)
+    shift = calibrate.fit_shift(drawn[:2_000], length[:2_000], edges, stated[:2_000])
+    told = metrics.quantile(
+        calibrate.recalibrate(drawn[2_000:], stated[2_000:] + shift), edges, calibrate.P90
+    )
     assert metrics.coverage(length[2_000:], told) == pytest.approx(0.9, abs=0.02)
-    few = calibrate.shift_of(drawn[:10], length[:10], edges, stated[:10])
+    few = calibrate.fit_shift(drawn[:10], length[:10], edges, stated[:10])
     assert abs(few) < 0.1
 
 
 def test_a_shift_knows_that_a_p90_is_a_whole_number() -> None:
     edges, random = tuple(range(0, 21, 2)), np.random.default_rng(6)
     drawn, length = random.dirichlet(np.ones(10) * 3, 4_000), random.integers(1, 21, 4_000)
-    stated = np.full(4_000, calibrate.STATED)
-    shift = calibrate.shift_of(drawn, length, edges, stated)
-    told = metrics.quantile(calibrate.bent(drawn, stated + shift), edges, calibrate.STATED)
+    stated = np.full(4_000, calibrate.P90)
+    shift = calibrate.fit_shift(drawn, length, edges, stated)
+    told = metrics.quantile(calibrate.recalibrate(drawn, stated + shift), edges, calibrate.P90)
     assert metrics.coverage(length, told) == pytest.approx(0.9, abs=0.003)
 
 
@@ -68,26 +70,26 @@ def test_the_graph_bends_as_training_does() -> None:
     random = np.random.default_rng(4)
     views, models, ranges = 3, 2, len(EDGES) - 1
     width = views + features.DENSE_FEATURES
-    state = length_head.state_of(
-        length_head.Head(length_head.HeadConfig(hidden=8, model_width=4), width, models, ranges)
+    state = length_head.head_state(
+        length_head.LengthHead(length_head.HeadConfig(hidden=8, model_width=4), width, models, ranges)
     )
     table = random.normal(size=(features.SLOTS, views)).astype(np.float32)
     even = np.ones(models, dtype=np.float32)
     reached = np.array([0.95, 0.8, 0.88], dtype=np.float32)
     weight = random.normal(size=(3, width)).astype(np.float32)
-    kinds = calibrate.Kinds(weight, np.zeros(3, dtype=np.float32), reached)
+    kinds = calibrate.PromptKinds(weight, np.zeros(3, dtype=np.float32), reached)
     graph = onnx_head.with_kinds(export.lexical_graph(table, state, even), kinds)
-    assert onnx_head.kinds_of(graph).reached == pytest.approx(reached)
+    assert onnx_head.read_kinds(graph).p90_coverage == pytest.approx(reached)
     shift = np.array([0.0, -0.05], dtype=np.float32)
     graph = onnx_head.with_head(graph, state, even, shift)
-    assert onnx_head.shift_of(graph) == pytest.approx(shift)
+    assert onnx_head.read_shift(graph) == pytest.approx(shift)
 
     texts = ["Name three colours.", "Write a poem.", ""]
     batch = features.batch([features.bag(text) for text in texts])
     known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
     rows = np.array([0, 1, 0])
     (served,) = onnxruntime.InferenceSession(graph).run(None, {**known, "owner": np.arange(3), "model": rows})
-    inputs = onnx_head.inputs_of(graph, (), texts)
-    logits = length_head.logits_of(length_head.head_from(state), inputs, np.arange(3), rows)
-    shown = kinds.reached_by(onnx_head.standardised(state, inputs), shift[rows].astype(np.float64))
-    assert served == pytest.approx(calibrate.bent(softmax(logits, axis=1), shown), abs=1e-5)
+    inputs = onnx_head.head_inputs(graph, (), texts)
+    logits = length_head.predict_logits(length_head.load_head(state), inputs, np.arange(3), rows)
+    shown = kinds.expected_coverage(onnx_head.standardise(state, inputs), shift[rows].astype(np.float64))
+    assert served == pytest.approx(calibrate.recalibrate(softmax(logits, axis=1), shown), abs=1e-5)

@@ -14,13 +14,13 @@ from predictor.errors import DataError
 from predictor.evaluation import metrics
 from predictor.training import train, train_loop
 from predictor.training.distillation import ensemble, lm_teacher, synthetic_prompts, teachers
-from predictor.training.train_loop import Recipe
+from predictor.training.train_loop import TrainConfig
 from tests.support.fakes import pretrained
 
 EDGES = labels.log_spaced_edges()
-LESSON = Recipe(epochs=4, batch_prompts=32, body_rate=3e-3, head_rate=1e-2, beside=1.0, seed=1)
-ASKING = synthetic_prompts.Asking(
-    Recipe(epochs=16, batch_prompts=16, body_rate=2e-2, head_rate=2e-2), at_once=64
+RECIPE = TrainConfig(epochs=4, batch_prompts=32, body_rate=3e-3, head_rate=1e-2, beside=1.0, seed=1)
+GENERATOR = synthetic_prompts.PromptGeneratorConfig(
+    TrainConfig(epochs=16, batch_prompts=16, body_rate=2e-2, head_rate=2e-2), at_once=64
 )
 
 
@@ -38,29 +38,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def chats(model: str, tmp_path_factory: pytest.TempPathFactory) -> TrainingArrays:
     """The corpus with answers' texts, as a language model reads it, and four asked prompts."""
     frame = pretrained.corpus()[::2].assign(turn=1, answer="A story .")
-    vocabulary = train.vocabulary_of(str(pretrained.encoder_in(tmp_path_factory.mktemp("encoder"))))
+    vocabulary = train.read_vocabulary(str(pretrained.encoder_in(tmp_path_factory.mktemp("encoder"))))
     generated = [
         GeneratedPrompt(f"What is a {word}?", "questions") for word in ("story", "long", "thing", "what")
     ]
     data = prepare.prepare(frame, vocabulary, mixed=6, seed=1, generated=generated)
-    return teachers.chats_of(data, lm_teacher.Tokens(model))
+    return teachers.tokenize_chats(data, lm_teacher.ChatTokenizer(model))
 
 
 def test_a_prompt_is_read_as_a_turn_without_a_system_prompt(model: str) -> None:
-    tokens = lm_teacher.Tokens(model)
-    rows = tokens.chats(["What is thing 7 ?", "What is " + "a " * 300 + "?"])
+    tokens = lm_teacher.ChatTokenizer(model)
+    rows = tokens.encode_chats(["What is thing 7 ?", "What is " + "a " * 300 + "?"])
     read = [[token for token in row if token] for row in rows.tolist()]
-    assert tokens.ids(["<user> What is thing 7 ?<end><assistant>"]) == read[:1]
+    assert tokens.encode(["<user> What is thing 7 ?<end><assistant>"]) == read[:1]
     assert len(read[1]) == lm_teacher.HEAD_TOKENS + lm_teacher.TAIL_TOKENS + 3
-    assert tokens.texts(read[:1]) == ["What is thing 7 ?"]
-    whole, cut = tokens.whole(["a thing .", "a " * 99], 5).tolist()
-    assert whole == [*tokens.ids(["a thing ."])[0], tokens.end, *[0] * (len(whole) - 4)]
-    assert cut[:5] == tokens.ids(["a a a a a"])[0]
+    assert tokens.decode(read[:1]) == ["What is thing 7 ?"]
+    whole, cut = tokens.encode_padded(["a thing .", "a " * 99], 5).tolist()
+    assert whole == [*tokens.encode(["a thing ."])[0], tokens.end, *[0] * (len(whole) - 4)]
+    assert cut[:5] == tokens.encode(["a a a a a"])[0]
 
 
 def test_padding_and_what_stands_behind_change_nothing_that_is_read(model: str) -> None:
-    body, tokens = lm_teacher.Reader(model).eval(), lm_teacher.Tokens(model)
-    rows = torch.tensor(tokens.chats(["What is thing 7 ?", "Write a long story about thing 8 ."]))
+    body, tokens = lm_teacher.LanguageModelEncoder(model).eval(), lm_teacher.ChatTokenizer(model)
+    rows = torch.tensor(tokens.encode_chats(["What is thing 7 ?", "Write a long story about thing 8 ."]))
     with torch.no_grad():
         both, alone = body(rows), body(rows[:1, : int((rows[0] != 0).sum())])
     assert both.shape == (2, 64)
@@ -70,15 +70,15 @@ def test_padding_and_what_stands_behind_change_nothing_that_is_read(model: str) 
 def test_it_learns_to_ask_what_the_corpus_asks(model: str) -> None:
     frame = pretrained.corpus().drop_duplicates("prompt_id")[::3]
     texts, said = [f"{text[:-1]} {text[-1]}" for text in frame.prompt], []
-    known = frozenset(texts[::2])
-    generated = synthetic_prompts.ask(
-        texts, list(frame.source), model, 60, ASKING, known=known, progress=said.append
+    excluded = frozenset(texts[::2])
+    generated = synthetic_prompts.generate_prompts(
+        texts, list(frame.source), model, 60, GENERATOR, excluded=excluded, progress=said.append
     )
     begins = {"stories": "Write a long story about", "questions": "What is"}
     like = [each.text.startswith(begins[each.source]) for each in generated]
     assert len(generated) > 20 and np.mean(like) > 0.9
     assert len({each.text for each in generated}) == len(generated)
-    assert {each.text for each in generated} & set(texts) and not {each.text for each in generated} & known
+    assert {each.text for each in generated} & set(texts) and not {each.text for each in generated} & excluded
     assert said[-1] == f"{len(generated)} new prompts asked"
 
 
@@ -92,10 +92,10 @@ def test_asked_prompts_have_rows_of_the_models_of_their_source(chats: TrainingAr
 
 
 def test_it_foretells_that_stories_are_longer_than_questions(chats: TrainingArrays, model: str) -> None:
-    told: list[str] = []
-    net = teachers.language_teacher(chats, model, LESSON, EDGES, "cpu", told.append)
+    progress_lines: list[str] = []
+    net = teachers.train_language_model(chats, model, RECIPE, EDGES, "cpu", progress_lines.append)
     rows = chats.rows(HELD_OUT)
-    found = torch.softmax(torch.tensor(train_loop.logits_of(net, chats, rows)), 1).numpy()
+    found = torch.softmax(torch.tensor(train_loop.predict_logits(net, chats, rows)), 1).numpy()
     mean = metrics.expected(found, EDGES)
     story = np.array([chats.texts[prompt].startswith("Write") for prompt in chats.prompt[rows]])
     assert len(rows) > 40 and mean[story].min() > 2 * mean[~story].max()
@@ -103,34 +103,34 @@ def test_it_foretells_that_stories_are_longer_than_questions(chats: TrainingArra
 
 def test_it_learns_how_answers_begin(chats: TrainingArrays, model: str) -> None:
     assert chats.answers is not None
-    body = lm_teacher.Reader(model)
-    net = teachers.with_head(body, chats, EDGES)
-    task = lm_teacher.AnswerBeginnings(chats.answers, body, len(chats.models))
+    body = lm_teacher.LanguageModelEncoder(model)
+    net = teachers.new_net(body, chats, EDGES)
+    task = lm_teacher.AnswerPrefixTask(chats.answers, body, len(chats.models))
     rows = torch.tensor(chats.rows(TRAIN)[:8])
     pieces = torch.tensor(chats.pieces[chats.prompt[rows]])
     shown = (pieces, torch.arange(8), rows, torch.tensor(chats.model[rows]))
     optimizer = torch.optim.Adam([*net.parameters(), *task.parameters()], lr=1e-2)
-    read, before = task.read(net, *shown)
-    torch.testing.assert_close(read, net.read(pieces))
+    read, before = task.encode(net, *shown)
+    torch.testing.assert_close(read, net.encode(pieces))
     for _ in range(30):
         optimizer.zero_grad()
-        task.read(net, *shown)[1].backward()
+        task.encode(net, *shown)[1].backward()
         optimizer.step()
-    assert task.read(net, *shown)[1] < 0.1 * before
+    assert task.encode(net, *shown)[1] < 0.1 * before
     unanswered = torch.tensor(chats.rows(CALIBRATION)[:8])
-    assert task.read(net, *shown[:2], unanswered, shown[3])[1] == 0.0
+    assert task.encode(net, *shown[:2], unanswered, shown[3])[1] == 0.0
 
 
 def test_a_fold_left_out_is_not_read(chats: TrainingArrays, model: str) -> None:
     """Whatever stands in it, the teacher says the same of all the others."""
     assert chats.answers is not None
-    unread = teachers.fold_of(chats, 1, 4)
-    assert 0.1 < unread[:600].mean() < 0.4
-    own = unread[chats.prompt] & (chats.part == TRAIN)
+    held_out = teachers.held_out_fold(chats, 1, 4)
+    assert 0.1 < held_out[:600].mean() < 0.4
+    own = held_out[chats.prompt] & (chats.part == TRAIN)
     other = replace(
         chats,
-        pieces=np.where(unread[:, None] & (chats.pieces > 0), 7, chats.pieces),
-        side=np.where(unread[:, None], 9.0, chats.side).astype(np.float32),
+        pieces=np.where(held_out[:, None] & (chats.pieces > 0), 7, chats.pieces),
+        side=np.where(held_out[:, None], 9.0, chats.side).astype(np.float32),
         length=np.where(own, 1000, chats.length),
         answers=chats.answers._replace(
             prefix=np.where(
@@ -138,10 +138,10 @@ def test_a_fold_left_out_is_not_read(chats: TrainingArrays, model: str) -> None:
             )
         ),
     )
-    once, said = replace(LESSON, epochs=1), []
+    once, said = replace(RECIPE, epochs=1), []
     for data in (chats, other):
-        net = teachers.language_teacher(data.hold_out(unread), model, once, EDGES, "cpu", silent)
-        said.append(train_loop.logits_of(net, chats, np.arange(len(chats.prompt))))
+        net = teachers.train_language_model(data.hold_out(held_out), model, once, EDGES, "cpu", silent)
+        said.append(train_loop.predict_logits(net, chats, np.arange(len(chats.prompt))))
     assert own.sum() > 50
     np.testing.assert_array_equal(said[0], said[1])
 
@@ -149,7 +149,7 @@ def test_a_fold_left_out_is_not_read(chats: TrainingArrays, model: str) -> None:
 def test_an_epoch_comes_twice_to_a_prompt_that_was_answered(chats: TrainingArrays) -> None:
     rows = chats.rows(TRAIN, SYNTHETIC)
     visits = np.where(chats.length > 0, 2, 1)
-    draw = train_loop.Draw(chats.pieces, chats.prompt, rows, replace(LESSON, batch_prompts=7), visits)
+    draw = train_loop.BatchSampler(chats.pieces, chats.prompt, rows, replace(RECIPE, batch_prompts=7), visits)
     drawn = list(draw.epoch())
     times = np.bincount(np.concatenate([each.prompts for each in drawn]), minlength=len(chats.pieces))
     assert len(drawn) == draw.batches
@@ -161,9 +161,9 @@ def test_an_epoch_comes_twice_to_a_prompt_that_was_answered(chats: TrainingArray
 
 
 def test_folds_are_disjoint_and_whole(chats: TrainingArrays) -> None:
-    folds = [teachers.fold_of(chats, number, 4) for number in range(4)]
+    folds = [teachers.held_out_fold(chats, number, 4) for number in range(4)]
     assert (np.sum(folds, axis=0) == 1).all()
-    assert not teachers.fold_of(chats, 0, 1).any()
+    assert not teachers.held_out_fold(chats, 0, 1).any()
 
 
 def forecasts(chats: TrainingArrays, noise: float) -> np.ndarray:
@@ -176,34 +176,34 @@ def forecasts(chats: TrainingArrays, noise: float) -> np.ndarray:
 def test_the_better_teacher_has_the_bigger_share(chats: TrainingArrays) -> None:
     said = [forecasts(chats, noise) for noise in (2.0, 0.2)]
     together = ensemble.fit(said, chats, EDGES)
-    ((worse, better),) = together.shares()
+    ((worse, better),) = together.weights()
     assert worse < 0.25 and better > 0.75
-    (worse_factor,), (better_factor,) = together.factor.exp().tolist()
+    (worse_factor,), (better_factor,) = together.log_factors.exp().tolist()
     assert worse_factor < better_factor
     rows, none = chats.rows(HELD_OUT), [np.zeros(len(chats.pieces), dtype=bool)] * 2
-    found = ensemble.targets(together, said, chats, none, 0.7)
+    found = ensemble.distillation_targets(together, said, chats, none, 0.7)
     label = labels.range_index(chats.length[rows], EDGES)
 
-    def loss(told: np.ndarray) -> float:
-        return float(-np.log(told[rows, label].astype(np.float64) + 1e-6).mean())
+    def loss(progress_lines: np.ndarray) -> float:
+        return float(-np.log(progress_lines[rows, label].astype(np.float64) + 1e-6).mean())
 
     assert loss(found) < min(map(loss, said))
 
 
 def test_a_training_prompt_is_mostly_what_those_say_that_never_read_it(chats: TrainingArrays) -> None:
     said = [forecasts(chats, noise) for noise in (0.3, 0.4)]
-    unread = [teachers.fold_of(chats, number, 4) for number in range(2)]
+    held_out = [teachers.held_out_fold(chats, number, 4) for number in range(2)]
     even = ensemble.fit(said, replace(chats, part=np.full_like(chats.part, TRAIN)), EDGES)
-    found = ensemble.targets(even, said, chats, unread, 0.7).astype(np.float64)
+    found = ensemble.distillation_targets(even, said, chats, held_out, 0.7).astype(np.float64)
     both = np.mean([each.astype(np.float64) for each in said], axis=0)
-    by_first = unread[0][chats.prompt] & (chats.part == TRAIN)
+    by_first = held_out[0][chats.prompt] & (chats.part == TRAIN)
     np.testing.assert_allclose(found[by_first], (0.7 * said[0] + 0.3 * both)[by_first], atol=2e-3)
-    others = ~(unread[0] | unread[1])[chats.prompt] | (chats.part != TRAIN)
+    others = ~(held_out[0] | held_out[1])[chats.prompt] | (chats.part != TRAIN)
     np.testing.assert_allclose(found[others], both[others], atol=2e-3)
 
 
 def test_what_is_no_language_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
-        lm_teacher.Tokens(str(tmp_path))
+        lm_teacher.ChatTokenizer(str(tmp_path))
     with pytest.raises(DataError, match="cannot be read"):
-        lm_teacher.Reader(str(tmp_path))
+        lm_teacher.LanguageModelEncoder(str(tmp_path))

@@ -15,9 +15,9 @@ VIEWS, MODELS, RANGES = 4, 3, 7
 
 
 @pytest.fixture(scope="module")
-def head() -> length_head.Head:
+def head() -> length_head.LengthHead:
     random = np.random.default_rng(5)
-    rows = length_head.Rows(
+    rows = length_head.HeadRows(
         prompt=np.arange(64) % 4,
         model=random.integers(1, MODELS, 64),
         target=random.dirichlet(np.ones(RANGES), 64).astype(np.float32),
@@ -29,7 +29,7 @@ def head() -> length_head.Head:
     )
 
 
-def test_the_graph_says_what_the_weights_say(head: length_head.Head) -> None:
+def test_the_graph_says_what_the_weights_say(head: length_head.LengthHead) -> None:
     random = np.random.default_rng(6)
     table = random.normal(size=(features.SLOTS, VIEWS)).astype(np.float32)
     table[features.PADDING_SLOT] = 0.0
@@ -43,15 +43,15 @@ def test_the_graph_says_what_the_weights_say(head: length_head.Head) -> None:
     known = {"slots": batch.slots, "weights": batch.weights, "dense": batch.dense}
     (served,) = session.run(None, {**known, "owner": np.arange(len(TEXTS)), "model": model})
     inputs = np.concatenate([lexical_scores.tf_matrix(bags) @ table, batch.dense], axis=1).astype(np.float32)
-    logits = length_head.logits_of(head, inputs, np.arange(len(TEXTS)), model)
+    logits = length_head.predict_logits(head, inputs, np.arange(len(TEXTS)), model)
     trained = softmax(logits * sharpness[model][:, None], axis=1)
     # The graph keeps the table in bytes: 1/127 of a view's largest weight is its grain.
     assert np.abs(served - trained).max() < 0.02
 
 
-def test_the_same_seed_gives_the_same_head(head: length_head.Head) -> None:
+def test_the_same_seed_gives_the_same_head(head: length_head.LengthHead) -> None:
     random = np.random.default_rng(5)
-    rows = length_head.Rows(
+    rows = length_head.HeadRows(
         prompt=np.arange(64) % 4,
         model=random.integers(1, MODELS, 64),
         target=random.dirichlet(np.ones(RANGES), 64).astype(np.float32),

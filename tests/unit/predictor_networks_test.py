@@ -29,10 +29,10 @@ def encoder() -> BertModel:
     return BertModel(config).eval()
 
 
-def states(trimmed: networks.Trimmed, pieces: torch.Tensor) -> torch.Tensor:
+def states(trimmed: networks.TrimmedEncoder, pieces: torch.Tensor) -> torch.Tensor:
     """What the queries of a trimmed encoder are told, without its last normalisation."""
     told: list[torch.Tensor] = []
-    trimmed.told_norm.register_forward_hook(lambda _, given, __: told.append(given[0]))
+    trimmed.memory_norm.register_forward_hook(lambda _, given, __: told.append(given[0]))
     trimmed(pieces)
     return told[0]
 
@@ -46,7 +46,7 @@ def test_trimming_nothing_leaves_the_encoder_as_it_was(encoder: BertModel) -> No
     real = pieces != 0
     with torch.no_grad():
         truth = encoder(input_ids=pieces, attention_mask=real.long()).last_hidden_state
-        kept = states(networks.Trimmed(whole, encoder).eval(), pieces)[:, : PIECES.shape[1]]
+        kept = states(networks.TrimmedEncoder(whole, encoder).eval(), pieces)[:, : PIECES.shape[1]]
     assert torch.allclose(kept[real], truth[real], atol=1e-5)
 
 
@@ -54,7 +54,7 @@ def test_merged_neighbours_are_as_many_fewer_and_padding_says_nothing(encoder: B
     torch.manual_seed(4)
     kept = (networks.LayerConfig(2, 16), networks.LayerConfig(2, 16, merged=2))
     config = networks.TrimmedConfig(kept, 2, query_attention=8, query_heads=2, query_hidden=8)
-    trimmed = networks.Trimmed(config, encoder).eval()
+    trimmed = networks.TrimmedEncoder(config, encoder).eval()
     with torch.no_grad():
         short = trimmed(torch.tensor(PIECES[:1, :4]))
         pad = trimmed(torch.tensor(np.pad(PIECES[:1], ((0, 0), (0, 7)))))
@@ -67,7 +67,7 @@ def test_the_graph_reads_as_the_net_does(merged: int, encoder: BertModel) -> Non
     torch.manual_seed(2)
     kept = networks.LayerConfig(2, 16, merged)
     config = networks.TrimmedConfig((kept,), 3, query_attention=16, query_heads=2, query_hidden=24)
-    body = networks.Trimmed(config, encoder)
+    body = networks.TrimmedEncoder(config, encoder)
     bags = [features.bag(text) for text in ("Hello there.", "A longer one, is it not?", "")]
     table = np.random.default_rng(3).normal(size=(features.SLOTS, VIEWS)).astype(np.float32)
     table[features.PADDING_SLOT] = 0.0

@@ -11,19 +11,19 @@ from predictor.artifact import KINDS
 from predictor.data.licences import UNSTATED
 from predictor.errors import DataError
 from predictor.onnx_forecaster import Features, OnnxForecaster
-from predictor.training.auxiliary_tasks import Masked
-from predictor.training.distillation.recipes import Plan
-from predictor.training.distillation.synthetic_prompts import Asking
+from predictor.training.auxiliary_tasks import MaskedLMConfig
+from predictor.training.distillation.recipes import DistillationConfig
+from predictor.training.distillation.synthetic_prompts import PromptGeneratorConfig
 from predictor.training.length_head import HeadConfig
 from predictor.training.networks import LayerConfig, TrimmedConfig
 from predictor.training.train import train
-from predictor.training.train_loop import Recipe
+from predictor.training.train_loop import TrainConfig
 from tests.support.fakes import pretrained
 
-ONE_PASS = Recipe(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)
-TINY = Plan(
+ONE_PASS = TrainConfig(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)
+TINY = DistillationConfig(
     encoders=(ONE_PASS,),
-    student=Recipe(
+    student=TrainConfig(
         epochs=6,
         batch_prompts=64,
         body_rate=2e-3,
@@ -34,7 +34,7 @@ TINY = Plan(
         averaged=0.9,
     ),
     models=HeadConfig(epochs=1),
-    masked=Masked(epochs=20, batch_rows=64, rate=3e-3),
+    masked=MaskedLMConfig(epochs=20, batch_rows=64, rate=3e-3),
     kept=TrimmedConfig(
         (LayerConfig(2, 16, merged=2),), 2, query_attention=16, query_heads=2, query_hidden=16
     ),
@@ -108,7 +108,7 @@ def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
         tmp_path / "model",
         kind="small",
         encoder=str(encoder),
-        plan=TINY,
+        distillation=TINY,
         device="cpu",
         progress=told.append,
     )
@@ -122,7 +122,13 @@ def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    kind = {"kind": "small", "encoder": str(encoder), "plan": TINY, "device": "cpu", "progress": told.append}
+    kind = {
+        "kind": "small",
+        "encoder": str(encoder),
+        "distillation": TINY,
+        "device": "cpu",
+        "progress": told.append,
+    }
     frame = pd.read_parquet(corpus)[::5].assign(answer="A story.\n- a thing\n- 7 .")
     frame.to_parquet(tmp_path / "answered.parquet")
     train(tmp_path / "answered.parquet", tmp_path / "model", **kind)
@@ -136,7 +142,7 @@ def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> N
     told: list[str] = []
     (tmp_path / "language").mkdir()
     language = pretrained.language_model_in(tmp_path / "language")
-    plan = replace(
+    distillation = replace(
         TINY,
         encoders=(ONE_PASS, ONE_PASS),
         language_models=(replace(ONE_PASS, beside=1.0),) * 2,
@@ -144,7 +150,7 @@ def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> N
         matched=1,
         student=replace(TINY.student, visits=2, epochs=4),
         asked_prompts=30,
-        asking=Asking(replace(ONE_PASS, epochs=4), at_once=30),
+        asking=PromptGeneratorConfig(replace(ONE_PASS, epochs=4), at_once=30),
     )
     card = train(
         corpus,
@@ -152,7 +158,7 @@ def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> N
         kind="small",
         encoder=str(encoder),
         language_model=str(language),
-        plan=plan,
+        distillation=distillation,
         device="cpu",
         progress=told.append,
     )
@@ -163,8 +169,8 @@ def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> N
     assert "2 whole ones and 2 language models" in card.notes[-1]
     asked = next(int(line.split()[0]) for line in told if line.endswith("new prompts asked"))
     assert f"600 prompts, {asked} asked like them, 40 made of them" in told and asked > 10
-    (shares,) = (line for line in told if line.startswith("teachers' shares"))
-    assert shares.count(",") >= 4
+    (weights,) = (line for line in told if line.startswith("teachers' shares"))
+    assert weights.count(",") >= 4
 
 
 def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What several teachers say together: with shares, and factors that sharpen or soften each, that do best on
-prompts none of them was trained on.
+"""Combine several teachers' forecasts: a mixture with a weight and a temperature of each, fitted on prompts
+that none of them was trained on.
 
 Needs torch; training only.
 """
@@ -17,94 +17,99 @@ from torch import Tensor
 from predictor.data.labels import range_index
 from predictor.data.prepare import CALIBRATION, TRAIN, TrainingArrays
 
-LEAST_ROWS = 400
-"""A served model with fewer on the calibration prompts shares its shares with the others of the kind."""
-STEPS, RATE = 300, 0.03
-PRIOR = 0.002
-"""How strongly shares stay even and factors 1 where the outcomes say little."""
+MIN_GROUP_ROWS = 400
+"""Served models with fewer calibration rows share one group of mixture weights."""
+STEPS, LEARNING_RATE = 300, 0.03
+PENALTY = 0.002
+"""Strength of the pull towards equal weights and factors of 1 where outcomes are few."""
 CHUNK_ROWS = 1 << 16
-TINY = 1e-6
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
-    """For each teacher and group of served models, the logit of its share and the log of its factor."""
+class TeacherMixture:
+    """Logits of mixture weights and logs of sharpness factors, each `[teachers, groups of models]`."""
 
-    share: Tensor
-    factor: Tensor
+    weight_logits: Tensor
+    log_factors: Tensor
     group: Tensor
-    """Of each model `[models]`."""
+    """Group of each model `[models]`."""
 
-    def of(self, said: Tensor, model: Tensor, among: Tensor | None = None) -> Tensor:
-        """Probabilities `[rows, ranges]` from those of each teacher `[teachers, rows, ranges]`.
+    def combine(self, forecasts: Tensor, model: Tensor, included: Tensor | None = None) -> Tensor:
+        """Return probabilities `[rows, ranges]` from those of each teacher `[teachers, rows, ranges]`.
 
-        `among` `[teachers, rows]` says which of them count for a row; where none does, the row is even.
+        `included` `[teachers, rows]` selects the teachers of each row; a row without any gets equal weights.
         """
         group = self.group[model]
-        sharpened = torch.softmax((said.float() + TINY).log() * self.factor[:, group, None].exp(), 2)
-        share = self.share[:, group]
-        if among is not None:
-            share = share.masked_fill(~among, -1e9)
-        return (sharpened * torch.softmax(share, 0)[..., None]).sum(0)
+        logits = (forecasts.float() + EPSILON).log() * self.log_factors[:, group, None].exp()
+        weight_logits = self.weight_logits[:, group]
+        if included is not None:
+            weight_logits = weight_logits.masked_fill(~included, -1e9)
+        return (torch.softmax(logits, 2) * torch.softmax(weight_logits, 0)[..., None]).sum(0)
 
-    def shares(self) -> list[list[float]]:
-        """Of each teacher, in each group `[groups, teachers]`."""
-        share = torch.softmax(self.share, 0).T
-        return [[round(each, 3) for each in group] for group in share.tolist()]
+    def weights(self) -> list[list[float]]:
+        """Return the weight of each teacher in each group `[groups, teachers]`, rounded."""
+        weights = torch.softmax(self.weight_logits, 0).T
+        return [[round(each, 3) for each in group] for group in weights.tolist()]
 
 
 def fit(
-    said: Sequence[NDArray[np.float16]], data: TrainingArrays, edges: tuple[int, ...], device: str = "cpu"
-) -> Mixture:
-    """Shares and factors of least log loss on the calibration prompts; even ones where there are none."""
-    rows, teachers = data.rows(CALIBRATION), len(said)
+    forecasts: Sequence[NDArray[np.float16]],
+    data: TrainingArrays,
+    edges: tuple[int, ...],
+    device: str = "cpu",
+) -> TeacherMixture:
+    """Fit the mixture of least log loss on the calibration prompts; without any, weights are equal."""
+    rows, teachers = data.rows(CALIBRATION), len(forecasts)
     group = _groups(data.model[rows], len(data.models))
     shape = (teachers, int(group.max()) + 1)
-    share, factor = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
-    mixture = Mixture(share, factor, torch.tensor(group, device=device))
+    weight_logits, log_factors = (torch.zeros(shape, device=device, requires_grad=True) for _ in range(2))
+    mixture = TeacherMixture(weight_logits, log_factors, torch.tensor(group, device=device))
     if teachers > 1 and len(rows):
         counts = np.bincount(data.prompt[rows])[data.prompt[rows]]
         weight = torch.tensor(1 / np.sqrt(counts), device=device, dtype=torch.float32)
         label = torch.tensor(range_index(data.length[rows], edges), device=device)[:, None]
-        known = torch.tensor(np.stack([each[rows] for each in said]), device=device)
+        stacked = torch.tensor(np.stack([each[rows] for each in forecasts]), device=device)
         model = torch.tensor(data.model[rows], device=device)
-        optimizer = torch.optim.Adam([share, factor], lr=RATE)
+        optimizer = torch.optim.Adam([weight_logits, log_factors], lr=LEARNING_RATE)
         for _ in range(STEPS):
-            right = mixture.of(known, model).gather(1, label)[:, 0]
-            loss = -((right + TINY).log() * weight).sum() / weight.sum()
-            loss = loss + PRIOR * ((share**2).mean() + (factor**2).mean())
+            likelihood = mixture.combine(stacked, model).gather(1, label)[:, 0]
+            loss = -((likelihood + EPSILON).log() * weight).sum() / weight.sum()
+            loss = loss + PENALTY * ((weight_logits**2).mean() + (log_factors**2).mean())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return Mixture(share.detach(), factor.detach(), mixture.group)
+    return TeacherMixture(weight_logits.detach(), log_factors.detach(), mixture.group)
 
 
-def targets(
-    mixture: Mixture,
-    said: Sequence[NDArray[np.float16]],
+def distillation_targets(
+    mixture: TeacherMixture,
+    forecasts: Sequence[NDArray[np.float16]],
     data: TrainingArrays,
-    unread: Sequence[NDArray[np.bool_]],
-    unread_share: float,
+    held_out: Sequence[NDArray[np.bool_]],
+    held_out_share: float,
 ) -> NDArray[np.float16]:
-    """What all rows are forecast as `[rows, ranges]`.
+    """Return the mixture's forecast of all rows `[rows, ranges]`.
 
-    Those of a training prompt that some teachers left out are, by `unread_share`, what only these say.
+    For training prompts that some teachers held out (`held_out`, one mask `[prompts]` per teacher), those
+    teachers alone give `held_out_share` of the forecast.
     """
-    found = np.empty_like(said[0])
-    device = mixture.share.device
-    left_out = np.stack(unread)
-    for rows in np.split(np.arange(len(found)), range(CHUNK_ROWS, len(found), CHUNK_ROWS)):
-        known = torch.tensor(np.stack([each[rows] for each in said]), device=device)
+    targets = np.empty_like(forecasts[0])
+    device = mixture.weight_logits.device
+    masks = np.stack(held_out)
+    for rows in np.split(np.arange(len(targets)), range(CHUNK_ROWS, len(targets), CHUNK_ROWS)):
+        stacked = torch.tensor(np.stack([each[rows] for each in forecasts]), device=device)
         model = torch.tensor(data.model[rows], device=device)
-        among = torch.tensor(left_out[:, data.prompt[rows]] & (data.part[rows] == TRAIN), device=device)
-        share = unread_share * among.any(0).float()[:, None]
-        both = share * mixture.of(known, model, among) + (1.0 - share) * mixture.of(known, model)
-        found[rows] = both.half().cpu().numpy()
-    return found
+        included = torch.tensor(masks[:, data.prompt[rows]] & (data.part[rows] == TRAIN), device=device)
+        share = held_out_share * included.any(0).float()[:, None]
+        combined = share * mixture.combine(stacked, model, included)
+        combined += (1.0 - share) * mixture.combine(stacked, model)
+        targets[rows] = combined.half().cpu().numpy()
+    return targets
 
 
 def _groups(model: NDArray[np.int64], models: int) -> NDArray[np.int64]:
-    """The group of each model: one for those with few answers together, one for each of the others."""
-    many = np.bincount(model, minlength=models) >= LEAST_ROWS
+    """Return the group of each model: 0 for those with few rows, one for each of the others."""
+    many = np.bincount(model, minlength=models) >= MIN_GROUP_ROWS
     groups: NDArray[np.int64] = np.where(many, np.cumsum(many), 0)
     return groups

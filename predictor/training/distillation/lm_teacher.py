@@ -1,5 +1,5 @@
-"""A language model as a teacher: it foretells lengths from what it makes of a prompt at the end of a chat's
-turn, while it foretells how answers begin.
+"""A language model as a teacher: forecasts lengths from its states at the end of a user's turn of a chat,
+while it learns how answers begin.
 
 Needs torch and transformers; training only.
 """
@@ -16,25 +16,25 @@ from torch.nn import functional
 
 from predictor.data.answer_texts import OCTAVES, SHAPES, Answers
 from predictor.errors import DataError
-from predictor.training.auxiliary_tasks import HIDDEN, Beside
+from predictor.training.auxiliary_tasks import HIDDEN, AuxiliaryTask
 from predictor.training.networks import LengthNet
 from predictor.wordpiece import pad
 
 HEAD_TOKENS, TAIL_TOKENS = 110, 60
-"""Of a longer prompt only its beginning and end are read."""
+"""Of a longer prompt only the beginning and the end are read."""
 ANSWER_TOKENS = 81
-TOKEN_CHARS = 16
-"""More of a text than so many characters a token is not even looked at."""
-WORDS_SHARE, SHAPE_SHARE = 0.3, 0.1
-"""What it weighs beside the length to foretell an answer's first tokens, and its shape."""
+MAX_TOKEN_CHARS = 16
+"""Texts are cut to this many characters per wanted token before they are tokenized."""
+PREFIX_WEIGHT, SHAPE_WEIGHT = 0.3, 0.1
+"""Weights of the losses on an answer's first tokens and on its shape, beside the length."""
 QUESTION, ANSWER = "first question", "first answer"
 
 
-class Tokens:
-    """Texts as a language model reads them: the ids of its tokens plus one, so that 0 is padding."""
+class ChatTokenizer:
+    """Tokenizes texts for a language model: its token ids plus one, so that 0 is padding."""
 
     def __init__(self, source: str) -> None:
-        """`source` is a Hub id or a folder. Raises DataError if it has no tokenizer that can be used."""
+        """`source` is a Hub id or a folder. Raises DataError if it has no usable tokenizer."""
         from transformers import AutoTokenizer
 
         try:
@@ -45,44 +45,46 @@ class Tokens:
             raise DataError(f"the language model {source} has no token that ends a text")
         self.end = int(self._tokenizer.eos_token_id) + 1
 
-    def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [[token + 1 for token in ids] for ids in found]
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without special tokens."""
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        return [[token + 1 for token in ids] for ids in encoded]
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each row of ids, without special tokens."""
         ids = [[token - 1 for token in row] for row in rows]
-        found: list[str] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return found
+        texts: list[str] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return texts
 
-    def whole(self, texts: Sequence[str], most: int) -> NDArray[np.int64]:
-        """Texts with the mark of their end, of which `most` tokens are kept `[texts, longest]`."""
-        begun = [text[: most * TOKEN_CHARS] for text in texts]
-        ends = ([self.end] if part == text else [] for part, text in zip(begun, texts, strict=True))
-        return pad([[*ids, *end][:most] for ids, end in zip(self.ids(begun), ends, strict=True)])
+    def encode_padded(self, texts: Sequence[str], max_tokens: int) -> NDArray[np.int64]:
+        """Return texts with an end token, cut to `max_tokens` `[texts, longest]`."""
+        prefixes = [text[: max_tokens * MAX_TOKEN_CHARS] for text in texts]
+        ends = ([self.end] if prefix == text else [] for prefix, text in zip(prefixes, texts, strict=True))
+        encoded = zip(self.encode(prefixes), ends, strict=True)
+        return pad([[*ids, *end][:max_tokens] for ids, end in encoded])
 
-    def chats(self, prompts: Sequence[str]) -> NDArray[np.int64]:
-        """Prompts as a user's turn of a chat, up to where the answer begins `[prompts, longest]`."""
-        before, after = self.ids(self._turn())
-        rows = self.ids(prompts)
-        kept = (
+    def encode_chats(self, prompts: Sequence[str]) -> NDArray[np.int64]:
+        """Return prompts as a user's turn of a chat, up to where the answer begins `[prompts, longest]`."""
+        before, after = self.encode(self._turn_affixes())
+        truncated = (
             ids if len(ids) <= HEAD_TOKENS + TAIL_TOKENS else ids[:HEAD_TOKENS] + ids[-TAIL_TOKENS:]
-            for ids in rows
+            for ids in self.encode(prompts)
         )
-        return pad([[*before, *ids, *after] for ids in kept])
+        return pad([[*before, *ids, *after] for ids in truncated])
 
-    def _turn(self) -> tuple[str, str]:
-        """What stands around a question in a chat: a later one, which no system prompt is put before."""
+    def _turn_affixes(self) -> tuple[str, str]:
+        """Return the text before and after a question in a chat's second turn, which has no system prompt."""
         if not self._tokenizer.chat_template:
             return "", "\n"
-        begun = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+        first_turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
         template = self._tokenizer.apply_chat_template
-        whole = template([*begun, begun[0]], tokenize=False, add_generation_prompt=True)
-        before, _, after = whole.removeprefix(template(begun, tokenize=False)).rpartition(QUESTION)
+        chat = template([*first_turn, first_turn[0]], tokenize=False, add_generation_prompt=True)
+        before, _, after = chat.removeprefix(template(first_turn, tokenize=False)).rpartition(QUESTION)
         return before, after
 
 
-class Reader(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """A causal language model: its state at a prompt's last token beside the mean of its states there."""
+class LanguageModelEncoder(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """A causal language model as an encoder: its state at the last token beside the mean of its states."""
 
     def __init__(self, source: str) -> None:
         """`source` is a Hub id or a folder. Raises DataError if there is no such model."""
@@ -97,75 +99,78 @@ class Reader(nn.Module):  # type: ignore[misc]  # torch is not typed here
         self.width = 2 * self.hidden
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.read(self.states(self.embedded(tokens), tokens != 0), tokens)
+        return self.pool(self.states(self.embed(tokens), tokens != 0), tokens)
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.model.get_input_embeddings()((tokens - 1).clamp_min(0))
-        return found
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input embeddings of tokens `[texts, tokens, hidden]`."""
+        embeddings: Tensor = self.model.get_input_embeddings()((tokens - 1).clamp_min(0))
+        return embeddings
 
-    def states(self, embedded: Tensor, real: Tensor) -> Tensor:
-        """Last states `[texts, tokens, hidden]`; places count the real tokens alone."""
-        places = (real.long().cumsum(1) - 1).clamp_min(0)
-        found: Tensor = self.model.base_model(
-            inputs_embeds=embedded, attention_mask=real.long(), position_ids=places, use_cache=False
+    def states(self, embeddings: Tensor, mask: Tensor) -> Tensor:
+        """Return the last hidden states `[texts, tokens, hidden]`; positions count unmasked tokens alone."""
+        positions = (mask.long().cumsum(1) - 1).clamp_min(0)
+        states: Tensor = self.model.base_model(
+            inputs_embeds=embeddings, attention_mask=mask.long(), position_ids=positions, use_cache=False
         ).last_hidden_state
-        return found
+        return states
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of each next token; token `i` of the texts is the place `i - 1`."""
-        found: Tensor = self.model.get_output_embeddings()(states).float()
-        return found
+        """Return logits of each next token; token `i` of the texts is at position `i - 1`."""
+        logits: Tensor = self.model.get_output_embeddings()(states).float()
+        return logits
 
     @staticmethod
-    def read(states: Tensor, tokens: Tensor) -> Tensor:
-        """`[prompts, 2 * hidden]` from the states of prompts."""
-        real, states = (tokens != 0).float(), states.float()
-        count = real.sum(1, keepdim=True)
+    def pool(states: Tensor, tokens: Tensor) -> Tensor:
+        """Return the last and the mean state of each prompt `[prompts, 2 * hidden]`."""
+        mask, states = (tokens != 0).float(), states.float()
+        count = mask.sum(1, keepdim=True)
         last = states[torch.arange(len(states), device=states.device), count[:, 0].long() - 1]
-        return torch.cat([last, (states * real[..., None]).sum(1) / count], 1)
+        return torch.cat([last, (states * mask[..., None]).sum(1) / count], 1)
 
 
-class AnswerBeginnings(Beside):
-    """How badly a language model foretells the first tokens and the shape of an answer of each prompt."""
+class AnswerPrefixTask(AuxiliaryTask):
+    """Predicts the first tokens and the shape of one answer of each prompt."""
 
-    def __init__(self, answers: Answers, reader: Reader, models: int) -> None:
-        """`answers.first` is in the reader's own tokens."""
+    def __init__(self, answers: Answers, encoder: LanguageModelEncoder, models: int) -> None:
+        """`answers.prefix` is in the language model's own tokens."""
         super().__init__()
-        self.models = nn.Embedding(models, reader.hidden)
+        self.models = nn.Embedding(models, encoder.hidden)
         nn.init.normal_(self.models.weight, std=0.02)
-        self.hidden = nn.Linear(reader.width + reader.hidden, HIDDEN)
+        self.hidden = nn.Linear(encoder.width + encoder.hidden, HIDDEN)
         self.shape = nn.Linear(HIDDEN, len(SHAPES) * OCTAVES)
         self.register_buffer("of_row", torch.tensor(answers.of_row))
         self.register_buffer("shapes", torch.tensor(answers.shape))
         self.register_buffer("prefix", torch.tensor(answers.prefix))
 
-    def read(
+    def encode(
         self, net: LengthNet, pieces: Tensor, owner: Tensor, rows: Tensor, served: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Behind each prompt stand a mark of the model that answers and the answer: all is read at once."""
-        place = self._one_of_each(len(pieces), owner, rows)
-        has = (place >= 0).nonzero()[:, 0]
-        if not len(has):
-            return net.read(pieces), pieces.new_zeros((), dtype=torch.float32)
-        answer, who = self.of_row[rows[place[has]]], self.models(served[place[has]])
-        told = self.prefix.new_zeros(len(pieces), self.prefix.shape[1])
-        told[has] = self.prefix[answer]
+        """Encode prompts followed by the answering model's embedding and the answer, in one pass."""
+        row_of_prompt = self._sample_rows(len(pieces), owner, rows)
+        with_answer = (row_of_prompt >= 0).nonzero()[:, 0]
+        if not len(with_answer):
+            return net.encode(pieces), pieces.new_zeros((), dtype=torch.float32)
+        answer = self.of_row[rows[row_of_prompt[with_answer]]]
+        model = self.models(served[row_of_prompt[with_answer]])
+        prefix = self.prefix.new_zeros(len(pieces), self.prefix.shape[1])
+        prefix[with_answer] = self.prefix[answer]
+        in_prefix = prefix != 0
         body, longest = net.body, pieces.shape[1]
         with torch.autocast(pieces.device.type, torch.bfloat16, enabled=pieces.is_cuda):
-            mark = who.new_zeros(len(pieces), body.hidden).index_copy(0, has, who)
-            inputs = torch.cat([body.embedded(pieces), mark[:, None], body.embedded(told)], 1)
-            real = torch.cat([pieces != 0, torch.ones_like(pieces[:, :1], dtype=torch.bool), told != 0], 1)
-            states = body.states(inputs, real)
-            logits = body.logits(states[:, longest:-1][told != 0])
-            read = body.read(states[:, :longest], pieces)
-            hidden = torch.relu(self.hidden(torch.cat([read[has], who], 1)))
+            separator = model.new_zeros(len(pieces), body.hidden).index_copy(0, with_answer, model)
+            inputs = torch.cat([body.embed(pieces), separator[:, None], body.embed(prefix)], 1)
+            mask = torch.cat([pieces != 0, torch.ones_like(pieces[:, :1], dtype=torch.bool), in_prefix], 1)
+            states = body.states(inputs, mask)
+            logits = body.logits(states[:, longest:-1][in_prefix])
+            encoded = body.pool(states[:, :longest], pieces)
+            hidden = torch.relu(self.hidden(torch.cat([encoded[with_answer], model], 1)))
             shape = self.shape(hidden).float().unflatten(1, (OCTAVES, -1))
-        words = functional.cross_entropy(logits, told[told != 0] - 1)
-        shaped = functional.cross_entropy(shape, self.shapes[answer])
-        return read, WORDS_SHARE * words + SHAPE_SHARE * shaped
+        prefix_loss = functional.cross_entropy(logits, prefix[in_prefix] - 1)
+        shape_loss = functional.cross_entropy(shape, self.shapes[answer])
+        return encoded, PREFIX_WEIGHT * prefix_loss + SHAPE_WEIGHT * shape_loss
 
-    def _one_of_each(self, prompts: int, owner: Tensor, rows: Tensor) -> Tensor:
-        """A place in `rows` for each prompt, by chance among those whose answer is known; -1 without one."""
+    def _sample_rows(self, prompts: int, owner: Tensor, rows: Tensor) -> Tensor:
+        """Return the position in `rows` of a random row with a known answer for each prompt; -1 if none."""
         known = (self.of_row[rows] >= 0).nonzero()[:, 0]
         shuffled = known[torch.randperm(len(known), device=known.device)]
         return torch.full((prompts,), -1, device=rows.device).index_put((owner[shuffled],), shuffled)

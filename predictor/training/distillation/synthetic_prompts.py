@@ -1,7 +1,7 @@
-"""A language model that learns to ask as a corpus does, and asks.
+"""Generate prompts like a corpus's with a language model that is fine-tuned on them.
 
-Nobody answered its prompts, so they teach only through teachers' forecasts.
-Needs torch and transformers; training only.
+Nobody answered these prompts, so they teach only through teachers' forecasts. Needs torch and transformers;
+training only.
 """
 
 from __future__ import annotations
@@ -16,55 +16,57 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from predictor.data.augment import GeneratedPrompt
-from predictor.training.distillation.lm_teacher import Reader, Tokens
-from predictor.training.train_loop import Descent, Draw, Recipe
+from predictor.training.distillation.lm_teacher import ChatTokenizer, LanguageModelEncoder
+from predictor.training.train_loop import BatchSampler, ScheduledOptimizer, TrainConfig
 
 Progress = Callable[[str], None]
-MOST_TRIES = 4
-"""Times as many prompts as are wanted; a small corpus does not teach so many different ones."""
-
-
-RECIPE = Recipe(epochs=3, batch_prompts=256, body_rate=2e-4, head_rate=2e-4, warm_share=0.05, seed=100)
+MAX_DRAWS_PER_PROMPT = 4
+"""Prompts drawn for each wanted one, at most: a small corpus does not teach that many different ones."""
+FINE_TUNING = TrainConfig(
+    epochs=3, batch_prompts=256, body_rate=2e-4, head_rate=2e-4, warm_share=0.05, seed=100
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """How a language model learns to ask, and how it asks then."""
+class PromptGeneratorConfig:
+    """Hyperparameters of the fine-tuning and of sampling. An artifact's card stores the fields by name."""
 
-    recipe: Recipe = RECIPE
+    recipe: TrainConfig = FINE_TUNING
     longest_tokens: int = 140
+    """Prompts are cut to this length."""
     top_p: float = 0.97
     top_k: int = 300
     cut_share: float = 0.5
-    """Of the prompts that did not end, which are kept as far as they go."""
+    """Share of the unfinished prompts that are kept, as far as they go."""
     evened: float = 0.7
-    """A source is asked for as often as this power of its prompts: rare ones oftener than they are."""
+    """Sources are sampled by this power of their prompts, rare ones more often than they occur."""
     at_once: int = 3072
+    """Batch size of sampling."""
 
 
-class Asker(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """A language model behind a learned mark for each source."""
+class PromptGenerator(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """A language model that starts from a learned embedding of each source."""
 
-    def __init__(self, source: str, tokens: Tokens, kinds: int) -> None:
+    def __init__(self, language_model: str, tokenizer: ChatTokenizer, sources: int) -> None:
         super().__init__()
-        self.reader = Reader(source)
-        user = self.reader.embedded(torch.tensor(tokens.ids(["user"])[0][:1]))
-        self.kinds = nn.Parameter((user + 0.02 * torch.randn(kinds, self.reader.hidden)).detach())
+        self.encoder = LanguageModelEncoder(language_model)
+        user = self.encoder.embed(torch.tensor(tokenizer.encode(["user"])[0][:1]))
+        self.sources = nn.Parameter((user + 0.02 * torch.randn(sources, self.encoder.hidden)).detach())
 
-    def loss(self, tokens: Tensor, kind: Tensor) -> Tensor:
-        """Mean nats a token."""
-        shown, mark = tokens[:, :-1], self.kinds[kind][:, None]
+    def loss(self, tokens: Tensor, source: Tensor) -> Tensor:
+        """Return the mean loss in nats per token of prompts `[prompts, tokens]` of sources `[prompts]`."""
+        previous, start = tokens[:, :-1], self.sources[source][:, None]
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-            inputs = torch.cat([mark, self.reader.embedded(shown)], 1)
-            real = torch.cat([torch.ones_like(tokens[:, :1], dtype=torch.bool), shown != 0], 1)
-            logits = self.reader.logits(self.reader.states(inputs, real)[tokens != 0])
+            inputs = torch.cat([start, self.encoder.embed(previous)], 1)
+            mask = torch.cat([torch.ones_like(tokens[:, :1], dtype=torch.bool), previous != 0], 1)
+            logits = self.encoder.logits(self.encoder.states(inputs, mask)[tokens != 0])
         return functional.cross_entropy(logits, tokens[tokens != 0] - 1)
 
-    def ask(self, kind: Tensor, end: int, config: Asking) -> list[list[int]]:
-        """Tokens of a new prompt of each kind, with the mark of its end if it came to one."""
+    def generate(self, source: Tensor, end: int, config: PromptGeneratorConfig) -> list[list[int]]:
+        """Return the ids of a new prompt for each source, with the end token of those that are finished."""
         from transformers import GenerationConfig
 
-        how = GenerationConfig(
+        sampling = GenerationConfig(
             do_sample=True,
             temperature=1.0,
             top_p=config.top_p,
@@ -74,76 +76,82 @@ class Asker(nn.Module):  # type: ignore[misc]  # torch is not typed here
             pad_token_id=end - 1,
         )
         with torch.no_grad():
-            found = self.reader.model.generate(
-                inputs_embeds=self.kinds[kind][:, None],
-                attention_mask=torch.ones_like(kind)[:, None],
-                generation_config=how,
+            generated = self.encoder.model.generate(
+                inputs_embeds=self.sources[source][:, None],
+                attention_mask=torch.ones_like(source)[:, None],
+                generation_config=sampling,
             )
-        return [[token + 1 for token in row] for row in found.tolist()]
+        return [[token + 1 for token in row] for row in generated.tolist()]
 
 
-def ask(
+def generate_prompts(
     texts: Sequence[str],
     sources: Sequence[str],
     language_model: str,
     count: int,
-    config: Asking,
+    config: PromptGeneratorConfig,
     *,
-    known: frozenset[str] = frozenset(),
+    excluded: frozenset[str] = frozenset(),
     device: str = "cpu",
     progress: Progress = lambda _: None,
 ) -> list[GeneratedPrompt]:
-    """Up to `count` different prompts, none of them among `known`, like `texts` of these sources.
+    """Return up to `count` different prompts like `texts` of these sources, none of them in `excluded`.
 
     Raises DataError if the language model cannot be used.
     """
     torch.manual_seed(config.recipe.seed)
     random = np.random.default_rng(config.recipe.seed)
-    tokens, (names, kind) = Tokens(language_model), np.unique(sources, return_inverse=True)
-    asker = Asker(language_model, tokens, len(names)).to(device)
-    _learn(asker, tokens.whole(texts, config.longest_tokens), kind, config.recipe, progress)
-    asker.eval().to(torch.float32 if device == "cpu" else torch.bfloat16)
-    share = np.bincount(kind) ** config.evened
-    found: dict[str, str] = {}
-    tries = 0
-    while len(found) < count and tries < MOST_TRIES * count:
+    tokenizer, (names, source) = ChatTokenizer(language_model), np.unique(sources, return_inverse=True)
+    generator = PromptGenerator(language_model, tokenizer, len(names)).to(device)
+    tokens = tokenizer.encode_padded(texts, config.longest_tokens)
+    _fine_tune(generator, tokens, source, config.recipe, progress)
+    generator.eval().to(torch.float32 if device == "cpu" else torch.bfloat16)
+    share = np.bincount(source) ** config.evened
+    source_of: dict[str, str] = {}
+    draws = 0
+    while len(source_of) < count and draws < MAX_DRAWS_PER_PROMPT * count:
         drawn = random.choice(len(names), min(config.at_once, count), p=share / share.sum())
-        rows = asker.ask(torch.tensor(drawn, device=device), tokens.end, config)
-        for source, text in zip(names[drawn], _texts(rows, tokens, config.cut_share, random), strict=True):
-            if text and text not in known:
-                found.setdefault(text, str(source))
-        tries += len(drawn)
-    asked = [GeneratedPrompt(text, source) for text, source in found.items()][:count]
-    progress(f"{len(asked)} new prompts asked")
-    return asked
+        rows = generator.generate(torch.tensor(drawn, device=device), tokenizer.end, config)
+        decoded = _decode(rows, tokenizer, config.cut_share, random)
+        for name, text in zip(names[drawn], decoded, strict=True):
+            if text and text not in excluded:
+                source_of.setdefault(text, str(name))
+        draws += len(drawn)
+    prompts = [GeneratedPrompt(text, name) for text, name in source_of.items()][:count]
+    progress(f"{len(prompts)} new prompts asked")
+    return prompts
 
 
-def _learn(
-    asker: Asker, tokens: NDArray[np.int64], kind: NDArray[np.int64], recipe: Recipe, progress: Progress
+def _fine_tune(
+    generator: PromptGenerator,
+    tokens: NDArray[np.int64],
+    source: NDArray[np.int64],
+    config: TrainConfig,
+    progress: Progress,
 ) -> None:
-    """Teaches it the prompts of each source."""
-    every = np.arange(len(tokens))
-    draw = Draw(tokens, every, every, recipe)
-    body, marks = list(asker.reader.parameters()), [asker.kinds]
-    rates = [(body, recipe.body_rate), (marks, recipe.head_rate)]
-    descent = Descent(rates, draw.batches, recipe, asker.parameters())
-    device = asker.kinds.device
-    shown, of = torch.tensor(tokens, device=device), torch.tensor(kind, device=device)
-    asker.train()
-    for epoch in range(recipe.epochs):
+    """Train the generator on the prompts of each source."""
+    all_rows = np.arange(len(tokens))
+    sampler = BatchSampler(tokens, all_rows, all_rows, config)
+    body, embeddings = list(generator.encoder.parameters()), [generator.sources]
+    rates = [(body, config.body_rate), (embeddings, config.head_rate)]
+    optimizer = ScheduledOptimizer(rates, sampler.batches, config, generator.parameters())
+    device = generator.sources.device
+    prompts, source_of_prompt = torch.tensor(tokens, device=device), torch.tensor(source, device=device)
+    generator.train()
+    for epoch in range(config.epochs):
         total = torch.zeros((), device=device)
-        for drawn in draw.epoch():
-            prompts = torch.from_numpy(drawn.prompts).to(device)
-            total += descent.step(asker.loss(shown[prompts, : drawn.longest], of[prompts]))
-        progress(f"asking, epoch {epoch + 1}/{recipe.epochs}: loss {total.item() / draw.batches:.3f}")
+        for batch in sampler.epoch():
+            chosen = torch.from_numpy(batch.prompts).to(device)
+            loss = generator.loss(prompts[chosen, : batch.longest], source_of_prompt[chosen])
+            total += optimizer.step(loss)
+        progress(f"asking, epoch {epoch + 1}/{config.epochs}: loss {total.item() / sampler.batches:.3f}")
 
 
-def _texts(
-    rows: Sequence[list[int]], tokens: Tokens, cut_share: float, random: np.random.Generator
+def _decode(
+    rows: Sequence[list[int]], tokenizer: ChatTokenizer, cut_share: float, random: np.random.Generator
 ) -> list[str]:
-    """What was asked; nothing for those that did not end and are not kept."""
-    ended = [tokens.end in row for row in rows]
-    whole = [row[: row.index(tokens.end)] if end else row for row, end in zip(rows, ended, strict=True)]
-    kept = np.array(ended) | (random.random(len(rows)) < cut_share)
-    told = tokens.texts(whole)
-    return [text.strip() if keep else "" for text, keep in zip(told, kept, strict=True)]
+    """Return the generated texts; empty for unfinished ones that are not kept."""
+    finished = [tokenizer.end in row for row in rows]
+    ids = [row[: row.index(tokenizer.end)] if end else row for row, end in zip(rows, finished, strict=True)]
+    kept = np.array(finished) | (random.random(len(rows)) < cut_share)
+    return [text.strip() if keep else "" for text, keep in zip(tokenizer.decode(ids), kept, strict=True)]
