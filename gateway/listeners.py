@@ -8,7 +8,7 @@ from gateway.config import ConfigError, GatewayConfig
 from gateway.federation.site_auth import Certificates
 from gateway.security.pki.authority import Authority, PkiError
 from gateway.security.pki.server_certificate import SelfIssuedCertificate
-from gateway.security.tls import CertificateFiles, PairSource, grpc_credentials
+from gateway.security.tls import CertificateFiles, CertKeySource, grpc_credentials
 from gateway.store.certificates import CertificateRegistry
 
 
@@ -35,7 +35,7 @@ async def load_credentials(config: GatewayConfig, registry: CertificateRegistry)
     except PkiError as exc:
         raise ConfigError(f"pki: {exc}") from exc
     await registry.start()
-    shown: PairSource = files or SelfIssuedCertificate(authority, config.tls_names)
+    shown: CertKeySource = files or SelfIssuedCertificate(authority, config.tls_names)
     mutual = f"{config.grpc_host}:{config.mtls_port}", grpc_credentials(shown, authority.pem)
     return ListenerCredentials(files, grpc_credentials(shown), mutual, Certificates(authority, registry))
 

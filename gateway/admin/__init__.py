@@ -1,1 +1,1 @@
-"""The operator's API: what the dashboard and the command line read and do."""
+"""The operator's API, used by the dashboard and the command line."""

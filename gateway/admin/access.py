@@ -1,7 +1,7 @@
-"""Who may see and who may act: an admin key in a header, or the session that a page opened with one.
+"""Authorize operators: by an admin key in a header, or by a session that the page opened with one.
 
-A session is a signed cookie: HttpOnly, SameSite=Strict, some hours long, void once its key is revoked.
-Acts that come with a cookie must come from our own page.
+A session is a signed cookie: HttpOnly, SameSite=Strict, valid for some hours, void once its key is revoked.
+Acts authorized by a cookie must come from our own page.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ AnyRequest = Request[Any, Any, State]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """`who` is the id of the key, as the audit shows it."""
+    """An authorized operator. `who` is the id of the key, as the audit shows it."""
 
     who: str
     may_act: bool = True
 
 
 class Access:
+    """Authorizes requests. `still_valid` looks a key up by its id, without I/O."""
+
     def __init__(
         self, backend: Backend, still_valid: Callable[[str], Caller | None], session_key: bytes
     ) -> None:
@@ -45,13 +47,16 @@ class Access:
         self._session_key = session_key
 
     async def operator(self, request: AnyRequest) -> Operator:
-        """Raises Unauthenticated or Forbidden."""
+        """Return the operator of a request. Raises Unauthenticated or Forbidden."""
         if "authorization" in request.headers:
             return self._admin(await authenticate(request.scope, self._backend))
-        return self.of_session(request.cookies.get(COOKIE, ""))
+        return self.session_operator(request.cookies.get(COOKIE, ""))
 
-    async def acting(self, request: AnyRequest) -> Operator:
-        """For what changes anything. Raises Forbidden for a session that may only look, or a foreign page."""
+    async def acting_operator(self, request: AnyRequest) -> Operator:
+        """Return the operator of a request that changes state.
+
+        Raises Forbidden for a view-only session or a foreign page; Unauthenticated.
+        """
         operator = await self.operator(request)
         if "authorization" not in request.headers:
             check_origin(request)
@@ -60,22 +65,23 @@ class Access:
         return operator
 
     async def open_session(self, request: AnyRequest, secret: str, *, view_only: bool) -> str:
-        """The value of the cookie. Raises Unauthenticated, TooMany or Forbidden."""
+        """Return the value of the session cookie. Raises Unauthenticated, TooMany or Forbidden."""
         caller = await authenticate_key(secret, self._backend, client_address(request.scope))
         self._admin(caller)
         until = int(self._backend.unix_time()) + SESSION_S
         claim = f"{caller.key_id} {until} {'view' if view_only else 'act'}".encode()
         return f"{claim.hex()}.{self._signature(claim)}"
 
-    def of_session(self, cookie: str) -> Operator:
+    def session_operator(self, cookie: str) -> Operator:
+        """Return the operator of a session cookie. Raises Unauthenticated."""
         claim, _, signature = cookie.partition(".")
         try:
-            said = bytes.fromhex(claim)
+            payload = bytes.fromhex(claim)
         except ValueError:
-            said = b""
-        if not said or not hmac.compare_digest(signature.encode(), self._signature(said).encode()):
+            payload = b""
+        if not payload or not hmac.compare_digest(signature.encode(), self._signature(payload).encode()):
             raise Unauthenticated("This page needs an admin key, or a session that was opened with one.")
-        key_id, until, role = said.decode().split()
+        key_id, until, role = payload.decode().split()
         caller = self._still_valid(key_id)
         if int(until) < self._backend.unix_time() or caller is None or not caller.admin:
             raise Unauthenticated("The session has ended: enter the key again.")
@@ -91,12 +97,12 @@ class Access:
 
 
 def path_after(request: AnyRequest, prefix: str) -> str:
-    """Of the path as it was sent: a name keeps its slashes, of which the framework makes one out of two."""
+    """Return the raw path behind `prefix`, decoded: the framework would merge double slashes in a name."""
     return unquote(request.scope["raw_path"].decode("ascii")).removeprefix(prefix)
 
 
 def check_origin(request: AnyRequest) -> None:
-    """A browser says where a request comes from; what does not come from our own page is refused."""
+    """Check that the request comes from our own page. Raises Forbidden."""
     origin = request.headers.get("origin")
     foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
     elsewhere = request.headers.get("sec-fetch-site", "same-origin") != "same-origin"

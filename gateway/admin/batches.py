@@ -1,4 +1,4 @@
-"""What operators see of everyone's batches: how far each is, whose it is and which replica runs it."""
+"""List all tenants' batches for operators, with the progress, the tenant and the replica that runs each."""
 
 from __future__ import annotations
 

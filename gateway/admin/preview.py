@@ -1,4 +1,4 @@
-"""What an act would do, in numbers, before it is done. Pure."""
+"""Predict the effect of an act in numbers. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIGHT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of new queries to expect at a site, by weight and measured speed."""
+    """Expected part of new queries at a site, by weight and measured speed."""
 
     site: str
     before: float
@@ -24,7 +24,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """`capacity_left` and `load` are parts of what all sites that take work can do now, None if unmeasured.
+    """Predicted effect. `capacity_left` and `load` are parts of today's capacity; None if unmeasured.
 
     `left` queries are at the site; at its measured speed it would be empty in `empty_in_s`.
     """
@@ -40,6 +40,7 @@ class Preview:
 
 
 def preview(action: Action, sites: Sequence[SiteView]) -> Preview:
+    """Predict the effect of an act on a listed site."""
     site = next(each for each in sites if each.name == action.site)
     after = [applied(action, each) if each is site else each for each in sites]
     now_tokens = sum(each.capacity_tokens for each in sites if each.taking)
@@ -61,14 +62,16 @@ def preview(action: Action, sites: Sequence[SiteView]) -> Preview:
 
 
 def applied(action: Action, site: SiteView) -> SiteView:
-    """The site as it would be. An order holds back a site that is ready; it makes none ready that is down."""
-    held = site.state in (SiteState.DRAINING, SiteState.PAUSED)
+    """Return the site after the act. An order can hold back a ready site; it does not make a down site
+    ready.
+    """
+    on_hold = site.state in (SiteState.DRAINING, SiteState.PAUSED)
     match action.verb:
         case Verb.DRAIN | Verb.PAUSE:
             verb_state = SiteState.PAUSED if action.verb is Verb.PAUSE else SiteState.DRAINING
-            return replace(site, state=verb_state) if held or site.state is SiteState.READY else site
+            return replace(site, state=verb_state) if on_hold or site.state is SiteState.READY else site
         case Verb.RESUME:
-            return replace(site, state=SiteState.READY) if held else site
+            return replace(site, state=SiteState.READY) if on_hold else site
         case Verb.WEIGHT:
             return replace(site, weight=action.weight)
         case Verb.PIN_OFF:
@@ -78,10 +81,12 @@ def applied(action: Action, site: SiteView) -> SiteView:
 
 
 def served(sites: Sequence[SiteView]) -> set[str]:
+    """Return the models that any site accepts queries for."""
     return {model for site in sites if site.taking for model in set(site.models) - set(site.pinned_off)}
 
 
 def shares(before: Sequence[SiteView], after: Sequence[SiteView]) -> list[Share]:
+    """Return the expected shares of all sites that get queries before or after the act."""
     return [
         Share(site.name, was, will)
         for site, was, will in zip(before, _expected(before), _expected(after), strict=True)
@@ -90,9 +95,9 @@ def shares(before: Sequence[SiteView], after: Sequence[SiteView]) -> list[Share]
 
 
 def _expected(sites: Sequence[SiteView]) -> list[float]:
-    pull = [site.weight * (site.capacity_tokens or 1.0) if site.taking else 0.0 for site in sites]
-    whole = sum(pull) or 1.0
-    return [round(each / whole, 4) for each in pull]
+    weights = [site.weight * (site.capacity_tokens or 1.0) if site.taking else 0.0 for site in sites]
+    total = sum(weights) or 1.0
+    return [round(each / total, 4) for each in weights]
 
 
 def _text(action: Action, left: float | None, load: float | None) -> str:
@@ -106,16 +111,16 @@ def _text(action: Action, left: float | None, load: float | None) -> str:
 
 
 def _warnings(left: float | None, load: float | None, refused: Sequence[str]) -> list[str]:
-    said = [f"No other site can serve {model}: its queries will be refused (503)." for model in refused]
+    warnings = [f"No other site can serve {model}: its queries will be refused (503)." for model in refused]
     if left is None or load is None or left >= 1:
-        return said
+        return warnings
     if load > left:
-        said.append(
+        warnings.append(
             f"The load of {load:.0%} does not fit into {left:.0%}: expect waiting and refusals (503)."
         )
     elif left - load < TIGHT:
-        said.append(f"Only {left - load:.0%} of today's capacity would be free.")
-    return said
+        warnings.append(f"Only {left - load:.0%} of today's capacity would be free.")
+    return warnings
 
 
 def _round(value: float | None) -> float | None:

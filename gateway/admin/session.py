@@ -1,4 +1,4 @@
-"""`/admin/api/session`: a page opens a session with an admin key, asks what it may, and ends it."""
+"""Serve `/admin/api/session`: open a session with an admin key, read its rights, end it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from gateway.http.body import decode_as
 
 
 class Login(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a sign-in."""
+
     key: str
     view_only: bool = False
 
@@ -29,7 +31,7 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
 
     @get("/admin/api/session")
     async def session(request: AnyRequest) -> dict[str, Any]:
-        """Without a session the answer is an empty name, no error: every page asks this first."""
+        """Answer an empty name without a session, no error: every page asks this first."""
         try:
             operator = await access.operator(request)
         except ClientMistake:
@@ -44,8 +46,8 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
 
 
 def cookie(request: AnyRequest, value: str, age_s: int) -> Cookie:
-    """Only over TLS where the page came over TLS, also behind proxies: the first of them says what it saw."""
-    said, _, _ = request.headers.get("x-forwarded-proto", request.url.scheme).partition(",")
+    """Build the session cookie; `secure` if the page came over TLS, also to the first of several proxies."""
+    scheme, _, _ = request.headers.get("x-forwarded-proto", request.url.scheme).partition(",")
     return Cookie(
         key=COOKIE,
         value=value,
@@ -53,5 +55,5 @@ def cookie(request: AnyRequest, value: str, age_s: int) -> Cookie:
         path="/admin",
         httponly=True,
         samesite="strict",
-        secure="https" in (said.strip().lower(), request.url.scheme),
+        secure="https" in (scheme.strip().lower(), request.url.scheme),
     )

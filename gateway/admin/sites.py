@@ -1,4 +1,4 @@
-"""`/admin/api/sites`: every site as this replica knows it, and the acts of operators on one."""
+"""Serve `/admin/api/sites`: every site as this replica knows it, and operators' acts on a site."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gateway.operator_orders import SERVICE, Action, Order, Verb, clean_reason
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.snapshot import shown_state
 
-LONGEST_S = 30 * 86_400.0
+MAX_ORDER_S = 30 * 86_400.0
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
+class ActRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of an act. `dry_run` answers with the numbers and changes nothing."""
 
     reason: str = ""
@@ -44,13 +44,13 @@ def site_routes(
 
     @post("/admin/api/sites/{place:path}", status_code=200)
     async def act(request: AnyRequest) -> dict[str, Any]:
-        """`place` is a site's name, which may have slashes, and a verb."""
-        operator = await access.acting(request)
+        """Act on a site: `place` is its name, which may have slashes, then "/" and a verb."""
+        operator = await access.acting_operator(request)
         name, _, verb = path_after(request, "/admin/api/sites/").rpartition("/")
-        asked = decode_as(await request.body() or b"{}", Asked, "the body of an act is not understood")
-        action = action_of(name, verb, asked)
+        body = decode_as(await request.body() or b"{}", ActRequest, "the body of an act is not understood")
+        action = action_of(name, verb, body)
         assert order_service is not None
-        if asked.dry_run:
+        if body.dry_run:
             return {"done": False, "preview": msgspec.to_builtins(order_service.preview(action))}
         if not action.reason:
             raise BadRequest("Say why: the reason is shown to everyone and kept.", param="reason")
@@ -59,25 +59,23 @@ def site_routes(
     return [list_sites, act] if order_service else [list_sites]
 
 
-def action_of(name: str, verb: str, asked: Asked) -> Action:
-    """Raises BadRequest that names the field."""
+def action_of(name: str, verb: str, body: ActRequest) -> Action:
+    """Convert a request to an action. Raises BadRequest that names the field."""
     if verb not in tuple(Verb):
         raise BadRequest(f"{verb!r} is no act; there are: {', '.join(Verb)}", param="verb")
-    if verb == Verb.WEIGHT and asked.weight is None:
+    if verb == Verb.WEIGHT and body.weight is None:
         raise BadRequest("weight: how much of the site's usual part, from 0 to 100?", param="weight")
-    weight = 100.0 if asked.weight is None else asked.weight
+    weight = 100.0 if body.weight is None else body.weight
     if not 0 <= weight <= 100:
         raise BadRequest("a weight is a percentage from 0 to 100", param="weight")
     for field in ("for_s", "within_s"):
-        if not 0 <= getattr(asked, field) <= LONGEST_S:
-            raise BadRequest(f"{field} is from 0 to {LONGEST_S:.0f} seconds", param=field)
-    return Action(
-        Verb(verb), name, clean_reason(asked.reason), weight, asked.model, asked.for_s, asked.within_s
-    )
+        if not 0 <= getattr(body, field) <= MAX_ORDER_S:
+            raise BadRequest(f"{field} is from 0 to {MAX_ORDER_S:.0f} seconds", param=field)
+    return Action(Verb(verb), name, clean_reason(body.reason), weight, body.model, body.for_s, body.within_s)
 
 
 def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
-    """Tokens in tokens, times in seconds, prices in USD per million tokens, the weight as a percentage."""
+    """Describe a site as JSON: prices in USD per million tokens, the weight as a percentage."""
     identity, load = site.identity, site.load
     return {
         "name": site.name,
@@ -106,12 +104,12 @@ def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
         "weight": round(site.weight * 100, 1),
         "input_usd_per_mtok": identity.input_usd_per_mtok,
         "output_usd_per_mtok": identity.output_usd_per_mtok,
-        "orders": [order_text(order) for order in orders if order.site == site.name],
+        "orders": [order_dict(order) for order in orders if order.site == site.name],
     }
 
 
-def order_text(order: Order) -> dict[str, Any]:
-    """`what` is the act as the command line has it."""
+def order_dict(order: Order) -> dict[str, Any]:
+    """Describe an order as JSON. `what` is the act in the command line's words."""
     what = order.value if order.subject == SERVICE else f"{order.subject} {order.value}"
     return {
         "what": what,

@@ -1,4 +1,4 @@
-"""`/admin/api/…`: tenants, keys, quotas, usage and the audit; the verbs of `mico tenants | keys | quotas`."""
+"""Serve tenants, keys, quotas, usage and the audit below `/admin/api`, for `mico tenants | keys | quotas`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from gateway.store.store import Store
 
 T = TypeVar("T")
 DAY_S = 86_400.0
-ENTRIES, ENTRIES_MOST = 100, 1_000
-DAYS_MOST = 36_500
+DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1_000
+MAX_DAYS = 36_500
 OVERLAP_S = 86_400.0
 
 
@@ -58,7 +58,7 @@ class NewTenant(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NewQuotas(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a tenant or a key. `limits` by kind; null lifts one, what is not named stays."""
+    """New quotas of a tenant or a key. `limits` is by kind; null lifts a limit, kinds not named stay."""
 
     scope: Scope
     subject: str
@@ -74,16 +74,16 @@ def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     @get("/admin/api/keys")
     async def list_keys(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
-        async with answered():
+        async with translated_errors():
             return {"keys": [key_facts(key) for key in await store.keys.list_keys()]}
 
     @post("/admin/api/keys", status_code=200)
     async def create_key(request: AnyRequest) -> dict[str, Any]:
-        who = (await access.acting(request)).who
+        who = (await access.acting_operator(request)).who
         new = await body_of(request, NewKey)
-        named(new.name, "name"), named(new.tenant, "tenant")
-        expires_at = None if new.days is None else time.time() + days_of(new.days) * DAY_S
-        async with answered():
+        checked_name(new.name, "name"), checked_name(new.tenant, "tenant")
+        expires_at = None if new.days is None else time.time() + checked_days(new.days) * DAY_S
+        async with translated_errors():
             key, secret = await store.keys.create_key(
                 new.name,
                 new.tenant,
@@ -97,22 +97,22 @@ def _key_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 
     @post("/admin/api/keys/{key_id:str}/rotate", status_code=200)
     async def rotate_key(request: AnyRequest) -> dict[str, Any]:
-        who, key_id = (await access.acting(request)).who, request.path_params["key_id"]
-        asked = await body_of(request, Rotation)
-        if not 0 <= asked.overlap_s <= 365 * DAY_S:
+        who, key_id = (await access.acting_operator(request)).who, request.path_params["key_id"]
+        body = await body_of(request, Rotation)
+        if not 0 <= body.overlap_s <= 365 * DAY_S:
             raise BadRequest("overlap_s is from 0 to a year", param="overlap_s")
-        async with answered():
-            rotated = await store.keys.rotate_key(key_id, asked.overlap_s, act(who, asked.reason))
+        async with translated_errors():
+            rotated = await store.keys.rotate_key(key_id, body.overlap_s, act(who, body.reason))
         if rotated is None:
             raise NotFound(f"there is no valid key {key_id!r}")
         return {**key_facts(rotated[0]), "key": rotated[1]}
 
     @post("/admin/api/keys/{key_id:str}/revoke", status_code=200)
     async def revoke_key(request: AnyRequest) -> dict[str, Any]:
-        who, key_id = (await access.acting(request)).who, request.path_params["key_id"]
-        asked = await body_of(request, Reason)
-        async with answered():
-            key = await store.keys.revoke_key(key_id, act(who, asked.reason))
+        who, key_id = (await access.acting_operator(request)).who, request.path_params["key_id"]
+        body = await body_of(request, Reason)
+        async with translated_errors():
+            key = await store.keys.revoke_key(key_id, act(who, body.reason))
         if key is None:
             raise NotFound(f"there is no key {key_id!r}")
         return key_facts(key)
@@ -124,18 +124,18 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     @get("/admin/api/tenants")
     async def list_tenants(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
-        async with answered():
+        async with translated_errors():
             return {"tenants": msgspec.to_builtins(await store.quotas.tenants())}
 
     @post("/admin/api/tenants", status_code=200)
     async def set_tenant(request: AnyRequest) -> dict[str, Any]:
-        who = (await access.acting(request)).who
+        who = (await access.acting_operator(request)).who
         new = await body_of(request, NewTenant)
         if not -(2**31) <= new.best_priority < 2**31:
             raise BadRequest("best_priority is a 32-bit number", param="best_priority")
-        async with answered():
+        async with translated_errors():
             set_to = await store.quotas.set_tenant(
-                named(new.name, "name"), best_priority=new.best_priority, act=act(who, new.reason)
+                checked_name(new.name, "name"), best_priority=new.best_priority, act=act(who, new.reason)
             )
         facts: dict[str, Any] = msgspec.to_builtins(set_to)
         return facts
@@ -143,17 +143,17 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     @get("/admin/api/quotas")
     async def list_quotas(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
-        async with answered():
+        async with translated_errors():
             return {"quotas": [quota_facts(quota) for quota in await store.quotas.quotas()]}
 
     @post("/admin/api/quotas", status_code=200)
     async def set_quotas(request: AnyRequest) -> dict[str, Any]:
-        who = (await access.acting(request)).who
+        who = (await access.acting_operator(request)).who
         new = await body_of(request, NewQuotas)
         for kind, amount in new.limits.items():
             if amount is not None and not 0 <= amount <= MAX_AMOUNT:
                 raise BadRequest(f"{kind.value} is from 0 to {MAX_AMOUNT}", param=f"limits.{kind.value}")
-        async with answered():
+        async with translated_errors():
             found = await store.quotas.set_quotas(new.scope, new.subject, new.limits, act(who, new.reason))
         return {"quotas": [quota_facts(quota) for quota in found]}
 
@@ -163,61 +163,63 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     @get("/admin/api/usage")
     async def usage(request: AnyRequest) -> dict[str, Any]:
-        """`by` tenant, model, site or cloud; `days` back."""
+        """Sum usage `by` tenant, model, site or cloud over the last `days`."""
         await access.operator(request)
         by, days = request.query_params.get("by", "tenant"), request.query_params.get("days", "30")
         if by not in tuple(TotalBy):
             raise BadRequest(f"by is one of {', '.join(TotalBy)}", param="by")
         try:
-            since = time.time() - days_of(float(days)) * DAY_S
+            since = time.time() - checked_days(float(days)) * DAY_S
         except ValueError as exc:
             raise BadRequest("days is a number", param="days") from exc
-        async with answered():
+        async with translated_errors():
             return {"by": by, "usage": msgspec.to_builtins(await store.read.totals(TotalBy(by), since=since))}
 
     @get("/admin/api/audit")
     async def audit(request: AnyRequest) -> dict[str, Any]:
         await access.operator(request)
-        limit = read_page(request, ENTRIES, ENTRIES_MOST).limit
-        async with answered():
+        limit = read_page(request, DEFAULT_ENTRIES, MAX_ENTRIES).limit
+        async with translated_errors():
             return {"entries": msgspec.to_builtins(await store.orders.entries(limit))}
 
     return [usage, audit]
 
 
 @asynccontextmanager
-async def answered() -> AsyncIterator[None]:
-    """Raises NotFound, BadRequest, or Overloaded when the database is away."""
+async def translated_errors() -> AsyncIterator[None]:
+    """Translate the store's errors: to NotFound, BadRequest, or Overloaded when the database is away."""
     try:
         yield
     except UnknownSubject as exc:
         raise NotFound(str(exc)) from exc
-    except DataError as exc:  # Postgres keeps no NUL in a text
+    except DataError as exc:  # Postgres refuses NUL in a text
         raise BadRequest("a name has characters that no name here has: nothing was changed") from exc
     except (SQLAlchemyError, OSError) as exc:
         raise Overloaded(f"the database is away ({reason(exc)}): nothing was changed") from exc
 
 
 async def body_of(request: AnyRequest, kind: type[T]) -> T:
+    """Decode the JSON body; an empty one counts as {}. Raises BadRequest."""
     return decode_as(await request.body() or b"{}", kind, "the body is not understood")
 
 
 def act(who: str, why: str) -> Act:
-    """Raises BadRequest without a reason."""
+    """Return the author and reason of a change. Raises BadRequest without a reason."""
     text = clean_reason(why)
     if not text:
         raise BadRequest("Say why: the reason is kept in the audit.", param="reason")
     return Act(who, text)
 
 
-def days_of(days: float) -> float:
-    """Raises BadRequest for what is no time to come, or to look back on."""
-    if not 0 < days <= DAYS_MOST:
-        raise BadRequest(f"days is above 0 and at most {DAYS_MOST}", param="days")
+def checked_days(days: float) -> float:
+    """Return `days` if it is in range. Raises BadRequest."""
+    if not 0 < days <= MAX_DAYS:
+        raise BadRequest(f"days is above 0 and at most {MAX_DAYS}", param="days")
     return days
 
 
-def named(name: str, param: str) -> str:
+def checked_name(name: str, param: str) -> str:
+    """Return `name` if it is valid. Raises BadRequest."""
     if not is_valid_name(name):
         raise BadRequest(f"{param} has {NAME_RULE}", param=param)
     return name

@@ -59,7 +59,7 @@ class Certificates:
 
     def invited(self, secret: str) -> Invitation:
         """What a join secret says. Raises PkiError when it is wrong, too old or revoked."""
-        found = invitation.read(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
+        found = invitation.verify(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
         self._check(found, found.site)
         return found
 
@@ -67,7 +67,7 @@ class Certificates:
         """The site that asks. Raises PkiError, also when of a pool's machines just this one was revoked."""
         if isinstance(asker, SiteCertificate):
             return asker.site
-        site = invitation.named(asker.site, self.authority.requested_name(csr))
+        site = invitation.resolve_name(asker.site, self.authority.requested_name(csr))
         self._check(asker, site)
         return site
 

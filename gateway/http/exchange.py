@@ -17,7 +17,7 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.domain import Caller
 from gateway.http.rate_headers import QuotaLookup, no_quota, rate_headers
-from gateway.telemetry.logs import LINE, REQUEST_ID, Line
+from gateway.telemetry.logs import REQUEST_ID, REQUEST_LINE, RequestLine
 
 AnyRequest = Request[Any, Any, State]
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Exchange:
     status: int = 0
     complete: bool = False
     caller: Caller | None = None
-    line: Line = field(default_factory=Line)
+    line: RequestLine = field(default_factory=RequestLine)
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
@@ -94,7 +94,7 @@ class ExchangeMiddleware:
         exchange = self._start(scope)
         scope["state"]["exchange"] = exchange
         REQUEST_ID.set(exchange.request_id)
-        LINE.set(exchange.line)
+        REQUEST_LINE.set(exchange.line)
         always = _ALWAYS_OVER_TLS if scope["scheme"] == "https" else _ALWAYS
 
         async def send_with_headers(message: Message) -> None:

@@ -21,7 +21,7 @@ from gateway.routing.candidates import Policy
 from gateway.routing.demand import Demand
 from gateway.routing.policies import POLICIES
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry
-from gateway.telemetry.logs import note
+from gateway.telemetry.logs import add_request_fields
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +163,6 @@ def log_outcome(outcome: Outcome) -> None:
         "total_s": round(outcome.total_s, 4),
         "error": outcome.error,
     }
-    if not note(fields):
+    if not add_request_fields(fields):
         own = {"request_id": outcome.request_id, "query_id": outcome.query_id, **fields}
         log.info("query %s %s", outcome.query_id, outcome.status.value, extra=own)

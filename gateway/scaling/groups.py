@@ -1,4 +1,4 @@
-"""The clouds' own groups of machines: how large one is to be, and making it so. One small class per cloud."""
+"""Read and set the size of the clouds' own groups of machines. One small class per cloud."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any, Protocol
 
 import httpx
 
-WITHIN_S = 20.0
+TIMEOUT_S = 20.0
 GCP_TOKEN_URL = "http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token"
 AZURE_TOKEN_URL = "http://169.254.169.254/metadata/identity/oauth2/token"
 AZURE_API = "2024-07-01"
 
 
 class GroupFailed(Exception):
-    """The cloud did not do it; the message is its own."""
+    """The cloud refused or did not answer; the message is the cloud's."""
 
 
 class Group(Protocol):
-    """Raises GroupFailed."""
+    """A resizable group of machines. Methods raise GroupFailed."""
 
     async def size(self) -> int: ...
     async def resize(self, machines: int) -> None: ...
 
 
 class AwsGroup:
-    """An Auto Scaling group. Credentials as boto3 finds them: the machine's role, usually."""
+    """An Auto Scaling group. boto3 finds the credentials, usually the machine's role."""
 
     def __init__(self, group: str, region: str) -> None:
         import boto3  # the extra `aws`
@@ -57,7 +57,7 @@ class AwsGroup:
 
 
 class GcpGroup:
-    """A regional managed instance group, as the machine's service account."""
+    """A regional managed instance group, with the machine's service account as credentials."""
 
     def __init__(self, project: str, region: str, group: str, http: httpx.AsyncClient) -> None:
         self._url = (
@@ -73,12 +73,12 @@ class GcpGroup:
         await self._call("POST", f"{self._url}/resize?size={machines}")
 
     async def _call(self, method: str, url: str) -> dict[str, Any]:
-        token = await _asked(self._http, "GET", GCP_TOKEN_URL, headers={"Metadata-Flavor": "Google"})
-        return await _asked(self._http, method, url, headers=_bearer(token))
+        token = await _request(self._http, "GET", GCP_TOKEN_URL, headers={"Metadata-Flavor": "Google"})
+        return await _request(self._http, method, url, headers=_bearer(token))
 
 
 class AzureGroup:
-    """A virtual machine scale set, as the machine's managed identity."""
+    """A virtual machine scale set, with the machine's managed identity as credentials."""
 
     def __init__(self, subscription: str, resource_group: str, group: str, http: httpx.AsyncClient) -> None:
         self._url = (
@@ -94,18 +94,18 @@ class AzureGroup:
         await self._call("PATCH", {"sku": {"capacity": machines}})
 
     async def _call(self, method: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        asked = {"api-version": "2018-02-01", "resource": "https://management.azure.com/"}
-        token = await _asked(self._http, "GET", AZURE_TOKEN_URL, headers={"Metadata": "true"}, params=asked)
-        return await _asked(self._http, method, self._url, headers=_bearer(token), json=body)
+        query = {"api-version": "2018-02-01", "resource": "https://management.azure.com/"}
+        token = await _request(self._http, "GET", AZURE_TOKEN_URL, headers={"Metadata": "true"}, params=query)
+        return await _request(self._http, method, self._url, headers=_bearer(token), json=body)
 
 
 def _bearer(token: dict[str, Any]) -> dict[str, str]:
     return {"authorization": f"Bearer {token['access_token']}"}
 
 
-async def _asked(http: httpx.AsyncClient, method: str, url: str, **options: Any) -> dict[str, Any]:
+async def _request(http: httpx.AsyncClient, method: str, url: str, **options: Any) -> dict[str, Any]:
     try:
-        answer = await http.request(method, url, timeout=WITHIN_S, **options)
+        answer = await http.request(method, url, timeout=TIMEOUT_S, **options)
         if answer.is_error:
             raise GroupFailed(f"{method} {url}: {answer.status_code} {answer.text[:300]}")
         return dict(answer.json()) if answer.content else {}

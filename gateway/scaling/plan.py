@@ -1,4 +1,4 @@
-"""The file that says which pools the gateway may resize, within what bounds and for how much an hour."""
+"""Read the scaling plan: the pools that the gateway may resize, their bounds and the hourly budget."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`group` is the cloud's name of the pool's machines; the rest of the address depends on the cloud.
+    """One pool. `group` is the cloud's name of the machine group; the other address fields depend on the
+    cloud.
 
-    A pool may only be empty if the plan says so: queries that no site can serve are refused and are no load,
-    so it grows again only by what another pool can't take.
+    A pool may be empty only with `fewest = 0`: queries that no site can serve are refused and do not count as
+    load, so an empty pool grows again only by what another pool can't take.
     """
 
     cloud: Literal["aws", "gcp", "azure"]
@@ -43,9 +44,11 @@ class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"a pool of {self.cloud} needs {' and '.join(missing)}")
 
     def bounds(self) -> Bounds:
+        """Return the pool's bounds. Raises ValueError where they contradict each other."""
         return Bounds(self.fewest, self.most, self.usd_per_hour)
 
     def open(self, http: httpx.AsyncClient) -> Group:
+        """Return the client of the pool's machine group."""
         if self.cloud == "aws":
             return AwsGroup(self.group, self.region)
         if self.cloud == "gcp":
@@ -54,7 +57,7 @@ class PoolPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScalingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times in seconds. Without a budget only each pool's `most` bounds what is spent."""
+    """The whole plan. Times in seconds. Without a budget only each pool's `most` limits the cost."""
 
     pool: dict[str, PoolPlan] = {}
     budget_usd_per_hour: Positive = math.inf
@@ -64,7 +67,7 @@ class ScalingPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_plan(path: Path) -> ScalingPlan:
-    """Raises ValueError that names the file and what is wrong in it."""
+    """Read and validate the plan. Raises ValueError that names the file and the mistake."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=ScalingPlan)
     except (OSError, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""How many machines each pool needs, from what its sites do now. Pure: no clock, no cloud."""
+"""Compute how many machines each pool needs from its sites' load. Pure: no clock, no cloud."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gateway.domain import Site, SiteState
 from gateway.telemetry.metrics import capacity_tokens
 
 BUSY_SHARE = 0.7
-"""Of each machine, aimed at: what is above is kept free for bursts."""
+"""Target utilization of a machine; the rest is kept free for bursts."""
 
-AT_WORK = frozenset({SiteState.READY, SiteState.DRAINING, SiteState.PAUSED})
+SERVING_STATES = frozenset({SiteState.READY, SiteState.DRAINING, SiteState.PAUSED})
 UNBOUNDED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one pool. A pool that nobody bounded is only advised on, never resized."""
+    """Bounds of one pool, in machines. A pool without bounds is never resized."""
 
     fewest: int = 0
     most: int = UNBOUNDED
@@ -33,7 +33,7 @@ class Bounds:
 
 
 def by_pool(sites: Iterable[Site]) -> dict[str, list[Site]]:
-    """Every site is one machine of a pool."""
+    """Group sites by pool. Each site is one machine; a site without a pool is a pool of its own name."""
     pools: dict[str, list[Site]] = {}
     for site in sites:
         pools.setdefault(site.identity.pool or site.name, []).append(site)
@@ -41,8 +41,8 @@ def by_pool(sites: Iterable[Site]) -> dict[str, list[Site]]:
 
 
 def busy_machines(sites: Iterable[Site]) -> float:
-    """Machines' worth of work: slots in use, and waiting tokens as parts of what a machine drains in time."""
-    return sum(_busy(site) for site in sites if site.state in AT_WORK)
+    """Return the work in machines: used slots, and waiting tokens as parts of a machine's capacity."""
+    return sum(_busy(site) for site in sites if site.state in SERVING_STATES)
 
 
 def _busy(site: Site) -> float:
@@ -53,13 +53,13 @@ def _busy(site: Site) -> float:
     return running + (waiting_tokens / capacity if capacity else load.pending / slots)
 
 
-def wanted(
+def desired_machines(
     busy: Mapping[str, float], bounds: Mapping[str, Bounds], budget_usd_per_hour: float = math.inf
 ) -> dict[str, int]:
-    """Machines per pool. What a full pool can't take goes to the cheapest with room.
+    """Return the machines per pool. Work that a full pool can't take goes to the cheapest pool with room.
 
-    `busy` is by pool, in machines; a pool without bounds may have any number. The budget binds all but
-    the fewest.
+    `busy` is by pool, in machines; a pool without bounds may have any number. The budget limits all machines
+    but the fewest of each pool.
     """
     limits = {name: bounds.get(name, Bounds()) for name in {**bounds, **busy}}
     needed = {name: math.ceil(busy.get(name, 0.0) / BUSY_SHARE - 1e-9) for name in limits}
@@ -90,26 +90,28 @@ def _cheapest_first(limits: Mapping[str, Bounds]) -> list[str]:
     return sorted(limits, key=lambda name: (limits[name].usd_per_hour, name))
 
 
-class Steady:
-    """Hysteresis: up once more was wanted for `up_after_s` on end, down once less was for `down_after_s`."""
+class Stabilizer:
+    """Stabilization windows (hysteresis): grow after `up_after_s` of higher demand, shrink after
+    `down_after_s` of lower.
+    """
 
     def __init__(self, up_after_s: float = 30.0, down_after_s: float = 600.0) -> None:
         self._up_after_s, self._down_after_s = up_after_s, down_after_s
-        self._wanted: deque[tuple[float, int]] = deque()
+        self._demand: deque[tuple[float, int]] = deque()
         self._since_s: float | None = None
 
-    def size(self, now_s: float, machines: int, wanted_now: int) -> int:
-        """What `machines` should become: the least change that the whole window agrees on."""
+    def size(self, now_s: float, machines: int, desired_now: int) -> int:
+        """Return the new size: the smallest change that the whole window agrees on."""
         self._since_s = now_s if self._since_s is None else self._since_s
-        self._wanted.append((now_s, wanted_now))
+        self._demand.append((now_s, desired_now))
         keep_s = max(self._up_after_s, self._down_after_s)
-        while self._wanted[0][0] < now_s - keep_s:
-            self._wanted.popleft()
+        while self._demand[0][0] < now_s - keep_s:
+            self._demand.popleft()
         watched_s = now_s - self._since_s
-        recent = [count for at_s, count in self._wanted if at_s >= now_s - self._up_after_s]
+        recent = [count for at_s, count in self._demand if at_s >= now_s - self._up_after_s]
         if watched_s >= self._up_after_s and min(recent) > machines:
             return min(recent)
-        longer = [count for at_s, count in self._wanted if at_s >= now_s - self._down_after_s]
+        longer = [count for at_s, count in self._demand if at_s >= now_s - self._down_after_s]
         if watched_s >= self._down_after_s and max(longer) < machines:
             return max(longer)
         return machines

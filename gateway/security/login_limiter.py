@@ -1,4 +1,4 @@
-"""How often an address may fail to prove who it is. Does not hold up anybody who can."""
+"""Limit how often an address may fail to authenticate. Does not delay valid credentials."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ MAX_ADDRESSES = 10_000
 
 
 class LoginLimiter:
-    """Each address may fail MAX_FAILURES times at once and FAILURES_PER_S times a second in the long run.
+    """Leaky bucket by address: MAX_FAILURES failures at once, FAILURES_PER_S a second in the long run.
 
-    Of more than MAX_ADDRESSES addresses those whose last failure is oldest are forgotten.
+    Beyond MAX_ADDRESSES the addresses whose last failure is oldest are forgotten.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()  # failures so far, as of when
+        self._seen: OrderedDict[str, tuple[float, float]] = (
+            OrderedDict()
+        )  # level of the bucket, and when it was computed
 
     def wait_s(self, address: str) -> float:
-        """0.0 if it may try once more, else for how long it is not listened to."""
+        """Return 0.0 if the address may try now, else the time until it may."""
         return max(0.0, (self._level(address) + 1 - MAX_FAILURES) / FAILURES_PER_S)
 
     def record_failure(self, address: str) -> None:
+        """Count a failed attempt of the address."""
         level = min(MAX_FAILURES, self._level(address) + 1)
         self._seen[address] = level, self._clock()
         self._seen.move_to_end(address)

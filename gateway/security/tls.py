@@ -1,4 +1,4 @@
-"""The certificate that this gateway shows: two PEM files, read again when they change."""
+"""Serve this gateway's certificate from two PEM files, and reload them when they change."""
 
 from __future__ import annotations
 
@@ -12,64 +12,72 @@ import grpc
 log = logging.getLogger(__name__)
 
 
-class Pair(NamedTuple):
+class CertKeyPair(NamedTuple):
     """A certificate chain and its key, PEM."""
 
     chain: bytes
     key: bytes
 
 
-class PairSource(Protocol):
-    def pair(self) -> Pair:
-        """What to show from now on."""
+class CertKeySource(Protocol):
+    """A source of the current certificate."""
+
+    def pair(self) -> CertKeyPair:
+        """Return the certificate to serve from now on."""
         ...
 
 
 class CertificateFiles:
-    """Broken or half-written files change nothing: the last good pair stays in use, and the log says so. They
-    are read again with every look, for what mends them may not touch them: a chmod leaves no stamp.
+    """The certificate in two files. Broken or half-written files change nothing: the last good pair stays in
+    use.
+
+    Broken files are read again at every call, because a repair such as chmod does not change their time
+    stamps.
     """
 
     def __init__(self, chain: Path, key: Path) -> None:
-        """Raises OSError or ssl.SSLError: a gateway does not start with a certificate that it can't show."""
+        """Raises OSError or ssl.SSLError: a gateway does not start with an unusable certificate."""
         self._paths = chain, key
         self._seen = self._stamps()
         self._pair = self._read()
-        self._told = ""
+        self._logged_error = ""
 
-    def pair(self) -> Pair:
+    def pair(self) -> CertKeyPair:
+        """Return the newest good pair; log a change, and an error once."""
         try:
             stamps = self._stamps()
             if stamps != self._seen:
                 self._pair = self._read()
-                self._seen, self._told = stamps, ""
+                self._seen, self._logged_error = stamps, ""
                 log.info("the certificate %s was renewed", self._paths[0])
         except (OSError, ssl.SSLError) as exc:
-            if str(exc) != self._told:
-                self._told = str(exc)
+            if str(exc) != self._logged_error:
+                self._logged_error = str(exc)
                 log.error("the new certificate %s can't be used: %s", self._paths[0], exc)
         return self._pair
 
     def context(self) -> ssl.SSLContext:
-        """For HTTP. Looks at the files with every handshake; a new pair holds from the next one on."""
+        """Return the context for HTTP. Every handshake checks the files; a new pair is served from the
+        next one on.
+        """
         context, loaded = _context(*self._paths), self.pair()
 
-        def look(*_: object) -> None:
+        def reload_if_changed(*_: object) -> None:
             nonlocal loaded
             if (pair := self.pair()) is not loaded:
                 context.load_cert_chain(*self._paths)
                 loaded = pair
 
-        context.sni_callback = look
+        context.sni_callback = reload_if_changed
         return context
 
     def _stamps(self) -> tuple[tuple[int, int], ...]:
         return tuple((found.st_mtime_ns, found.st_size) for found in (path.stat() for path in self._paths))
 
-    def _read(self) -> Pair:
+    def _read(self) -> CertKeyPair:
         _context(*self._paths)  # raises when the two do not belong together
         chain, key = (path.read_bytes() for path in self._paths)
-        return Pair(chain, key)
+        return CertKeyPair(chain, key)
 
 
 def _context(chain: Path, key: Path) -> ssl.SSLContext:
@@ -79,11 +87,13 @@ def _context(chain: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-def grpc_credentials(source: PairSource, clients: bytes | None = None) -> Any:
-    """For the link. With `clients`, the PEM of an authority, only who shows a certificate of it is let in."""
+def grpc_credentials(source: CertKeySource, clients: bytes | None = None) -> Any:
+    """Return the credentials of a gRPC port. With `clients`, the PEM of an authority, clients need its
+    certificate.
+    """
     shown = source.pair()
 
-    def configuration(pair: Pair) -> Any:
+    def configuration(pair: CertKeyPair) -> Any:
         return grpc.ssl_server_certificate_configuration([(pair.key, pair.chain)], root_certificates=clients)
 
     def newest() -> Any | None:

@@ -1,1 +1,1 @@
-"""What the gateway says about itself while it runs."""
+"""Logs, metrics, traces and snapshots of the running gateway."""

@@ -1,4 +1,4 @@
-"""How it is, in one sentence: what is wrong, where, what it costs and when it clears."""
+"""Summarize the federation's state in one sentence: what is wrong, where, at what cost and when it clears."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from gateway.telemetry.metrics import DRAIN_TARGET_S
 from gateway.telemetry.snapshot import Banner, SiteView, Totals
 from gateway.wording import several
 
-HOT = 0.9
-FAILING = 0.05
-NOTABLE = 0.01
-MOST_NAMED = 3
+HOT_LOAD = 0.9
+CRITICAL_ERROR_SHARE = 0.05
+NOTABLE_ERROR_SHARE = 0.01
+MAX_NAMED = 3
 
 
 def banner(sites: Sequence[SiteView], totals: Totals) -> Banner:
+    """Return the level (calm, degraded or critical) and the sentence."""
     critical = _critical(sites, totals)
     degraded = _degraded(sites, totals)
     if critical or degraded:
         level = "critical" if critical else "degraded"
-        said = (*critical, *degraded, *_room(totals, "{:.0%} of the remaining capacity is free."))
-        return Banner(level, f"{level.capitalize()}: {' '.join(said)}")
+        parts = (*critical, *degraded, *_headroom(totals, "{:.0%} of the remaining capacity is free."))
+        return Banner(level, f"{level.capitalize()}: {' '.join(parts)}")
     ready = several(sum(site.state is SiteState.READY for site in sites), "site")
     running = several(totals.in_flight, "query", "queries")
-    said = (f"{ready} ready", f"{running} in flight", *_room(totals, "{:.0%} of token capacity free"))
-    return Banner("calm", f"All well: {', '.join(said)}.")
+    parts = (f"{ready} ready", f"{running} in flight", *_headroom(totals, "{:.0%} of token capacity free"))
+    return Banner("calm", f"All well: {', '.join(parts)}.")
 
 
-def _room(totals: Totals, text: str) -> list[str]:
+def _headroom(totals: Totals, text: str) -> list[str]:
     return [] if totals.headroom is None else [text.format(totals.headroom)]
 
 
@@ -37,14 +38,14 @@ def _critical(sites: Sequence[SiteView], totals: Totals) -> list[str]:
         return ["no site has joined, so every query is refused."]
     wanted = {model for site in sites for model in site.models}
     served = {model for site in sites if site.taking for model in set(site.models) - set(site.pinned_off)}
-    said = [f"no site can serve {model}: its queries are refused." for model in sorted(wanted - served)]
-    if totals.ended_per_min and totals.errors_per_min / totals.ended_per_min > FAILING:
-        said.append(_errors(totals))
-    return said
+    found = [f"no site can serve {model}: its queries are refused." for model in sorted(wanted - served)]
+    if totals.ended_per_min and totals.errors_per_min / totals.ended_per_min > CRITICAL_ERROR_SHARE:
+        found.append(_errors_text(totals))
+    return found
 
 
 def _degraded(sites: Sequence[SiteView], totals: Totals) -> list[str]:
-    said = []
+    found = []
     for state, text in (
         (SiteState.DOWN, "down"),
         (SiteState.STALE, "stale"),
@@ -53,20 +54,20 @@ def _degraded(sites: Sequence[SiteView], totals: Totals) -> list[str]:
         (SiteState.EJECTED, "ejected"),
     ):
         if named := [site for site in sites if site.state is state]:
-            said.append(f"{_names(named)} {text}{_silent(named, state)}{_left(named, state)}.")
-    said += [_hot(site) for site in _hottest(sites)]
+            found.append(f"{_names(named)} {text}{_silence(named, state)}{_remaining(named, state)}.")
+    found += [_hot_text(site) for site in _hottest(sites)]
     share = totals.errors_per_min / totals.ended_per_min if totals.ended_per_min else 0.0
-    if NOTABLE < share <= FAILING:
-        said.append(_errors(totals))
-    return said
+    if NOTABLE_ERROR_SHARE < share <= CRITICAL_ERROR_SHARE:
+        found.append(_errors_text(totals))
+    return found
 
 
 def _hottest(sites: Sequence[SiteView]) -> list[SiteView]:
-    hot = [site for site in sites if site.taking and (site.load or 0.0) >= HOT]
-    return sorted(hot, key=lambda site: -(site.load or 0.0))[:MOST_NAMED]
+    hot = [site for site in sites if site.taking and (site.load or 0.0) >= HOT_LOAD]
+    return sorted(hot, key=lambda site: -(site.load or 0.0))[:MAX_NAMED]
 
 
-def _hot(site: SiteView) -> str:
+def _hot_text(site: SiteView) -> str:
     work_s = (site.load or 0.0) * DRAIN_TARGET_S
     return (
         f"{site.name} at {site.load:.0%} of token capacity, {site.pending} queued; "
@@ -74,14 +75,14 @@ def _hot(site: SiteView) -> str:
     )
 
 
-def _silent(sites: Sequence[SiteView], state: SiteState) -> str:
+def _silence(sites: Sequence[SiteView], state: SiteState) -> str:
     if state not in (SiteState.DOWN, SiteState.STALE):
         return ""
     longest_s = max(site.report_age_s for site in sites)
     return f", silent for {longest_s:.0f} s" if longest_s < 100 else f", silent for {longest_s / 60:.0f} min"
 
 
-def _left(sites: Sequence[SiteView], state: SiteState) -> str:
+def _remaining(sites: Sequence[SiteView], state: SiteState) -> str:
     if state not in (SiteState.DRAINING, SiteState.PAUSED):
         return ""
     left = sum(site.running + site.pending for site in sites)
@@ -89,12 +90,12 @@ def _left(sites: Sequence[SiteView], state: SiteState) -> str:
     return f", {left} left, empty in about {work_s:.0f} s" if left else ", empty"
 
 
-def _errors(totals: Totals) -> str:
+def _errors_text(totals: Totals) -> str:
     ended = several(totals.ended_per_min, "query", "queries")
     return f"{totals.errors_per_min:.0f} of {ended} failed in the last minute."
 
 
 def _names(sites: Sequence[SiteView]) -> str:
-    names = [site.name for site in sites[:MOST_NAMED]]
+    names = [site.name for site in sites[:MAX_NAMED]]
     more = len(sites) - len(names)
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""What plots are drawn from, bounded: 15 minutes at one sample a second, a day at one a minute."""
+"""Keep the samples of the plots, bounded: 15 minutes at one a second, a day at one a minute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 SECONDS_KEPT = 15 * 60
 MINUTES_KEPT = 24 * 60
 PLOTTED_SITES = 200
-"""A sample keeps the load of so many sites, the most loaded ones: memory has a limit, whatever joins."""
+"""Maximum number of sites in a sample, the most loaded ones: bounds the memory, whatever joins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One point of every plot. `at` is unix time; `load` is outstanding / capacity by site.
 
-    None is what nobody measured: a gap in the plot, never a zero.
+    None means unmeasured: a gap in the plot, never a zero.
     """
 
     at: float
@@ -35,62 +35,67 @@ class Sample:
 
 SCALARS = tuple(f.name for f in fields(Sample) if f.name not in ("at", "clouds", "load"))
 _PEAKS = {"ttft_p95_s", "queued"}
-"""Of a minute the worst second is kept, where a mean would hide it."""
+"""Columns of which a minute keeps the worst second: a mean would hide it."""
 
 
 class History:
-    def __init__(self, keep: Callable[[int, Sample], None] = lambda minute, sample: None) -> None:
-        """`keep` is given each minute that is complete; it must not block."""
+    """Samples of the last minutes and of the last day."""
+
+    def __init__(self, on_minute: Callable[[int, Sample], None] = lambda minute, sample: None) -> None:
+        """`on_minute` receives each complete minute (unix time / 60) and its sample; it must not block."""
         self._seconds: deque[Sample] = deque(maxlen=SECONDS_KEPT)
         self._minutes: deque[Sample] = deque(maxlen=MINUTES_KEPT)
-        self._this_minute: list[Sample] = []
-        self._keep = keep
+        self._minute_samples: list[Sample] = []
+        self._on_minute = on_minute
 
     def add(self, sample: Sample) -> None:
-        this = self._this_minute
-        if this and int(sample.at // 60) != int(this[0].at // 60):
-            minute = int(this[0].at // 60)
-            folded = fold(this, minute * 60.0)
+        minute_samples = self._minute_samples
+        if minute_samples and int(sample.at // 60) != int(minute_samples[0].at // 60):
+            minute = int(minute_samples[0].at // 60)
+            folded = fold(minute_samples, minute * 60.0)
             self._minutes.append(folded)
-            self._keep(minute, folded)
-            this.clear()
-        if len(this) < 120:
-            this.append(sample)
+            self._on_minute(minute, folded)
+            minute_samples.clear()
+        if len(minute_samples) < 120:
+            minute_samples.append(sample)
         self._seconds.append(sample)
 
     def restore(self, minutes: Iterable[Sample]) -> None:
-        """What an earlier process kept, oldest first."""
+        """Restore the minutes that an earlier process stored, oldest first."""
         self._minutes.extendleft(reversed(list(minutes)))
 
     def seconds(self, since: float = 0.0) -> list[Sample]:
+        """Return the samples of single seconds after `since`."""
         return [sample for sample in self._seconds if sample.at > since]
 
     def minutes(self, since: float = 0.0) -> list[Sample]:
-        """The minute that is not over yet comes last, as far as it is."""
-        this = self._this_minute
-        running = [fold(this, this[0].at // 60 * 60)] if this else []
+        """Return the samples of minutes after `since`; the running minute comes last, incomplete."""
+        minute_samples = self._minute_samples
+        running = [fold(minute_samples, minute_samples[0].at // 60 * 60)] if minute_samples else []
         return [sample for sample in (*self._minutes, *running) if sample.at > since]
 
 
 def fold(samples: Sequence[Sample], at: float) -> Sample:
-    """Many samples as one: rates as their mean, waits and loads as their worst."""
-    figures: dict[str, Any] = {}
+    """Merge samples into one: rates by mean, waits and loads by maximum."""
+    merged: dict[str, Any] = {}
     for name in SCALARS:
         known = [value for sample in samples if (value := getattr(sample, name)) is not None]
         merge = max if name in _PEAKS else fmean
-        figures[name] = round(merge(known), 4) if known else None
+        merged[name] = round(merge(known), 4) if known else None
     clouds = {cloud for sample in samples for cloud in sample.clouds}
     sites = {site for sample in samples for site in sample.load}
     return Sample(
         at=at,
         clouds={c: round(fmean(s.clouds.get(c, 0.0) for s in samples), 3) for c in clouds},
         load={name: max(s.load[name] for s in samples if name in s.load) for name in sites},
-        **figures,
+        **merged,
     )
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The same figures by name, each as long as `at`: a third of the bytes, and what a plot wants."""
+    """Return the samples by column, each as long as `at`: a third of the bytes, in the form that plots
+    use.
+    """
     found: dict[str, Any] = {"at": [sample.at for sample in samples]}
     for name in SCALARS:
         found[name] = [getattr(sample, name) for sample in samples]

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line on stderr, whatever `extra` holds as fields of it."""
+"""Structured logs on stderr: one JSON object a line, with the items of `extra` as fields."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import msgspec
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
-GATHER_S = 0.05
-MOST_GATHERED = 200
+FLUSH_AFTER_S = 0.05
+MAX_BUFFERED_LINES = 200
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that is worked for, in its tasks and those that they start: every line of them names it."""
+"""Id of the request that the current task works for; tasks inherit it, and every log line includes it."""
 
 
-class Line:
-    """The line that will be written of a request at its end; its query adds what is known of it by then."""
+class RequestLine:
+    """Fields of the line that is logged at the end of a request; the query adds its own to them."""
 
     __slots__ = ("fields", "is_written")
 
@@ -32,12 +32,15 @@ class Line:
         self.is_written = False
 
 
-LINE: ContextVar[Line | None] = ContextVar("line", default=None)
+REQUEST_LINE: ContextVar[RequestLine | None] = ContextVar("line", default=None)
 
 
-def note(fields: dict[str, object]) -> bool:
-    """Whether the line of the request took them: the first query's, as long as it is not written."""
-    line = LINE.get()
+def add_request_fields(fields: dict[str, object]) -> bool:
+    """Add fields to the current request's line; return whether they were added.
+
+    Only the first query of a request may add fields, and only before the line is written.
+    """
+    line = REQUEST_LINE.get()
     if line is None or line.is_written or line.fields:
         return False
     line.fields = fields
@@ -45,6 +48,8 @@ def note(fields: dict[str, object]) -> bool:
 
 
 class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON object."""
+
     def format(self, record: logging.LogRecord) -> str:
         fields = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -60,10 +65,11 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(fields, enc_hook=str).decode()
 
 
-class Gathered(logging.StreamHandler[TextIO]):
-    """Where an event loop runs, lines up to info wait `GATHER_S` for others, so that many share one write.
+class BufferedHandler(logging.StreamHandler[TextIO]):
+    """Buffers lines up to level info for FLUSH_AFTER_S where an event loop runs, so that many share one
+    write.
 
-    A warning takes along what waits, and so does the end of the process; `kill -9` costs what waits.
+    A warning or the end of the process flushes the buffer; `kill -9` loses it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -73,14 +79,14 @@ class Gathered(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.append(self.format(record))
-        except Exception:  # noqa: BLE001 - logging has its own way to tell of a line that cannot be written
+        except Exception:  # noqa: BLE001 - logging has its own report of a line that cannot be written
             self.handleError(record)
             return
-        if record.levelno > logging.INFO or len(self._lines) >= MOST_GATHERED:
+        if record.levelno > logging.INFO or len(self._lines) >= MAX_BUFFERED_LINES:
             self.flush()
         elif len(self._lines) == 1:
             try:
-                asyncio.get_running_loop().call_later(GATHER_S, self.flush)
+                asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self.flush)
             except RuntimeError:  # not on a loop's thread
                 self.flush()
 
@@ -88,20 +94,20 @@ class Gathered(logging.StreamHandler[TextIO]):
         with self.lock or nullcontext():
             lines, self._lines = self._lines, []
             if lines:
-                with suppress(OSError, ValueError):  # nobody reads it any more
+                with suppress(OSError, ValueError):  # the reader is gone
                     self.stream.write("\n".join(lines) + "\n")
                     super().flush()
 
 
 def configure(level: str) -> None:
-    """For the whole process, once, before anything logs.
+    """Configure logging for the whole process, once, before anything logs.
 
-    Libraries speak up from warnings on: finer, some of them write down what they are given, secrets too.
+    Libraries log from warnings on: at finer levels some of them log their inputs, secrets included.
     """
-    stream = Gathered(sys.stderr)
+    stream = BufferedHandler(sys.stderr)
     stream.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[stream], force=True)
-    # in no line of ours, and dear to find out (Python's logging HOWTO, "Optimization")
+    # not in our lines, and expensive to find out (Python's logging HOWTO, "Optimization")
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     for ours in ("gateway", "predictor"):

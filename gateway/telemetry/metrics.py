@@ -1,7 +1,7 @@
-"""What this replica exports to Prometheus. Sites are read when scraped; queries are counted as they end.
+"""Export this replica's metrics to Prometheus. Sites are read at the scrape; queries are counted as they end.
 
-Labels are bounded: sites by the directory, and what is counted of one that the directory forgot goes with
-it; models by what sites serve, everything else by enums.
+Labels are bounded: sites by the directory (the counts of a site that it forgets are removed), models by what
+sites serve, everything else by enums.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gateway.telemetry.recent import is_failure
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DRAIN_TARGET_S = 10.0
-"""A site's capacity is what it would work off in this time at its measured speed."""
+"""A site's capacity is the number of tokens that it processes in this time at its measured speed."""
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 class Metrics:
-    """`live` is the number of queries that are being answered."""
+    """Counts queries as they end and renders the exposition. `live` returns the number of running queries."""
 
     def __init__(self, directory: Directory, live: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -55,8 +55,8 @@ class Metrics:
             buckets=_TOKENS,
             registry=registry,
         )
-        self._labelled: dict[tuple[object, ...], Any] = {}  # each family's children as they were asked for
-        self._seen: set[str] = set()  # the sites that something was counted of
+        self._labelled: dict[tuple[object, ...], Any] = {}  # children by family and labels
+        self._seen: set[str] = set()  # sites that have counts
         self._by_site = (self._requests, self._tokens, self._ttft, self._itl, self._queue)
         registry.register(self)
 
@@ -65,10 +65,12 @@ class Metrics:
         self._registry.register(collector)
 
     def text(self) -> bytes:
+        """Render all metrics in Prometheus' text format."""
         self._forget(self._seen - {site.name for site in self._directory.sites})
         return generate_latest(self._registry)
 
     def observe(self, outcome: Outcome) -> None:
+        """Count a query that ended."""
         self._seen.update(attempt.decision.site for attempt in outcome.attempts)
         status = Status.FAILED if is_failure(outcome) else outcome.status
         self._child(self._requests, outcome.site or "none", status.value).inc()
@@ -80,7 +82,7 @@ class Metrics:
             self._child(self._error, outcome.model).observe(error)
 
     def collect(self) -> Iterator[Metric]:
-        """What is true now, read at the moment of the scrape."""
+        """Yield the gauges, read at the moment of the scrape."""
         yield GaugeMetricFamily("mico_queries_live", "Queries being answered", value=self._live())
         sites = self._directory.sites
         for name, text, figure in _GAUGES:
@@ -102,7 +104,7 @@ class Metrics:
         yield serving
 
     def _child(self, family: Any, *labels: str) -> Any:
-        """As `family.labels`, which takes longer than to count."""
+        """Return `family.labels(*labels)`, cached: the lookup takes longer than the count."""
         child = self._labelled.get((family, *labels))
         if child is None:
             child = self._labelled[family, *labels] = family.labels(*labels)
@@ -151,7 +153,7 @@ class Metrics:
 
 
 def sites_by_model(sites: Sequence[Site]) -> dict[str, int]:
-    """How many take its queries, of every model that any site has."""
+    """Return, for every model that any site has, the number of sites that accept its queries."""
     found = dict.fromkeys((model for site in sites for model in site.identity.models), 0)
     for site in sites:
         if site.state is SiteState.READY and site.weight > 0:
@@ -161,14 +163,17 @@ def sites_by_model(sites: Sequence[Site]) -> dict[str, int]:
 
 
 def capacity_tokens(site: Site) -> float:
-    """By what an iteration with every slot busy costs there: its speed of late may be of a quiet hour."""
+    """Return the tokens that a site processes in DRAIN_TARGET_S.
+
+    Uses the cost of an iteration with every slot busy, because the recent speed may be that of a quiet hour.
+    """
     slots = site.identity.slots
     full_s = site.load.iteration.seconds(slots, slots, 0)
     return max(site.load.tokens_per_s, slots / full_s if full_s > 0 else 0.0) * DRAIN_TARGET_S
 
 
 def outstanding_tokens(site: Site) -> float:
-    """Predicted tokens still to process, with what was assigned since the last report."""
+    """Return the predicted tokens still to process, including those assigned since the last report."""
     return site.load.token_load + site.credit.prompt_tokens + site.credit.response_tokens
 
 

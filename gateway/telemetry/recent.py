@@ -1,6 +1,6 @@
-"""What the queries of the last five minutes say: waits, errors, why they went where they went, the forecasts.
+"""Aggregate this replica's queries of the last five minutes: waits, errors, routes and forecast quality.
 
-Of this replica's queries only: together.py adds the others'. Does not know of sites that nobody asked.
+Does not include other replicas' queries (see replicas.py) or sites without queries.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gateway.domain import Attempt, Outcome, Status
-from predictor.forecast import Forecast
 
 WINDOW_S = 300.0
 ERRORS_WINDOW_S = 60.0
-MOST_KEPT = 2_000
-"""Queries of which times and forecasts are kept."""
+MAX_QUERIES = 2_000
+"""Number of queries whose times and forecasts are kept."""
 
 
-class Ended(NamedTuple):
-    """One query as it ended, reduced to what is compared here. `at` is unix time."""
+class EndedQuery(NamedTuple):
+    """The figures of one query that ended. `at` is unix time; `forecast` is (source, p50, p90, actual
+    tokens).
+    """
 
     at: float
     site: str
@@ -33,18 +34,18 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True)
 class Second:
-    """What ended within one second, counted."""
+    """Counts of the queries that ended within one second of unix time."""
 
     at: int
     ended: int = 0
     failed: int = 0
-    broke: Counter[str] = field(default_factory=Counter)
+    broken: Counter[str] = field(default_factory=Counter)
     routes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
 class SiteWaits:
-    """95% of the queries of a site waited less; None where there were none."""
+    """95th percentiles of a site's waits; None where there were no queries."""
 
     ttft_p95_s: float | None
     itl_p95_s: float | None
@@ -56,7 +57,7 @@ NO_WAITS = SiteWaits(None, None, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """So many attempts went to `site` for `reason`."""
+    """Number of attempts that went to `site` for `reason`."""
 
     reason: str
     site: str
@@ -64,8 +65,8 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """Forecasts against answers. Well calibrated means a half under p50 and nine tenths under p90."""
+class ForecastQuality:
+    """Forecasts against answers. Well calibrated: half of the answers under p50, nine tenths under p90."""
 
     source: str
     answers: int
@@ -75,7 +76,7 @@ class Quality:
 
 
 class Move(NamedTuple):
-    """A query that went on elsewhere: `kind` is "offload" or "failover"."""
+    """A query that moved from `donor` to `taker`. `kind` is "offload" or "failover"."""
 
     kind: str
     donor: str
@@ -83,8 +84,10 @@ class Move(NamedTuple):
     why: str
 
 
-class Ranked:
-    """Values in order: a snapshot a second reads quantiles off, where sorting them would hold the loop."""
+class SortedValues:
+    """Values kept in order, so that each snapshot reads quantiles without sorting, which would block
+    the loop.
+    """
 
     def __init__(self) -> None:
         self._values: list[float] = []
@@ -103,58 +106,59 @@ class Ranked:
         return values[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
-class RankedBySite:
-    """A site of which no value is left is forgotten."""
+class SortedValuesBySite:
+    """Sorted values by site. Forgets a site that has no values left."""
 
     def __init__(self) -> None:
-        self.of: dict[str, Ranked] = {}
+        self.by_site: dict[str, SortedValues] = {}
 
     def add(self, site: str, value: float | None) -> None:
         if value is not None:
-            self.of.setdefault(site, Ranked()).add(value)
+            self.by_site.setdefault(site, SortedValues()).add(value)
 
     def drop(self, site: str, value: float | None) -> None:
         if value is not None:
-            self.of[site].drop(value)
-            if not self.of[site]:
-                del self.of[site]
+            self.by_site[site].drop(value)
+            if not self.by_site[site]:
+                del self.by_site[site]
 
     def p95(self, site: str) -> float | None:
-        found = self.of[site].quantile(0.95) if site in self.of else None
+        found = self.by_site[site].quantile(0.95) if site in self.by_site else None
         return None if found is None else round(found, 4)
 
 
 class Recent:
-    """What is asked of all queries that are kept is counted as they come and go."""
+    """Aggregates that are updated as queries enter and leave the window."""
 
     def __init__(self) -> None:
-        self._ended: deque[Ended] = deque()
-        self._ttft = RankedBySite()
-        self._itl = RankedBySite()
-        self._errors_p50 = Ranked()
+        self._ended: deque[EndedQuery] = deque()
+        self._ttft = SortedValuesBySite()
+        self._itl = SortedValuesBySite()
+        self._errors_p50 = SortedValues()
         self._under: Counter[str] = Counter()
         self._seconds: deque[Second] = deque()
         self._routes: Counter[tuple[str, str]] = Counter()
         self._moves: Counter[Move] = Counter()
 
     def observe(self, outcome: Outcome, at: float) -> None:
-        if len(self._ended) == MOST_KEPT:
+        """Add a query that ended at `at` (unix time)."""
+        if len(self._ended) == MAX_QUERIES:
             self._drop()
-        self._keep(reduce(outcome, at))
+        self._keep(ended_query(outcome, at))
         if not self._seconds or self._seconds[-1].at != int(at):
             self._seconds.append(Second(int(at)))
         second = self._seconds[-1]
         second.ended += 1
         second.failed += is_failure(outcome)
-        for kind, attempt in zip(kinds(outcome.attempts), outcome.attempts, strict=True):
+        for kind, attempt in zip(route_reasons(outcome.attempts), outcome.attempts, strict=True):
             second.routes[kind, attempt.decision.site] += 1
             self._routes[kind, attempt.decision.site] += 1
             if attempt.ended in ("lost", "failed"):
-                second.broke[attempt.decision.site] += 1
+                second.broken[attempt.decision.site] += 1
         if len(outcome.attempts) > 1:
             self._moves.update(moves(outcome.attempts))
 
-    def _keep(self, query: Ended) -> None:
+    def _keep(self, query: EndedQuery) -> None:
         self._ended.append(query)
         self._ttft.add(query.site, query.ttft_s)
         self._itl.add(query.site, query.itl_s)
@@ -165,7 +169,7 @@ class Recent:
             self._under["p90"] += actual <= p90
 
     def _drop(self) -> None:
-        """The oldest."""
+        """Remove the oldest query."""
         query = self._ended.popleft()
         self._ttft.drop(query.site, query.ttft_s)
         self._itl.drop(query.site, query.itl_s)
@@ -176,24 +180,25 @@ class Recent:
             self._under["p90"] -= actual <= p90
 
     def take_moves(self) -> list[tuple[Move, int]]:
-        """Moves since the last call, each with its number."""
+        """Return the moves since the last call, each with its count, the most frequent first."""
         taken, self._moves = self._moves, Counter()
         return taken.most_common(20)
 
     def forget(self, now: float) -> None:
+        """Remove all queries older than WINDOW_S."""
         while self._ended and self._ended[0].at < now - WINDOW_S:
             self._drop()
         while self._seconds and self._seconds[0].at < now - WINDOW_S:
             self._routes -= self._seconds.popleft().routes
 
     def waits(self, now: float) -> dict[str, SiteWaits]:
-        """By site, of all that had queries or errors."""
-        broke: Counter[str] = Counter()
+        """Return the waits of every site that had queries or errors."""
+        broken: Counter[str] = Counter()
         for second in self._last_minute(now):
-            broke.update(second.broke)
-        names = self._ttft.of.keys() | self._itl.of.keys() | broke.keys()
+            broken.update(second.broken)
+        names = self._ttft.by_site.keys() | self._itl.by_site.keys() | broken.keys()
         return {
-            name: SiteWaits(self._ttft.p95(name), self._itl.p95(name), float(broke[name])) for name in names
+            name: SiteWaits(self._ttft.p95(name), self._itl.p95(name), float(broken[name])) for name in names
         }
 
     def failed_per_min(self, now: float) -> float:
@@ -208,12 +213,12 @@ class Recent:
     def routes(self) -> list[Route]:
         return [Route(reason, site, number) for (reason, site), number in self._routes.most_common(12)]
 
-    def quality(self) -> Quality | None:
+    def quality(self) -> ForecastQuality | None:
         answers, error_p50 = len(self._errors_p50), self._errors_p50.quantile(0.5)
         newest = next((each.forecast for each in reversed(self._ended) if each.forecast is not None), None)
         if newest is None or error_p50 is None:
             return None
-        return Quality(
+        return ForecastQuality(
             source=newest[0],
             answers=answers,
             under_p50=round(self._under["p50"] / answers, 3),
@@ -222,33 +227,30 @@ class Recent:
         )
 
 
-def reduce(outcome: Outcome, at: float) -> Ended:
-    answered, first_s = outcome.status is Status.ANSWERED, outcome.first_token_s
-    itl_s = None
+def ended_query(outcome: Outcome, at: float) -> EndedQuery:
+    """Reduce an outcome to the figures that are kept."""
+    first_s, itl_s, forecast = outcome.first_token_s, None, None
     if first_s is not None and outcome.completion_tokens > 1:
         itl_s = (outcome.total_s - first_s) / (outcome.completion_tokens - 1)
-    return Ended(
+    if outcome.status is Status.ANSWERED and outcome.forecast is not None:
+        made, actual = outcome.forecast, outcome.completion_tokens
+        forecast = made.source, made.quantile(0.5), made.quantile(0.9), actual
+    return EndedQuery(
         at=at,
         site=outcome.site,
         ttft_s=first_s,
         itl_s=itl_s,
-        forecast=against(outcome.forecast, outcome.completion_tokens) if answered else None,
+        forecast=forecast,
     )
 
 
-def against(forecast: Forecast | None, actual: int) -> tuple[str, int, int, int] | None:
-    if forecast is None:
-        return None
-    return forecast.source, forecast.quantile(0.5), forecast.quantile(0.9), actual
-
-
 def is_failure(outcome: Outcome) -> bool:
-    """What a client saw as our failure: not its own mistake or quota, and not its own leaving."""
+    """Return whether a client saw a failure of ours: not its own mistake, quota or cancellation."""
     return outcome.status in (Status.FAILED, Status.REFUSED) and not outcome.mistaken
 
 
-def kinds(attempts: Sequence[Attempt]) -> list[str]:
-    """Why each attempt went where it went, in a few words of a small vocabulary."""
+def route_reasons(attempts: Sequence[Attempt]) -> list[str]:
+    """Return the reason of each attempt's site, from a small vocabulary."""
     found = []
     for number, attempt in enumerate(attempts):
         before = attempts[number - 1].ended if number else ""
@@ -262,6 +264,7 @@ def kinds(attempts: Sequence[Attempt]) -> list[str]:
 
 
 def moves(attempts: Sequence[Attempt]) -> list[Move]:
+    """Return the moves between consecutive attempts."""
     return [
         Move(
             "offload" if gone.ended == "released" else "failover",

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.site_events import Event
 from gateway.store.database import reason
 from gateway.store.snapshots import ReplicaSummary
-from gateway.telemetry.recent import NO_WAITS, Quality, Route, SiteWaits
+from gateway.telemetry.recent import NO_WAITS, ForecastQuality, Route, SiteWaits
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Summary:
     ended_per_min: float = 0.0
     waits: dict[str, SiteWaits] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
-    quality: Quality | None = None
+    quality: ForecastQuality | None = None
     moves: list[Event] = field(default_factory=list)
 
 
@@ -67,11 +67,11 @@ def _merge_waits(waits: Sequence[SiteWaits]) -> SiteWaits:
     )
 
 
-def _merge_quality(found: Sequence[Quality]) -> Quality | None:
+def _merge_quality(found: Sequence[ForecastQuality]) -> ForecastQuality | None:
     if not found:
         return None
     answers = sum(each.answers for each in found)
-    return Quality(
+    return ForecastQuality(
         source=", ".join(sorted({each.source for each in found})),
         answers=answers,
         under_p50=round(sum(each.under_p50 * each.answers for each in found) / answers, 3),

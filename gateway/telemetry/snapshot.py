@@ -1,4 +1,4 @@
-"""The federation at one moment, as a page shows it: sites, totals, and one sentence that says how it is."""
+"""Build the snapshot that the page shows: sites, totals, and one sentence about the federation's state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gateway.domain import Site, SiteState
 from gateway.site_events import Event
 from gateway.telemetry.history import PLOTTED_SITES, Sample
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
-from gateway.telemetry.recent import NO_WAITS, Quality, Route, SiteWaits
+from gateway.telemetry.recent import NO_WAITS, ForecastQuality, Route, SiteWaits
 
 RATE_WINDOW_S = 5.0
 STALE_SHOWN_AFTER_S = 2.0
-"""Sites report at least once a second. People hear of silence before deciding stops trusting a site."""
+"""Sites report at least once a second. The page shows silence earlier than routing acts on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteView:
-    """Tokens in tokens, times in seconds, prices in USD per million tokens; `load` = outstanding / capacity.
+    """A site in the snapshot. Prices are in USD per million tokens; `load` is outstanding / capacity.
 
-    `weight` is a percentage, `share` the part of all output of the last seconds that this site made.
-    `certificate_until` is unix time; None if our authority issued it none.
+    `weight` is a percentage; `share` is the site's part of all output of the last seconds.
+    `certificate_until` is unix time; None if our authority issued the site no certificate.
     """
 
     name: str
@@ -55,12 +55,13 @@ class SiteView:
 
     @property
     def taking(self) -> bool:
+        """Whether the site accepts new queries."""
         return self.state is SiteState.READY and self.weight > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """All sites and all replicas together; of waits the worst site's at the replica where they are worst."""
+    """Totals over all sites and replicas. `ttft_p95_s` is the worst site's at the worst replica."""
 
     output_per_s: float
     input_per_s: float
@@ -75,7 +76,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Banner:
-    """`level`: calm, degraded or critical."""
+    """The sentence at the top of the page. `level` is calm, degraded or critical."""
 
     level: str
     text: str
@@ -83,7 +84,7 @@ class Banner:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Machines of one group of a cloud: those that serve, and how many the load asks for."""
+    """A pool of machines of one cloud: the number that serves, and the number that the load needs."""
 
     name: str
     machines: int
@@ -92,7 +93,9 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`replica` made it, of the queries of all `replicas`."""
+    """The federation at one moment. `replica` built it from the queries of all `replicas`; `at` is unix
+    time.
+    """
 
     seq: int
     at: float
@@ -104,10 +107,11 @@ class Snapshot:
     sites: list[SiteView]
     pools: list[Pool]
     routes: list[Route]
-    quality: Quality | None
+    quality: ForecastQuality | None
     events: list[Event]
 
     def sample(self) -> Sample:
+        """Return the snapshot's point in the plots."""
         known = [(site.load, site.name) for site in self.sites if site.load is not None]
         busiest = sorted(known, reverse=True)[:PLOTTED_SITES]
         totals = self.totals
@@ -126,22 +130,24 @@ class Snapshot:
 
 
 class Rate(NamedTuple):
+    """Speed of one site in tokens a second."""
+
     output_per_s: float
     input_per_s: float
 
 
 class Rates:
-    """Tokens a second of each site, from the differences of its own totals over the last seconds."""
+    """Computes each site's tokens a second from the differences of its totals over the last seconds."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[str, float, int, int]]] = {}
 
     def observe(self, sites: Sequence[Site], now_s: float) -> dict[str, Rate]:
         self._seen = {site.name: self._seen.get(site.name, deque(maxlen=30)) for site in sites}
-        return {site.name: self._of(site, now_s) for site in sites}
+        return {site.name: self._rate(site, now_s) for site in sites}
 
-    def _of(self, site: Site, now_s: float) -> Rate:
-        """A site that was restarted counts from zero again: what is older is forgotten."""
+    def _rate(self, site: Site, now_s: float) -> Rate:
+        """Return the rate. A restarted site counts from zero again, so its older totals are dropped."""
         seen, load, boot_id = self._seen[site.name], site.load, site.identity.boot_id
         if site.state is SiteState.DOWN or load.seq == 0:
             seen.clear()
@@ -162,7 +168,9 @@ class Rates:
 
 
 def shown_state(site: Site, now_s: float) -> SiteState:
-    """Stale is a state of its own: a site whose figures are old is neither idle nor busy, it is unknown."""
+    """Return the state to display: stale if the figures are old, because the site is neither idle nor
+    busy then.
+    """
     silent = now_s - site.load.received_s > STALE_SHOWN_AFTER_S
     return SiteState.STALE if silent and site.state is not SiteState.DOWN else site.state
 
@@ -203,6 +211,7 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
 
 
 def no_certificate(site: str) -> float:
+    """Return -inf: no certificate was issued to any site."""
     return float("-inf")
 
 
@@ -237,7 +246,7 @@ def totals(sites: Sequence[SiteView], failed_per_min: float, ended_per_min: floa
 
 
 def headroom(sites: Sequence[SiteView]) -> float | None:
-    """The part of the capacity of the sites that take work which no query has claimed; None if unmeasured."""
+    """Return the free part of the capacity of all sites that accept work; None if unmeasured."""
     taking = [site for site in sites if site.taking]
     capacity = sum(site.capacity_tokens for site in taking)
     if not capacity:

@@ -1,7 +1,8 @@
-"""Spans of a query for OpenTelemetry, made from its outcome once it has ended: while it runs nothing is done
-but to name the span of each attempt to its site. Ids are derived, so both sides agree without a word.
+"""Export a query's OpenTelemetry spans, built from its outcome after it has ended.
 
-Imports the extra `otel`; only `app.py` imports this, and only where traces are wanted.
+While the query runs, only the span id of each attempt is sent to the site. Span ids are derived from query
+and attempt ids, so gateway and site agree without a message. Imports the extra `otel`; only `app.py` imports
+this module, and only where traces are enabled.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from opentelemetry.util.types import AttributeValue
 
 from gateway.domain import Attempt, Outcome, Query, Status
 
-EXPORT_WITHIN_S = 5
+EXPORT_TIMEOUT_S = 5
 
 
 def exporter(url: str) -> SpanProcessor:
-    """To a collector of OTLP over HTTP, by a thread of its own; what is not taken in time is dropped."""
+    """Return a processor that sends spans to an OTLP/HTTP collector from its own thread, and drops late
+    ones.
+    """
     endpoint = f"{url.rstrip('/')}/v1/traces"
-    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_WITHIN_S))
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
 
 
-class _Given(IdGenerator):
-    """Hands out the ids that were put here."""
+class _PresetIds(IdGenerator):
+    """Returns the ids that were set before the span starts."""
 
     trace_id = 0
     span_id = 0
@@ -45,8 +48,10 @@ class _Given(IdGenerator):
 
 
 class Traces:
+    """Builds and exports the spans of this gateway's queries."""
+
     def __init__(self, gateway: str, processor: SpanProcessor) -> None:
-        self._ids = _Given()
+        self._ids = _PresetIds()
         names = {"service.name": "mico-gateway", "service.instance.id": gateway}
         self._provider = TracerProvider(id_generator=self._ids, resource=Resource.create(names))
         self._provider.add_span_processor(processor)
@@ -54,7 +59,7 @@ class Traces:
         self._received_at = 0.0
 
     def inject(self, query: Query, attempt_id: str) -> Query:
-        """The query with the span of this attempt as its parent."""
+        """Return the query with the span of this attempt as its `traceparent`."""
         parent = self._parent(query.traceparent, query.id)
         wanted = self._provider.sampler.should_sample(
             trace.set_span_in_context(NonRecordingSpan(parent)) if query.traceparent else None,
@@ -66,6 +71,7 @@ class Traces:
         return replace(query, traceparent=named)
 
     def observe(self, outcome: Outcome) -> None:
+        """Export the spans of a query that ended: request, forecast, and each decision and attempt."""
         within = self._parent(outcome.traceparent, outcome.query_id)
         self._ids.trace_id = within.trace_id
         self._received_at = outcome.received_at
@@ -74,7 +80,7 @@ class Traces:
             within if outcome.traceparent else None,
             (0.0, outcome.total_s),
             span_id=_span_id(outcome.query_id),
-            attributes=_about(outcome),
+            attributes=_attributes(outcome),
             kind=SpanKind.SERVER,
         )
         if outcome.forecast_s is not None:
@@ -91,7 +97,7 @@ class Traces:
             self._attempt(request, attempt, end_s)
 
     def close(self) -> None:
-        """Sends what waits; may take EXPORT_WITHIN_S."""
+        """Send the waiting spans; may take EXPORT_TIMEOUT_S."""
         self._provider.shutdown()
 
     def _attempt(self, request: SpanContext, attempt: Attempt, end_s: float) -> None:
@@ -132,7 +138,7 @@ class Traces:
         attributes: Mapping[str, AttributeValue],
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> SpanContext:
-        """A span that has ended. Its times are seconds since the query was received."""
+        """Export a span that has ended. `when_s` is (begin, end) in seconds since the query was received."""
         self._ids.span_id = span_id
         began_ns, ended_ns = (int((self._received_at + at_s) * 1e9) for at_s in when_s)
         context = trace.set_span_in_context(NonRecordingSpan(parent or trace.INVALID_SPAN_CONTEXT))
@@ -143,7 +149,7 @@ class Traces:
         return span.get_span_context()
 
     def _parent(self, traceparent: str, query_id: str) -> SpanContext:
-        """The client's span; without one, the trace that the query makes by itself."""
+        """Return the client's span; without one, the root of the query's own trace."""
         if not traceparent:
             trace_id = int.from_bytes(blake2b(query_id.encode(), digest_size=16).digest(), "big")
             return SpanContext(trace_id, _span_id(query_id), is_remote=False)
@@ -152,7 +158,7 @@ class Traces:
         return SpanContext(int(trace_hex, 16), int(span_hex, 16), is_remote=True, trace_flags=sampled)
 
 
-def _about(outcome: Outcome) -> dict[str, AttributeValue]:
+def _attributes(outcome: Outcome) -> dict[str, AttributeValue]:
     about: dict[str, AttributeValue] = {
         "mico.request_id": outcome.request_id,
         "mico.query_id": outcome.query_id,

@@ -68,7 +68,7 @@ def invite(
     session.terminal.info(
         f"for site {site}, {several(days, 'day')}; give it as join_secret or in join_secret_file:"
     )
-    session.terminal.data(invitation.write(invitation_for_site, key))
+    session.terminal.data(invitation.sign(invitation_for_site, key))
 
 
 @app.command("list")

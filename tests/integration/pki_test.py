@@ -52,7 +52,7 @@ class Scene:
     def invite(self, site: str) -> str:
         now = int(time.time() + self.now_s)
         made = invitation.Invitation(site, now + 1, now + 3600)  # a second after any revocation before
-        return invitation.write(made, self.authority.secret(invitation.PURPOSE))
+        return invitation.sign(made, self.authority.secret(invitation.PURPOSE))
 
     def config(self, site: str, **more: Any) -> SiteConfig:
         (self.folder / "ca.pem").write_bytes(self.authority.pem)
@@ -234,7 +234,7 @@ def test_without_a_certificate_or_with_a_foreign_secret_nobody_is_let_in(tmp_pat
             code, _ = await joining_as(None, here.gateways[0], shown)
             assert code is grpc.StatusCode.UNAVAILABLE  # TLS itself refuses
         now = int(time.time())
-        forged = invitation.write(
+        forged = invitation.sign(
             invitation.Invitation("alpha", now, now + 99), other.secret(invitation.PURPOSE)
         )
         identity = identity_of(here.config("alpha", join_secret=forged))

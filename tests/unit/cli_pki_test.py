@@ -44,7 +44,7 @@ def test_an_invitation_is_for_one_site_and_goes_to_stdout_alone(
     secret = out.strip()
     assert status == 0 and secret not in err
     key = Authority.open(here / "pki").secret(invitation.PURPOSE)
-    made = invitation.read(secret, key, time.time())
+    made = invitation.verify(secret, key, time.time())
     assert (made.site, made.expires_at - made.issued_at) == ("alpha", 2 * 86_400)
 
 

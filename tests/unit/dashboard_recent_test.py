@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gateway.domain import Attempt, Decision, Outcome, SiteState, Status
 from gateway.site_events import EventLog
-from gateway.telemetry.recent import MOST_KEPT, Move, Quality, Recent, Route, is_failure
+from gateway.telemetry.recent import MAX_QUERIES, ForecastQuality, Move, Recent, Route, is_failure
 from predictor.forecast import Forecast
 
 
@@ -77,27 +77,27 @@ def test_forecasts_are_compared_with_answers_only() -> None:
     for tokens in (10, 60, 95, 99):
         recent.observe(replace(ANSWERED, completion_tokens=tokens), 0.0)
     recent.observe(replace(ANSWERED, status=Status.CANCELLED, completion_tokens=1), 0.0)
-    assert recent.quality() == Quality("flat", 4, 0.25, 0.5, 45)
+    assert recent.quality() == ForecastQuality("flat", 4, 0.25, 0.5, 45)
 
 
 def test_what_is_old_or_too_much_is_forgotten() -> None:
     recent = Recent()
-    for number in range(MOST_KEPT + 10):
+    for number in range(MAX_QUERIES + 10):
         recent.observe(ANSWERED, float(number) / 20)
     recent.forget(300.0 + 40.0)
-    assert len(recent._ended) <= MOST_KEPT
+    assert len(recent._ended) <= MAX_QUERIES
     assert min(each.at for each in recent._ended) >= 40.0
     assert len(recent._seconds) <= 300.0
-    assert recent.routes() == [Route("earliest finish", "a", MOST_KEPT + 10 - 40 * 20)]
+    assert recent.routes() == [Route("earliest finish", "a", MAX_QUERIES + 10 - 40 * 20)]
 
 
 def test_a_minute_counts_whatever_its_number_and_what_is_older_not() -> None:
     recent = Recent()
     lost = replace(ANSWERED, status=Status.FAILED, attempts=(attempt("a", "lost"),))
-    for number in range(MOST_KEPT + 1):
-        recent.observe(ANSWERED, 100.0 + number / MOST_KEPT)
+    for number in range(MAX_QUERIES + 1):
+        recent.observe(ANSWERED, 100.0 + number / MAX_QUERIES)
     recent.observe(lost, 101.5)
-    assert recent.ended_per_min(130.0) == MOST_KEPT + 2
+    assert recent.ended_per_min(130.0) == MAX_QUERIES + 2
     assert recent.failed_per_min(130.0) == recent.waits(130.0)["a"].errors_per_min == 1.0
     assert recent.ended_per_min(170.0) == recent.failed_per_min(170.0) == 0.0
 
@@ -121,7 +121,7 @@ def test_what_was_counted_as_it_came_and_went_is_what_counting_all_that_is_kept_
 ) -> None:
     recent, now = Recent(), 0.0
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gateway.telemetry.recent.MOST_KEPT", 20)
+        patched.setattr("gateway.telemetry.recent.MAX_QUERIES", 20)
         for site, status, first_s, tokens, rest_s in looks:
             attempts = (attempt(site, "lost" if status is Status.FAILED else "finished"),) if site else ()
             query = replace(ANSWERED, attempts=attempts, status=status, completion_tokens=tokens)

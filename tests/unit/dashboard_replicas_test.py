@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.site_events import Event
 from gateway.store.snapshots import ReplicaSummary
-from gateway.telemetry.recent import Quality, Route, SiteWaits
+from gateway.telemetry.recent import ForecastQuality, Route, SiteWaits
 from gateway.telemetry.replicas import FRESH_S, Summary, SummaryExchange, merge_summaries
 
 WAITS = st.builds(SiteWaits, st.none() | st.floats(0, 60), st.none() | st.floats(0, 1), st.floats(0, 99))
@@ -25,7 +25,7 @@ SUMMARIES = st.builds(
     ),
     quality=st.none()
     | st.builds(
-        Quality, st.just("m"), st.integers(1, 99), st.floats(0, 1), st.floats(0, 1), st.floats(0, 99)
+        ForecastQuality, st.just("m"), st.integers(1, 99), st.floats(0, 1), st.floats(0, 1), st.floats(0, 99)
     ),
 )
 

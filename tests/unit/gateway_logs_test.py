@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from gateway.telemetry import logs
-from gateway.telemetry.logs import Gathered, JsonFormatter
+from gateway.telemetry.logs import BufferedHandler, JsonFormatter
 
 
 class Written(io.StringIO):
@@ -35,7 +35,7 @@ class Written(io.StringIO):
 @contextmanager
 def logged() -> Iterator[tuple[logging.Logger, Written]]:
     stream = Written()
-    gathered = Gathered(stream)
+    gathered = BufferedHandler(stream)
     gathered.setFormatter(JsonFormatter())
     logger = logging.getLogger("a logger of this test")
     logger.setLevel(logging.INFO)
@@ -67,9 +67,9 @@ def test_a_warning_takes_along_what_waits_and_so_does_a_crowd() -> None:
         logger.info("first")
         logger.warning("second")
         assert stream.messages == ["first", "second"]
-        for _ in range(logs.MOST_GATHERED):
+        for _ in range(logs.MAX_BUFFERED_LINES):
             logger.info("more")
-        assert len(stream.messages) == 2 + logs.MOST_GATHERED
+        assert len(stream.messages) == 2 + logs.MAX_BUFFERED_LINES
 
     with logged() as (logger, stream):
         asyncio.run(scenario(logger, stream))
@@ -78,7 +78,7 @@ def test_a_warning_takes_along_what_waits_and_so_does_a_crowd() -> None:
 def test_without_a_loop_nothing_waits_and_the_end_of_a_process_writes_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logs, "GATHER_S", 3600.0)  # however long the loop takes to end
+    monkeypatch.setattr(logs, "FLUSH_AFTER_S", 3600.0)  # however long the loop takes to end
 
     async def scenario(logger: logging.Logger) -> None:
         logger.info("left behind")
@@ -103,21 +103,21 @@ def test_a_log_that_nobody_reads_breaks_nothing() -> None:
 
 
 def test_the_line_of_a_request_takes_one_query_until_it_is_written() -> None:
-    async def of_a_request(line: logs.Line) -> None:
-        logs.LINE.set(line)
-        assert logs.note({"site": "a"})
+    async def of_a_request(line: logs.RequestLine) -> None:
+        logs.REQUEST_LINE.set(line)
+        assert logs.add_request_fields({"site": "a"})
         assert not await asyncio.create_task(told({"site": "b"}))  # of several prompts the second
         assert line.fields == {"site": "a"}
 
     async def told(fields: dict[str, object]) -> bool:
-        return logs.note(fields)
+        return logs.add_request_fields(fields)
 
     async def scenario() -> None:
-        assert not logs.note({"site": "of a batch"})
-        await asyncio.create_task(of_a_request(logs.Line()))
-        written = logs.Line()
+        assert not logs.add_request_fields({"site": "of a batch"})
+        await asyncio.create_task(of_a_request(logs.RequestLine()))
+        written = logs.RequestLine()
         written.is_written = True
-        logs.LINE.set(written)
-        assert not logs.note({"site": "too late"})
+        logs.REQUEST_LINE.set(written)
+        assert not logs.add_request_fields({"site": "too late"})
 
     asyncio.run(scenario())

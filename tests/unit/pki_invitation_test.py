@@ -25,29 +25,29 @@ names = st.text(min_size=1, max_size=200).filter(str.isprintable)
 @given(site=names, at=st.integers(0, 2**40), days=st.integers(1, 10_000))
 def test_a_join_secret_says_who_and_until_when(site: str, at: int, days: int) -> None:
     made = Invitation(site, at, at + days)
-    secret = invitation.write(made, KEY)
-    assert invitation.read(secret, KEY, at) == made
+    secret = invitation.sign(made, KEY)
+    assert invitation.verify(secret, KEY, at) == made
     with pytest.raises(PkiError, match="no longer valid"):
-        invitation.read(secret, KEY, at + days)
+        invitation.verify(secret, KEY, at + days)
     with pytest.raises(PkiError, match="missing or wrong"):
-        invitation.read(secret, b"another key", at)
+        invitation.verify(secret, b"another key", at)
 
 
 @given(data=st.data())
 def test_no_other_secret_is_taken_for_it(data: st.DataObject) -> None:
-    secret = invitation.write(Invitation("alpha", 1, 99), KEY)
+    secret = invitation.sign(Invitation("alpha", 1, 99), KEY)
     place = data.draw(st.integers(0, len(secret) - 2))  # the last letter holds bits that are not read
     letter = data.draw(st.characters(codec="latin-1").filter(lambda letter: letter != secret[place]))
     spoilt = secret[:place] + letter + secret[place + 1 :]
     with pytest.raises(PkiError) as caught:
-        invitation.read(spoilt, KEY, 1)
+        invitation.verify(spoilt, KEY, 1)
     assert spoilt not in str(caught.value)
 
 
 @given(junk=st.text())
 def test_junk_is_no_join_secret(junk: str) -> None:
     with pytest.raises(PkiError, match="missing or wrong"):
-        invitation.read(junk, KEY, 1)
+        invitation.verify(junk, KEY, 1)
 
 
 @pytest.fixture(scope="module")

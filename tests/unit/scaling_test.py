@@ -18,7 +18,7 @@ from gateway.domain import IterationCost, LoadReport, Site, SiteIdentity, SiteSt
 from gateway.scaling.groups import AwsGroup, AzureGroup, GcpGroup, GroupFailed
 from gateway.scaling.plan import ScalingPlan, read_plan
 from gateway.scaling.scaler import Scaler
-from gateway.scaling.sizing import Bounds, Steady, busy_machines, by_pool, wanted
+from gateway.scaling.sizing import Bounds, Stabilizer, busy_machines, by_pool, desired_machines
 from gateway.telemetry.snapshot import Pool
 
 COST = IterationCost(base_s=0.01)
@@ -43,7 +43,7 @@ def test_sites_of_one_pool_count_together_and_one_without_a_pool_alone() -> None
 
 def test_what_a_full_pool_cannot_take_goes_to_the_cheapest_with_room() -> None:
     bounds = {"near": Bounds(1, 2, 3.0), "cheap": Bounds(0, 5, 1.0), "dear": Bounds(0, 5, 9.0)}
-    assert wanted({"near": 3.5}, bounds) == {"near": 2, "cheap": 3, "dear": 0}
+    assert desired_machines({"near": 3.5}, bounds) == {"near": 2, "cheap": 3, "dear": 0}
 
 
 limits = st.tuples(st.integers(0, 3), st.integers(0, 9), st.floats(0, 10)).map(
@@ -59,7 +59,7 @@ limits = st.tuples(st.integers(0, 3), st.integers(0, 9), st.floats(0, 10)).map(
 def test_bounds_always_hold_and_the_budget_beyond_the_fewest(
     bounds: dict[str, Bounds], busy: dict[str, float], budget: float
 ) -> None:
-    machines = wanted(busy, bounds, budget)
+    machines = desired_machines(busy, bounds, budget)
     assert machines.keys() == bounds.keys() | busy.keys()
     assert all(bounds[name].fewest <= machines[name] <= bounds[name].most for name in bounds)
     least = sum(limit.fewest * limit.usd_per_hour for limit in bounds.values())
@@ -67,9 +67,9 @@ def test_bounds_always_hold_and_the_budget_beyond_the_fewest(
 
 
 def test_more_must_be_wanted_on_end_and_less_for_longer() -> None:
-    steady, size, sizes = Steady(up_after_s=30, down_after_s=600), 2, []
+    stabilizer, size, sizes = Stabilizer(up_after_s=30, down_after_s=600), 2, []
     for now in range(0, 1000, 10):
-        size = steady.size(float(now), size, 5 if 100 <= now < 140 else 2)
+        size = stabilizer.size(float(now), size, 5 if 100 <= now < 140 else 2)
         sizes.append((now, size))
     rises = [now for (_, before), (now, after) in pairwise(sizes) if after > before]
     falls = [now for (_, before), (now, after) in pairwise(sizes) if after < before]
@@ -79,9 +79,9 @@ def test_more_must_be_wanted_on_end_and_less_for_longer() -> None:
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=60))
 def test_a_change_is_one_that_the_whole_window_agrees_on(asked: list[int]) -> None:
-    steady, size = Steady(up_after_s=3, down_after_s=5), 4
+    stabilizer, size = Stabilizer(up_after_s=3, down_after_s=5), 4
     for now, count in enumerate(asked):
-        before, size = size, steady.size(float(now), size, count)
+        before, size = size, stabilizer.size(float(now), size, count)
         window = asked[max(0, now - (3 if size > before else 5)) : now + 1]
         assert size >= before or size == max(window)
         assert size <= before or size == min(window)
@@ -110,10 +110,10 @@ PLAN = '[pool.eu]\ncloud = "aws"\ngroup = "mico-eu"\nregion = "eu-central-1"\nfe
 def test_a_busy_pool_grows_and_the_metric_says_so(tmp_path: Path) -> None:
     sites, group, now = [site("a", 10, pending_tokens=30_000.0)], FakeGroup(1), [0.0]
     scaler = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
-    asyncio.run(scaler.look())
+    asyncio.run(scaler.reconcile())
     assert group.machines == 1
     now[0] = 31.0
-    asyncio.run(scaler.look())
+    asyncio.run(scaler.reconcile())
     assert group.machines == 6
     samples = {s.name: s.value for metric in scaler.collect() for s in metric.samples}
     assert samples == {"mico_pool_desired_machines": 6.0, "mico_pool_machines": 1.0}
@@ -122,14 +122,14 @@ def test_a_busy_pool_grows_and_the_metric_says_so(tmp_path: Path) -> None:
 def test_two_replicas_agree_or_wait(tmp_path: Path) -> None:
     sites, group, now = [site("a", 10, pending_tokens=30_000.0)], FakeGroup(1), [0.0]
     first = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
-    asyncio.run(first.look())
+    asyncio.run(first.reconcile())
     now[0] = 20.0
     second = scaler_of(PLAN, sites, {"eu": group}, now, tmp_path)
     sizes = []
     for at_s in range(30, 120, 10):
         now[0] = float(at_s)
-        asyncio.run(first.look())
-        asyncio.run(second.look())
+        asyncio.run(first.reconcile())
+        asyncio.run(second.reconcile())
         sizes.append(group.machines)
     assert sizes == [6] * len(sizes)
 
@@ -141,7 +141,7 @@ def test_a_cloud_that_refuses_holds_up_nobody_else(tmp_path: Path) -> None:
 
     sites, now = [site("a", 10), site("b", 9, pool="us")], [0.0]
     scaler = scaler_of(PLAN, sites, {"eu": Refusing(1)}, now, tmp_path)
-    asyncio.run(scaler.look())
+    asyncio.run(scaler.reconcile())
     assert scaler.desired == {"us": 1}
     assert scaler.pools() == [Pool("us", scaler.machines["us"], 1)]
 
@@ -154,7 +154,7 @@ def test_an_answer_that_is_none_ends_no_scaling(tmp_path: Path, caplog: pytest.L
 
     sites, now = [site("a", 10), site("b", 9, pool="us")], [0.0]
     scaler = scaler_of(PLAN, sites, {"eu": Changed(1)}, now, tmp_path)
-    asyncio.run(scaler.look())
+    asyncio.run(scaler.reconcile())
     assert scaler.desired == {"us": 1}
     assert "pool eu keeps its size" in caplog.text
 
@@ -162,11 +162,11 @@ def test_an_answer_that_is_none_ends_no_scaling(tmp_path: Path, caplog: pytest.L
 def test_machines_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     sites, now = [site("a", 10, pool=""), site("b", 9, pool="eu")], [0.0]
     scaler = scaler_of(PLAN, sites, {"eu": FakeGroup(1)}, now, tmp_path)
-    asyncio.run(scaler.look())
+    asyncio.run(scaler.reconcile())
     assert scaler.desired.keys() == {"a", "eu"}
     sites.clear()
-    asyncio.run(scaler.look())
-    assert scaler.desired.keys() == scaler.machines.keys() == scaler._steady.keys() == {"eu"}
+    asyncio.run(scaler.reconcile())
+    assert scaler.desired.keys() == scaler.machines.keys() == scaler._stabilizers.keys() == {"eu"}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_pool_is_emptied_only_where_the_plan_says_so(said: str, fewest: int, t
     file = tmp_path / "scaling.toml"
     file.write_text(PLAN.replace("fewest = 1\n", said))
     bounds = {name: pool.bounds() for name, pool in read_plan(file).pool.items()}
-    assert wanted({"eu": 0.0}, bounds) == {"eu": fewest}
+    assert desired_machines({"eu": 0.0}, bounds) == {"eu": fewest}
 
 
 def test_no_plan_resizes_nothing() -> None:

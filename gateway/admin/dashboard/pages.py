@@ -1,4 +1,6 @@
-"""`/admin` and its files, read once at start. A strict policy: nothing inline, nothing from elsewhere."""
+"""Serve `/admin` and its files, read once at start, with a policy that allows no inline or foreign
+content.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-SAFE: Final = {
+SECURITY_HEADERS: Final = {
     "content-security-policy": POLICY,
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -28,12 +30,15 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 
 
 class File(NamedTuple):
+    """A static file in memory."""
+
     body: bytes
     media_type: str
     etag: str
 
 
 def read_files(folder: Path = FOLDER) -> dict[str, File]:
+    """Read all static files of known types, by name."""
     return {path.name: _file(path) for path in sorted(folder.iterdir()) if path.suffix in _TYPES}
 
 
@@ -60,7 +65,7 @@ def page_routes() -> list[HTTPRouteHandler]:
 
 
 def _answer(request: AnyRequest, file: File) -> Response[bytes]:
-    headers = {**SAFE, "etag": file.etag}
+    headers = {**SECURITY_HEADERS, "etag": file.etag}
     if request.headers.get("if-none-match") == file.etag:
         return Response(b"", status_code=304, headers=headers, media_type=file.media_type)
     return Response(file.body, headers=headers, media_type=file.media_type)

@@ -1,6 +1,7 @@
-"""Signs the certificates of sites, and the gateway's own where it has no other.
+"""Sign the certificates of sites, and the gateway's own where none is configured.
 
-A key and its certificate in a folder. Who has the key can name sites: it lies at gateways and nowhere else.
+The authority is a key and its certificate in a folder. The key can name sites, so it belongs on gateways
+only.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gateway.security.tls import Pair
+from gateway.security.tls import CertKeyPair
 
 CERTIFICATE, KEY = "ca.pem", "ca-key.pem"
 AUTHORITY_DAYS = 3650
 SITE_LIFE = timedelta(hours=24)
 SERVER_LIFE = timedelta(days=30)
 SKEW = timedelta(minutes=5)
-"""By how much the clock of a machine that checks a certificate may be behind."""
+"""Tolerated lag of the clock of a machine that checks a certificate."""
 CSR_BYTES_MAX = 16 * 1024
 SITE_URI = "spiffe://mico/site/"
-_RSA_BITS_LEAST = 2048
+_MIN_RSA_BITS = 2048
 
 
 class PkiError(Exception):
-    """Says what is wrong with a folder, a request or a certificate."""
+    """A folder, request or certificate is wrong; the message says how."""
 
 
 class SiteCertificate(NamedTuple):
-    """What a certificate says of a site. Unix times; `issued_at` in whole seconds."""
+    """The site named in a certificate. Unix times; `issued_at` in whole seconds."""
 
     site: str
     serial: str
@@ -48,11 +49,15 @@ class SiteCertificate(NamedTuple):
 
 
 class Issued(NamedTuple):
+    """A new certificate, encoded and parsed."""
+
     pem: bytes
     certificate: SiteCertificate
 
 
 class Authority:
+    """The certificate authority of a federation. `pem` is its certificate."""
+
     def __init__(self, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._certificate = certificate
         self._key = key
@@ -60,7 +65,9 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, name: str, now: datetime) -> Authority:
-        """Raises PkiError when one is there already: to replace it would lock every site out."""
+        """Create an authority. Raises PkiError when the folder has one: replacing it would lock out
+        every site.
+        """
         if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
             raise PkiError(f"{folder} holds an authority already")
         key = ec.generate_private_key(ec.SECP256R1())
@@ -80,7 +87,7 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """Raises PkiError."""
+        """Read the authority from its folder. Raises PkiError."""
         try:
             certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
             key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
@@ -91,20 +98,20 @@ class Authority:
         return cls(certificate, key)
 
     def secret(self, purpose: bytes) -> bytes:
-        """A key for something else, which only holders of the authority's key know."""
+        """Derive a secret for another purpose from the authority's key."""
         raw = self._key.private_numbers().private_value.to_bytes(32, "big")
         return hmac.new(raw, b"mico " + purpose, hashlib.sha256).digest()
 
     @staticmethod
     def requested_name(csr_pem: bytes) -> str:
-        """What the request calls itself, empty if nothing. Raises PkiError."""
+        """Return the common name in the request, empty if there is none. Raises PkiError."""
         subject = _request(csr_pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         return str(subject[0].value) if subject else ""
 
     def issue_site(self, site: str, csr_pem: bytes, now: datetime) -> Issued:
-        """For the key in the request; whatever else it asks for is ignored. Raises PkiError."""
+        """Issue a certificate for the key in the request; its other fields are ignored. Raises PkiError."""
         key = _requested_key(csr_pem)
-        shown = site.encode()[:64].decode(errors="ignore")  # more bytes a common name does not take
+        shown = site.encode()[:64].decode(errors="ignore")  # the limit of a common name in bytes
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, shown)])
         names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(SITE_URI + quote(site, safe=""))])
         issued = self._sign(
@@ -115,14 +122,14 @@ class Authority:
         pem = issued.public_bytes(serialization.Encoding.PEM)
         return Issued(pem, read_site(pem))
 
-    def issue_server(self, names: Iterable[str], now: datetime) -> Pair:
-        """A new key and a certificate for names and addresses of this machine."""
+    def issue_server(self, names: Iterable[str], now: datetime) -> CertKeyPair:
+        """Create a key and issue its certificate for names and addresses of this machine."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternatives = x509.SubjectAlternativeName([_general_name(name) for name in names])
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Mico gateway")])
         builder = _builder(subject, self._certificate.subject, key.public_key(), now, SERVER_LIFE)
         issued = self._sign(builder, alternatives, ExtendedKeyUsageOID.SERVER_AUTH)
-        return Pair(issued.public_bytes(serialization.Encoding.PEM) + self.pem, _private(key))
+        return CertKeyPair(issued.public_bytes(serialization.Encoding.PEM) + self.pem, _private(key))
 
     def _sign(
         self,
@@ -142,7 +149,7 @@ class Authority:
 
 
 def read_site(pem: bytes) -> SiteCertificate:
-    """Whose certificate it is; that our authority signed it is for TLS to check. Raises PkiError."""
+    """Return the site that a certificate names. TLS checks the signature. Raises PkiError."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -160,7 +167,7 @@ def read_site(pem: bytes) -> SiteCertificate:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Readable by its owner only, from the first moment on."""
+    """Create a file that only its owner can read, from the first moment on."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
@@ -202,10 +209,10 @@ def _requested_key(csr_pem: bytes) -> ec.EllipticCurvePublicKey | rsa.RSAPublicK
     except (ValueError, UnsupportedAlgorithm) as exc:
         raise PkiError(f"the request's key can't be read: {exc}") from exc
     strong = isinstance(key, ec.EllipticCurvePublicKey) or (
-        isinstance(key, rsa.RSAPublicKey) and key.key_size >= _RSA_BITS_LEAST
+        isinstance(key, rsa.RSAPublicKey) and key.key_size >= _MIN_RSA_BITS
     )
     if not strong:
-        raise PkiError(f"the key must be of an elliptic curve, or RSA of {_RSA_BITS_LEAST} bits")
+        raise PkiError(f"the key must be of an elliptic curve, or RSA of {_MIN_RSA_BITS} bits")
     assert isinstance(key, ec.EllipticCurvePublicKey | rsa.RSAPublicKey)
     return key
 

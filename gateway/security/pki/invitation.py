@@ -1,7 +1,7 @@
-"""Join secrets: a site's name and two dates under a keyed hash. Nothing is stored of them.
+"""Sign and verify join secrets: a site's name and two dates with a keyed hash. None are stored.
 
-One may be used again while it holds, because a machine that is replaced must be able to come back. A name
-that ends in `*` is for machines that a cloud makes alike: each says in its request which of them it is.
+A secret may be used again while it is valid, so that a replaced machine can return. A name that ends in `*`
+is for identical machines of a cloud: each states its own name in its request.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ PURPOSE = b"invitation"
 
 
 class Invitation(NamedTuple):
-    """Unix times in whole seconds."""
+    """Content of a join secret. Unix times in whole seconds."""
 
     site: str
     issued_at: int
     expires_at: int
 
 
-def named(invited: str, wanted: str) -> str:
-    """The name that a certificate is to have. Raises PkiError when that is not what the secret is for."""
+def resolve_name(invited: str, wanted: str) -> str:
+    """Return the name for the certificate. Raises PkiError when the secret does not cover it."""
     if not invited.endswith("*"):
         return invited
     begins_so = wanted.startswith(invited[:-1]) and len(wanted) >= len(invited)
@@ -35,13 +35,14 @@ def named(invited: str, wanted: str) -> str:
     return wanted
 
 
-def write(invitation: Invitation, key: bytes) -> str:
+def sign(invitation: Invitation, key: bytes) -> str:
+    """Return the join secret of an invitation."""
     claim = f"{invitation.issued_at} {invitation.expires_at} {invitation.site}".encode()
     return PREFIX + base64.urlsafe_b64encode(_signature(claim, key) + claim).decode().rstrip("=")
 
 
-def read(secret: str, key: bytes, now: float) -> Invitation:
-    """Raises PkiError, which never repeats the secret."""
+def verify(secret: str, key: bytes, now: float) -> Invitation:
+    """Verify a join secret and return its content. Raises PkiError, which never contains the secret."""
     body = secret.removeprefix(PREFIX)
     try:
         raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))

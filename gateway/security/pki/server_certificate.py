@@ -1,4 +1,4 @@
-"""What a gateway with an authority shows and demands at its doors."""
+"""Issue the certificate of a gateway's own listeners from its authority."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from gateway.security.pki.authority import SERVER_LIFE, Authority
-from gateway.security.tls import Pair
+from gateway.security.tls import CertKeyPair
 
 
 class SelfIssuedCertificate:
-    """A certificate that the gateway issues to itself, anew at half its life."""
+    """A certificate that the gateway issues to itself, renewed at half its lifetime."""
 
     def __init__(
         self, authority: Authority, names: tuple[str, ...], unix_time: Callable[[], float] = time.time
@@ -19,10 +19,11 @@ class SelfIssuedCertificate:
         self._authority = authority
         self._names = names
         self._unix_time = unix_time
-        self._pair: Pair | None = None
+        self._pair: CertKeyPair | None = None
         self._due_at = 0.0
 
-    def pair(self) -> Pair:
+    def pair(self) -> CertKeyPair:
+        """Return the current certificate; issue a new one when it is due."""
         now = self._unix_time()
         if self._pair is None or now >= self._due_at:
             self._pair = self._authority.issue_server(self._names, datetime.fromtimestamp(now, UTC))
