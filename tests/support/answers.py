@@ -1,0 +1,37 @@
+"""One query through the gateway's core, for tests of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from gateway.domain import AnswerEvent, Delta, Query
+from gateway.query.answer import answer
+from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
+from wire import federation_pb2 as pb
+
+
+def run(scenario: Callable[[Scene], Awaitable[None]], **settings: Any) -> None:
+    async def main() -> None:
+        async with scene(**settings) as here:
+            await scenario(here)
+            await here.gateway.wait_settled()
+            await until(here.nothing_is_left, "all counters at zero")
+
+    asyncio.run(main())
+
+
+async def collect(here: Scene, query: Query) -> list[AnswerEvent]:
+    return [piece async for piece in answer(here.gateway, query)]
+
+
+def text_of(pieces: list[AnswerEvent]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Delta))
+
+
+async def assigned_site(here: Scene, *sites: ScriptedSite) -> tuple[ScriptedSite, pb.Assign]:
+    """Return the site that got the next query, and the assignment that it accepts."""
+    await until(lambda: any(not site.inbox.empty() for site in sites), "an assignment")
+    site = next(site for site in sites if not site.inbox.empty())
+    return site, await site.assigned()
