@@ -30,7 +30,7 @@ from site_engine.core.request_queue import POLICIES
 from site_engine.engine.build import build_engine
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
-from site_engine.model.cpu_optimize import suit_cpu
+from site_engine.model.cpu_optimize import optimize_for_cpu
 from site_engine.model.loader import LoadedModel, from_model
 from tests.support.padded_batch import padded_engine
 
@@ -168,7 +168,7 @@ def _run_peer(name: str, model: Any, room: Room, clock: Clock, work: list[Query]
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     plain = load_plain(options.model, options.device, options.dtype)
-    served = from_model(suit_cpu(copy.deepcopy(plain)), name=Path(options.model).name)
+    served = from_model(optimize_for_cpu(copy.deepcopy(plain)), name=Path(options.model).name)
     floor = _roofline(options, served)
     runs, failed = run_all(options, plain, served)
     speeds = {name: statistics.median(run.tokens_per_s for run in each) for name, each in runs.items()}

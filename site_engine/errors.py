@@ -5,6 +5,7 @@
     ├── NotServed           this attempt cannot be served here: the gateway, as a Rejected
     ├── WrongMessage        a gateway message that makes no sense: the log; the message is dropped
     ├── LinkLost            a stream to a gateway is over or silent: the log; the link dials again
+    ├── ModelNotSupported   the engine would not serve this model exactly: the start, as a ConfigError
     └── EngineBroken        the engine cannot go on: every open attempt as FAILED; the process ends
 
 The engine's own answer `site_engine.core.request.RequestRejected` becomes `NotServed` in the engine thread.
@@ -55,3 +56,7 @@ class LinkLost(SiteError):
 
 class EngineBroken(SiteError):
     """The engine cannot go on; the process has to be started again."""
+
+
+class ModelNotSupported(SiteError):
+    """A model that the engine would not serve exactly; the message says why."""

@@ -11,7 +11,7 @@ from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.request import Admission
 from site_engine.engine.engine_thread import Engine, EngineThread
 from site_engine.engine_client import Group, Prepared
-from site_engine.errors import ConfigError, NotServed
+from site_engine.errors import ConfigError, ModelNotSupported, NotServed
 from site_engine.messages import Assign
 from site_engine.text.tokenize import PromptTokenizer
 
@@ -102,7 +102,7 @@ def load_engine(config: SiteConfig) -> Loaded:
         model = loader.load(config.model, device=device, dtype=dtype)
         engine = build_engine(model, settings, time.monotonic)
         warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
-    except (loader.CannotServe, ImportError, ValueError, RuntimeError) as exc:
+    except (ModelNotSupported, ImportError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
     return Loaded(
         engine,

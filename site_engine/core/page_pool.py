@@ -21,7 +21,7 @@ class PoolObserver(Protocol):
 class SwapSpace(Protocol):
     """Host memory for the keys and values of preempted requests."""
 
-    def take_out(self, request_id: str, pages: list[int], tokens: int) -> bool:
+    def swap_out(self, request_id: str, pages: list[int], tokens: int) -> bool:
         """Copy the pages of `tokens` tokens out if there is room and recomputing would take longer."""
         ...
 

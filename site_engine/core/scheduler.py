@@ -257,7 +257,7 @@ class Scheduler:
         Its tokens are computed again unless swapping them out and in is cheaper.
         """
         pages = request.pages[: self.pool.pages_for(request.computed)]
-        swapped = self.swap is not None and self.swap.take_out(request.id, pages, request.computed)
+        swapped = self.swap is not None and self.swap.swap_out(request.id, pages, request.computed)
         request.swapped = request.computed if swapped else 0
         self._leave(request)
         request.preemptions += 1

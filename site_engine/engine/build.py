@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
+from site_engine.errors import ModelNotSupported
 from site_engine.model import certify
 from site_engine.model.kv_cache import KVCache, affordable_tokens
-from site_engine.model.loader import CannotServe, LoadedModel
+from site_engine.model.loader import LoadedModel
 from site_engine.model.runner import Forward, PackedRunner
 
 Clock = Callable[[], float]
@@ -19,7 +20,7 @@ WARM_CONTEXT_TOKENS = 1024
 
 
 def build_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) -> SiteEngine:
-    """Build the engine for the model's device, ready to serve. Raises CannotServe and ValueError."""
+    """Build the engine for the model's device, ready to serve. Raises ModelNotSupported and ValueError."""
     if model.device.type != "cuda":
         return packed_engine(model, settings, clock)
     from site_engine.cuda.forward import fast_forward  # needs Triton, which not every platform has
@@ -41,8 +42,8 @@ def overlapped_engine(
 ) -> SiteEngine:
     """Build an engine that launches each step before it reads the one before, with Triton kernels.
 
-    Raises CannotServe unless the device's logits equal those of the packed runner within the tolerance of
-    the data type.
+    Raises ModelNotSupported unless the device's logits equal those of the packed runner within the tolerance
+    of the data type.
     """
     from site_engine.cuda.runner import DeviceRunner
 
@@ -62,7 +63,7 @@ def overlapped_engine(
     off = certify.runner_difference(runner, reference, model.vocab_size, limit_tokens)
     tolerance = certify.TOLERANCE.get(model.dtype, 0.0)
     if not off <= tolerance:
-        raise CannotServe(
+        raise ModelNotSupported(
             f"{type(model.model).__name__} computes other logits here than the reference: "
             f"they differ by {off:.1e} of the largest (limit {tolerance:.0e})"
         )

@@ -1,4 +1,4 @@
-"""What the attention hook must know of the running iteration, per thread: models drop unknown kwargs."""
+"""Hold the attention context of the running iteration, per thread: models drop unknown keyword arguments."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import torch
 
 
 class Scoring(NamedTuple):
-    """How a layer turns queries and keys into weights."""
+    """How an attention layer turns queries and keys into weights."""
 
     scale: float
-    window: int | None = None  # a token sees so many, itself included
+    window: int | None = None  # tokens that a token attends to, itself included
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [heads]: weight that goes to no token
+    sinks: torch.Tensor | None = None  # [heads]: logits of the weight that goes to no token
 
 
 class AttentionContext(Protocol):
-    """One forward pass. Layers are counted as they call: their own indices differ between families."""
+    """One forward pass. Layers are counted by their calls, since their own indices differ by family."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> [tokens, heads, value dim]."""
+        """Store key and value [kv_heads, tokens, dim] and attend query [heads, tokens, dim] to the context.
+
+        Returns [tokens, heads, value dim].
+        """
         ...
 
 
@@ -33,6 +36,7 @@ _current = threading.local()
 
 
 def current() -> AttentionContext:
+    """Return the running iteration's context. Raises RuntimeError outside an iteration."""
     context: AttentionContext | None = getattr(_current, "context", None)
     if context is None:
         raise RuntimeError("a model under the engine's attention ran outside an iteration")
@@ -41,6 +45,7 @@ def current() -> AttentionContext:
 
 @contextmanager
 def use(context: AttentionContext) -> Iterator[None]:
+    """Make `context` current on this thread."""
     before = getattr(_current, "context", None)
     _current.context = context
     try:

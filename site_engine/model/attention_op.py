@@ -1,6 +1,6 @@
-"""The attention call as one opaque operation, so that a compiled layer stays one graph.
+"""Wrap the attention call in one opaque operator, so that a compiled layer stays one graph.
 
-What it must know of the running step comes from the context when it runs; nothing of it is compiled in.
+The operator reads the current context when it runs; nothing of a step is compiled in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def attend(  # noqa: PLR0917 - the tensors of one call
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query, key, value [1, heads, tokens, dim] -> [1, tokens, heads, value dim]."""
+    """Map query, key, value [1, heads, tokens, dim] to [1, tokens, heads, value dim]."""
     scoring = attention_context.Scoring(scale, window, softcap, sinks)
     return attention_context.current().attend(query[0], key[0], value[0], scoring)[None]
 

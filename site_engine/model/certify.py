@@ -1,4 +1,4 @@
-"""Whether the engine computes what the model computes: prompts plainly, and through pages and chunks."""
+"""Certify that the engine computes what the model computes, through pages, chunks and single tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # 
 
 
 def sample_prompts(vocab_size: int) -> list[list[int]]:
+    """Return random prompts, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     lengths = [length + DECODED_TOKENS for length in PROMPT_TOKENS]
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -32,17 +33,20 @@ def largest_difference(
     prompts: Sequence[list[int]],
     expected: Sequence[torch.Tensor],
 ) -> float:
-    """Of the engine's logits from `expected`, [tokens, vocabulary] per prompt, relative to the largest."""
+    """Return the largest difference of the engine's logits from `expected`, relative to the largest logit.
+
+    `expected` holds [tokens, vocabulary] for each prompt.
+    """
     pool = PagePool(sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts), PAGE_TOKENS)
-    arena = KVCache(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
-    runner = PackedRunner(forward, arena, slots=len(prompts), pages_per_row=pool.capacity)
+    kv_cache = KVCache(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
+    runner = PackedRunner(forward, kv_cache, slots=len(prompts), pages_per_row=pool.capacity)
     requests = [Request(str(row), ids) for row, ids in enumerate(prompts)]
     for row, request in enumerate(requests):
         request.row, request.pages = row, pool.take(pool.pages_for(len(request.tokens))) or []
     worst = 0.0
     while plan := _next_plan(requests):
         rows = runner.run(plan).rows.float()
-        places = [(entry.request.row, entry.start + entry.length - 1) for entry in plan.chunks]
+        places = [(chunk.request.row, chunk.start + chunk.length - 1) for chunk in plan.chunks]
         wanted = torch.stack([expected[row][place] for row, place in places]).float()
         off = float((rows - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
         worst = max(worst, inf if isnan(off) else off)
@@ -50,7 +54,7 @@ def largest_difference(
 
 
 def _next_plan(requests: Sequence[Request]) -> SchedulePlan:
-    """All prompts go on at once: some still in chunks, some already token by token."""
+    """Plan the next chunk or token of every prompt: some are still in chunks while others decode."""
     plan = SchedulePlan()
     for request in requests:
         start, left = request.computed, len(request.tokens) - request.computed

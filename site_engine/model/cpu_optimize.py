@@ -1,4 +1,4 @@
-"""Making a loaded model fast on a CPU without changing what it computes: layout of weights, fused norms."""
+"""Speed a model up on a CPU without changing what it computes: weight layout and fused norms."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 
-def suit_cpu(model: Any) -> Any:
-    """Float32 modules on a CPU are changed in place, others are left as they are."""
+def optimize_for_cpu(model: Any) -> Any:
+    """Change float32 modules on a CPU in place; leave all others as they are."""
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and weight.dtype is torch.float32:
             if isinstance(module, torch.nn.Linear):
-                _store_by_columns(module)
+                # column-major weights are read in order by products with few rows: 1.6 times as fast for one
+                # row (docs/decisions/engine-cpu.md), with the same numbers
+                module.weight.data = module.weight.data.t().contiguous().t()
             elif _is_plain_norm(module, weight):
                 module.forward = partial(
                     F.rms_norm, normalized_shape=weight.shape, weight=weight, eps=module.variance_epsilon
@@ -23,15 +25,8 @@ def suit_cpu(model: Any) -> Any:
     return model
 
 
-def _store_by_columns(linear: torch.nn.Linear) -> None:
-    """A product with few rows then reads memory in order: 1.6 times as fast for one row
-    (docs/decisions/engine-cpu.md). The numbers are the same.
-    """
-    linear.weight.data = linear.weight.data.t().contiguous().t()
-
-
 def _is_plain_norm(module: Any, weight: torch.Tensor) -> bool:
-    """Whether it is a root-mean-square norm times its weight: then one call does what took six."""
+    """Return whether a module is an RMS norm times its weight, which one fused call can compute."""
     if not type(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
         return False
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which tokens each row's grammar allows next, as bits: computed on a thread of its own beside the model."""
+"""Compute which tokens each row's grammar allows next, as bits, on a thread beside the model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from llguidance import LLExecutor, LLMatcher
 from site_engine.core.request import Request
 
 WORD_BITS = 32
-THREADS_MAX = 8
+MAX_THREADS = 8
 
 
 class GrammarBitmask:
-    """One line of bits for each of the engine's rows, kept between iterations."""
+    """One line of bits per row of the engine, kept between iterations."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
         words = -(-vocab_size // WORD_BITS)
@@ -25,27 +25,27 @@ class GrammarBitmask:
         self._lines = torch.zeros(slots, words, dtype=torch.int32, pin_memory=pinned)
         self._bits: np.ndarray[tuple[int, int], np.dtype[np.int32]] = self._lines.numpy()
         self._vocab_size = vocab_size
-        self._executor = LLExecutor(num_threads=min(THREADS_MAX, 1 + (os.cpu_count() or 1) // 4))
+        self._executor = LLExecutor(num_threads=min(MAX_THREADS, 1 + (os.cpu_count() or 1) // 4))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._coming: Future[None] | None = None
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Compute the lines of those that follow a grammar; each is to sample the token after its last."""
+        """Start computing the lines of the requests that follow a grammar, for the token after their last."""
         wanted = [(request.guide.matcher, request.row) for request in requests if request.guide is not None]
         self._coming = self._thread.submit(self._fill, wanted) if wanted else None
 
     def allow(self, requests: Sequence[Request], rows: Sequence[int], logits: torch.Tensor) -> None:
-        """logits [rows, vocabulary]: nothing but what the grammars of these rows have, in place."""
+        """Set the logits [rows, vocabulary] of tokens that the rows' grammars forbid to -inf, in place."""
         if self._coming is not None:
             self._coming.result()
         lines = [requests[row].row for row in rows]
         if logits.device.type == "cpu":
-            self._allow_here(lines, rows, logits)
+            self._mask_on_host(lines, rows, logits)
         else:
-            self._allow_there(lines, rows, logits)
+            self._mask_on_device(lines, rows, logits)
 
     def must_end(self, request: Request, ends: Sequence[int]) -> bool:
-        """Whether the grammar leaves nothing but an end. To be asked after `allow`."""
+        """Return whether the grammar allows only end tokens. Call `allow` first."""
         line = self._bits[request.row].copy()
         for token_id in ends:
             line[token_id // WORD_BITS] &= np.int32(~np.uint32(1 << token_id % WORD_BITS).view(np.int32))
@@ -55,7 +55,7 @@ class GrammarBitmask:
         slots, words = self._bits.shape
         self._executor.unsafe_compute_mask_ptr(wanted, self._bits.ctypes.data, 4 * words, slots)
 
-    def _allow_here(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
+    def _mask_on_host(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
         numbers = logits.numpy()
         for line, row in zip(lines, rows, strict=True):
             allowed = np.unpackbits(
@@ -63,7 +63,7 @@ class GrammarBitmask:
             )
             np.copyto(numbers[row], -np.inf, where=allowed == 0)
 
-    def _allow_there(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
+    def _mask_on_device(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
         bits = self._lines[lines].to(logits.device, non_blocking=True)
         places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
         allowed = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : self._vocab_size].bool()

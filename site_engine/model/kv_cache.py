@@ -1,4 +1,4 @@
-"""The memory behind the page pool: keys and values of every layer, `[pages, page, kv_heads, dim]`, apart."""
+"""Hold keys and values of every layer in pages: `[pages, page, kv_heads, dim]`, one tensor each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class LayerShape(NamedTuple):
-    """The KV geometry of one attention call of the model, as the probe saw it."""
+    """The KV shape of one attention call of the model."""
 
     kv_heads: int
     key_dim: int
@@ -18,9 +18,10 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Pages 0 to `pages` of every layer; page 0 is the trash page. Zeros first: dead slots must be finite.
+    """Pages 0 to `pages` of every layer; page 0 is the null page.
 
-    Without layers it holds nothing and costs nothing.
+    Memory starts as zeros, since masked slots are multiplied by 0 and must be finite. Without layers nothing
+    is allocated.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class KVCache:
         return self.pages * self.page_size
 
     def buffers(self, layer: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the keys and values of so many gathered pages, `[pages, page, kv_heads, dim]`.
+        """Return buffers for the keys and values of gathered pages, `[pages, page, kv_heads, dim]`.
 
-        The next call gives the same memory: fresh memory would cost more than the copy.
+        The next call reuses the memory: allocating would cost more than the copy.
         """
         return self._buffer(0, self.keys[layer], pages), self._buffer(1, self.values[layer], pages)
 
@@ -62,11 +63,12 @@ class KVCache:
         return self._gathered[which][:need].view(pages, *room.shape[1:])
 
     def copy_out(self, pages: list[int]) -> list[torch.Tensor]:
-        """Keys and values of these pages, layer by layer, in the computer's memory (pinned if from a GPU)."""
+        """Copy the keys and values of pages to host memory, layer by layer; pinned if they are on a GPU."""
         index = self._index(pages)
         return [self._to_host(room.index_select(0, index)) for room in (*self.keys, *self.values)]
 
     def copy_in(self, kept: list[torch.Tensor], pages: list[int]) -> None:
+        """Copy what `copy_out` returned into `pages`."""
         index = self._index(pages)
         for room, one in zip((*self.keys, *self.values), kept, strict=True):
             room.index_copy_(0, index, one.to(room.device, non_blocking=True))
@@ -85,27 +87,27 @@ class KVCache:
             room.index_fill_(0, index, number)
 
     def zero_pages(self, pages: list[int]) -> None:
-        """After a failed iteration: what it wrote may not be finite, and masked slots are multiplied by 0."""
+        """Clear pages that a failed iteration wrote: masked slots are multiplied by 0 and must be finite."""
         if pages:
             self.fill(pages, 0.0)
 
 
 class Poison:
-    """The debug mode of a pool: a freed page holds NaN, so that any read of it shows in the answer."""
+    """Debug mode of a pool: fills freed pages with NaN, so that any read of them shows in the output."""
 
-    def __init__(self, arena: KVCache) -> None:
-        self._arena = arena
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
 
     def taken(self, pages: list[int]) -> None:
         if pages:
-            self._arena.fill(pages, 0.0)
+            self._kv_cache.fill(pages, 0.0)
 
     def freed(self, pages: list[int]) -> None:
-        self._arena.fill(pages, float("nan"))
+        self._kv_cache.fill(pages, float("nan"))
 
 
 def affordable_tokens(layers: Sequence[LayerShape], dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens whose keys and values fit the free memory: most of a GPU's, a quarter of a computer's."""
+    """Return the tokens that fit 85% of the free memory of a GPU, or a quarter of the free host memory."""
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0] * 0.85)
     else:

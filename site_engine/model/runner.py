@@ -1,4 +1,4 @@
-"""From a plan to logits: the tokens of all rows in one packed sequence through the unmodified model."""
+"""Compute plans: the tokens of all rows in one packed sequence through the unmodified model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
 
-WORTH_A_GROUP_TOKENS = 4096  # of padding
+MAX_PADDING_TOKENS = 4096  # beyond it another attention call is cheaper
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids [1, tokens], positions [1, tokens], wanted [rows]) -> logits [rows, vocabulary]."""
 
 
 class Logits(NamedTuple):
-    """`rows[i]` predicts the next token of `sampled[i]`; `prompts` that of every place of an entry."""
+    """`rows[i]` predicts the next token of `sampled[i]`; `prompts` has the logits of whole chunks."""
 
     sampled: list[Request]
     rows: torch.Tensor
@@ -72,33 +72,34 @@ class OverlappedRunner(Runner, Protocol):
 
 
 class PackedRunner:
-    """Keeps the page table of every row between iterations, so that a decode step copies no lists."""
+    """Runs packed tokens through PyTorch attention, on any device.
+
+    Keeps the page table of every row between iterations, so that a decode step copies no lists.
+    """
 
     def __init__(self, forward: Forward, kv_cache: KVCache, *, slots: int, pages_per_row: int) -> None:
         self._forward = forward
         self.kv_cache = kv_cache
         self._device = kv_cache.device
         self._tables = np.full((slots, pages_per_row), NULL_PAGE, dtype=np.int64)
-        self._lists: list[list[int]] = [[] for _ in range(slots)]  # whose pages a row's table shows
+        self._lists: list[list[int]] = [[] for _ in range(slots)]  # the page list that each row's table shows
         self._shown = [0] * slots
 
     def run(self, plan: SchedulePlan) -> Logits:
-        """Compute a plan. Running the same entries twice is harmless: they write the same numbers."""
-        plan.decodes.sort(
-            key=itemgetter(1)
-        )  # by length, so that rows of about the same length are neighbours
-        self._show(plan)
+        """Compute a plan and return its logits."""
+        plan.decodes.sort(key=itemgetter(1))  # by length, so that rows of similar length are neighbours
+        self._update_tables(plan)
         begins, wanted = self._layout(plan)
-        ids, positions = self._packed(plan)
+        ids, positions = self._pack(plan)
         step = self._context(plan, positions, begins)
         with torch.inference_mode(), attention_context.use(step):
             rows = self._forward(self._tensor(ids)[None], self._tensor(positions)[None], self._tensor(wanted))
         if step.layer != len(self.kv_cache.keys):
             raise RuntimeError(f"{step.layer} attention calls in a model of {len(self.kv_cache.keys)}")
-        return split(plan, rows)
+        return split_logits(plan, rows)
 
-    def _show(self, plan: SchedulePlan) -> None:
-        """Bring the rows' page tables up to date; past its pages a row points at the trash page."""
+    def _update_tables(self, plan: SchedulePlan) -> None:
+        """Write new pages into the rows' tables; past its pages a row points at the null page."""
         lists, shown = self._lists, self._shown
         for request, _, _, _ in plan.chunks:
             row, pages = request.row, request.pages
@@ -109,7 +110,7 @@ class PackedRunner:
                 self._tables[row, shown[row] : len(pages)] = pages[shown[row] :]
                 shown[row] = len(pages)
 
-    def _packed(self, plan: SchedulePlan) -> tuple[np.ndarray, np.ndarray]:
+    def _pack(self, plan: SchedulePlan) -> tuple[np.ndarray, np.ndarray]:
         ids = [request.tokens[start] for request, start, _, _ in plan.decodes]
         positions = [np.array([start for _, start, _, _ in plan.decodes], dtype=np.int64)]
         for request, start, length, _ in plan.prefills:
@@ -118,44 +119,45 @@ class PackedRunner:
         return np.array(ids, dtype=np.int64), np.concatenate(positions)
 
     def _layout(self, plan: SchedulePlan) -> tuple[list[int], np.ndarray]:
-        """Where each chunk begins among the packed tokens, and which tokens' logits are wanted."""
+        """Return the first packed token of each chunk, and the tokens whose logits are wanted."""
         at = len(plan.decodes)
         wanted, begins = list(range(at)), []
-        for entry in plan.prefills:
+        for chunk in plan.prefills:
             begins.append(at)
-            if wants_prompt(entry):
-                wanted += range(at, at + entry.length)
-            elif entry.samples:
-                wanted.append(at + entry.length - 1)
-            at += entry.length
+            if wants_prompt_logprobs(chunk):
+                wanted += range(at, at + chunk.length)
+            elif chunk.samples:
+                wanted.append(at + chunk.length - 1)
+            at += chunk.length
         return begins, np.array(wanted or [0], dtype=np.int64)
 
     def _context(self, plan: SchedulePlan, positions: np.ndarray, begins: list[int]) -> ReferenceContext:
         page_size = self.kv_cache.page_size
         rows = np.array([request.row for request, _, _, _ in plan.decodes], dtype=np.int64)
-        owners = [rows, *(np.full(entry.length, entry.request.row) for entry in plan.prefills)]
+        owners = [rows, *(np.full(chunk.length, chunk.request.row) for chunk in plan.prefills)]
         pages = self._tables[np.concatenate(owners), positions // page_size]
         groups = [
             Rows(begin, end, self._tensor(self._tables[rows[begin:end], :width]), self._tensor(lens))
             for begin, end, width, lens in _groups(positions[: len(rows)] + 1, page_size)
         ]
-        chunks = [self._chunk(entry, begin) for entry, begin in zip(plan.prefills, begins, strict=True)]
+        chunks = [self._chunk(chunk, begin) for chunk, begin in zip(plan.prefills, begins, strict=True)]
         return ReferenceContext(
             self.kv_cache, self._tensor(pages * page_size + positions % page_size), groups, chunks
         )
 
-    def _chunk(self, entry: ScheduledChunk, begin: int) -> Chunk:
-        kv_len = entry.start + entry.length
-        pages = self._tables[entry.request.row, : -(-kv_len // self.kv_cache.page_size)]
-        return Chunk(begin, begin + entry.length, self._tensor(pages.copy()), kv_len)
+    def _chunk(self, chunk: ScheduledChunk, begin: int) -> Chunk:
+        kv_len = chunk.start + chunk.length
+        pages = self._tables[chunk.request.row, : -(-kv_len // self.kv_cache.page_size)]
+        return Chunk(begin, begin + chunk.length, self._tensor(pages.copy()), kv_len)
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
 
 
 def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np.ndarray]]:
-    """Cut rows of ascending length where padding the short ones to the longest would cost more than another
-    call: (begin, end, pages of the longest, lengths).
+    """Group rows of ascending length so that padding to the longest costs less than another call.
+
+    Returns (begin, end, pages of the longest, lengths) for each group.
     """
     widths = -(-kv_lens // page_size)
     groups: list[tuple[int, int, int, np.ndarray]] = []
@@ -163,32 +165,33 @@ def _groups(kv_lens: np.ndarray, page_size: int) -> list[tuple[int, int, int, np
     while end:
         width = int(widths[end - 1])
         begin = int(np.searchsorted(widths, width // 2, side="right"))
-        if begin * (width - width // 2) * page_size < WORTH_A_GROUP_TOKENS:
+        if begin * (width - width // 2) * page_size < MAX_PADDING_TOKENS:
             begin = 0
         groups.insert(0, (begin, end, width, kv_lens[begin:end]))
         end = begin
     return groups
 
 
-def split(plan: SchedulePlan, rows: torch.Tensor) -> Logits:
-    sampled = [entry.request for entry in plan.decodes]
+def split_logits(plan: SchedulePlan, rows: torch.Tensor) -> Logits:
+    """Split logits [wanted, vocabulary] into rows to sample and whole chunks of prompts."""
+    sampled = [chunk.request for chunk in plan.decodes]
     picked = list(range(len(sampled)))
     prompts: list[tuple[ScheduledChunk, torch.Tensor]] = []
     at = len(sampled)
-    for entry in plan.prefills:
+    for chunk in plan.prefills:
         begin = at
-        if wants_prompt(entry):
-            at += entry.length
-            prompts.append((entry, rows[begin:at]))
-        elif entry.samples:
+        if wants_prompt_logprobs(chunk):
+            at += chunk.length
+            prompts.append((chunk, rows[begin:at]))
+        elif chunk.samples:
             at += 1
-        if entry.samples:
-            sampled.append(entry.request)
+        if chunk.samples:
+            sampled.append(chunk.request)
             picked.append(at - 1)
     return Logits(sampled, rows if len(picked) == rows.shape[0] else rows[picked], prompts)
 
 
-def wants_prompt(entry: ScheduledChunk) -> bool:
-    """Log probabilities of the prompt itself: every place of the chunk that predicts a prompt token."""
-    request = entry.request
-    return request.sampling.prompt_logprobs and entry.start < request.prompt_len - 1
+def wants_prompt_logprobs(chunk: ScheduledChunk) -> bool:
+    """Return whether log probabilities of the prompt need the logits of the whole chunk."""
+    request = chunk.request
+    return request.sampling.prompt_logprobs and chunk.start < request.prompt_len - 1

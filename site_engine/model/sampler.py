@@ -1,4 +1,4 @@
-"""From logits to tokens, all rows at once. A row's token depends on its own logits, rules, seed and place.
+"""Sample one token per row. A row's token depends only on its own logits, rules, seed and position.
 
 Order of the rules: penalties, logit bias, grammar, minimum length, temperature, top-k, top-p, min-p. Log
 probabilities are those of the model before any rule.
@@ -19,8 +19,8 @@ from site_engine.core.request import Request
 if TYPE_CHECKING:
     from site_engine.model.grammar_bitmask import GrammarBitmask
 
-NEVER = float("-inf")
-TOP_P_FIRST_LOOK = 64  # the nucleus usually lies in so many tokens; a full sort otherwise
+NEG_INF = float("-inf")
+TOP_P_CANDIDATES = 64  # tokens that usually hold the nucleus; else a full sort
 
 
 class Alternatives(NamedTuple):
@@ -32,7 +32,7 @@ class Alternatives(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One entry per row. `broken` rows had logits that are not numbers; their token means nothing."""
+    """One token per row. The logits of `broken` rows were not finite; their tokens are meaningless."""
 
     token_ids: list[int]
     broken: list[int]
@@ -41,7 +41,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Rules:
-    """The settings of a batch as tensors, kept while the same rows come again."""
+    """The sampling rules of a batch as tensors, reused while the same rows run."""
 
     seeds: np.ndarray[tuple[int], np.dtype[np.uint64]]
     random: list[int]  # rows that are not greedy
@@ -57,42 +57,41 @@ class _Rules:
 
 
 class Sampler:
-    """Keeps nothing of a request between calls but the settings of the last batch."""
+    """Samples batches of rows; keeps only the rules of the last batch between calls."""
 
     def __init__(self, eos_token_ids: Iterable[int], device: torch.device) -> None:
         self._eos = tuple(eos_token_ids)
         self._device = device
         self._known: Sequence[Request] = []
         self._rules: _Rules | None = None
-        self.masks: GrammarBitmask | None = None  # from the first request on that has a grammar
+        self.masks: GrammarBitmask | None = None  # created for the first request with a grammar
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
-        """logits [rows, vocabulary], one row per request; changed in place."""
+        """Sample from logits [rows, vocabulary], one row per request; the logits change in place."""
         with torch.inference_mode():
             return self._sample(requests, logits)
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
-        rules = self._rules_for(requests)
+        if self._rules is None or requests != self._known:  # requests are equal when they are the same object
+            self._rules = _rules(requests, self._device)
+            self._known = list(requests)
+        rules = self._rules
         logits = logits.float()
         token_ids, broken = _best(logits)
         raw = torch.log_softmax(logits[rules.logprobs], dim=-1) if rules.logprobs else None
-        if self._edit(rules, requests, logits):
+        if self._apply_rules(rules, requests, logits):
             token_ids, _ = _best(logits)
         if rules.random:
             random = logits if len(rules.random) == len(requests) else logits[rules.random]
-            drawn = _draw(random, rules, self._uniforms(rules, requests))
+            positions = np.array([requests[row].generated for row in rules.random], dtype=np.uint64)
+            uniform = torch.from_numpy(uniforms(rules.seeds, positions)).to(self._device)
+            drawn = _draw(random, rules, uniform)
             for row, token_id in zip(rules.random, drawn.tolist(), strict=True):
                 token_ids[row] = token_id
         return Sampled(token_ids, broken, _alternatives(requests, rules, raw, token_ids))
 
-    def _rules_for(self, requests: Sequence[Request]) -> _Rules:
-        if self._rules is None or requests != self._known:  # requests are equal when they are the same object
-            self._rules = _rules(requests, self._device)
-            self._known = list(requests)
-        return self._rules
-
-    def _edit(self, rules: _Rules, requests: Sequence[Request], logits: torch.Tensor) -> bool:
-        """Penalties, bias, grammar and minimum length, in place. Whether anything may have changed."""
+    def _apply_rules(self, rules: _Rules, requests: Sequence[Request], logits: torch.Tensor) -> bool:
+        """Apply penalties, bias, grammar and minimum length in place; return whether any applied."""
         for row in rules.penalised:
             _penalise(logits[row], requests[row])
         if rules.biased is not None:
@@ -102,24 +101,22 @@ class Sampler:
             self.masks.allow(requests, rules.guided, logits)
         short = [row for row in rules.least if self._too_short(requests[row])]
         for row in short:
-            logits[row, [*self._eos, *requests[row].sampling.stop_token_ids]] = NEVER
+            logits[row, [*self._eos, *requests[row].sampling.stop_token_ids]] = NEG_INF
         return bool(rules.penalised or rules.biased is not None or rules.guided or short)
 
     def _too_short(self, request: Request) -> bool:
-        """To end now. What a grammar leaves no other way for may."""
+        """Return whether a row may not end yet; a row whose grammar allows only an end may."""
         if request.generated >= request.sampling.min_tokens:
             return False
         ends = [*self._eos, *request.sampling.stop_token_ids]
         return request.guide is None or self.masks is None or not self.masks.must_end(request, ends)
 
-    def _uniforms(self, rules: _Rules, requests: Sequence[Request]) -> torch.Tensor:
-        at = np.array([requests[row].generated for row in rules.random], dtype=np.uint64)
-        return torch.from_numpy(uniforms(rules.seeds, at)).to(self._device)
-
 
 def _best(logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """The best token of each row, and the rows whose logits are not numbers: NaN and infinity win every
-    comparison. On a CPU numpy is ten times faster at this than torch.
+    """Return the best token of each row, and the rows with logits that are not finite.
+
+    NaN and infinity win every comparison, so the best logit shows them. On a CPU numpy is ten times faster at
+    this than torch.
     """
     if logits.device.type == "cpu":
         numbers = logits.numpy()
@@ -135,19 +132,16 @@ def _best(logits: torch.Tensor) -> tuple[list[int], list[int]]:
 def uniforms(
     seeds: np.ndarray[tuple[int], np.dtype[np.uint64]], positions: np.ndarray[tuple[int], np.dtype[np.uint64]]
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Numbers in [0, 1) that depend on (seed, position) alone: SplitMix64 as a counter."""
-    mixed = _mix(seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    """Return numbers in [0, 1) that depend only on (seed, position): SplitMix64 used as a counter."""
+    z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray[tuple[int], np.dtype[np.uint64]] = z ^ (z >> np.uint64(31))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
 def seed_of(request: Request) -> int:
-    """Of the caller's seed and the choice; without a seed, of the request's own name."""
+    """Derive a seed from the caller's seed, or else from the request's id, and from the choice."""
     seed = request.sampling.seed
     source = f"name {request.id}" if seed is None else f"seed {seed}"
     return int.from_bytes(blake2b(f"{source} {request.choice}".encode(), digest_size=8).digest(), "little")
@@ -169,7 +163,11 @@ def _rules(requests: Sequence[Request], device: torch.device) -> _Rules:
         top_k=torch.tensor(ks, device=device)[:, None] if any(ks) else None,
         top_p=column([one.top_p for _, one in random]) if any(one.top_p < 1.0 for _, one in random) else None,
         min_p=column([one.min_p for _, one in random]) if any(one.min_p > 0.0 for _, one in random) else None,
-        penalised=[row for row, one in rows if _has_penalty(requests[row])],
+        penalised=[
+            row
+            for row, one in rows
+            if one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1.0
+        ],
         biased=_biased(biases, device) if biases else None,
         guided=[row for row, _ in rows if requests[row].guide is not None],
         least=[row for row, one in rows if one.min_tokens > 0],
@@ -188,14 +186,10 @@ def _biased(
     )
 
 
-def _has_penalty(request: Request) -> bool:
-    one = request.sampling
-    return bool(one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1.0)
-
-
 def _penalise(logits: torch.Tensor, request: Request) -> None:
-    """Repetition counts prompt and response, frequency and presence the response. A token that comes twice is
-    written twice with the same number, so no set of unique tokens is needed.
+    """Apply penalties in place: repetition by prompt and response, frequency and presence by the response.
+
+    A repeated token is written twice with the same number, so no set of unique tokens is needed.
     """
     one = request.sampling
     if one.repetition_penalty != 1.0:
@@ -211,35 +205,31 @@ def _penalise(logits: torch.Tensor, request: Request) -> None:
 
 
 def _draw(logits: torch.Tensor, rules: _Rules, uniform: torch.Tensor) -> torch.Tensor:
-    """One token per row, by the inverse of the cumulative distribution of what the rules leave."""
-    chances = torch.softmax(logits / rules.temperature, dim=-1)
+    """Draw one token per row from the inverse of the cumulative distribution that the rules leave."""
+    probs = torch.softmax(logits / rules.temperature, dim=-1)
     if rules.top_k is not None:
-        chances = _top_k(chances, rules.top_k)
+        most = min(int(rules.top_k.max()), probs.shape[-1])
+        ranked = probs.topk(most, dim=-1).values
+        least = ranked.gather(-1, (rules.top_k.clamp(1, most) - 1))
+        probs = probs.masked_fill((probs < least) & (rules.top_k > 0), 0.0)
     if rules.top_p is not None:
-        chances = _top_p(chances, rules.top_p)
+        probs = _top_p(probs, rules.top_p)
     if rules.min_p is not None:
-        chances = chances.masked_fill(chances < rules.min_p * chances.amax(-1, keepdim=True), 0.0)
-    cumulative = chances.cumsum(dim=-1, dtype=torch.float64)
+        probs = probs.masked_fill(probs < rules.min_p * probs.amax(-1, keepdim=True), 0.0)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
 
 
-def _top_k(chances: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    most = min(int(top_k.max()), chances.shape[-1])
-    ranked = chances.topk(most, dim=-1).values
-    least = ranked.gather(-1, (top_k.clamp(1, most) - 1))
-    return chances.masked_fill((chances < least) & (top_k > 0), 0.0)
-
-
-def _top_p(chances: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the fewest most likely tokens whose chances together reach top_p."""
-    goal = top_p * chances.sum(-1, keepdim=True)
-    ranked = chances.topk(min(TOP_P_FIRST_LOOK, chances.shape[-1]), dim=-1).values
+def _top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Keep the fewest most likely tokens whose probabilities together reach top_p."""
+    goal = top_p * probs.sum(-1, keepdim=True)
+    ranked = probs.topk(min(TOP_P_CANDIDATES, probs.shape[-1]), dim=-1).values
     if bool((ranked.sum(-1, keepdim=True) < goal).any()):
-        ranked = chances.sort(dim=-1, descending=True).values
+        ranked = probs.sort(dim=-1, descending=True).values
     before = ranked.cumsum(dim=-1) - ranked
     least = ranked.masked_fill(before >= goal, float("inf")).amin(-1, keepdim=True)
-    return chances.masked_fill((chances < least) & (top_p < 1.0), 0.0)
+    return probs.masked_fill((probs < least) & (top_p < 1.0), 0.0)
 
 
 def _alternatives(
@@ -253,7 +243,10 @@ def _alternatives(
 
 
 def rank(logprobs: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int]) -> list[Alternatives]:
-    """logprobs [rows, vocabulary]: of each row the chosen token's, and its `wanted` best."""
+    """Return the log probability of each row's chosen token and of its `wanted` best tokens.
+
+    `logprobs` is [rows, vocabulary].
+    """
     own = logprobs.gather(-1, torch.tensor(chosen, device=logprobs.device)[:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(wanted, default=0), logprobs.shape[-1]), dim=-1)
     ids, numbers = best.indices.tolist(), best.values.tolist()

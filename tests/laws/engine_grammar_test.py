@@ -295,7 +295,7 @@ def test_masks_are_applied_on_a_device_as_on_a_cpu() -> None:
     here, there = torch.randn(4, size), torch.zeros(4, size)
     there[:] = here
     masks.allow(requests, [0, 2], here)
-    masks._allow_there([2, 0], [0, 2], there)
+    masks._mask_on_device([2, 0], [0, 2], there)
     assert torch.equal(here, there)
     kept = torch.isfinite(here).sum(-1).tolist()
     assert kept[1] == kept[3] == size

@@ -14,7 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from site_engine.core.request import Request, Sampling
 from site_engine.engine.build import packed_engine
 from site_engine.engine.settings import EngineSettings
-from site_engine.model.loader import CannotServe, from_model
+from site_engine.errors import ModelNotSupported
+from site_engine.model.loader import from_model
 
 VOCAB = 99
 CONTEXT = 128
@@ -118,7 +119,7 @@ def try_family(model_type: str) -> Verdict:
         return Verdict("untried", f"no tiny model: {type(error).__name__}: {str(error).splitlines()[0]}")
     try:
         served = from_model(copy.deepcopy(plain), eos_token_ids=())
-    except CannotServe as refusal:
+    except ModelNotSupported as refusal:
         return Verdict("refused", str(refusal))
     engine = packed_engine(
         served, EngineSettings(slots=4, token_budget=16, page_size=4, kv_tokens=512), time.monotonic

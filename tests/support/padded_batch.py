@@ -20,8 +20,8 @@ from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
 from site_engine.model.kv_cache import KVCache, LayerShape
 from site_engine.model.loader import LoadedModel
-from site_engine.model.runner import Forward, Logits, split, wants_prompt
-from site_engine.model.torch_attention import additive, weigh
+from site_engine.model.runner import Forward, Logits, split_logits, wants_prompt_logprobs
+from site_engine.model.torch_attention import additive_mask, scaled_attention
 
 FIRST_COLUMNS = 256
 
@@ -149,7 +149,7 @@ class PaddedContext:
         if scoring.sinks is not None:
             sinks = scoring.sinks.view(1, k.shape[1], group, 1).repeat_interleave(self._width, 2)
         mask = self._mask(scoring.window, group, query)
-        out = weigh(q, k, v, mask, scoring._replace(sinks=sinks))
+        out = scaled_attention(q, k, v, mask, scoring._replace(sinks=sinks))
         self.layer += 1
         return out.reshape(columns.rows, query.shape[0], self._width, -1).transpose(1, 2).flatten(0, 1)
 
@@ -166,7 +166,7 @@ class PaddedContext:
             if window is not None:
                 seen &= self.positions[:, :, None] - self._places[:, None] < window
             seen |= ~seen.any(-1, keepdim=True)  # padding reads whatever is there: it has to stay finite
-            added = additive(seen.to(like.device), like.dtype)[:, None]
+            added = additive_mask(seen.to(like.device), like.dtype)[:, None]
             mask = self._masks[window, group, like.dtype] = added.repeat(1, 1, group, 1)
         return mask
 
@@ -202,7 +202,7 @@ class PaddedRunner:
             alone = Columns(self._model.layers, 1, self._model.dtype, self._model.device)
             rows[entry] = self._pass(alone, [entry])[0]
             self._columns.put(entry.request.row, alone)
-        return split(plan, torch.cat([rows[entry] for entry in plan.chunks]))
+        return split_logits(plan, torch.cat([rows[entry] for entry in plan.chunks]))
 
     def _seat(self, entries: list[ScheduledChunk]) -> None:
         """Empty the rows whose request is gone, and bring the others to where their entries start."""
@@ -232,7 +232,7 @@ class PaddedRunner:
             fresh[row, width - length :] = True
             end = (row + 1) * width
             entry = ScheduledChunk(request, start, length, samples)
-            counts.append(length if wants_prompt(entry) else int(samples))
+            counts.append(length if wants_prompt_logprobs(entry) else int(samples))
             wanted += range(end - counts[-1], end)
         step = PaddedContext(columns, fresh)
         device = self._model.device

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from site_engine.model.cpu_optimize import suit_cpu
+from site_engine.model.cpu_optimize import optimize_for_cpu
 from tests.support.engine_models import FAMILIES, random_model
 
 
@@ -17,7 +17,7 @@ def test_logits_stay(name: str) -> None:
     for module in plain.modules():
         if type(module).__name__.endswith("Norm"):
             torch.nn.init.normal_(module.weight)
-    fast = suit_cpu(copy.deepcopy(plain))
+    fast = optimize_for_cpu(copy.deepcopy(plain))
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     with torch.no_grad():
         torch.testing.assert_close(fast(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
@@ -27,7 +27,7 @@ def test_norms_are_fused_where_they_are_plain_and_left_where_they_are_not() -> N
     fused = {
         name: [
             "forward" in vars(module)
-            for module in suit_cpu(random_model(FAMILIES[name]())).modules()
+            for module in optimize_for_cpu(random_model(FAMILIES[name]())).modules()
             if type(module).__name__.endswith("RMSNorm")
         ]
         for name in ("llama", "gemma2")
@@ -37,6 +37,6 @@ def test_norms_are_fused_where_they_are_plain_and_left_where_they_are_not() -> N
 
 
 def test_weights_lie_in_the_order_in_which_a_row_reads_them() -> None:
-    model = suit_cpu(random_model(FAMILIES["llama"]()))
+    model = optimize_for_cpu(random_model(FAMILIES["llama"]()))
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert all(linear.weight.t().is_contiguous() for linear in linears)

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from site_engine.core.request import Request, Sampling
-from site_engine.model.loader import CannotServe, from_model, load
+from site_engine.errors import ModelNotSupported
+from site_engine.model.loader import from_model, load
 from tests.support.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
 from tests.support.model_families import random_model
 
@@ -46,7 +47,7 @@ def test_the_revision_names_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CannotServe, match="cannot load"):
+    with pytest.raises(ModelNotSupported, match="cannot load"):
         load(str(tmp_path))
 
 
@@ -55,7 +56,7 @@ def test_weights_that_could_run_code_are_refused(tmp_path: Path) -> None:
     for path in folder.glob("*.safetensors"):
         path.unlink()
     torch.save(random_model(FAMILIES["llama"]()).state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(CannotServe, match="cannot load"):
+    with pytest.raises(ModelNotSupported, match="cannot load"):
         load(str(folder))
 
 
@@ -81,7 +82,7 @@ class Shifted(torch.nn.Module):
 def test_a_model_that_mixes_rows_is_refused() -> None:
     model = copy.deepcopy(family("llama").plain)
     model.model.norm = Shifted(model.model.norm)
-    with pytest.raises(CannotServe, match="other logits on packed tokens"):
+    with pytest.raises(ModelNotSupported, match="other logits on packed tokens"):
         from_model(model)
 
 
@@ -91,13 +92,13 @@ def test_a_model_that_is_not_causal_is_refused() -> None:
     model = random_model(config)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
-    with pytest.raises(CannotServe, match="not causal"):
+    with pytest.raises(ModelNotSupported, match="not causal"):
         from_model(model)
 
 
 def test_a_recurrent_model_is_refused() -> None:
     config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4)
-    with pytest.raises(CannotServe):
+    with pytest.raises(ModelNotSupported):
         from_model(random_model(config))
 
 
