@@ -1,4 +1,4 @@
-"""Everything of the gateway that running batches needs, as one frozen object."""
+"""Defines what running batches needs of the rest of the gateway: one frozen object."""
 
 from __future__ import annotations
 

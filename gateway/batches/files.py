@@ -78,14 +78,14 @@ class Files:
 
     async def get(self, tenant: str, file_id: str) -> File | None:
         async with self._engine.connect() as connection:
-            found = await connection.execute(select(files).where(_visible_to(tenant), files.c.id == file_id))
-            return next(map(_file, found), None)
+            rows = await connection.execute(select(files).where(_visible_to(tenant), files.c.id == file_id))
+            return next(map(_file, rows), None)
 
     async def list_page(self, tenant: str, purpose: str | None, page: Page) -> list[File]:
         conditions = [_visible_to(tenant)] + ([files.c.purpose == purpose] if purpose else [])
         async with self._engine.connect() as connection:
-            found = await connection.execute(await page_query(connection, files, conditions, page))
-            return [_file(row) for row in found]
+            rows = await connection.execute(await page_query(connection, files, conditions, page))
+            return [_file(row) for row in rows]
 
     async def parts(self, file: File) -> AsyncIterator[bytes]:
         """Yield the content, one part at a time. Raises LookupError if the file is deleted meanwhile."""
@@ -216,9 +216,9 @@ async def delete_in_steps(
     while True:
         some = select(key).where(where).limit(step).scalar_subquery()
         async with engine.begin() as connection:
-            gone = (await connection.execute(delete(table).where(where, key.in_(some)))).rowcount
-        removed += gone
-        if gone < step:
+            deleted = (await connection.execute(delete(table).where(where, key.in_(some)))).rowcount
+        removed += deleted
+        if deleted < step:
             return removed
 
 

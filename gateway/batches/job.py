@@ -98,7 +98,7 @@ class Job:
 
     @property
     def _must_stop(self) -> bool:
-        """Whether the batch was cancelled or its time is over."""
+        """Return whether the batch was cancelled or its time is over."""
         return self._cancelled or self._context.unix_time() >= self.batch.expires_at
 
     # ---- validate

@@ -111,12 +111,12 @@ class Ledger:
         Returns all batches that this owner holds from now on.
         """
         now = self._clock()
-        ours = batches.c.leased_by == self.owner
-        free = or_(batches.c.leased_by.is_(None), batches.c.leased_until < now, ours)
+        is_ours = batches.c.leased_by == self.owner
+        free = or_(batches.c.leased_by.is_(None), batches.c.leased_until < now, is_ours)
         claimable = (
             select(batches)
             .where(batches.c.status.in_(UNFINISHED), free)
-            .order_by(case((ours, 0), else_=1), batches.c.created_at, batches.c.id)
+            .order_by(case((is_ours, 0), else_=1), batches.c.created_at, batches.c.id)
             .limit(max_batches)
         )
         async with self._engine.connect() as connection:
@@ -167,8 +167,8 @@ class Ledger:
         allowed: Sequence[BatchStatus],
         values: dict[str, Any],
     ) -> bool:
-        ours = and_(self._is_ours(batch_id), batches.c.status.in_(allowed))
-        return bool((await connection.execute(update(batches).where(ours).values(**values))).rowcount)
+        is_ours = and_(self._is_ours(batch_id), batches.c.status.in_(allowed))
+        return bool((await connection.execute(update(batches).where(is_ours).values(**values))).rowcount)
 
     def _is_ours(self, batch_id: str) -> ColumnElement[bool]:
         return and_(batches.c.id == batch_id, batches.c.leased_by == self.owner)

@@ -45,7 +45,10 @@ async def open_batches(
     lease_s: float = LEASE_S,
     poll_s: float = POLL_S,
 ) -> AsyncIterator[Batches]:
-    """Open connections of their own: a large file never delays the lookup of keys or the record of usage."""
+    """Open the files, the ledger and the runner, on database connections of their own.
+
+    A large file thus never delays the lookup of keys or the record of usage.
+    """
     engine = open_engine(url)
     files = Files(engine, unix_time)
     ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, lease_s)

@@ -1,4 +1,4 @@
-"""Reads the input file of a batch: splits it into lines, with one in memory, and decodes each."""
+"""Reads the input file of a batch: splits it into lines, one in memory at a time, and decodes each."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ UNFINISHED: Final = (
 class BatchLimits:
     """`file_bytes` and `lines` are OpenAI's. `in_flight`: lines that one replica runs at once.
 
-    `failures`: runs of one line that may fail. `tenant_batches`: batches of a tenant that have not ended.
+    `failures`: failed runs after which a line has failed for good.
+    `tenant_batches`: batches of a tenant that have not ended.
     """
 
     file_bytes: int = 200 * MIB

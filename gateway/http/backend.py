@@ -1,4 +1,4 @@
-"""Everything of the gateway that the HTTP edge needs, as one frozen object of callables."""
+"""Defines what the HTTP edge needs of the rest of the gateway: one frozen object of callables."""
 
 from __future__ import annotations
 

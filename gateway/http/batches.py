@@ -131,7 +131,7 @@ async def submit(batch: Batch, ledger: Ledger, limits: BatchLimits) -> None:
 
 
 async def get_batch(ledger: Ledger, tenant: str, batch_id: str) -> Batch:
-    """Raises NotFound."""
+    """Return a batch of the tenant. Raises NotFound."""
     batch = await ledger.get(tenant, batch_id)
     if batch is None:
         raise NotFound(f"No batch found with id '{batch_id[:100]}'.", param="batch_id")
@@ -170,17 +170,17 @@ def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
 
 
 def _metadata(fields: Fields) -> dict[str, str] | None:
-    given = fields.raw("metadata")
-    if given is None:
+    metadata = fields.raw("metadata")
+    if metadata is None:
         return None
-    pairs = given if isinstance(given, dict) else {}
+    pairs = metadata if isinstance(metadata, dict) else {}
     are_valid = all(
         len(name) <= MAX_METADATA_NAME_CHARS
         and isinstance(value, str)
         and len(value) <= MAX_METADATA_VALUE_CHARS
         for name, value in pairs.items()
     )
-    if not isinstance(given, dict) or len(pairs) > MAX_METADATA_PAIRS or not are_valid:
+    if not isinstance(metadata, dict) or len(pairs) > MAX_METADATA_PAIRS or not are_valid:
         fields.refuse(
             "metadata",
             f"is an object of at most {MAX_METADATA_PAIRS} strings, names up to {MAX_METADATA_NAME_CHARS}"

@@ -1,4 +1,4 @@
-"""Turns exceptions into responses in OpenAI's error shape, and logs those that nobody expected."""
+"""Turns exceptions into responses in OpenAI's error format, and logs the unexpected ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def is_unexpected(exc: BaseException) -> bool:
 
 @contextmanager
 def database_errors(page: Page | None = None) -> Iterator[None]:
-    """Translate the database's errors to errors that a client can read. `page`: the requested one."""
+    """Translate the database's errors to errors that a client can read.
+
+    `page`: the requested page, if a LookupError means that its `after` is unknown.
+    """
     try:
         yield
     except LookupError as exc:

@@ -148,7 +148,7 @@ class _Content:
 
 
 async def get_file(files: Files, tenant: str, file_id: str) -> File:
-    """Raises NotFound."""
+    """Return a file of the tenant. Raises NotFound."""
     file = await files.get(tenant, file_id)
     if file is None:
         raise file_not_found(file_id)

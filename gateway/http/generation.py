@@ -130,8 +130,11 @@ class GenerationEndpoint:
         self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send
     ) -> None:
         """Stream an answer. A failure before the first frame gets its own status, a later one is an event."""
-        last_frames = b""
-        async with self._events(send) as events, aclosing(pieces):
+        last_frames, backend = b"", self.backend
+        event_stream = EventStream(
+            send, backend.clock, keep_alive_s=backend.keep_alive_s, first_byte_s=backend.first_byte_s
+        )
+        async with event_stream as events, aclosing(pieces):
             try:
                 await self._relay(request, pieces, exchange, events)
             except Exception as exc:
@@ -160,12 +163,6 @@ class GenerationEndpoint:
                 await events.write(frames)
         if encoder is None or not encoder.complete:
             raise incomplete_answer()
-
-    def _events(self, send: Send) -> EventStream:
-        backend = self.backend
-        return EventStream(
-            send, backend.clock, keep_alive_s=backend.keep_alive_s, first_byte_s=backend.first_byte_s
-        )
 
 
 def provenance_headers(opening: Opening) -> tuple[Header, ...]:

@@ -78,7 +78,7 @@ class WriteBuffer:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. Cuts it without an answer when the client breaks a limit."""
+    """uvicorn's HTTP protocol. Cuts its connection without an answer when the client breaks a limit."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -180,7 +180,7 @@ def _malformed_request_response() -> bytes:
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to the process. Raises ConfigError if it cannot listen."""
+    """uvicorn's server without its handling of signals. Raises ConfigError if it cannot listen."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:

@@ -42,11 +42,11 @@ def _max_tokens(fields: Fields) -> tuple[str, int | None]:
 
 
 def _logprobs(fields: Fields) -> int | None:
-    wanted = fields.flag("logprobs")
+    enabled = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, TOP_LOGPROBS_LIMIT, None)
-    if top is not None and not wanted:
+    if top is not None and not enabled:
         fields.refuse("top_logprobs", "is only allowed with 'logprobs': true")
-    return (top or 0) if wanted else None
+    return (top or 0) if enabled else None
 
 
 def _refuse_unsupported_by_chat(fields: Fields) -> None:

@@ -29,18 +29,18 @@ def read_format(fields: Fields) -> str:
 def _schema(response_format: Fields) -> str:
     if response_format.required("json_schema") is None:
         return ""
-    given = response_format.child("json_schema")
-    if given is None:
+    json_schema = response_format.child("json_schema")
+    if json_schema is None:
         return ""
-    name = given.required_text("name")
+    name = json_schema.required_text("name")
     if name and not NAME.fullmatch(name):
-        given.refuse("name", NAME_RULE)
-    given.text("description")
-    given.flag("strict")
-    schema = given.raw("schema")
+        json_schema.refuse("name", NAME_RULE)
+    json_schema.text("description")
+    json_schema.flag("strict")
+    schema = json_schema.raw("schema")
     if schema is None:
         return "{}"
     if not isinstance(schema, dict):
-        given.nested("schema", schema)  # records the problem
+        json_schema.nested("schema", schema)  # records the problem
         return ""
     return msgspec.json.encode(schema).decode()

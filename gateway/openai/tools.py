@@ -50,30 +50,30 @@ def read_tools(fields: Fields) -> Tools:
 
 def _choice(fields: Fields, names: list[str]) -> tuple[str, str]:
     """Return the tool choice, and the name of the function that must be called if it is 'named'."""
-    wanted = fields.raw("tool_choice")
-    if wanted in (None, "none"):
-        return ("auto" if wanted is None else "none"), ""
+    tool_choice = fields.raw("tool_choice")
+    if tool_choice in (None, "none"):
+        return ("auto" if tool_choice is None else "none"), ""
     if fields.raw("tools") is None:
         fields.refuse("tool_choice", "is only allowed with 'tools'")
-    elif wanted in ("auto", "required"):
-        return str(wanted), ""
-    elif isinstance(wanted, dict):
+    elif tool_choice in ("auto", "required"):
+        return str(tool_choice), ""
+    elif isinstance(tool_choice, dict):
         return "named", _named_function(fields, names)
     else:
-        message = f"can be 'none', 'auto', 'required' or a function, got {echo(wanted)}"
+        message = f"can be 'none', 'auto', 'required' or a function, got {echo(tool_choice)}"
         fields.refuse("tool_choice", message)
     return "auto", ""
 
 
 def _named_function(fields: Fields, names: list[str]) -> str:
-    wanted = fields.child("tool_choice")
-    if wanted is None:
+    tool_choice = fields.child("tool_choice")
+    if tool_choice is None:
         return ""
-    if wanted.required("type") not in (None, "function"):
-        message = f"can only be 'function', got {echo(wanted.raw('type'))}"
-        wanted.refuse("type", message, UNSUPPORTED)
+    if tool_choice.required("type") not in (None, "function"):
+        message = f"can only be 'function', got {echo(tool_choice.raw('type'))}"
+        tool_choice.refuse("type", message, UNSUPPORTED)
         return ""
-    function = _required_child(wanted, "function")
+    function = _required_child(tool_choice, "function")
     name = "" if function is None else function.required_text("name")
     if function is not None and name and name not in names:
         function.refuse("name", f"is {echo(name)}, which is not among 'tools'")
