@@ -1,4 +1,4 @@
-"""Bad days of a running federation, at full size: clients that vanish, a site that is killed in mid-answer.
+"""Measure a running federation at full size when clients vanish and when a site is killed in mid-answer.
 
     mico up --detach
     python -m bench.accidents --data alpaca_like.jsonl.zst --model mico/demo_model/weights
@@ -28,14 +28,14 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from bench.federation import Answered, ask, beyond_ties, mismatches, prompts
+from bench.federation import Answered, ask, mismatches, prompts, real_mismatches
 from mico.local.folder import Folder, Running
 
 DEADLINE_S = 30.0
 
 
-async def soon(holds: Callable[[], Awaitable[Any]], what: str) -> float:
-    """Seconds until the condition holds; fails after a deadline."""
+async def wait_until(holds: Callable[[], Awaitable[Any]], what: str) -> float:
+    """Return the seconds until the condition holds. Raises AssertionError after a deadline."""
     began = time.perf_counter()
     while not await holds():
         assert time.perf_counter() - began < DEADLINE_S, f"not within {DEADLINE_S:.0f} s: {what}"
@@ -44,7 +44,7 @@ async def soon(holds: Callable[[], Awaitable[Any]], what: str) -> float:
 
 
 class Federation:
-    """What `mico up` runs here, seen from outside."""
+    """A federation started by `mico up` on this machine, seen from outside."""
 
     def __init__(self, folder: Folder, running: Running, http: httpx.AsyncClient, model: str) -> None:
         self.folder, self.running, self.http, self.model = folder, running, http, model
@@ -61,7 +61,7 @@ class Federation:
         return any(site["name"] == name and site["state"] == "ready" for site in await self.sites())
 
     def recorded(self, prefix: str) -> Counter[str]:
-        """Usage rows by status, of the queries whose request id begins so."""
+        """Return the usage rows by status, of the queries whose request id begins with a prefix."""
         with sqlite3.connect(self.folder.path / "mico.db") as database:
             found = database.execute("select status from usage where request_id like ?", (f"{prefix}%",))
             return Counter(status for (status,) in found)
@@ -70,7 +70,7 @@ class Federation:
 async def vanish(
     federation: Federation, name: str, count: int, *, stream: bool, after_token: bool
 ) -> dict[str, Any]:
-    """`count` clients ask for a long answer and are gone, all at once."""
+    """Let `count` clients ask for a long answer and disconnect, all at once."""
     prompt = "Tell me everything about rivers. " * (1 if after_token else 100)
 
     async def one(number: int) -> None:
@@ -92,12 +92,12 @@ async def vanish(
             assert not after_token, "no first token within a minute"
 
     await asyncio.gather(*map(one, range(count)))
-    idle_s = await soon(federation.idle, "every site idle again")
+    idle_s = await wait_until(federation.idle, "every site idle again")
 
     async def recorded() -> bool:
         return sum(federation.recorded(name).values()) >= count
 
-    await soon(recorded, "every query recorded")
+    await wait_until(recorded, "every query recorded")
     return {"clients": count, "idle_again_s": round(idle_s, 3), "usage_rows": federation.recorded(name)}
 
 
@@ -120,7 +120,7 @@ async def kill_a_site(federation: Federation, options: argparse.Namespace) -> di
             for s in await federation.sites()
         )
 
-    await soon(busy, f"{victim.name} at work")
+    await wait_until(busy, f"{victim.name} at work")
     await asyncio.sleep(1.0)  # well into its answers
     os.kill(victim.pid, signal.SIGKILL)
     ended = await asyncio.gather(*asked, return_exceptions=True)
@@ -140,8 +140,8 @@ async def kill_a_site(federation: Federation, options: argparse.Namespace) -> di
     async def back() -> bool:
         return await federation.ready(victim.name)
 
-    back_s = await soon(back, f"{victim.name} back")
-    await soon(federation.idle, "every site idle again")
+    back_s = await wait_until(back, f"{victim.name} back")
+    await wait_until(federation.idle, "every site idle again")
     await client.close()
     return {
         "queries": len(chosen),
@@ -149,7 +149,7 @@ async def kill_a_site(federation: Federation, options: argparse.Namespace) -> di
         "errors": Counter(type(each).__name__ for each in ended if not isinstance(each, Answered)),
         "finish": Counter(each.finish for each in answers),
         "ready_after_restart_s": round(back_s, 2),
-        "greedy_mismatches": beyond_ties(mismatches(options.model, answers, options.max_tokens))
+        "greedy_mismatches": real_mismatches(mismatches(options.model, answers, options.max_tokens))
         if options.model
         else None,
     }

@@ -1,12 +1,12 @@
-"""A batch of real prompts through the command line, while the gateway that runs it is killed in the middle.
+"""Run a batch of real prompts through the command line and kill the gateway that runs it in the middle.
 
     python -m bench.batches --data alpaca_like.jsonl.zst                # one gateway, started again
     python -m bench.batches --data alpaca_like.jsonl.zst --replicas 2   # two on one Postgres, one ends
 
 Starts a federation of its own in a temporary folder. `mico batch run` submits and follows the batch; at a
 third of the lines the gateway that runs it gets SIGKILL. Checks of every line: one answer, valid by the
-`openai` package's own types, and one record of usage; of some, that asking alone gives the same text. Beside
-the batch somebody chats: what that costs the chat is measured too. Exit status 1 if a check fails.
+`openai` package's own types, and one record of usage; of some, that asking alone gives the same text. The
+cost to a chat beside the batch is measured too. Exit status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def write_input(path: Path, texts: list[str], model: str, most: int) -> None:
 
 
 def chats(sdk: OpenAI, model: str, texts: list[str], most: int) -> list[float]:
-    """Seconds to the first token of each, one after another."""
+    """Ask chats one after another and return the seconds to the first token of each."""
     waits = []
     for text in texts:
         began = time.perf_counter()
@@ -142,7 +142,7 @@ def chats(sdk: OpenAI, model: str, texts: list[str], most: int) -> list[float]:
 
 
 def kill_runner(here: Federation) -> str:
-    """SIGKILL to the gateway that holds the lease; its name."""
+    """Send SIGKILL to the gateway that holds the lease and return its name."""
     ((owner,),) = here.scalars(select(batches.c.leased_by))[0]
     named = {("local" if each.name == "gateway" else each.name): each for each in here.running.gateways}
     process = named[owner.rpartition("-")[0]]
@@ -162,7 +162,7 @@ def wait_for_counts(sdk: OpenAI, batch_id: str, least: int) -> None:
 
 
 def wait_for_usage(here: Federation, batch_id: str, least: int) -> None:
-    """Returns after a while in any case: whoever checks sees what is missing."""
+    """Wait for the usage rows, at most for a while: the checks afterwards report what is missing."""
     rows = select(func.count()).select_from(usage).where(usage.c.query_id.like(f"{batch_id}-%"))
     deadline_s = time.monotonic() + 60
     while here.scalars(rows)[0][0][0] < least and time.monotonic() < deadline_s:
@@ -198,7 +198,9 @@ def check(out: Path, errors: Path, count: int, here: Federation, batch_id: str) 
 def large_file(
     here: Federation, base_url: str, process: Process, folder: Path, megabytes: int
 ) -> dict[str, Any]:
-    """Up and down again: seconds, and what the gateway's memory peaked at beyond what it held before."""
+    """Upload and download a large file: seconds of each, and the peak of the gateway's memory beyond its size
+    before.
+    """
     client = Client(base_url, here.facts["api_key"])
     source, back = folder / "large.jsonl", folder / "back.jsonl"
     source.write_bytes(os.urandom(2**20) * megabytes)
@@ -232,7 +234,7 @@ def error_code(line: dict[str, Any]) -> str:
 
 
 def differ_alone(here: Federation, sdk: OpenAI, out: Path, texts: list[str], most: int) -> int:
-    """Of some lines, how many have another greedy text than the same prompt asked alone."""
+    """Count, of some lines, those with another greedy text than the same prompt asked alone."""
     found = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}
     wrong = 0
     for number in range(0, len(texts), max(1, len(texts) // ALONE)):
@@ -281,14 +283,17 @@ def run(options: argparse.Namespace, folder: Path, database_url: str | None) -> 
             "killed_after_s": round(killed_s - began, 1),
             "total_s": round(total_s, 1),
             "lines_per_s": round(options.prompts / total_s, 1),
-            "chat_first_token_ms": {"alone": told(alone_s), "beside_the_batch": told(beside_s)},
+            "chat_first_token_ms": {
+                "alone": quantiles_ms(alone_s),
+                "beside_the_batch": quantiles_ms(beside_s),
+            },
         }
 
 
 def followed(
     here: Federation, folder: Path, source: Path, out: Path, client_url: str
 ) -> subprocess.Popen[str]:
-    """`mico batch run`; with two replicas it is submitted to the first and followed at the other."""
+    """Run `mico batch run`; with two replicas submit to the first and follow at the other."""
     key = ["--api-key", here.facts["api_key"]]
     asked = ["batch", "run", str(source)]
     if len(here.running.root_urls) > 1:
@@ -308,7 +313,7 @@ def first_batch(sdk: OpenAI) -> str:
     raise TimeoutError("no batch was submitted")
 
 
-def told(waits_s: list[float]) -> dict[str, int]:
+def quantiles_ms(waits_s: list[float]) -> dict[str, int]:
     p90 = statistics.quantiles(waits_s, n=10)[-1]
     figures = {"p50": statistics.median(waits_s), "p90": p90, "max": max(waits_s)}
     return {name: round(1000 * value) for name, value in figures.items()}

@@ -1,4 +1,4 @@
-"""Greedy streams through two gateway replicas and five sites while sites, links and a replica fail in turn.
+"""Run greedy streams through two gateways and five sites while sites, links and a gateway fail in turn.
 
     python -m bench.chaos --data alpaca_like.jsonl.zst --model mico/demo_model/weights
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.relay import Relay
-from bench.support.streams import Ended, Load, Watcher, add_options, soon, verdict, wrong_texts
+from bench.support.streams import Load, StreamOutcome, Watcher, add_options, verdict, wait_until, wrong_texts
 from mico import demo_model
 from mico.local.database import prepare_database
 from mico.local.federation import restart_dead, start_all, stop_all, wait_until_ready
@@ -40,7 +40,7 @@ FROZEN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RelayedPlan(Plan):
-    """Some sites reach the gateways through relays, and are told of no other way."""
+    """A plan in which some sites reach the gateways through relays only."""
 
     relays: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class Federation:
 async def kill_site(federation: Federation) -> dict[str, float]:
     victim = federation.running.sites[0]
     os.kill(victim.pid, signal.SIGKILL)
-    noticed_s = await soon(
+    noticed_s = await wait_until(
         lambda: federation.watcher.everywhere(victim.name, False), f"{victim.name} seen as down"
     )
     await federation.restart()
@@ -82,7 +82,7 @@ async def stop_site(federation: Federation) -> dict[str, float]:
     victim = federation.running.sites[1]
     os.kill(victim.pid, signal.SIGSTOP)
     try:
-        noticed_s = await soon(
+        noticed_s = await wait_until(
             lambda: federation.watcher.everywhere(victim.name, False), f"{victim.name} seen as hung"
         )
         await asyncio.sleep(LAMED_S - noticed_s)
@@ -95,7 +95,7 @@ async def cut_links(federation: Federation) -> dict[str, float]:
     name, relays = next(iter(federation.relays.items()))
     for relay in relays:
         relay.cut()
-    noticed_s = await soon(lambda: federation.watcher.everywhere(name, False), f"{name} seen as down")
+    noticed_s = await wait_until(lambda: federation.watcher.everywhere(name, False), f"{name} seen as down")
     await asyncio.sleep(LAMED_S / 2)
     for relay in relays:
         relay.release()
@@ -132,7 +132,7 @@ async def kill_gateway(federation: Federation) -> dict[str, float]:
         whole = len(federation.alive()) == len(federation.running.gateways)
         return whole and await federation.watcher.all_ready([s.name for s in federation.running.sites])
 
-    return {"back_s": await soon(all_there, "the replica back with every site")}
+    return {"back_s": await wait_until(all_there, "the replica back with every site")}
 
 
 FAULTS: dict[str, Callable[[Federation], Awaitable[dict[str, float]]]] = {
@@ -146,11 +146,13 @@ FAULTS: dict[str, Callable[[Federation], Awaitable[dict[str, float]]]] = {
 
 
 async def _back(federation: Federation, name: str) -> float:
-    return await soon(lambda: federation.watcher.everywhere(name, True), f"{name} back")
+    return await wait_until(lambda: federation.watcher.everywhere(name, True), f"{name} back")
 
 
-async def strike(federation: Federation, load: Load) -> list[dict[str, Any]]:
-    """Each fault once, spread over the run; what clients felt from its begin to the next one's."""
+async def inject_faults(federation: Federation, load: Load) -> list[dict[str, Any]]:
+    """Inject each fault once, spread over the run, and return the clients' view from its begin to the next
+    one's.
+    """
     struck = []
     for index, (name, fault) in enumerate(FAULTS.items()):
         await load.reached((index + 0.5) / (len(FAULTS) + 1))
@@ -161,7 +163,7 @@ async def strike(federation: Federation, load: Load) -> list[dict[str, Any]]:
     return struck
 
 
-def felt(struck: list[dict[str, Any]], ended: list[Ended]) -> list[dict[str, Any]]:
+def felt(struck: list[dict[str, Any]], ended: list[StreamOutcome]) -> list[dict[str, Any]]:
     edges = [row["began"] for row in struck] + [float("inf")]
     for row, until in zip(struck, edges[1:], strict=True):
         silences = [e.silence_s for e in ended if row["began"] - 0.5 <= e.silence_at < until]
@@ -171,7 +173,7 @@ def felt(struck: list[dict[str, Any]], ended: list[Ended]) -> list[dict[str, Any
 
 
 async def counted(federation: Federation, load: Load, struck: list[dict[str, Any]]) -> dict[str, Any]:
-    idle_s = await soon(federation.watcher.idle, "every counter at zero")
+    idle_s = await wait_until(federation.watcher.idle, "every counter at zero")
     rows = await verdict(federation.folder.path / "mico.db", load)
     return {**rows, "idle_after_s": idle_s, "faults": felt(struck, load.ended)}
 
@@ -197,7 +199,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         try:
             load = Load(federation.running.root_urls, federation.key, options)
             running = asyncio.create_task(load.run())
-            struck = await strike(federation, load)
+            struck = await inject_faults(federation, load)
             await running
             report = await counted(federation, load, struck)
         finally:

@@ -1,4 +1,4 @@
-"""The page with many sites and a day of history: first paint, redraw, memory, what open pages cost.
+"""Measure the page with many sites and a day of history: first paint, redraw, memory, cost of open pages.
 
 `python -m bench.dashboard --minutes 10`; needs Chromium. One process is a gateway without queries: its
 directory is fed by hand, and everything that the page talks to is the gateway's own.
@@ -65,8 +65,8 @@ INJECTED = """
 """
 
 
-class Yesterday:
-    """A history store that holds a whole day of every site."""
+class DayOfHistory:
+    """A history store that has a whole day of every site."""
 
     def __init__(self, sites: int) -> None:
         self.sites = sites
@@ -116,10 +116,10 @@ def report(directory: Directory, seq: int) -> None:
 
 
 async def serve(port: int, sites: int) -> None:
-    """The gateway's page without its queries, until it is killed."""
+    """Serve the gateway's page without its queries, until the process is killed."""
     directory = Directory()
     fill(directory, sites)
-    publisher = SnapshotPublisher(directory, "bench", history_store=Yesterday(sites))
+    publisher = SnapshotPublisher(directory, "bench", history_store=DayOfHistory(sites))
     now = time.time()
     for second in range(900, 0, -1):
         publisher.history.add(sample_at(now - second, sites))
@@ -191,7 +191,7 @@ def drawn(browser: Browser, sites: int) -> None:
 
 
 def first_paint(browser: Browser, root: str, sites: int, times: int = 5) -> dict[str, list[int]]:
-    """Milliseconds from the start of the navigation, of several loads with an empty cache."""
+    """Return milliseconds from the start of the navigation, of several loads with an empty cache."""
     found: dict[str, list[int]] = {"first_paint_ms": [], "all_drawn_ms": []}
     browser.call("Network.setCacheDisabled", cacheDisabled=True)
     for _ in range(times):
@@ -229,7 +229,7 @@ def metrics(browser: Browser) -> dict[str, float]:
 
 
 def memory(browser: Browser, process: psutil.Process) -> dict[str, float]:
-    """After a forced collection: the page's heap and nodes, and what the gateway's process holds."""
+    """Measure the page's heap and nodes after a forced collection, and the gateway's memory."""
     for _ in range(2):
         browser.call("HeapProfiler.collectGarbage")
     now = metrics(browser)
@@ -242,7 +242,7 @@ def memory(browser: Browser, process: psutil.Process) -> dict[str, float]:
 
 
 def soak(browser: Browser, process: psutil.Process, minutes: int) -> list[dict[str, float]]:
-    """The short window and the long one in turns, a minute each."""
+    """Alternate between the short window and the long one, a minute each."""
     found = [memory(browser, process)]
     for minute in range(minutes):
         browser.click(f"#windows [data-minutes='{(15, 1440)[minute % 2]}']")
@@ -264,7 +264,7 @@ def cores(process: psutil.Process, seconds: float) -> float:
 
 @contextmanager
 def listeners(root: str, number: int) -> Iterator[None]:
-    """So many pages that listen, and read all that they are sent."""
+    """Open `number` connections that listen and read all that is sent to them."""
     import httpx
 
     def listen() -> None:

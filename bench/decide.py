@@ -1,4 +1,4 @@
-"""What one decision costs, and one joint window: python -m bench.decide [--json]
+"""Measure the cost of one decision and of one joint window: python -m bench.decide [--json]
 
 Processor time of this process, so that neighbours on the machine do not count; the least of several rounds.
 """
@@ -28,7 +28,7 @@ PROMISED_WINDOW_MS = 100.0
 
 
 def site(number: int, random: Random) -> Site:
-    """Loaded as sites are: some with slots free, some with a queue."""
+    """Return a site with a typical load: some have slots free, some a queue."""
     identity = SiteIdentity(
         name=f"s{number:04d}",
         boot_id="",
@@ -55,8 +55,8 @@ def site(number: int, random: Random) -> Site:
     return Site(identity, SiteState.READY, load, Credit(), rtt_s=random.uniform(0.005, 0.25))
 
 
-def least_us(call: Callable[[int], object], calls: int) -> float:
-    """Microseconds a call, in the best of the rounds."""
+def min_us(call: Callable[[int], object], calls: int) -> float:
+    """Return microseconds a call, in the best of the rounds."""
     rounds = []
     for _ in range(ROUNDS):
         start = process_time()
@@ -69,21 +69,21 @@ def least_us(call: Callable[[int], object], calls: int) -> float:
 def decision_us(policy: str, sites: int) -> float:
     fleet = Fleet.of(site(number, Random(number)) for number in range(sites))
     demand = Demand("m", prompt_tokens=120, response_tokens=180.0, kv_tokens=600)
-    return least_us(lambda turn: decide(demand, fleet, POLICIES[policy], now_s=0.5, turn=turn), 300)
+    return min_us(lambda turn: decide(demand, fleet, POLICIES[policy], now_s=0.5, turn=turn), 300)
 
 
 def news_us() -> float:
-    """What every report and every assignment costs: one site of the fleet brought up to date."""
+    """Measure the update of one site of the fleet, which every report and every assignment costs."""
     fleet = Fleet.of(site(number, Random(number)) for number in range(1000))
     fresh = [site(number, Random(number + 1)) for number in range(1000)]
-    return least_us(lambda turn: fleet.put(fresh[turn]), 1000)
+    return min_us(lambda turn: fleet.put(fresh[turn]), 1000)
 
 
 def window_ms(queries: int, sites: int) -> float:
     random = Random(0)
     lengths = [random.expovariate(1 / 180) + 1 for _ in range(queries)]
     speeds = [random.uniform(100, 900) for _ in range(sites)]
-    return least_us(lambda _: assign(lengths, speeds), 3) / 1000
+    return min_us(lambda _: assign(lengths, speeds), 3) / 1000
 
 
 def main() -> None:

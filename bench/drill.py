@@ -1,12 +1,13 @@
-"""Region loss on `roots/local`: two gateways and four sites in two regions, applied by Terraform, under load.
+"""Lose a region under load: two gateways and four sites in two regions, applied by Terraform (`roots/local`).
 
     python -m bench.drill region-loss --data alpaca_like.jsonl.zst
 
 One region (its gateway and both its sites) is killed with SIGKILL while greedy streams run; later
 `terraform apply` brings it back. Checked: each query is answered, each text equals that of plain
-`transformers` alone, usage has each answer once and the month's budget what they used, the page says what is
-down and then that all is well, the plan replaces the three dead processes and no other, the region takes load
-again, `destroy` leaves nothing. Exit status 1 where one of these fails. Needs `terraform` on the PATH.
+`transformers` alone, usage has each answer once and the month's budget what they used, the page names what
+is down and then reports that all is well, the plan replaces the three dead processes and no other, the
+region takes load again, `destroy` leaves nothing. Exit status 1 where one of these fails. Needs `terraform`
+on the PATH.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.support.streams import Load, Watcher, add_options, soon, verdict, wrong_texts
+from bench.support.streams import Load, Watcher, add_options, verdict, wait_until, wrong_texts
 from infra.terraform.tests.workspace import SOURCE, Workspace, copy_tree
 from mico import demo_model
 from mico.local.plan import choose_ports
@@ -44,7 +45,7 @@ SITES: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The root in a folder of its own. `urls` by gateway."""
+    """The root applied in its own folder. `urls` by gateway."""
 
     workspace: Workspace
     folder: Path
@@ -55,14 +56,14 @@ class Applied:
         return (self.folder / "key").read_text().strip()
 
     def terraform(self, *command: str) -> tuple[str, float]:
-        """What it printed, and the seconds that it took."""
+        """Run terraform and return its output and the seconds that it took."""
         began: float = time.perf_counter()
         done = self.workspace.terraform(ROOT, *command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         return done.stdout, round(time.perf_counter() - began, 1)
 
     def pids(self) -> dict[str, int]:
-        """By process as Terraform names it: a pool's name and the number of its machine."""
+        """Return pids by process as Terraform names it: a pool's name and the number of its machine."""
         records = self.folder.glob("processes/*/record.json")
         return {path.parent.name: json.loads(path.read_text())["pid"] for path in records}
 
@@ -82,7 +83,7 @@ class Applied:
         subprocess.run(command, check=True, capture_output=True)
 
     def replaced(self) -> list[str]:
-        """The processes that the next apply would replace."""
+        """Return the processes that the next apply would replace."""
         plan, _ = self.terraform("plan")
         return sorted(re.findall(r'machine\["([\w-]+)"\]\S* must be replaced', plan))
 
@@ -114,19 +115,21 @@ def prepared(path: Path) -> Applied:
 
 
 async def banner(watcher: Watcher) -> str:
-    """What the page's first line says, at a gateway that lives."""
+    """Return the page's first line, from a gateway that is alive."""
     overview = await watcher.http.get(f"{watcher.alive()[0]}/admin/api/overview")
     return str(overview.raise_for_status().json()["banner"]["text"])
 
 
 async def page_says(watcher: Watcher, *words: str) -> str:
-    """The page's first line, as soon as all these words are in it: it is made once a second."""
+    """Wait until all these words are in the page's first line, which is made once a second, and return the
+    line.
+    """
 
-    async def said() -> bool:
+    async def shown() -> bool:
         page = await banner(watcher)
         return all(word in page for word in words)
 
-    await soon(said, f"the page says {', '.join(words)}")
+    await wait_until(shown, f"the page says {', '.join(words)}")
     return await banner(watcher)
 
 
@@ -137,7 +140,7 @@ async def lose_region(applied: Applied, watcher: Watcher) -> dict[str, Any]:
     async def noticed() -> bool:
         return all([await watcher.everywhere(name, False) for name in sites])
 
-    noticed_s = await soon(noticed, "both sites seen as down")
+    noticed_s = await wait_until(noticed, "both sites seen as down")
     return {"killed": lost, "noticed_s": noticed_s, "page": await page_says(watcher, *sites)}
 
 
@@ -145,13 +148,13 @@ async def bring_back(applied: Applied, watcher: Watcher, lost: list[str]) -> dic
     await asyncio.to_thread(applied.count_deaths)
     replaced = await asyncio.to_thread(applied.replaced)
     _, apply_s = await asyncio.to_thread(applied.terraform, "apply", "-auto-approve")
-    ready_s = await soon(lambda: watcher.all_ready([f"{name}-0" for name in SITES]), "every site ready")
+    ready_s = await wait_until(lambda: watcher.all_ready([f"{name}-0" for name in SITES]), "every site ready")
     before = await served(applied, watcher, lost)
 
     async def at_work() -> bool:
         return await served(applied, watcher, lost) > before
 
-    load_s = await soon(at_work, "the region that came back serves tokens")
+    load_s = await wait_until(at_work, "the region that came back serves tokens")
     took = {"apply_s": apply_s, "ready_after_s": ready_s, "takes_load_after_s": load_s}
     return {"replaced": replaced, **took, "page": await page_says(watcher, "4 sites ready")}
 
@@ -163,7 +166,9 @@ async def served(applied: Applied, watcher: Watcher, names: list[str]) -> int:
 
 async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str, Any], Load]:
     watcher = Watcher(applied.alive, applied.key)
-    await soon(lambda: watcher.all_ready([f"{name}-0" for name in SITES]), "every site at every gateway")
+    await wait_until(
+        lambda: watcher.all_ready([f"{name}-0" for name in SITES]), "every site at every gateway"
+    )
     await set_budget(watcher)
     load = Load(list(applied.urls.values()), applied.key, options)
     running = asyncio.create_task(load.run())
@@ -174,7 +179,7 @@ async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str
     report["back"] = await bring_back(applied, watcher, report["lost"]["killed"])
     print(report["back"], file=sys.stderr)
     await running
-    report["idle_after_s"] = await soon(watcher.idle, "every counter at zero")
+    report["idle_after_s"] = await wait_until(watcher.idle, "every counter at zero")
     report |= await verdict(applied.folder / "mico.db", load)
     report["budget"] = await budget(watcher, load)
     await watcher.http.aclose()
@@ -182,7 +187,7 @@ async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str
 
 
 async def set_budget(watcher: Watcher) -> None:
-    """A month's tokens for the tenant of the key, more than this run can use."""
+    """Set a month's budget for the key's tenant, more tokens than this run can use."""
     keys = (await watcher.http.get(f"{watcher.alive()[0]}/admin/api/keys")).raise_for_status().json()["keys"]
     limits = {"tokens_per_month": MONTH_TOKENS}
     asked = {"scope": "tenant", "subject": keys[0]["tenant"], "limits": limits, "reason": "drill"}
@@ -191,9 +196,9 @@ async def set_budget(watcher: Watcher) -> None:
 
 
 async def budget(watcher: Watcher, load: Load) -> dict[str, float]:
-    """What both replicas together say is used of the month, beside the response tokens of the answers.
+    """Return the month's use as both replicas together count it, beside the response tokens of the answers.
 
-    A killed replica forgets what it used in its last half second; prompts are in the former only.
+    A killed replica forgets its use of the last half second; only the former counts prompts.
     """
     listed = await watcher.http.get(f"{watcher.alive()[0]}/admin/api/quotas")
     (month,) = [

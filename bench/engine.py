@@ -1,9 +1,9 @@
-"""How fast the engine is on one device, beside transformers' own ways of serving in the same run.
+"""Measure the engine's speed on one device, beside transformers' own ways of serving in the same run.
 
 `python -m bench.engine --model FOLDER --workload alpaca --requests 64 --slots 32 --peer transformers-cb`
-A folder with nothing but a config.json gets random weights. Greedy; every answer is as long as told; as many
-queries are in flight as there are slots, in order of arrival unless `--order` says otherwise for ours. Needs
-torch, transformers, on a GPU triton. The last line is JSON.
+A folder with nothing but a config.json gets random weights. Greedy; every answer has its given length; as
+many queries are in flight as there are slots, in order of arrival unless `--order` names another for the
+engine. Needs torch, transformers, on a GPU triton. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import transformers
 
 from bench.support import roofline
 from bench.support.order import ORDERS, Order
-from bench.support.peers import CLOCKS, PEERS, Clock, Room, Run, room_for
+from bench.support.peers import CLOCKS, PEERS, Clock, Limits, Run, limits_for
 from bench.support.workload import SHAPES, Query, lengths, queries
 from site_engine.core.request import Lane, Request, Sampling
 from site_engine.core.request_queue import POLICIES
@@ -40,7 +40,7 @@ LONGEST_TOKENS = 2048  # prompt and response of one query
 
 
 def load_plain(source: str, device: str, dtype: str) -> Any:
-    """A model as transformers has it: real weights, or random ones in the shape of a config.json."""
+    """Load a model with transformers: real weights, or random ones in the shape of a config.json."""
     chosen = getattr(torch, dtype)
     if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
         config = transformers.AutoConfig.from_pretrained(source)
@@ -52,15 +52,15 @@ def load_plain(source: str, device: str, dtype: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def make_engine(model: LoadedModel, runner: str, room: Room, clock: Clock, order: Order) -> SiteEngine:
-    """The engine as a site would run it, or over a padded batch as the papers do."""
-    budget = room.token_budget
+def make_engine(model: LoadedModel, runner: str, limits: Limits, clock: Clock, order: Order) -> SiteEngine:
+    """Make the engine as a site runs it, or over a padded batch as in the papers."""
+    budget = limits.token_budget
     if runner == "static":  # the prompts of a batch start together
-        budget = max(budget, room.kv_tokens)
+        budget = max(budget, limits.kv_tokens)
     settings = EngineSettings(
-        slots=room.slots,
+        slots=limits.slots,
         token_budget=budget,
-        kv_tokens=room.kv_tokens,
+        kv_tokens=limits.kv_tokens,
         policy=POLICIES["static"] if runner == "static" else order.policy,
         prefix_cache=runner == "packed",
     )
@@ -88,19 +88,19 @@ def run_mico(engine: SiteEngine, work: list[Query], clock: Clock, lane: Lane = L
 
 
 def same_answers(mine: Run, other: Run) -> float:
-    """The share of queries answered with the very same tokens."""
+    """Return the share of queries answered with exactly the same tokens."""
     return sum(a == b for a, b in zip(mine.answers, other.answers, strict=True)) / len(mine.answers)
 
 
 class Runs(NamedTuple):
-    """By name, ours as "mico"; and why a peer could not run."""
+    """Runs by name, the engine's as "mico"; and the reason for each peer that could not run."""
 
     of: dict[str, list[Run]]
     failed: dict[str, str]
 
 
 def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Runs:
-    """Ours and each peer, in turn; new token ids in each repetition; a first round warms up."""
+    """Run the engine and each peer, in turn; new token ids in each repetition; a first round warms up."""
     clock = CLOCKS[options.clock]
 
     def work(repetition: int) -> list[Query]:
@@ -112,13 +112,13 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Run
             repetition=repetition,
         )
 
-    room = room_for(work(0), options.slots, options.token_budget)
+    limits = limits_for(work(0), options.slots, options.token_budget)
     order = ORDERS[options.order]
-    engine = make_engine(served, options.runner, room, clock, order)
+    engine = make_engine(served, options.runner, limits, clock, order)
     contenders: dict[str, Contender] = {"mico": lambda asked: run_mico(engine, asked, clock, order.lane)}
     for name in options.peer:
         model = copy.deepcopy(plain)
-        contenders[name] = partial(_run_peer, name, model, room, clock)
+        contenders[name] = partial(_run_peer, name, model, limits, clock)
     # on a GPU ours makes the graphs of all shapes that it will meet
     contenders["mico"](work(-1) if served.device.type == "cuda" else work(-1)[:2])
     failed = _drop_failing(contenders, work(-1)[:2])
@@ -130,8 +130,8 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Run
 
 
 def _in_turn(contenders: dict[str, Contender], work: list[Query], slots: int) -> dict[str, Run]:
-    """All queries by each. Where one is asked at a time, they take turns at every query: a machine that
-    others use, too, changes its speed within seconds.
+    """Run all queries by each contender. With one slot, contenders take turns at every query: the speed of a
+    shared machine changes within seconds.
     """
     pieces = [[query] for query in work] if slots == 1 else [work]
     runs = {name: list[Run]() for name in contenders}
@@ -151,7 +151,7 @@ def _joined(runs: list[Run]) -> Run:
 
 
 def _drop_failing(contenders: dict[str, Contender], work: list[Query]) -> dict[str, str]:
-    """A first, short pass of each peer: those that cannot are taken out, with the reason."""
+    """Run a first, short pass of each peer and take out those that fail, with the reason."""
     failed = {}
     for name in [name for name in contenders if name != "mico"]:
         try:
@@ -162,8 +162,8 @@ def _drop_failing(contenders: dict[str, Contender], work: list[Query]) -> dict[s
     return failed
 
 
-def _run_peer(name: str, model: Any, room: Room, clock: Clock, work: list[Query]) -> Run:
-    return PEERS[name](model, work, room, clock)
+def _run_peer(name: str, model: Any, limits: Limits, clock: Clock, work: list[Query]) -> Run:
+    return PEERS[name](model, work, limits, clock)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _roofline(options: argparse.Namespace, served: LoadedModel) -> float | None:
-    """Output tokens per second if nothing but this device's memory and products took time."""
+    """Return the output tokens per second if only this device's memory and products took time."""
     sizes = roofline.sizes(served)
     if sizes is None:
         return None

@@ -1,8 +1,8 @@
-"""The engine on one GPU, random weights: is it right, what does a step cost, how many tokens a second.
+"""Measure the engine on one GPU with random weights: correctness, the cost of a step, tokens a second.
 
 `python -m bench.engine_gpu --model bench/models/llama-3.1-8b --do check,steps,sharegpt,alpaca,profile`
 Needs torch, transformers and triton, nothing else. Greedy, exact lengths, all queries at once, at most 256
-running, in order of arrival unless `--order` says chat or batch, which go by the lengths. New token ids
+running, in order of arrival unless `--order` is chat or batch, which go by the lengths. New token ids
 in every repetition; a warm-up run of each is not counted. The last line is JSON.
 """
 
@@ -25,7 +25,7 @@ import triton
 from bench.support.forced import check, device_runner, force_plain
 from bench.support.gpu_costs import ROWS, buckets, fixed_steps, kernels, prefill_rate, profile, seconds
 from bench.support.order import ORDERS
-from bench.support.peers import PEERS, room_for
+from bench.support.peers import PEERS, limits_for
 from bench.support.workload import SHAPES, queries
 from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import AdmissionQueue
@@ -155,7 +155,7 @@ def rate(
 
 
 def beside_peers(engine: SiteEngine, plain: Any, workload: str, count: int) -> dict[str, Any]:
-    """The first queries of a workload: here, and by transformers' own ways of serving, a short pass first."""
+    """Run the first queries of a workload here and by transformers' ways of serving, after a short pass."""
     work = queries(
         workload, count, vocab_size=engine._model.vocab_size, context_tokens=engine._model.context_tokens,
         repetition=7,
@@ -165,8 +165,8 @@ def beside_peers(engine: SiteEngine, plain: Any, workload: str, count: int) -> d
     speeds: dict[str, Any] = {"mico": round(one.tokens / one.wall_s)}
     for name, run in PEERS.items():
         try:
-            run(plain, work[:4], room_for(work[:4], 4, 8192), seconds)
-            speeds[name] = round(run(plain, work, room_for(work, ROWS, 8192), seconds).tokens_per_s)
+            run(plain, work[:4], limits_for(work[:4], 4, 8192), seconds)
+            speeds[name] = round(run(plain, work, limits_for(work, ROWS, 8192), seconds).tokens_per_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is theirs
             speeds[name] = f"{type(error).__name__}: {error}"
         torch.cuda.empty_cache()

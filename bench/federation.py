@@ -1,4 +1,4 @@
-"""Real prompts through a running federation, half streamed and half whole, checked in every way a client can.
+"""Send real prompts through a running federation, half streamed and half whole, and check every answer.
 
     mico up --detach
     python -m bench.federation --data alpaca_like.jsonl.zst --model mico/demo_model/weights
@@ -6,8 +6,8 @@
 Checks: every body is valid by the `openai` package's own types, every answer ends, every site takes part, all
 counters are zero within two seconds of the end, and (with --model) every greedy text equals that of the same
 prompt run alone by plain `transformers` in float32. A prompt longer than the model's context has to be
-refused with a 400 that says so; it is counted (`refused`), and with --model measured. Texts that part where
-the two best tokens are equal but for rounding are told apart (`numeric_ties`).
+refused with a 400 for that reason; it is counted (`refused`), and with --model measured. Texts that differ
+where the two best tokens are equal but for rounding are listed apart (`numeric_ties`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Answered:
 
 
 def prompts(data: Path, count: int, seed: int) -> list[str]:
-    """Distinct real prompts of at most 600 characters."""
+    """Return distinct real prompts of at most 600 characters."""
     found = {text for text in _texts(data) if 0 < len(text) <= 600}
     return random.Random(seed).sample(sorted(found), count)
 
@@ -66,7 +66,7 @@ def _texts(data: Path) -> Iterator[str]:
 async def answer_or_none(
     client: AsyncOpenAI, model: str, prompt: str, number: int, most: int
 ) -> Answered | None:
-    """None: refused, since the prompt is too long for the model."""
+    """Return the answer, or None if the prompt was refused as too long for the model."""
     try:
         return await ask(client, model, prompt, number, most)
     except BadRequestError as refusal:
@@ -155,7 +155,7 @@ async def run(options: argparse.Namespace, key: str) -> dict[str, Any]:
 
 
 async def _idle_sites(base_url: str, key: str) -> list[dict[str, Any]]:
-    """The sites once nothing runs any more; fails if that is not within a second."""
+    """Return the sites once nothing runs any more. Raises AssertionError if it takes over two seconds."""
     url = base_url.removesuffix("/v1") + "/admin/api/sites"
     deadline = time.perf_counter() + 2.0
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
@@ -200,18 +200,18 @@ def _report(
     if options.model:
         differ = mismatches(options.model, answers, options.max_tokens)
         report["numeric_ties"] = {name: gap for name, gap in differ.items() if gap <= TIE}
-        report["greedy_mismatches"] = beyond_ties(differ)
+        report["greedy_mismatches"] = real_mismatches(differ)
         report["wrongly_refused"] = fitting(options.model, refused)
     return report
 
 
-def beyond_ties(differ: dict[str, float]) -> dict[str, float]:
-    """Of what `mismatches` finds, the texts that are wrong."""
+def real_mismatches(differ: dict[str, float]) -> dict[str, float]:
+    """Filter the result of `mismatches`: only texts that differ by more than a numeric tie."""
     return {name: gap for name, gap in differ.items() if gap > TIE}
 
 
 def fitting(folder: Path, refused: list[str]) -> list[str]:
-    """Those that fit the context of the model, with room for a token."""
+    """Return the refused prompts that fit the context of the model, with room for a token."""
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -225,8 +225,8 @@ def fitting(folder: Path, refused: list[str]) -> list[str]:
 
 
 def mismatches(folder: Path, answers: list[Answered], most: int) -> dict[str, float]:
-    """The request ids whose text differs from `generate` run alone on the same prompt, float32; with how far
-    apart the logits of its two best tokens are where the texts part.
+    """Return the request ids whose text differs from `generate` run alone on the same prompt in float32, each
+    with the distance between its two best logits at the first difference.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -250,16 +250,18 @@ def mismatches(folder: Path, answers: list[Answered], most: int) -> dict[str, fl
                 output_logits=True,
                 return_dict_in_generate=True,
             )
-        said = out.sequences[0, length:].tolist()
-        if tokenizer.decode(said, skip_special_tokens=True) != a.text:
-            parts = parting(a.text, [tokenizer.decode(said[:end]) for end in range(1, len(said) + 1)])
+        token_ids = out.sequences[0, length:].tolist()
+        if tokenizer.decode(token_ids, skip_special_tokens=True) != a.text:
+            parts = first_difference(
+                a.text, [tokenizer.decode(token_ids[:end]) for end in range(1, len(token_ids) + 1)]
+            )
             best, second = out.logits[parts][0].topk(2).values.tolist()
             wrong[a.request_id] = best - second
     return wrong
 
 
-def parting(text: str, beginnings: list[str]) -> int:
-    """The index of the first beginning, each of one token more, that `text` does not begin with."""
+def first_difference(text: str, beginnings: list[str]) -> int:
+    """Return the index of the first beginning, each of one token more, that `text` does not have."""
     return next((at for at, each in enumerate(beginnings) if not text.startswith(each)), len(beginnings) - 1)
 
 

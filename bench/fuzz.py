@@ -1,4 +1,4 @@
-"""Bad days: thousands of requests that no good client sends, against a real gateway process.
+"""Send thousands of requests that no good client sends to a real gateway process.
 
     python -m bench.fuzz                    10,000 requests, some minutes
     python -m bench.fuzz --count 1000 --seed 7
@@ -22,25 +22,27 @@ from typing import Any
 
 import httpx
 
-from bench.support.asking import closed_loop, stats
-from tests.support.fuzzing import Draw, Findings, campaign, huge_in_chunks, one
-from tests.support.gateway_process import Contender, Place, mico, upstream
+from bench.support.http_load import closed_loop, stats
+from tests.support.fuzzing import Findings, RandomRequest, campaign, huge_in_chunks, run_case
+from tests.support.gateway_process import GatewayProcess, Workspace, mico, upstream
 from tests.support.scripted_upstream import MODEL
 
 PARTS = 10
 SETTLED_WITHIN_S = 30.0
-MOST_GROWTH_MIB = 16.0
+MAX_GROWTH_MIB = 16.0
 HUGE = 5
 
 
-async def left_over(place: Place, contender: Contender) -> dict[str, float]:
-    """What still counts something once all clients are gone, after as long as it may take to wind up."""
+async def leftovers(workspace: Workspace, gateway: GatewayProcess) -> dict[str, float]:
+    """Return the counters that are still above zero once all clients are gone and the time to settle has
+    passed.
+    """
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + SETTLED_WITHIN_S
     async with httpx.AsyncClient() as client:
         while True:
-            page = (await client.get(f"http://127.0.0.1:{contender.port}/metrics")).text
-            counts = await stats(place.upstream_port)
+            page = (await client.get(f"http://127.0.0.1:{gateway.port}/metrics")).text
+            counts = await stats(workspace.upstream_port)
             open_jobs = counts["begun"] - counts["finished"] - counts["aborted"]
             live = re.search(r"^mico_queries_live (\S+)", page, re.MULTILINE)
             assert live is not None, "the gateway counts its live queries"
@@ -53,27 +55,27 @@ async def left_over(place: Place, contender: Contender) -> dict[str, float]:
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-")))
-        place = Place(options.folder or folder, Path())
-        place.folder.mkdir(parents=True, exist_ok=True)
-        await stack.enter_async_context(upstream(place, 20.0))
-        contender = await stack.enter_async_context(mico(place, "WARNING"))
+        workspace = Workspace(options.folder or folder, Path())
+        workspace.folder.mkdir(parents=True, exist_ok=True)
+        await stack.enter_async_context(upstream(workspace, 20.0))
+        gateway = await stack.enter_async_context(mico(workspace, "WARNING"))
         found, rss, began_s = Findings(), [], time.monotonic()
         for part in range(PARTS):
             each = await campaign(
-                contender.port, contender.key, MODEL, count=options.count // PARTS, seed=options.seed + part
+                gateway.port, gateway.key, MODEL, count=options.count // PARTS, seed=options.seed + part
             )
             found.statuses += each.statuses
             found.wrong += each.wrong
-            rss.append(contender.rss_mib())
+            rss.append(gateway.rss_mib())
             print(json.dumps({"part": part, "wrong": len(found.wrong), "rss_mib": rss[-1]}), flush=True)
         for number in range(HUGE):
-            draw = Draw(random.Random(number), contender.key, MODEL)
-            await one(found, contender.port, huge_in_chunks, draw, f"huge {number}")
-        left = await left_over(place, contender)
+            draw = RandomRequest(random.Random(number), gateway.key, MODEL)
+            await run_case(found, gateway.port, huge_in_chunks, draw, f"huge {number}")
+        left = await leftovers(workspace, gateway)
         good = await closed_loop(
-            contender.port, contender.key, count=100, connections=4, tokens=8, paced=False, stream=False
+            gateway.port, gateway.key, count=100, connections=4, tokens=8, paced=False, stream=False
         )
-        rss.append(contender.rss_mib())
+        rss.append(gateway.rss_mib())
     grown = rss[-1] - rss[PARTS // 2 - 1]
     return {
         "requests": options.count + HUGE,
@@ -87,7 +89,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         "answered_well_afterwards": len(good.replies),
         "kept": not found.wrong
         and not any(left.values())
-        and grown <= MOST_GROWTH_MIB
+        and grown <= MAX_GROWTH_MIB
         and len(good.replies) == 100,
     }
 

@@ -1,11 +1,11 @@
-"""What a gateway adds to a query, and what it costs, beside LiteLLM and smg: one client, one upstream.
+"""Measure what a gateway adds to a query and costs, beside LiteLLM and smg: one client, one upstream.
 
     python -m bench.gateway --peer mico-lexical,litellm,smg --tools VENV/bin --json
     python -m bench.gateway --only memory --queries 200000
     python -m bench.gateway --only profile              where Mico's CPU goes (needs py-spy)
 
 The peers live in an environment of their own: `pip install 'litellm[proxy]' smg`; `mico-lexical` is Mico with
-the cheaper of its predictors, `bare` what Mico is made of with no gateway in it: uvicorn and gRPC. Only
+the cheaper of its predictors, `bare` is uvicorn and gRPC with no gateway in between. Only
 validated answers count; CPU-seconds are those of the gateway's processes, so that other work on the machine
 spoils them least.
 """
@@ -26,9 +26,9 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.support.asking import Connection, Tally, closed_loop, open_loop, quantile_ms, request, stats
 from bench.support.contenders import CONTENDERS, tools_of
-from tests.support.gateway_process import Contender, Place, mico, process, upstream
+from bench.support.http_load import Connection, Tally, closed_loop, open_loop, quantile_ms, request, stats
+from tests.support.gateway_process import GatewayProcess, Workspace, mico, process, upstream
 
 UNARY_TOKENS = 16
 STREAM_TOKENS = 150
@@ -36,7 +36,7 @@ SHORT_STREAM_TOKENS = 16
 STREAMS = 100
 # Beyond, client and upstream would be what is measured on two cores. No multiple of the upstream's iterations
 # a second, so that streams begin in every phase of them.
-MOST_STREAMS_PER_S = 100.7
+MAX_STREAMS_PER_S = 100.7
 ABORTS = 20
 ABORTED_WITHIN_S = 10.0
 GOALS = {
@@ -57,18 +57,18 @@ async def unary_latency(port: int, key: str, count: int) -> Tally:
     )
 
 
-async def cost(contender: Contender, work: Callable[[], Awaitable[Tally]]) -> tuple[Tally, float]:
-    before_s = contender.cpu_s()
+async def cost(gateway: GatewayProcess, work: Callable[[], Awaitable[Tally]]) -> tuple[Tally, float]:
+    before_s = gateway.cpu_s()
     tally = await work()
-    return tally, contender.cpu_s() - before_s
+    return tally, gateway.cpu_s() - before_s
 
 
-async def unary_cost(contender: Contender, count: int) -> dict[str, Any]:
+async def unary_cost(gateway: GatewayProcess, count: int) -> dict[str, Any]:
     tally, cpu_s = await cost(
-        contender,
+        gateway,
         lambda: closed_loop(
-            contender.port,
-            contender.key,
+            gateway.port,
+            gateway.key,
             count=count,
             connections=16,
             tokens=UNARY_TOKENS,
@@ -83,13 +83,13 @@ async def unary_cost(contender: Contender, count: int) -> dict[str, Any]:
     }
 
 
-async def streams_cost(contender: Contender, streams: int) -> dict[str, Any]:
-    """Chunks that clients got; where a gateway joins several into one, they count as one."""
+async def streams_cost(gateway: GatewayProcess, streams: int) -> dict[str, Any]:
+    """Count the chunks that clients got per CPU-second; chunks that a gateway joins count as one."""
     tally, cpu_s = await cost(
-        contender,
+        gateway,
         lambda: closed_loop(
-            contender.port,
-            contender.key,
+            gateway.port,
+            gateway.key,
             count=streams,
             connections=min(STREAMS, streams),
             tokens=STREAM_TOKENS,
@@ -105,18 +105,20 @@ async def streams_cost(contender: Contender, streams: int) -> dict[str, Any]:
     }
 
 
-async def first_token(place: Place, contender: Contender, for_s: float) -> dict[str, Any]:
-    """Short streams at half of what a CPU-second of this gateway serves, beside the upstream at that pace."""
+async def first_token(workspace: Workspace, gateway: GatewayProcess, for_s: float) -> dict[str, Any]:
+    """Run short streams at half the rate that a CPU-second of this gateway serves, beside the upstream at
+    that pace.
+    """
     tokens = SHORT_STREAM_TOKENS
     known, cpu_s = await cost(
-        contender,
+        gateway,
         lambda: closed_loop(
-            contender.port, contender.key, count=60, connections=8, tokens=tokens, paced=True, stream=True
+            gateway.port, gateway.key, count=60, connections=8, tokens=tokens, paced=True, stream=True
         ),
     )
-    per_s = min(0.5 * len(known.replies) / cpu_s, MOST_STREAMS_PER_S)
-    there = await open_loop(contender.port, contender.key, per_s=per_s, for_s=for_s, tokens=tokens)
-    direct = await open_loop(place.upstream_port, "none", per_s=per_s, for_s=for_s, tokens=tokens)
+    per_s = min(0.5 * len(known.replies) / cpu_s, MAX_STREAMS_PER_S)
+    there = await open_loop(gateway.port, gateway.key, per_s=per_s, for_s=for_s, tokens=tokens)
+    direct = await open_loop(workspace.upstream_port, "none", per_s=per_s, for_s=for_s, tokens=tokens)
     first, first_direct = ([each.first_s for each in tally.replies] for tally in (there, direct))
     return {
         "half_load_streams_per_s": round(per_s, 1),
@@ -128,20 +130,20 @@ async def first_token(place: Place, contender: Contender, for_s: float) -> dict[
     }
 
 
-async def aborts(place: Place, contender: Contender) -> dict[str, Any]:
-    """Clients that leave in the middle: how many of their answers the upstream is told to give up."""
+async def aborts(workspace: Workspace, gateway: GatewayProcess) -> dict[str, Any]:
+    """Count the aborts that reach the upstream when clients leave in the middle."""
     arrived = {}
     for stream in (False, True):
-        before = await stats(place.upstream_port)
-        connections = [await Connection.open(contender.port) for _ in range(ABORTS)]
+        before = await stats(workspace.upstream_port)
+        connections = [await Connection.open(gateway.port) for _ in range(ABORTS)]
         for number, connection in enumerate(connections):
-            raw = request(contender.key, 2_000, number, paced=True, stream=stream)
+            raw = request(gateway.key, 2_000, number, paced=True, stream=stream)
             connection.send(raw)
-        await until(place, "begun", before["begun"] + ABORTS)
+        await until(workspace, "begun", before["begun"] + ABORTS)
         for connection in connections:
             connection.leave()
-        await until(place, "aborted", before["aborted"] + ABORTS)
-        arrived[stream] = (await stats(place.upstream_port))["aborted"] - before["aborted"]
+        await until(workspace, "aborted", before["aborted"] + ABORTS)
+        arrived[stream] = (await stats(workspace.upstream_port))["aborted"] - before["aborted"]
     return {
         "aborts_unary": arrived[False],
         "aborts_streamed": arrived[True],
@@ -149,32 +151,34 @@ async def aborts(place: Place, contender: Contender) -> dict[str, Any]:
     }
 
 
-async def until(place: Place, what: str, count: int) -> None:
-    """Until the upstream has counted so many, or ABORTED_WITHIN_S later."""
+async def until(workspace: Workspace, what: str, count: int) -> None:
+    """Wait until the upstream's counter reaches `count`, at most ABORTED_WITHIN_S."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + ABORTED_WITHIN_S
     while loop.time() < deadline_s:
-        if (await stats(place.upstream_port))[what] >= count:
+        if (await stats(workspace.upstream_port))[what] >= count:
             return
         await asyncio.sleep(0.1)
 
 
-async def measured(place: Place, contender: Contender, direct_p50_ms: float, scale: float) -> dict[str, Any]:
-    unary = await unary_latency(contender.port, contender.key, round(500 * scale))
+async def measured(
+    workspace: Workspace, gateway: GatewayProcess, direct_p50_ms: float, scale: float
+) -> dict[str, Any]:
+    unary = await unary_latency(gateway.port, gateway.key, round(500 * scale))
     p50_ms = quantile_ms([each.total_s for each in unary.replies], 0.5)
     return {
         "added_unary_p50_ms": round(p50_ms - direct_p50_ms, 3),
         "unary_p50_ms": p50_ms,
-        **await unary_cost(contender, round(3_000 * scale)),
-        **await streams_cost(contender, round(2 * STREAMS * scale)),
-        **await first_token(place, contender, 10.0 * scale),
-        **await aborts(place, contender),
-        "rss_mib": contender.rss_mib(),
+        **await unary_cost(gateway, round(3_000 * scale)),
+        **await streams_cost(gateway, round(2 * STREAMS * scale)),
+        **await first_token(workspace, gateway, 10.0 * scale),
+        **await aborts(workspace, gateway),
+        "rss_mib": gateway.rss_mib(),
     }
 
 
 def host_loop_ms() -> float:
-    """A fixed piece of work, median of nine: hosts that are shared run at one speed now and another then."""
+    """Time a fixed piece of work, median of nine: a shared host's speed changes."""
     took_s = []
     for _ in range(9):
         began_s = time.thread_time()
@@ -183,15 +187,15 @@ def host_loop_ms() -> float:
     return quantile_ms(took_s, 0.5)
 
 
-async def side_by_side(place: Place, options: argparse.Namespace) -> dict[str, Any]:
+async def side_by_side(workspace: Workspace, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("mico", *options.peer):
         scale = options.scale / 4 if name == "litellm" else options.scale
-        direct = await unary_latency(place.upstream_port, "none", 300)
+        direct = await unary_latency(workspace.upstream_port, "none", 300)
         direct_p50_ms = quantile_ms([each.total_s for each in direct.replies], 0.5)
         before_ms = host_loop_ms()
-        async with CONTENDERS[name](place) as contender:
-            found[name] = await measured(place, contender, direct_p50_ms, scale)
+        async with CONTENDERS[name](workspace) as gateway:
+            found[name] = await measured(workspace, gateway, direct_p50_ms, scale)
             found[name] |= {
                 "direct_unary_p50_ms": direct_p50_ms,
                 "load_average": os.getloadavg()[0],
@@ -201,48 +205,49 @@ async def side_by_side(place: Place, options: argparse.Namespace) -> dict[str, A
     return found
 
 
-async def memory(place: Place, options: argparse.Namespace) -> dict[str, Any]:
-    """Unary queries in ten parts; RSS after each."""
-    async with mico(place, "WARNING") as contender:
+async def memory(workspace: Workspace, options: argparse.Namespace) -> dict[str, Any]:
+    """Run unary queries in ten parts and return the resident memory after each."""
+    async with mico(workspace, "WARNING") as gateway:
         part, answered, rss = options.queries // 10, 0, []
-        before_s = contender.cpu_s()
+        before_s = gateway.cpu_s()
         for _ in range(10):
             tally = await closed_loop(
-                contender.port, contender.key, count=part, connections=16, tokens=4, paced=False, stream=False
+                gateway.port, gateway.key, count=part, connections=16, tokens=4, paced=False, stream=False
             )
             answered += len(tally.replies)
-            rss.append(contender.rss_mib())
+            rss.append(gateway.rss_mib())
             print(json.dumps({"answered": answered, "rss_mib": rss[-1]}), file=sys.stderr, flush=True)
-        cpu_s = contender.cpu_s() - before_s
+        cpu_s = gateway.cpu_s() - before_s
     return {"queries": answered, "rss_mib": rss, "unary_per_cpu_s_quiet_log": round(answered / cpu_s)}
 
 
-async def profile(place: Place, options: argparse.Namespace) -> dict[str, Any]:
-    """Samples of who holds the interpreter, by our innermost function and by the innermost of all; and the
-    CPU of each thread, since what runs outside the interpreter is not in the samples."""
-    sampler = shutil.which("py-spy") or place.tools / "py-spy"
+async def profile(workspace: Workspace, options: argparse.Namespace) -> dict[str, Any]:
+    """Sample the holder of the interpreter, by this package's innermost function and by the innermost of all;
+    and the CPU of each thread, since code outside the interpreter is not in the samples.
+    """
+    sampler = shutil.which("py-spy") or workspace.tools / "py-spy"
     found: dict[str, Any] = {}
-    async with mico(place) as contender:
+    async with mico(workspace) as gateway:
         loads: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
-            "unary": lambda: unary_cost(contender, round(6_000 * options.scale)),
-            "streams": lambda: streams_cost(contender, round(4 * STREAMS * options.scale)),
+            "unary": lambda: unary_cost(gateway, round(6_000 * options.scale)),
+            "streams": lambda: streams_cost(gateway, round(4 * STREAMS * options.scale)),
         }
         for name, load in loads.items():
-            raw = place.folder / f"{name}.samples"
+            raw = workspace.folder / f"{name}.samples"
             sampling = (
                 "record",
                 "-p",
-                contender.process.pid,
+                gateway.process.pid,
                 "-f",
                 "raw",
                 "-o",
                 raw,
                 *("-r", 200, "-d", 8, "--gil"),
             )
-            async with process("py-spy", place, sampler, *sampling) as sampler_process:
-                before = contender.threads()
+            async with process("py-spy", workspace, sampler, *sampling) as sampler_process:
+                before = gateway.threads()
                 load_figures = await load()
-                spent = {name: round(s - before.get(name, 0), 2) for name, s in contender.threads().items()}
+                spent = {name: round(s - before.get(name, 0), 2) for name, s in gateway.threads().items()}
                 load_figures["cpu_s_of_threads"] = {name: s for name, s in spent.items() if s > 0.02}
                 await sampler_process.wait()
             found[name] = load_figures | where(raw.read_text())
@@ -250,7 +255,7 @@ async def profile(place: Place, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def where(samples: str) -> dict[str, Any]:
-    """Shares of all samples: in which function itself, and under which of ours, with all that it calls."""
+    """Return the shares of samples by function itself, and by this package's function with callees."""
     under: Counter[str] = Counter()
     itself: Counter[str] = Counter()
     for line in samples.splitlines():
@@ -276,9 +281,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mico-bench-"))
         )
         folder.mkdir(parents=True, exist_ok=True)
-        place = Place(folder, tools_of(options.tools), options.python)
-        await stack.enter_async_context(upstream(place, options.iteration_ms))
-        return await PARTS[options.only](place, options)
+        workspace = Workspace(folder, tools_of(options.tools), options.python)
+        await stack.enter_async_context(upstream(workspace, options.iteration_ms))
+        return await PARTS[options.only](workspace, options)
 
 
 def missed(figures: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Simulated settings, every rival at every load: python -m bench.matrix RESULTS.jsonl [--jobs N]
+"""Simulate every setting with every rival at every load: python -m bench.matrix RESULTS.jsonl [--jobs N]
 
 Each finished run is a line of RESULTS.jsonl, and what is there already is not run again: one file for one
 `--data`, `--queries` and `--parts`. Tables: python -m bench.studies.matrix_tables RESULTS.jsonl
@@ -39,7 +39,7 @@ ESTIMATORS = ("noisy:0.25", "noisy:0.5", "noisy:1.0", "histogram", "constant")
 
 
 class Job(NamedTuple):
-    """One run. `part` of its trace; `delay_s`: so late reports are."""
+    """One run. `part` is that of its trace; reports are `delay_s` late."""
 
     trace: str
     part: int
@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where queries come from: so many of each of `parts` stretches of every trace."""
+    """The folder of the queries, and the number of queries in each of `parts` stretches of every trace."""
 
     data: Path
     queries: int
@@ -62,7 +62,7 @@ class Source(NamedTuple):
 
 
 def rivals(part: int, loads: tuple[float, ...] = LOADS) -> Iterator[Job]:
-    """`mico` as it is; everybody else with its order and without offload, and two with FCFS."""
+    """Yield `mico` as it is; every rival with the order of `mico` and without offload, and two with FCFS."""
     for trace, sites, load in product(TRACES, SITES, loads):
         here = Job(trace, part, sites, load)
         yield here
@@ -71,7 +71,7 @@ def rivals(part: int, loads: tuple[float, ...] = LOADS) -> Iterator[Job]:
 
 
 def late(part: int) -> Iterator[Job]:
-    """Reports a second late, for all."""
+    """Yield runs with reports a second late, for all policies."""
     return (job._replace(delay_s=1.0) for job in rivals(part, (HIGH,)))
 
 
@@ -86,7 +86,9 @@ def noise(part: int) -> Iterator[Job]:
 
 
 def parts_off(part: int) -> Iterator[Job]:
-    """Offload and the order of `mico` off in turn; at one load its choice of a site too, and two gateways."""
+    """Yield runs with offload and the order of `mico` off in turn; at one load its choice of a site too, and
+    two gateways.
+    """
     for trace, sites, load in product(TRACES, SITES, LOADS):
         here = Job(trace, part, sites, load)
         yield here._replace(offload=False)
@@ -100,7 +102,7 @@ GROUPS = {"rivals": rivals, "late": late, "oracle": oracle, "noise": noise, "off
 
 
 @cache
-def asked(trace: str, part: int, source: Source) -> list[Query]:
+def queries_of(trace: str, part: int, source: Source) -> list[Query]:
     texts = corpus(source.data / "length_corpus.parquet")
     if trace == "poisson":
         return workloads.poisson(texts, source.queries, part)
@@ -116,8 +118,8 @@ def corpus(path: Path) -> pd.DataFrame:
 
 
 @cache
-def expected(trace: str, part: int, source: Source, name: str) -> dict[int, Expected]:
-    queries = asked(trace, part, source)
+def forecasts_of(trace: str, part: int, source: Source, name: str) -> dict[int, Expected]:
+    queries = queries_of(trace, part, source)
     return expectations(queries, estimator(name)(queries))
 
 
@@ -127,7 +129,7 @@ def run(task: tuple[Job, Source]) -> dict[str, Any]:
     most = min(spec.kv_tokens for spec in specs)
     fitting = [
         query
-        for query in asked(job.trace, job.part, source)
+        for query in queries_of(job.trace, job.part, source)
         if query.prompt_tokens + query.response_tokens <= most
     ]
     score, starving_after_s = ORDERS[job.order]
@@ -141,12 +143,12 @@ def run(task: tuple[Job, Source]) -> dict[str, Any]:
         gateways=job.gateways,
     )
     queries = workloads.at_rate(fitting, job.load * capacity(fitting, specs))
-    records = Federation(setting, expected(job.trace, job.part, source, job.estimator)).run(queries)
+    records = Federation(setting, forecasts_of(job.trace, job.part, source, job.estimator)).run(queries)
     return job._asdict() | {"queries": len(queries)} | run_metrics(records).row()
 
 
-def known(path: Path) -> dict[Job, dict[str, Any]]:
-    """The runs that a file of results has."""
+def read_results(path: Path) -> dict[Job, dict[str, Any]]:
+    """Read the runs of a file of results."""
     if not path.exists():
         return {}
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -169,13 +171,13 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = _arguments()
     source = Source(arguments.data, arguments.queries, arguments.parts)
-    done = known(arguments.results)
+    done = read_results(arguments.results)
     wanted = [
         job for name in arguments.only.split(",") for n in range(source.parts) for job in GROUPS[name](n)
     ]
     jobs = [job for job in dict.fromkeys(wanted) if job not in done]
     for trace, part in dict.fromkeys((job.trace, job.part) for job in jobs):
-        expected(trace, part, source, "shipped")  # before the fork, so that each process has it
+        forecasts_of(trace, part, source, "shipped")  # before the fork, so that each process has it
     tasks = [(job, source) for job in jobs]
     pool = multiprocessing.get_context("fork").Pool(arguments.jobs)
     with pool, arguments.results.open("a") as file:

@@ -1,4 +1,4 @@
-"""MICO's evaluation again on real Alpaca lengths: Table 1, KV consumption, makespan over its lower bound.
+"""Repeat MICO's evaluation on real Alpaca lengths: Table 1, KV consumption, makespan over its lower bound.
 
     python -m bench.paper --corpus data/length_corpus.parquet [--seeds 10] [--batches 2,6,10] --json
 
@@ -40,7 +40,9 @@ PAPER_KV_REDUCTION = 0.4489
 
 
 def static_makespan(lengths: Sequence[int], clouds: int, batch: int) -> int:
-    """Queries dealt out by number; each cloud runs batches as they come, each until its longest has ended."""
+    """Deal queries out by number; each cloud runs batches in order of arrival, each until its longest has
+    ended.
+    """
     return max(
         sum(max(dealt[at : at + batch]) for at in range(0, len(dealt), batch))
         for dealt in (lengths[cloud::clouds] for cloud in range(clouds))
@@ -50,9 +52,9 @@ def static_makespan(lengths: Sequence[int], clouds: int, batch: int) -> int:
 def simulated_makespan(
     queries: list[Query], expected: dict[int, Expected], clouds: int, batch: int, *, best: bool
 ) -> float:
-    """Iterations until all is answered: the paper's joint assignment, first come first served.
+    """Return the iterations until all is answered: the paper's joint assignment, first come first served.
 
-    `best`: assigned and ordered by how long an answer may become, and offloaded.
+    `best`: assigned and ordered by the possible length of an answer, and offloaded.
     """
     step = IterationCost(base_s=1.0)
     sites = tuple(SiteSpec(f"s{cloud}", batch, step, 0.0, 1 << 24) for cloud in range(clouds))
@@ -70,8 +72,8 @@ def simulated_makespan(
 
 
 def inserted_makespan(lengths: Sequence[int], clouds: int, batch: int) -> int:
-    """The paper's inference framework without its scheduling: dealt out by number, and a row that ends makes
-    place for the next.
+    """Return the makespan of the paper's inference framework without its scheduling: queries are dealt out by
+    number, and a row that ends makes place for the next.
     """
     ends = []
     for cloud in range(clouds):
@@ -85,8 +87,8 @@ def inserted_makespan(lengths: Sequence[int], clouds: int, batch: int) -> int:
 def scheduled_makespan(
     queries: Sequence[Query], expected: dict[int, Expected], clouds: int, batch: int
 ) -> int:
-    """The paper's scheduling without its inference framework: assigned jointly, in static batches of what is
-    forecast to be alike.
+    """Return the makespan of the paper's scheduling without its inference framework: assigned jointly, in
+    static batches of like forecasts.
     """
     forecast = [expected_length(expected[query.number]) for query in queries]
     places = assign(forecast, [1.0] * clouds)
@@ -103,7 +105,7 @@ def lower_bound(lengths: Sequence[int], clouds: int, batch: int) -> float:
 
 
 def static_kv(queries: Sequence[Query], batch: int) -> int:
-    """Token-places held, summed over iterations: a batch's rows as wide as its longest prompt, to its end."""
+    """Sum token-places over iterations: a batch's rows as wide as its longest prompt, to its end."""
     total = 0
     for at in range(0, len(queries), batch):
         rows = queries[at : at + batch]
@@ -113,7 +115,7 @@ def static_kv(queries: Sequence[Query], batch: int) -> int:
 
 
 def packed_kv(queries: Sequence[Query]) -> int:
-    """The same where each row holds its own tokens only, and only until it has ended."""
+    """Sum token-places where each row has its own tokens only, and only until it has ended."""
     return sum(
         q.response_tokens * q.prompt_tokens + q.response_tokens * (q.response_tokens + 1) // 2
         for q in queries
@@ -129,7 +131,7 @@ def seeded(texts: Any, seeds: int, name: str) -> list[tuple[list[Query], dict[in
 
 
 class Makespans(NamedTuple):
-    """Of one workload on so many clouds and rows, in iterations."""
+    """Makespans of one workload on a number of clouds and rows, in iterations."""
 
     static: float
     scheduled: float
@@ -152,7 +154,7 @@ def makespans(queries: list[Query], expected: dict[int, Expected], clouds: int, 
 
 
 def cell(workload: list[tuple[list[Query], dict[int, Expected]]], clouds: int, batch: int) -> dict[str, Any]:
-    """Means over the seeds; the worst of them too where a promise holds for each."""
+    """Return means over the seeds; the worst of them too where a promise is for each."""
     found = [makespans(queries, expected, clouds, batch) for queries, expected in workload]
     return {
         "clouds": clouds,
@@ -174,7 +176,7 @@ def kv_reduction(workload: list[tuple[list[Query], dict[int, Expected]]], batch:
     return mean(1 - packed_kv(queries) / static_kv(queries, batch) for queries, _ in workload)
 
 
-def told(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     return (
         "{clouds} clouds, batch {batch:2}: {ratio:.2f}x static (only scheduling {only_scheduling_ratio:.2f}, "
         "only insertion {only_insertion_ratio:.2f}, both {assigned_ratio:.2f}, at best {bound_ratio:.2f}), "
@@ -223,7 +225,7 @@ def main() -> None:
         row = cell(workload, clouds, batch)
         table.append(row)
         if not arguments.json:
-            print(told(row), flush=True)
+            print(format_row(row), flush=True)
     reductions = {batch: kv_reduction(workload, batch) for batch in batches}
     result = {
         "table1": table,

@@ -1,8 +1,8 @@
-"""What the extra hop costs: a server of the OpenAI kind asked directly, and through a site in front of it.
+"""Measure the extra hop: a server of the OpenAI kind asked directly, and through a site in front of it.
 
 Three processes on this machine: a server that sends tokens at an even pace, the site, and this one, which is
 the client of the one and the gateway of the other. Run: python -m bench.remote
-With `same --url URL --model NAME`: whether greedy answers of a real server are the same through a site.
+With `same --url URL --model NAME`: compares greedy answers of a real server with those through a site.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Took:
 
 
 async def serve(tokens: int, pace_s: float) -> None:
-    """Answers every POST with `tokens` chunks, one each `pace_s`; prints its port."""
+    """Answer every POST with `tokens` chunks, one each `pace_s`; print the port."""
     server = await asyncio.start_server(lambda r, w: converse(r, w, tokens, pace_s), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
@@ -114,7 +114,7 @@ async def direct(client: httpx.AsyncClient) -> Took:
 
 @dataclass
 class Gateway(federation_pb2_grpc.FederationServicer):
-    """One stream; notes when the first and the last word of each attempt arrive."""
+    """One stream of a site; notes when the first and the last word of each attempt arrive."""
 
     joined: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: dict[str, asyncio.Future[Took]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Gateway(federation_pb2_grpc.FederationServicer):
                     self.waiting[delta.attempt_id].set_result(took)
 
     async def ask(self, model: str = "m", prompt: str = PROMPT, most: int | None = None) -> Took:
-        """Greedy; the text of the n-th question is texts[str(n)]."""
+        """Ask greedily; the text of the n-th question is texts[str(n)]."""
         self.number += 1
         name = str(self.number)
         self.waiting[name] = asyncio.get_running_loop().create_future()
@@ -157,7 +157,7 @@ class Gateway(federation_pb2_grpc.FederationServicer):
 
 
 async def measure(ask: Callable[[], Awaitable[Took]], answers: int, at_once: int) -> list[Took]:
-    """`answers` in all, always `at_once` of them under way; as many before that do not count."""
+    """Ask for `answers` in all, `at_once` at a time; as many before that are not counted."""
 
     async def one_after_another(count: int) -> list[Took]:
         return [await ask() for _ in range(count)]
@@ -184,7 +184,7 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 @asynccontextmanager
 async def site_before(url: str, slots: int, *more: str) -> AsyncIterator[tuple[Gateway, int]]:
-    """A gateway that the site in front of `url` has joined, and the site's process id."""
+    """Yield a gateway that the site in front of `url` has joined, and the site's process id."""
     gateway, grpc_server = Gateway(), grpc.aio.server()
     federation_pb2_grpc.add_FederationServicer_to_server(gateway, grpc_server)  # type: ignore[no-untyped-call]
     address = f"127.0.0.1:{grpc_server.add_insecure_port('127.0.0.1:0')}"
@@ -202,7 +202,7 @@ async def site_before(url: str, slots: int, *more: str) -> AsyncIterator[tuple[G
 
 
 async def same(options: argparse.Namespace) -> dict[str, Any]:
-    """Greedy texts of a running server, asked directly and through a site, four at a time."""
+    """Compare greedy texts of a running server, asked directly and through a site, four at a time."""
     prompts = [form.format(topic) for form in FORMS for topic in TOPICS]
     async with (
         site_before(options.url, 4, f"model={options.model}", "served_model=m") as (gateway, _),

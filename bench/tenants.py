@@ -1,4 +1,4 @@
-"""Two real gateway replicas on one real Postgres: quotas, revocation, an absent database, a killed replica.
+"""Measure two replicas on one real Postgres: quotas, revocation, an absent database, a killed replica.
 
     python -m bench.tenants                 all parts, about eight minutes
     python -m bench.tenants --only quota    one of: quota, revoke, outage, kill, turns
@@ -38,7 +38,7 @@ from migrations import upgrade
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request
 from site_engine.core.request_queue import AdmissionQueue
 from tests.support.postgres_server import PostgresServer, find_binaries
-from tests.support.stand_in_site import TOKEN, StandIn
+from tests.support.stand_in_site import TOKEN, StandInSite
 
 PEPPER = "a pepper for measurements, long enough"
 ANSWER_TOKENS = 20
@@ -124,7 +124,7 @@ class Scene:
         return found
 
     async def offer(self, key: str, per_s: float, count: int, first: int = 0) -> list[Answered]:
-        """So many queries at an even pace, whether or not earlier ones have been answered."""
+        """Send queries at an even pace, whether or not earlier ones have been answered."""
         began, tasks = time.monotonic(), []
         for number in range(first, first + count):
             await asyncio.sleep(max(0.0, began + (number - first) / per_s - time.monotonic()))
@@ -132,7 +132,7 @@ class Scene:
         return await asyncio.gather(*tasks)
 
     async def rows(self, expected: int) -> Counter[str]:
-        """Usage rows by request id, once there are so many or a minute has passed."""
+        """Return usage rows by request id, once there are enough or a minute has passed."""
         engine = open_engine(self.url)
         deadline_s = time.monotonic() + 60
         while True:
@@ -144,7 +144,7 @@ class Scene:
             await asyncio.sleep(0.5)
 
     async def granted(self, answered: int) -> list[tuple[float, int]]:
-        """When each query that used tokens was let through to a site, in order, and how many it used."""
+        """Return when each query that used tokens was admitted to a site, in order, and its tokens."""
         await self.rows(answered)
         at = usage.c.received_at + decisions.c.decided_s
         tokens = usage.c.prompt_tokens + usage.c.completion_tokens
@@ -174,7 +174,7 @@ async def scene(replicas: int = 2) -> AsyncIterator[Scene]:
         for replica in found:
             await replica.start()
             stack.push_async_callback(replica.end)
-            site = StandIn(f"127.0.0.1:{replica.grpc_port}", PROMPT_TOKENS, ANSWER_TOKENS)
+            site = StandInSite(f"127.0.0.1:{replica.grpc_port}", PROMPT_TOKENS, ANSWER_TOKENS)
             await stack.enter_async_context(site)
         limits = httpx.Limits(max_connections=500, max_keepalive_connections=100)
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=60, limits=limits))
@@ -203,7 +203,7 @@ async def new_key(here: Scene, tenant: str) -> tuple[str, str]:
 
 
 async def quota_part(limit: int = 6_000, minutes: float = 2.5) -> dict[str, Any]:
-    """A quota of `limit` tokens a minute, three times as much asked of two replicas."""
+    """Set a quota of `limit` tokens a minute and ask for three times as much of two replicas."""
     async with scene() as here:
         _, key = await new_key(here, "shop")
         async with open_store(here.url, here.folder, pepper=PEPPER, serving=False) as store:
@@ -239,7 +239,7 @@ def most_in_a_minute(granted: list[tuple[float, int]]) -> int:
 
 
 async def revoke_part(times: int = 5) -> dict[str, Any]:
-    """From the commit of a revocation until the last replica has refused the key."""
+    """Time from the commit of a revocation until the last replica has refused the key."""
     async with scene() as here:
         seconds = []
         for _ in range(times):
@@ -262,7 +262,7 @@ async def revoke_part(times: int = 5) -> dict[str, Any]:
 
 
 async def outage_part(queries: int = 5_000, per_s: float = 25.0) -> dict[str, Any]:
-    """Postgres killed and restarted at once, then away for 60 s, under load."""
+    """Kill Postgres and restart it at once, then take it away for 60 s, under load."""
     async with scene() as here:
         _, key = await new_key(here, "shop")
         async with open_store(here.url, here.folder, pepper=PEPPER, serving=False) as store:
@@ -308,7 +308,7 @@ async def outage_part(queries: int = 5_000, per_s: float = 25.0) -> dict[str, An
 
 
 async def started(postgres: PostgresServer, tries: int = 5) -> None:
-    """It may need a moment until what the killed one held is free."""
+    """Start a replica, with retries until the resources of the killed one are free."""
     for left in reversed(range(tries)):
         try:
             await asyncio.to_thread(postgres.start)
@@ -320,7 +320,9 @@ async def started(postgres: PostgresServer, tries: int = 5) -> None:
 
 
 async def kill_part(kills: int = 3, per_s: float = 50.0, each_s: float = 5.0) -> dict[str, Any]:
-    """`kill -9` of a replica under load, again and again; what was answered is recorded after its restart."""
+    """Kill a replica with SIGKILL under load, again and again; check the records of answered queries after
+    each restart.
+    """
     async with scene(replicas=1) as here:
         _, key = await new_key(here, "shop")
         (replica,) = here.replicas
@@ -347,10 +349,11 @@ async def kill_part(kills: int = 3, per_s: float = 50.0, each_s: float = 5.0) ->
 
 
 async def turns_part(served_tokens: int = 2_000_000) -> dict[str, Any]:
-    """The queue of one site of our own, no model: who gets its tokens, and what a flood costs the others.
+    """Measure the queue of one native site without a model: each tenant's tokens, and the cost of a flood to
+    the others.
 
-    Four tenants with answers of 50 to 1,600 tokens have all the demand there can be; then one floods the
-    queue and another asks for 100 tokens now and then.
+    Four tenants with answers of 50 to 1,600 tokens have unlimited demand; then one floods the queue and
+    another asks for 100 tokens now and then.
     """
     sizes = {"a": 50, "b": 200, "c": 800, "d": 1_600}
     queue, got, number = AdmissionQueue(), Counter[str](), itertools.count()
@@ -375,7 +378,7 @@ async def turns_part(served_tokens: int = 2_000_000) -> dict[str, Any]:
 
 
 def flooded(queue: AdmissionQueue, number: Iterator[int], times: int = 200) -> list[int]:
-    """For each rare query, the tokens that the flood got while it waited."""
+    """Return, for each rare query, the tokens that the flood got while it waited."""
     waits, served = [], 0
     for _ in range(1_000):
         queue.push(waiting(next(number), "flood", 200))

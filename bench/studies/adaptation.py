@@ -1,5 +1,4 @@
-"""What 200 answers of an unseen source teach, as in the paper: `python -m bench.studies.adaptation --data
-FILE`.
+"""Measure what 200 answers of an unseen source teach: python -m bench.studies.adaptation --data FILE
 
 Trains a lexical model without the source, updates it with 200 of its answers and a rehearsal of the rest, and
 scores both on prompts that neither saw: there, and elsewhere. With `--artifact` nothing is trained: that one
@@ -30,45 +29,53 @@ from predictor.update.update import update
 
 ITEMS = 200
 FIGURES = ("rows", "accuracy_1024", "majority_1024", "mae", "spearman", "log_loss", "p90_coverage")
-MOST_SCORED = 6_000
+MAX_SCORED = 6_000
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--data", type=Path, required=True)
-    asked.add_argument("--unseen", default="gsm8k", help="the source that is left out")
-    asked.add_argument("--model", default="human", help="whose answers of that source")
-    asked.add_argument("--prompts", type=int, default=8_000, help="so many prompts of the others")
-    asked.add_argument("--artifact", type=Path, help="lexical, small, large or a folder; instead of training")
-    asked.add_argument("--halves", action="store_true", help="half of what the artifact never read, each way")
-    told = asked.parse_args()
-    if told.halves and told.artifact is None:
-        asked.error("--halves needs --artifact")
-    frame = dataset.read(told.data)
-    unseen = frame[(frame.source == told.unseen) & (frame.model == told.model)]
-    others = frame[frame.source != told.unseen]
-    kept = others.drop_duplicates("prompt_id").sample(told.prompts, random_state=7).prompt_id
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--unseen", default="gsm8k", help="the source that is left out")
+    parser.add_argument("--model", default="human", help="whose answers of that source")
+    parser.add_argument("--prompts", type=int, default=8_000, help="so many prompts of the others")
+    parser.add_argument(
+        "--artifact", type=Path, help="lexical, small, large or a folder; instead of training"
+    )
+    parser.add_argument(
+        "--halves", action="store_true", help="half of what the artifact never read, each way"
+    )
+    options = parser.parse_args()
+    if options.halves and options.artifact is None:
+        parser.error("--halves needs --artifact")
+    frame = dataset.read(options.data)
+    unseen = frame[(frame.source == options.unseen) & (frame.model == options.model)]
+    others = frame[frame.source != options.unseen]
+    kept = others.drop_duplicates("prompt_id").sample(options.prompts, random_state=7).prompt_id
     others = others[others.prompt_id.isin(kept)].reset_index(drop=True)
-    if told.artifact is not None:
+    if options.artifact is not None:
         fresh = dataset.split(unseen)
         unseen = pd.concat([fresh.calibration, fresh.held_out], ignore_index=True)
         unseen["prompt_id"] = "fresh " + unseen.prompt_id  # else an update would keep them all aside
-    unseen = unseen.assign(model=f"{told.model}-of-the-new-source")
-    items = unseen.sample(frac=0.5 if told.halves else None, n=None if told.halves else ITEMS, random_state=7)
+    unseen = unseen.assign(model=f"{options.model}-of-the-new-source")
+    items = unseen.sample(
+        frac=0.5 if options.halves else None, n=None if options.halves else ITEMS, random_state=7
+    )
     rest = unseen[~unseen.prompt_id.isin(items.prompt_id)]
     found = []
-    for learned, scored in [(items, rest), (rest, items)][: 2 if told.halves else 1]:
+    for learned, scored in [(items, rest), (rest, items)][: 2 if options.halves else 1]:
         with TemporaryDirectory() as folder:
-            found.append(measured(Path(folder), learned, scored, others, told.artifact))
-    conditions = {**vars(told), "data": told.data.name, "items": len(items), "load": os.getloadavg()[0]}
-    figures = {"halves": found} if told.halves else found[0]
+            found.append(measure(Path(folder), learned, scored, others, options.artifact))
+    conditions = {**vars(options), "data": options.data.name, "items": len(items), "load": os.getloadavg()[0]}
+    figures = {"halves": found} if options.halves else found[0]
     print(json.dumps({"conditions": conditions, **figures}, default=str))
 
 
-def measured(
+def measure(
     folder: Path, items: pd.DataFrame, rest: pd.DataFrame, others: pd.DataFrame, artifact: Path | None
 ) -> dict[str, Any]:
-    """Figures there (`rest`) and elsewhere, before and after learning `items`, or why it was refused."""
+    """Return figures there (`rest`) and elsewhere, before and after learning `items`, or the reason of a
+    refusal.
+    """
     elsewhere, outcomes = folder / "elsewhere.parquet", folder / "outcomes.parquet"
     others.to_parquet(elsewhere)
     items.to_parquet(outcomes)
@@ -83,7 +90,7 @@ def measured(
     places = {"there": rest, "elsewhere": dataset.split(others).held_out}
     served = {when: OnnxForecaster(folder / when) for when in ("before", "after")}
     return {
-        place: {when: figures_of(forecaster, rows.head(MOST_SCORED)) for when, forecaster in served.items()}
+        place: {when: figures_of(forecaster, rows.head(MAX_SCORED)) for when, forecaster in served.items()}
         for place, rows in places.items()
     }
 

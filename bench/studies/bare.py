@@ -1,7 +1,7 @@
-"""The least that these libraries can do: uvicorn in front, gRPC behind, and nothing of a gateway between.
+"""Serve with uvicorn in front, gRPC behind and nothing of a gateway between: the floor of these libraries.
 
-No keys, quotas, forecasts, decisions, records or checks. What it adds to a query is what any gateway made of
-these parts adds at least, on the machine and in the minute in which it is measured.
+No keys, quotas, forecasts, decisions, records or checks. Its added time is the least of any gateway made of
+these parts, on the machine and in the minute in which it is measured.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from wire import federation_pb2_grpc as rpc
 HEADERS = {False: [(b"content-type", b"application/json")], True: [(b"content-type", b"text/event-stream")]}
 
 
-class Said(msgspec.Struct):
+class Message(msgspec.Struct):
     role: str
     content: str
 
 
 class Request(msgspec.Struct):
     model: str
-    messages: list[Said]
+    messages: list[Message]
     stream: bool = False
     max_tokens: int | None = None
 

@@ -1,4 +1,4 @@
-"""What an iteration costs in CPU time beside the model: planning, packing, sampling, text, load figures.
+"""Measure an iteration's CPU time beside the model: planning, packing, sampling, text, load figures.
 
 `python -m bench.studies.bookkeeping [--rows 256]` replaces the forward pass by fixed logits; the last line
 is JSON.
@@ -37,7 +37,9 @@ class Times(NamedTuple):
 
 
 def step_times(rows: int, steps: int) -> Times:
-    """Decode iterations of the demo model with all rows running, text included, without its forward pass."""
+    """Time decode iterations of the demo model with all rows running, text included, without its forward
+    pass.
+    """
     model = load(str(DEMO_MODEL))
     settings = EngineSettings(slots=rows, token_budget=max(8192, rows), kv_tokens=rows * 512)
     engine = packed_engine(model, settings, time.perf_counter)

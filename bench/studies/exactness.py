@@ -1,5 +1,6 @@
-"""The engine against `generate` and transformers' continuous batching: random requests over families,
-runners, policies, engine shapes, tight pools, swaps and sharing.
+"""Compare the engine with `generate` and transformers' continuous batching on random requests.
+
+The requests vary over families, runners, policies, engine shapes, tight pools, swaps and sharing.
 
 `python -m bench.studies.exactness [--requests 2000]` compares float32 greedy tokens; the last line is JSON.
 A difference counts unless the plain model's two best logits there are closer than rounding.
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from bench.support.peers import Room, run_continuous
+from bench.support.peers import Limits, run_continuous
 from bench.support.workload import Query
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling
 from site_engine.core.request_queue import DEFAULT_POLICY, POLICIES
@@ -53,7 +54,7 @@ def pair(name: str) -> Pair:
 
 
 def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
-    """A shape of engine; most have a pool so tight that requests are preempted."""
+    """Return an engine of a random shape; most have a pool so tight that requests are preempted."""
     slots, runner = rnd.randint(1, 16), rnd.choice(RUNNERS)
     kv_tokens = rnd.choice([128, 144, 192, 4096])
     paged = runner == "packed"
@@ -81,7 +82,7 @@ def random_engine(rnd: random.Random, served: LoadedModel) -> SiteEngine:
 
 
 def random_requests(rnd: random.Random) -> list[Request]:
-    """Some prompts begin alike; forecasts are too short, so that nothing is reserved."""
+    """Return requests of which some begin alike; forecasts are too short, so that nothing is reserved."""
     beginnings = [[rnd.randrange(1, VOCAB) for _ in range(rnd.choice([8, 24, 40]))] for _ in range(3)]
     requests = []
     for at in range(REQUESTS_PER_ENGINE):
@@ -96,7 +97,7 @@ def random_requests(rnd: random.Random) -> list[Request]:
 def serve(
     engine: SiteEngine, requests: list[Request], rnd: random.Random
 ) -> tuple[dict[str, list[int]], Counter[str]]:
-    """All answers; requests trickle in while others run."""
+    """Return all answers; requests trickle in while others run."""
     answers: dict[str, list[int]] = {request.id: [] for request in requests}
     seen: Counter[str] = Counter()
     waiting = list(requests)
@@ -133,13 +134,13 @@ def continuous_copy(name: str) -> Any:
 
 
 def together(name: str, requests: list[Request]) -> list[list[int]]:
-    """What transformers' continuous batching answers to all of them."""
+    """Return the answers of transformers' continuous batching to all requests."""
     work = [Query(list(request.prompt), request.max_tokens) for request in requests]
-    return run_continuous(continuous_copy(name), work, Room(8, 128, 4096), time.perf_counter).answers
+    return run_continuous(continuous_copy(name), work, Limits(8, 128, 4096), time.perf_counter).answers
 
 
 def is_a_tie(model: Any, request: Request, answer: list[int], expected: list[int]) -> bool:
-    """Whether the first different token was a matter of rounding."""
+    """Return whether the first different token is a matter of rounding."""
     at = next((n for n, two in enumerate(zip(answer, expected, strict=False)) if two[0] != two[1]), None)
     if at is None:
         return False
@@ -152,7 +153,7 @@ def is_a_tie(model: Any, request: Request, answer: list[int], expected: list[int
 def compare(
     where: str, plain: Any, requests: list[Request], answers: dict[str, list[int]], expected: list[list[int]]
 ) -> Counter[str]:
-    """How many differ, and how many of these by rounding alone."""
+    """Count the answers that differ, and those of them that differ by rounding alone."""
     count: Counter[str] = Counter()
     for request, wanted in zip(requests, expected, strict=True):
         if answers[request.id] != wanted:

@@ -1,10 +1,10 @@
-"""Servers that others wrote, beside a native site: is every answer as when the server is asked itself?
+"""Ask servers of other projects beside a native site: is every answer as when the server is asked itself?
 
     transformers serve --port 9001 …; mlx_lm.server --port 9002 …; guidellm mock-server --port 9003 …
     python -m bench.studies.foreign --data alpaca_like.jsonl.zst --server hf=http://127.0.0.1:9001,MODEL \\
         --server mlx=http://127.0.0.1:9002,MODEL --server mock=http://127.0.0.1:9003,MODEL,mock
 
-`--server NAME=URL,MODEL[,SERVED]`: MODEL is what the server calls its model, SERVED what clients call it
+`--server NAME=URL,MODEL[,SERVED]`: MODEL is the name at the server, SERVED the name for clients
 (the demo model where absent, so that its queries spread over native and foreign sites alike). The prompts are
 asked of each server directly, one at a time, then all together through the gateway, greedily, half of them
 streamed. Each text is compared with that of the server (or `generate`, for the native site) that
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import httpx
 from openai import APIStatusError, AsyncOpenAI
 
-from bench.federation import Answered, ask, beyond_ties, mismatches, prompts
-from bench.support.streams import Watcher, soon
+from bench.federation import Answered, ask, mismatches, prompts, real_mismatches
+from bench.support.streams import Watcher, wait_until
 from mico import demo_model
 from mico.local.database import prepare_database
 from mico.local.federation import start_all, start_process, stop_all
@@ -52,7 +52,7 @@ def foreign(text: str) -> Foreign:
 
 
 def begin(folder: Folder, servers: list[Foreign], model: Path) -> Running:
-    """A gateway, one native site, and a site in front of each server."""
+    """Start a gateway, one native site, and a site in front of each server."""
     ports = choose_ports(0)
     plan = Plan(folder, (ports,), str(model), (profiles(1)[0],), folder.database_url, demo_model.NAME)
     running = start_all(plan)
@@ -88,7 +88,9 @@ async def directly(server: Foreign, texts: list[str], most: int) -> dict[str, st
 
 
 async def expectations(server: Foreign, texts: list[str], most: int) -> dict[str, str]:
-    """Nothing, of a server that answers the same prompt differently: there are mocks that do."""
+    """Ask each server directly; expect nothing of one that answers the same prompt differently, as some mocks
+    do.
+    """
     again = await directly(server, texts[:3], most)
     found = await directly(server, texts, most)
     return found if all(found[text] == answer for text, answer in again.items()) else {}
@@ -105,7 +107,7 @@ async def through(client: AsyncOpenAI, model: str, texts: list[str], most: int) 
 
 
 async def refusals(client: AsyncOpenAI, model: str) -> dict[str, int]:
-    """What each bad query is answered with: its status."""
+    """Return the status of the answer to each bad query."""
     bad: dict[str, dict[str, Any]] = {
         "no such model": {"model": "no-such-model"},
         "prompt beyond the context": {"messages": [{"role": "user", "content": "word " * 100_000}]},
@@ -138,7 +140,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         try:
             watcher = Watcher(lambda: [running.root_url], key)
             names = [site.name for site in running.sites]
-            await soon(lambda: watcher.all_ready(names), "every site ready")
+            await wait_until(lambda: watcher.all_ready(names), "every site ready")
             client = AsyncOpenAI(base_url=running.base_url, api_key=key, max_retries=0, timeout=300)
             served = list(dict.fromkeys([demo_model.NAME, *(server.served for server in servers)]))
             answers = {
@@ -146,7 +148,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 for model in served
             }
             refused = {model: await refusals(client, model) for model in served}
-            await soon(watcher.idle, "every counter at zero")
+            await wait_until(watcher.idle, "every counter at zero")
             await client.close()
             await watcher.http.aclose()
         finally:
@@ -176,7 +178,7 @@ def report(
         "tokens": sum(each.completion_tokens for each in every),
         "never_the_same_twice": [site for site, texts in expected.items() if not texts],
         "different": different,
-        "native_different": beyond_ties(mismatches(options.model, native, options.max_tokens)),
+        "native_different": real_mismatches(mismatches(options.model, native, options.max_tokens)),
     }
 
 

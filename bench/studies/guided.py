@@ -1,4 +1,4 @@
-"""What holding answers to a JSON schema costs: an iteration with so many guided rows beside one with none.
+"""Measure what a JSON schema costs: an iteration with guided rows beside one with none.
 
 `python -m bench.studies.guided --rows 32`
 The demo model, greedy; every answer is cut before its schema ends. Kinds of batches take turns. `masks` is
@@ -52,7 +52,7 @@ def grammar_of(grammars: Grammars) -> Grammar:
 def steps(
     model: LoadedModel, grammar: Grammar, rows: int, guided: int, tokens: int
 ) -> Iterator[tuple[float, float]]:
-    """(wall, CPU of all threads) seconds of every full decode iteration."""
+    """Return (wall, CPU of all threads) seconds of every full decode iteration."""
     engine = packed_engine(model, EngineSettings(slots=rows), time.perf_counter)
     for row in range(rows):
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
@@ -66,7 +66,7 @@ def steps(
 
 
 def masks_ms(grammars: Grammars, vocab_size: int, rows: int, repeat: int) -> dict[str, float]:
-    """In the middle of strings and between them, as rows are."""
+    """Time the masks in the middle of strings and between them, as rows are."""
     grammar = grammar_of(grammars)
     requests = []
     for row, text in zip(range(rows), _beginnings(), strict=False):
@@ -106,7 +106,7 @@ def _median_ms(work: Callable[[], object], repeat: int) -> float:
 
 
 def large_tokenizer(words: int) -> Any:
-    """Byte-level, with made-up words of 2 to 12 letters, half of them after a space."""
+    """Make a byte-level tokenizer with made-up words of 2 to 12 letters, half of them after a space."""
     rnd = random.Random(0)
     vocabulary = {token: number for number, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     while len(vocabulary) < words:
@@ -120,7 +120,9 @@ def large_tokenizer(words: int) -> Any:
 
 
 def compiling(grammars: Grammars) -> dict[str, str]:
-    """CPU milliseconds for an object of so many optional properties, which cost most, or to refuse it."""
+    """Return CPU milliseconds to compile, or to refuse, an object with `count` optional properties, which
+    cost most.
+    """
     took = {}
     for count in (500, 1_000, 2_000, 4_000, 8_000):
         properties = {f"p_{number}": {"type": "string"} for number in range(count)}

@@ -1,9 +1,10 @@
-"""The least wait per token that any order could reach, by what it may do to the longest waits:
-python -m bench.studies.least_wait [--trace poisson] [--sites 3] [--load 1.1] [--forecast]
+"""Compute the least wait per token that any order could reach, by its limit on the longest waits.
+
+    python -m bench.studies.least_wait [--trace poisson] [--sites 3] [--load 1.1] [--forecast]
 
 Knows every arrival and length beforehand, and takes the slots of all sites for one pool that starts work at
 the pace of its capacity: a linear programme over how many of each size that came in each interval start when.
-`--forecast`: sizes are known as far as the forecast tells them, and those within a tenth of all not apart.
+`--forecast`: sizes are the forecast ones, and those within a tenth of all count as equal.
 A wait within an interval counts as none, so all is somewhat better than could be. Needs scipy.
 """
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix, hstack, vstack
 
-from bench.matrix import Source, asked, expected
+from bench.matrix import Source, forecasts_of, queries_of
 from mico.simulation.compare import capacity
 from mico.simulation.queries import Query
 from mico.simulation.specification import sites_of
@@ -37,7 +38,7 @@ TIMES = (1.2, 1.5, 2.0)
 
 
 class Crowd(NamedTuple):
-    """Queries in order of arrival. `size`: what an order sees of their lengths."""
+    """Queries in order of arrival. `size`: an order's knowledge of their lengths."""
 
     arrival_s: Numbers
     tokens: Numbers
@@ -48,7 +49,9 @@ class Crowd(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """A variable each: how many of a class that came in an interval start so much later."""
+    """One variable for each class, arrival interval and delay: the number of queries that start so much
+    later.
+    """
 
     group: NDArray[np.intp]
     came: NDArray[np.intp]
@@ -60,7 +63,9 @@ class Starts(NamedTuple):
 
 
 def crowd(queries: Sequence[Query], lengths: Numbers, slots: int, per_second: float) -> Crowd:
-    """`lengths`: of the answers, as an order knows them; `per_second`: queries that the sites can answer."""
+    """Make a crowd. `lengths`: of the answers, as an order knows them; `per_second`: queries that the sites
+    can answer.
+    """
     tokens = np.array([query.response_tokens for query in queries], dtype=float)
     prompt_work = PROMPT_TOKEN_WORK * np.array([query.prompt_tokens for query in queries])
     work, sizes = tokens + prompt_work, lengths * (lengths + prompt_work)
@@ -70,7 +75,7 @@ def crowd(queries: Sequence[Query], lengths: Numbers, slots: int, per_second: fl
 
 
 def first_come(of: Crowd) -> Numbers:
-    """What each waits, until its work fits beside that of those before it."""
+    """Return the wait of each query until its work fits beside that of those before it."""
     waits, free_s = np.zeros(len(of.work)), -np.inf
     for place, (arrival_s, work) in enumerate(zip(of.arrival_s, of.work, strict=True)):
         free_s = max(free_s, arrival_s - of.ahead / of.per_second) + work / of.per_second
@@ -78,11 +83,11 @@ def first_come(of: Crowd) -> Numbers:
     return waits
 
 
-def online(of: Crowd, most_s: Numbers, size: Numbers) -> Numbers:
-    """What each waits if nobody knows what will come: who has waited as long as it may goes first, in that
+def online(of: Crowd, max_wait_s: Numbers, size: Numbers) -> Numbers:
+    """Return the waits if nobody knows the future: queries that have waited `max_wait_s` go first, in that
     order, else the smallest.
     """
-    due_s, count, came, free_s = of.arrival_s + most_s, len(of.work), 0, -np.inf
+    due_s, count, came, free_s = of.arrival_s + max_wait_s, len(of.work), 0, -np.inf
     by_size: list[tuple[float, int]] = []
     by_due: list[tuple[float, int]] = []
     waits = np.full(count, np.nan)
@@ -102,7 +107,7 @@ def online(of: Crowd, most_s: Numbers, size: Numbers) -> Numbers:
 
 
 def starts(of: Crowd, interval_s: float, intervals: int) -> Starts:
-    """The longest 2% are a class of their own."""
+    """Enumerate the variables; the longest 2% are a class of their own."""
     came = (of.arrival_s / interval_s).astype(np.intp)
     ranks = np.argsort(np.argsort(of.size, kind="stable")) / len(of.size)
     classes = np.where(ranks >= 1 - 2 * TAIL, CLASSES, (ranks * CLASSES).astype(int))
@@ -132,9 +137,11 @@ def least(
     interval_s: float,
     *,
     p99_wait_s: float = np.inf,
-    most_s: Numbers | float = np.inf,
+    max_wait_s: Numbers | float = np.inf,
 ) -> Bound:
-    """`p99_wait_s`: at most one in a hundred waits longer; `most_s`: nobody of these variables does."""
+    """Minimise the mean wait per token. `p99_wait_s`: at most one in a hundred waits longer; `max_wait_s`: no
+    query of these variables does.
+    """
     intervals, many = int(each.start.max()) + 1, len(each.wait_s)
     steps = np.arange(intervals)
     # how far starts are ahead of the capacity, one more variable an interval: before + started - capacity
@@ -143,7 +150,7 @@ def least(
     change = change - coo_matrix((np.ones(intervals), (steps, steps)), (intervals, intervals))
     late = np.concatenate([each.wait_s > p99_wait_s, np.zeros(intervals)])[None, :]
     all_start = coo_matrix((np.ones(many), (each.group, np.arange(many))), (len(each.counts), many))
-    highest = np.where(each.wait_s > most_s + 1e-6, 0.0, np.inf)
+    highest = np.where(each.wait_s > max_wait_s + 1e-6, 0.0, np.inf)
     found: Any = linprog(
         np.concatenate([each.per_token, np.zeros(intervals)]),
         A_ub=vstack([hstack([balance, change]), coo_matrix(late)]).tocsr(),
@@ -187,13 +194,13 @@ def main() -> None:
     arguments = _arguments()
     source, specs = Source(arguments.data, 4000, 3), sites_of(arguments.sites)
     most = min(spec.kv_tokens for spec in specs)
-    every = asked(arguments.trace, arguments.part, source)
+    every = queries_of(arguments.trace, arguments.part, source)
     fitting = [query for query in every if query.prompt_tokens + query.response_tokens <= most]
     per_second = capacity(fitting, specs)
     queries = at_rate(fitting, arguments.load * per_second)
     lengths = np.array([query.response_tokens for query in queries], dtype=float)
     if arguments.forecast:
-        forecasts = expected(arguments.trace, arguments.part, source, "shipped")
+        forecasts = forecasts_of(arguments.trace, arguments.part, source, "shipped")
         lengths = np.array([forecasts[query.number].typical for query in queries])
     of = crowd(queries, lengths, sum(spec.slots for spec in specs), per_second)
     print("| | mean wait s/token | p99 | p99 wait s | longest wait s |\n|---|---|---|---|---|")
@@ -209,27 +216,30 @@ def table(of: Crowd) -> Iterator[tuple[str, Bound]]:
     each = starts(of, interval_s, intervals)
     fair = np.zeros(intervals)  # the longest wait of who came then
     np.maximum.at(fair, (of.arrival_s / interval_s).astype(np.intp), waits)
-    fcfs = told(of, waits)
+    fcfs = bound_of(of, waits)
     yield "first come first served", fcfs
     yield "nothing asked", least(of, each, interval_s)
     yield "p99 wait as FCFS", least(of, each, interval_s, p99_wait_s=fcfs.p99_wait_s)
-    yield "longest wait as FCFS", least(of, each, interval_s, most_s=float(waits.max()) + interval_s)
+    yield "longest wait as FCFS", least(of, each, interval_s, max_wait_s=float(waits.max()) + interval_s)
     for times in TIMES:
-        found = least(of, each, interval_s, most_s=times * fair[each.came] + interval_s)
+        found = least(of, each, interval_s, max_wait_s=times * fair[each.came] + interval_s)
         yield f"each up to {times} times as in FCFS", found
     for times in (1.0, *TIMES):
         yield (
             f"the same up to {times} times, the future unknown",
-            told(of, online(of, times * waits, of.size)),
+            bound_of(of, online(of, times * waits, of.size)),
         )
-    yield "nothing asked, the future unknown", told(of, online(of, np.full_like(waits, np.inf), of.size))
+    yield (
+        "nothing asked, the future unknown",
+        bound_of(of, online(of, np.full_like(waits, np.inf), of.size)),
+    )
     longest = of.size >= np.quantile(of.size, 1 - TAIL)
     others = first_come(of._replace(work=np.where(longest, 0.0, of.work)))
-    size, most_s = np.where(longest, np.inf, of.size), np.where(longest, np.inf, 1.5 * others)
-    yield "1.5 times, the longest 1% when nobody else waits", told(of, online(of, most_s, size))
+    size, max_wait_s = np.where(longest, np.inf, of.size), np.where(longest, np.inf, 1.5 * others)
+    yield "1.5 times, the longest 1% when nobody else waits", bound_of(of, online(of, max_wait_s, size))
 
 
-def told(of: Crowd, waits: Numbers) -> Bound:
+def bound_of(of: Crowd, waits: Numbers) -> Bound:
     per_token = waits / of.tokens
     p99, p99_wait_s = (float(np.quantile(each, 1 - TAIL)) for each in (per_token, waits))
     return Bound(float(per_token.mean()), p99, p99_wait_s, float(waits.max()))

@@ -1,4 +1,4 @@
-"""The tables of bench/results/simulation.md: python -m bench.studies.matrix_tables RESULTS.jsonl
+"""Print the tables of bench/results/simulation.md: python -m bench.studies.matrix_tables RESULTS.jsonl
 
 Reads the runs of bench.matrix. A figure is the geometric mean of a setting's parts, a rival's too; the best
 of all rivals in that figure is named. Where `mico` is above it: (=), or (-) beyond the spread, that is if the
@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from bench.matrix import ESTIMATORS, LOADS, RIVALS, SITES, TRACES, WITH_FCFS, Job, known
+from bench.matrix import ESTIMATORS, LOADS, RIVALS, SITES, TRACES, WITH_FCFS, Job, read_results
 
 MEASURES = ("mean_normalized_latency", "p99_normalized_latency", "p99_ttft_s")
 Runs = Mapping[Job, dict[str, Any]]
@@ -40,13 +40,13 @@ class Against(NamedTuple):
 
 
 def parts(runs: Runs, job: Job, measure: str) -> list[float]:
-    """The figure in each part, in their order."""
+    """Return the figure in each part, in their order."""
     same = sorted((key.part, row[measure]) for key, row in runs.items() if key._replace(part=0) == job)
     return [value for _, value in same]
 
 
 def middle(values: Sequence[float]) -> float:
-    """The geometric mean, nan of none."""
+    """Return the geometric mean, nan of none."""
     return exp(fmean(map(log, values))) if values else float("nan")
 
 
@@ -93,13 +93,13 @@ def whole(runs: Runs) -> list[str]:
 
 
 def least_requests_share(runs: Runs, job: Job) -> float:
-    """p99 s/token over that of `least_requests` with FCFS."""
+    """Return p99 s/token over that of `least_requests` with FCFS."""
     rival = opponents(job)["least_requests (fcfs)"]
     return middle(parts(runs, job, MEASURES[1])) / middle(parts(runs, rival, MEASURES[1]))
 
 
 def oracle_share(runs: Runs, job: Job) -> str:
-    """Mean and p99 s/token over those with known lengths."""
+    """Return mean and p99 s/token over those with known lengths."""
     perfect = job._replace(estimator="oracle")
     if not parts(runs, perfect, MEASURES[0]):
         return "-"
@@ -108,7 +108,7 @@ def oracle_share(runs: Runs, job: Job) -> str:
 
 
 def counts(runs: Runs, delay_s: float = 0.0) -> list[str]:
-    """At each load in how many settings `mico` is at least as good as every rival."""
+    """Count, at each load, the settings in which `mico` is at least as good as every rival."""
     lines = [
         "| load | rivals | mean s/token | p99 s/token | p99 TTFT | geometric mean over the best |",
         "|---|---|---|---|---|---|",
@@ -134,7 +134,7 @@ def _counted(runs: Runs, jobs: Sequence[Job], fcfs: bool) -> list[str]:
 
 
 def variations(runs: Runs, load: float) -> list[str]:
-    """What forecasts and parts do at a load: over `mico` as it is, in geometric mean over the settings."""
+    """Compare forecasts and parts at a load: over `mico` as it is, in geometric mean over the settings."""
     changed: dict[str, dict[str, Any]] = {"oracle": {"estimator": "oracle"}}
     changed |= {name: {"estimator": name} for name in ESTIMATORS}
     changed |= {
@@ -159,7 +159,8 @@ def variations(runs: Runs, load: float) -> list[str]:
 
 
 def first_tokens(runs: Runs) -> list[str]:
-    """p99 TTFT over that of `shortest_wait` with FCFS, at each load and of all settings that have the runs.
+    """Return p99 TTFT over that of `shortest_wait` with FCFS, at each load and of all settings that have the
+    runs.
 
     In brackets: of the three on three sites without Mooncake.
     """
@@ -196,7 +197,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path)
-    runs = known(parser.parse_args().results)
+    runs = read_results(parser.parse_args().results)
     for title, lines in (
         ("The whole against the others", whole(runs)),
         ("At least as good as every rival (not behind by more than the spread)", counts(runs)),

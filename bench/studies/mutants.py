@@ -1,4 +1,4 @@
-"""How many spoilt arguments of the pool and network modules do the offline checks notice?
+"""Count the spoilt arguments of the pool and network modules that the offline checks notice.
 
 python -m bench.studies.mutants [MODULE ...]     all of them by default; takes minutes; needs terraform
 """
@@ -27,7 +27,7 @@ class Case:
 
 
 def cases(modules: list[str]) -> list[Case]:
-    """Every mutant of the modules' own files; the contract, linked into each pool, has its own tests."""
+    """Yield every mutant of the modules' own files; the contract in each pool has its own tests."""
     found: list[Case] = []
     for module in modules:
         for path in sorted((SOURCE / "modules" / module).glob("*.tf")):
@@ -38,7 +38,7 @@ def cases(modules: list[str]) -> list[Case]:
 
 
 def judge_all(found: list[Case], workspaces: list[Workspace]) -> list[Verdict]:
-    """A verdict for each case; a workspace is used by one worker at a time."""
+    """Yield a verdict for each case; a workspace is used by one worker at a time."""
     free: SimpleQueue[Workspace] = SimpleQueue()
     for workspace in workspaces:
         free.put(workspace)
@@ -55,7 +55,7 @@ def judge_all(found: list[Case], workspaces: list[Workspace]) -> list[Verdict]:
 
 
 def prepare(folder: Path, environment: dict[str, str], modules: list[str]) -> Workspace:
-    """A workspace in which every module is initialised."""
+    """Make a workspace in which every module is initialised."""
     folder.mkdir()
     workspace = copy_tree(folder, environment)
     for module in modules:

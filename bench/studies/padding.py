@@ -1,4 +1,4 @@
-"""MICO's padded batch against static batches and packed tokens, in the engine's own loop, on Alpaca lengths.
+"""Compare MICO's padded batch with static batches and packed tokens, in the engine's loop, on Alpaca lengths.
 
     python -m bench.studies.padding --corpus data/length_corpus.parquet [--seeds 5] [--batches 2,3,4,6,8,10]
 --json
@@ -141,7 +141,7 @@ def _ticks() -> Any:
 
 
 def cell(model: LoadedModel, workload: Sequence[Sequence[Query]], batch: int) -> dict[str, dict[str, float]]:
-    """Each runner's means over the seeds, and against static batches."""
+    """Return each runner's means over the seeds, and against static batches."""
     costs = {
         "static": [padded(model, queries, batch, POLICIES["static"]) for queries in workload],
         "insertion": [padded(model, queries, batch, POLICIES["fcfs"]) for queries in workload],

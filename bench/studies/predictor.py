@@ -1,4 +1,4 @@
-"""What a forecast costs: `python -m bench.studies.predictor [NAME …]`, for the shipped artifacts on one core.
+"""Measure the cost of a forecast: python -m bench.studies.predictor [NAME …], shipped artifacts on one core.
 
 Prints its conditions, a line for each artifact, and the same as one JSON line. Times are of whole forecasts,
 from text to distribution; beside the median stand the least and the median of processor time, which other
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measured(name: str) -> dict[str, float]:
-    """Seconds to load, megabytes it takes, and milliseconds a query by batch size."""
+    """Return seconds to load, added megabytes, and milliseconds a query by batch size."""
     memory = resident_mb()
     began = time.perf_counter()
     forecaster = OnnxForecaster(SHIPPED / name)
@@ -78,21 +78,21 @@ def measured(name: str) -> dict[str, float]:
 
 
 def timed_reading(forecaster: OnnxForecaster, asked: Sequence[str]) -> float:
-    """Seconds from texts to what the graph is given: words, pieces, counts."""
+    """Return seconds from texts to the graph's input: words, word pieces, counts."""
     began = time.perf_counter()
     forecaster.encode(asked)
     return time.perf_counter() - began
 
 
 def timed(forecaster: OnnxForecaster, queries: Sequence[Features]) -> tuple[float, float]:
-    """Seconds that passed, and seconds that this thread had a processor."""
+    """Return seconds that passed, and seconds that this thread had a processor."""
     began, spent = time.perf_counter(), time.thread_time()
     forecaster.forecast(queries)
     return time.perf_counter() - began, time.thread_time() - spent
 
 
 def texts(count: int) -> list[str]:
-    """Different texts of TOKENS word pieces each."""
+    """Return different texts of TOKENS word pieces each."""
     random = np.random.default_rng(5)
     vocabulary = next(iter(SHIPPED.glob(f"*/{VOCABULARY_FILE}")), None)
     if vocabulary is None:
@@ -109,7 +109,7 @@ def _of_length(pieces: WordPieceTokenizer, random: np.random.Generator) -> str:
 
 
 def resident_mb() -> float:
-    """Resident memory now on Linux, else the most there was."""
+    """Return resident memory now on Linux, else the peak."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize() / 1e6

@@ -16,7 +16,7 @@ import time
 import torch
 
 from site_engine.model.loader import load
-from tests.support.soak import DEMO_MODEL, GROWTH_MAX_MIB, ITERATION_S, LOAD, Book, Soak, growth
+from tests.support.soak import DEMO_MODEL, ITERATION_S, LOAD, MAX_GROWTH_MIB, Ledger, Soak, growth
 
 
 def main() -> int:
@@ -29,19 +29,19 @@ def main() -> int:
     soak = Soak(load(options.model), options.seed)
     soak.faults.armed = True
     rate = LOAD * soak.capacity()
-    soak.book = Book()
+    soak.ledger = Ledger()
     soak.faults.count.clear()
     samples = soak.run(options.minutes, rate)
     left, grown = soak.left(), growth(samples)
-    waits = sorted(soak.book.waits_s)
+    waits = sorted(soak.ledger.waits_s)
     for one in samples[:: max(1, len(samples) // 12)]:
         print(f"minute {one.minute:5.1f}: {one.rss_mib:7.1f} MiB, {one.objects} objects")
     found = {
         "minutes": options.minutes,
         "cpu_minutes": round(time.process_time() / 60, 1),
         "requests_per_iteration": round(rate * ITERATION_S, 4),
-        "rows_running": round(soak.book.count.pop("rows") / soak.book.count["iterations"], 2),
-        **soak.book.count,
+        "rows_running": round(soak.ledger.count.pop("rows") / soak.ledger.count["iterations"], 2),
+        **soak.ledger.count,
         **soak.faults.count,
         "first_token_p50_iterations": round(waits[len(waits) // 2] / ITERATION_S),
         "first_token_p99_iterations": round(waits[len(waits) * 99 // 100] / ITERATION_S),
@@ -50,8 +50,8 @@ def main() -> int:
         "left": left,
     }
     print(json.dumps(found))
-    wrong = soak.book.count["wrong_answers"] + soak.book.count["failed_without_reason"]
-    return 1 if wrong or any(left.values()) or grown > GROWTH_MAX_MIB else 0
+    wrong = soak.ledger.count["wrong_answers"] + soak.ledger.count["failed_without_reason"]
+    return 1 if wrong or any(left.values()) or grown > MAX_GROWTH_MIB else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Holds the simulator to a real run: the same queries through real sites and through simulated ones.
+"""Compare the simulator with a real run: the same queries through real sites and through simulated ones.
 
     python -m bench.studies.validate --data alpaca_like.jsonl.zst [--load 0.8] [--count 400] [--json]
 
 Three processes with the demo model, as `mico up` starts them, join a gateway's core in this process over the
-real link. What an iteration costs at each is what the site itself fitted and reports; arrivals, lengths and
+real link. The cost of an iteration at each is the fit that the site reports; arrivals, lengths and
 forecasts are those of the real run, and time counts from the forecast on, which is not simulated. Exit status
 1 if a mean or a p99 is more than 15% off. The sites' iteration floors stand in for a GPU: run it on a machine
 that is quiet enough to keep them.
@@ -61,7 +61,7 @@ WARM_UP = 60
 
 
 class Real:
-    """A gateway's core and what became of the queries, by id."""
+    """A gateway's core and the outcome of the queries, by id."""
 
     def __init__(self, gateway: QueryContext, outcomes: dict[str, Outcome], max_tokens: int) -> None:
         self.gateway, self.outcomes = gateway, outcomes
@@ -83,7 +83,7 @@ class Real:
                 pass
 
     async def run(self, texts: Sequence[str], gaps_s: Sequence[float], name: str) -> list[float]:
-        """When each came, on one clock; returns when all have ended."""
+        """Send the queries at their times on one clock; return when all have ended."""
         (model,) = self.gateway.directory.models
         came_s, asked = [], []
         due_s = self.gateway.clock()
@@ -125,7 +125,7 @@ async def federation(folder: Folder, max_tokens: int) -> AsyncIterator[Real]:
 
 
 class Costs:
-    """What an iteration took at each site over a run: a site's own fit follows the last few hundred."""
+    """The time of an iteration at each site over a run: a site's own fit follows the last few hundred."""
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
@@ -139,7 +139,7 @@ class Costs:
             await asyncio.sleep(0.2)
 
     def measured(self) -> tuple[SiteSpec, ...]:
-        """The sites as they told the gateway of themselves."""
+        """Return the sites as they reported themselves to the gateway."""
         return tuple(
             SiteSpec(
                 s.name,
@@ -223,11 +223,11 @@ async def compare(options: argparse.Namespace, folder: Folder) -> dict[str, Any]
         [(each.first_token_s or 0.0) - after for each, after in zip(outcomes, forecast_s, strict=True)],
         tokens,
     )
-    told = figures([each.finish_s for each in records], [each.first_token_s for each in records], tokens)
+    simulated = figures([each.finish_s for each in records], [each.first_token_s for each in records], tokens)
     return {
         "real": seen,
-        "simulated": told,
-        "off": {name: told[name] / seen[name] - 1 for name in seen},
+        "simulated": simulated,
+        "off": {name: simulated[name] / seen[name] - 1 for name in seen},
         "allowed": ALLOWED,
         "load": options.load,
         "queries_per_s": rate,
@@ -262,8 +262,8 @@ def main() -> int:
         result = asyncio.run(compare(options, folder))
     if not options.json:
         for name, value in result["real"].items():
-            told = result["simulated"][name]
-            print(f"{name:24} real {value:8.4f}  simulated {told:8.4f}  {result['off'][name]:+.1%}")
+            simulated = result["simulated"][name]
+            print(f"{name:24} real {value:8.4f}  simulated {simulated:8.4f}  {result['off'][name]:+.1%}")
     print(json.dumps(result))
     return int(any(abs(result["off"][name]) > ALLOWED for name in HELD_TO))
 

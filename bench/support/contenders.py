@@ -1,4 +1,4 @@
-"""How each gateway of a comparison is started in front of the scripted upstream."""
+"""Start each gateway of a comparison in front of the scripted upstream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mico.local.plan import free_port
 from predictor.artifact import LEXICAL_NAME, SHIPPED
-from tests.support.gateway_process import Contender, Place, answering, mico, process
+from tests.support.gateway_process import GatewayProcess, Workspace, mico, process, wait_until_answering
 from tests.support.scripted_upstream import MODEL
 
 KEY = "sk-measured"
@@ -25,36 +25,36 @@ litellm_settings: {{telemetry: false}}
 
 
 @asynccontextmanager
-async def litellm(place: Place) -> AsyncIterator[Contender]:
-    """One worker, a master key and no database: its lightest form with authentication."""
-    config, port = place.folder / "litellm.yaml", free_port()
-    config.write_text(LITELLM.format(model=MODEL, port=place.upstream_port, key=KEY))
-    command = (place.tools / "litellm", "--config", config, "--port", port, "--num_workers", 1)
-    async with process("litellm", place, *command, "--host", "127.0.0.1") as started:
-        await answering(f"http://127.0.0.1:{port}/health/liveliness", started, place.folder)
-        yield Contender("litellm", port, KEY, started, place.folder / "litellm.log")
+async def litellm(workspace: Workspace) -> AsyncIterator[GatewayProcess]:
+    """Start one worker with a master key and no database: its lightest form with authentication."""
+    config, port = workspace.folder / "litellm.yaml", free_port()
+    config.write_text(LITELLM.format(model=MODEL, port=workspace.upstream_port, key=KEY))
+    command = (workspace.tools / "litellm", "--config", config, "--port", port, "--num_workers", 1)
+    async with process("litellm", workspace, *command, "--host", "127.0.0.1") as started:
+        await wait_until_answering(f"http://127.0.0.1:{port}/health/liveliness", started, workspace.folder)
+        yield GatewayProcess("litellm", port, KEY, started, workspace.folder / "litellm.log")
 
 
 @asynccontextmanager
-async def smg(place: Place) -> AsyncIterator[Contender]:
+async def smg(workspace: Workspace) -> AsyncIterator[GatewayProcess]:
     port, metrics = free_port(), free_port()
-    worker = ("--worker-urls", f"http://127.0.0.1:{place.upstream_port}", "--policy", "round_robin")
+    worker = ("--worker-urls", f"http://127.0.0.1:{workspace.upstream_port}", "--policy", "round_robin")
     own = ("--host", "127.0.0.1", "--port", port, "--prometheus-port", metrics, "--api-key", KEY)
-    async with process("smg", place, place.tools / "smg", "launch", *worker, *own) as started:
-        await answering(f"http://127.0.0.1:{port}/readiness", started, place.folder)
-        yield Contender("smg", port, KEY, started, place.folder / "smg.log")
+    async with process("smg", workspace, workspace.tools / "smg", "launch", *worker, *own) as started:
+        await wait_until_answering(f"http://127.0.0.1:{port}/readiness", started, workspace.folder)
+        yield GatewayProcess("smg", port, KEY, started, workspace.folder / "smg.log")
 
 
 @asynccontextmanager
-async def bare(place: Place) -> AsyncIterator[Contender]:
+async def bare(workspace: Workspace) -> AsyncIterator[GatewayProcess]:
     port = free_port()
-    ports = ("--http-port", port, "--grpc-port", place.link_port)
-    async with process("bare", place, sys.executable, "-m", "bench.studies.bare", *ports) as started:
-        await answering(f"http://127.0.0.1:{port}/ready", started, place.folder)
-        yield Contender("bare", port, "none", started, place.folder / "bare.log")
+    ports = ("--http-port", port, "--grpc-port", workspace.link_port)
+    async with process("bare", workspace, sys.executable, "-m", "bench.studies.bare", *ports) as started:
+        await wait_until_answering(f"http://127.0.0.1:{port}/ready", started, workspace.folder)
+        yield GatewayProcess("bare", port, "none", started, workspace.folder / "bare.log")
 
 
-CONTENDERS: dict[str, Callable[[Place], AbstractAsyncContextManager[Contender]]] = {
+CONTENDERS: dict[str, Callable[[Workspace], AbstractAsyncContextManager[GatewayProcess]]] = {
     "mico": mico,
     "mico-lexical": partial(mico, predictor=SHIPPED / LEXICAL_NAME),
     "bare": bare,
@@ -64,6 +64,6 @@ CONTENDERS: dict[str, Callable[[Place], AbstractAsyncContextManager[Contender]]]
 
 
 def tools_of(named: Path | None) -> Path:
-    """The folder with the peers' programs: named, or that of the one in reach."""
+    """Return the folder of the peers' programs: the named one, or that of the one on the PATH."""
     found = shutil.which("litellm") or shutil.which("smg")
     return named or (Path(found).parent if found else Path())

@@ -1,4 +1,4 @@
-"""Teacher forcing: the logits of a device's engine against those of the model as transformers runs it."""
+"""Teacher forcing: compare the logits of a device's engine with those of the model in transformers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def device_runner(engine: SiteEngine) -> DeviceRunner:
 
 
 def check(engine: SiteEngine, forced: Forced) -> str:
-    """Prompts packed, the rest token by token through graphs, against the plain model's logits."""
+    """Run prompts packed and the rest token by token through graphs, and compare with the plain model's
+    logits.
+    """
     requests = []
     for row, ids in enumerate(forced.sequences):
         request = Request(f"check {row}", ids, GREEDY)

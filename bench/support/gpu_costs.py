@@ -1,4 +1,4 @@
-"""What the engine costs on a GPU: the decode kernel, steps by rows, prefill, the parts of a step's time."""
+"""Measure the engine's costs on a GPU: the decode kernel, steps by rows, prefill, parts of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def seconds() -> float:
 
 
 def timed_graph(once: Callable[[], None], calls: int, reps: int = 7) -> float:
-    """Microseconds per call inside a captured graph, median."""
+    """Return microseconds per call inside a captured graph, median."""
     once()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -48,7 +48,7 @@ def timed_graph(once: Callable[[], None], calls: int, reps: int = 7) -> float:
 
 
 def steady_lengths(workload: str, rows: int) -> list[int]:
-    """Contexts met while a workload runs: rows weighted by their response."""
+    """Return the contexts met while a workload runs: rows weighted by their response."""
     pairs = lengths(workload, 512)
     rnd = random.Random(1)
     picked = rnd.choices(pairs, weights=[response for _, response in pairs], k=rows)
@@ -70,7 +70,7 @@ def decode_layers(  # noqa: PLR0917
 
 
 def kernels(engine: SiteEngine) -> None:
-    """The decode kernel over mixes of lengths, with the writing of keys and values."""
+    """Time the decode kernel over mixes of lengths, with the writing of keys and values."""
     arena, shape = engine._kv_cache, engine._model.layers[0]
     config = engine._model.model.config
     heads, dim = config.num_attention_heads, shape.key_dim
@@ -92,7 +92,7 @@ def kernels(engine: SiteEngine) -> None:
         )
         out = torch.empty(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
         floor = 4 * sum(lens) * shape.kv_heads * dim / 4.3e6
-        told = []
+        parts = []
         for chunk, tile in (
             (64, Tile(64, 2, 4)),
             (128, Tile(64, 2, 4)),
@@ -113,18 +113,18 @@ def kernels(engine: SiteEngine) -> None:
             )
 
             once = partial(decode_layers, engine, layers, (query, key, value), table, work, out, tile)
-            told.append(f"{chunk} {tuple(tile)}: {timed_graph(once, layers):.1f}")
+            parts.append(f"{chunk} {tuple(tile)}: {timed_graph(once, layers):.1f}")
         print(
             f"KERNEL {workload} rows {rows} mean context {sum(lens) / rows:.0f}, floor {floor:.1f} us; "
-            + "; ".join(told),
+            + "; ".join(parts),
             flush=True,
         )
 
 
 def fixed_steps(engine: SiteEngine, prompt_tokens: int, steps: int = 128) -> dict[str, float]:
-    """ROWS requests of one length, all decoding: the engine's own loop, wall time per iteration.
+    """Time ROWS requests of one length, all decoding: the engine's own loop, wall time per iteration.
 
-    From the first iteration with all of them on, so their contexts go from `prompt_tokens` to `steps` more.
+    Counts from the first iteration with all of them, so contexts go from `prompt_tokens` to `steps` more.
     """
     rnd = random.Random(2)
     for row in range(ROWS):
@@ -145,9 +145,9 @@ def fixed_steps(engine: SiteEngine, prompt_tokens: int, steps: int = 128) -> dic
 
 
 def buckets(engine: SiteEngine, counts: Sequence[int], context: int = 200) -> None:
-    """Device time of decode graphs by rows, and the host's time to launch one."""
+    """Time decode graphs by rows on the device, and the host's launch of one."""
     runner, pool = device_runner(engine), engine._pool
-    told = []
+    parts = []
     for rows in counts:
         requests = []
         for row in range(rows):
@@ -165,16 +165,16 @@ def buckets(engine: SiteEngine, counts: Sequence[int], context: int = 200) -> No
             host_s.append(seconds() - start)
         ended.record()
         ended.synchronize()
-        told.append(
+        parts.append(
             f"{rows}: {began.elapsed_time(ended) / 30:.3f} ({statistics.median(host_s) * 1e6:.0f} us)"
         )
         for request in requests:
             pool.drop(request.pages)
-    print(f"BUCKETS rows: ms a step, context {context} (host to launch): " + ", ".join(told), flush=True)
+    print(f"BUCKETS rows: ms a step, context {context} (host to launch): " + ", ".join(parts), flush=True)
 
 
 def prefill_rate(engine: SiteEngine, chunks: int, tokens: int) -> float:
-    """Tokens/s of a packed prefill of whole prompts, the middle of five."""
+    """Return tokens/s of a packed prefill of whole prompts, the middle of five."""
     runner, pool = device_runner(engine), engine._pool
     took = []
     for _ in range(5):
@@ -194,7 +194,7 @@ def prefill_rate(engine: SiteEngine, chunks: int, tokens: int) -> float:
 
 
 def profile(engine: SiteEngine, context: int = 225) -> None:  # noqa: C901 - a table
-    """Where a step goes. Last: after the profiler ran, every replay costs the host more."""
+    """Profile a step's parts. Run it last: after the profiler ran, every replay costs the host more."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 

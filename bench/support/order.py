@@ -1,4 +1,4 @@
-"""In which order a workload's queries start: what the engine is asked to do with a crowd."""
+"""The orders in which a workload's queries can start."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ KNOWN_OPTIONS = signature(transformers.ContinuousBatchingConfig).parameters
 PAGE_OPTION = "page_size" if "page_size" in KNOWN_OPTIONS else "block_size"  # so called in 5.17
 
 
-class Room(NamedTuple):
-    """What every contender is given."""
+class Limits(NamedTuple):
+    """The resources that every contender is given."""
 
     slots: int  # queries at once
     token_budget: int  # of an iteration
@@ -40,18 +40,18 @@ class Run(NamedTuple):
         return sum(map(len, self.answers)) / self.seconds
 
 
-def room_for(work: list[Query], slots: int, token_budget: int) -> Room:
-    """Keys and values for the longest queries at once, so that nobody waits for memory."""
+def limits_for(work: list[Query], slots: int, token_budget: int) -> Limits:
+    """Return limits with keys and values for the longest queries at once: nothing waits for memory."""
     whole = sorted((len(query.prompt) + query.response_tokens for query in work), reverse=True)
-    return Room(slots, token_budget, sum(whole[:slots]) + PAGE_TOKENS * slots)
+    return Limits(slots, token_budget, sum(whole[:slots]) + PAGE_TOKENS * slots)
 
 
-def run_static(model: Any, work: list[Query], room: Room, clock: Clock) -> Run:
-    """`generate` on batches in order of arrival, padded on the left, each as long as its longest answer."""
+def run_static(model: Any, work: list[Query], limits: Limits, clock: Clock) -> Run:
+    """Run `generate` on batches in order of arrival, padded left, each as long as its longest answer."""
     answers: list[list[int]] = []
     began = clock()
-    for first in range(0, len(work), room.slots):
-        batch = work[first : first + room.slots]
+    for first in range(0, len(work), limits.slots):
+        batch = work[first : first + limits.slots]
         width = max(len(query.prompt) for query in batch)
         ids = torch.tensor([[0] * (width - len(query.prompt)) + query.prompt for query in batch])
         mask = torch.tensor([[0] * (width - len(query.prompt)) + [1] * len(query.prompt) for query in batch])
@@ -69,12 +69,12 @@ def run_static(model: Any, work: list[Query], room: Room, clock: Clock) -> Run:
     return Run(clock() - began, answers)
 
 
-def run_continuous(model: Any, work: list[Query], room: Room, clock: Clock) -> Run:
-    """transformers' continuous batching, told the true length of every answer."""
+def run_continuous(model: Any, work: list[Query], limits: Limits, clock: Clock) -> Run:
+    """Run transformers' continuous batching with the true length of every answer."""
     settings = transformers.ContinuousBatchingConfig(
-        num_blocks=-(-room.kv_tokens // PAGE_TOKENS),
+        num_blocks=-(-limits.kv_tokens // PAGE_TOKENS),
         **{PAGE_OPTION: PAGE_TOKENS},
-        max_batch_tokens=max(room.token_budget, room.slots),
+        max_batch_tokens=max(limits.token_budget, limits.slots),
     )
     generation = transformers.GenerationConfig(
         do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024
@@ -84,7 +84,7 @@ def run_continuous(model: Any, work: list[Query], room: Room, clock: Clock) -> R
     answers: dict[str, list[int]] = {}
     waiting = enumerate(work)
     began = clock()
-    for at, query in islice(waiting, room.slots):
+    for at, query in islice(waiting, limits.slots):
         manager.add_request(query.prompt, str(at), max_new_tokens=query.response_tokens)
     while len(answers) < len(work):
         result = manager.get_result(timeout=1.0)
@@ -99,7 +99,7 @@ def run_continuous(model: Any, work: list[Query], room: Room, clock: Clock) -> R
     return Run(seconds, [answers[str(at)] for at in range(len(work))])
 
 
-PEERS: dict[str, Callable[[Any, list[Query], Room, Clock], Run]] = {
+PEERS: dict[str, Callable[[Any, list[Query], Limits, Clock], Run]] = {
     "transformers-static": run_static,
     "transformers-cb": run_continuous,
 }

@@ -1,4 +1,4 @@
-"""A TCP relay on loopback that can be cut, held and slowed: the bad network between a site and a gateway."""
+"""A TCP relay on loopback that can be cut, stopped and slowed: a bad network between site and gateway."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Relay:
         return int(self._server.sockets[0].getsockname()[1])
 
     def cut(self) -> None:
-        """Every connection breaks and none is taken, until `release`."""
+        """Break every connection and accept none until `release`."""
         self._closed = True
         for writer in self._open:
             writer.transport.abort()
 
     def hold(self, *, up_only: bool = False) -> None:
-        """Connections stay, and nothing comes through."""
+        """Keep connections open and let nothing through."""
         self._up_flows.clear()
         if not up_only:
             self._flows.clear()
@@ -80,7 +80,7 @@ class Relay:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flows: asyncio.Event
     ) -> None:
-        """A delay holds back each piece without holding up the next: it is distance, not bandwidth."""
+        """Forward with the delay of each part independent of the next: distance, not bandwidth."""
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         clock = asyncio.get_running_loop().time
         sending = asyncio.create_task(self._send(pieces, writer, flows))

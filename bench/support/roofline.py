@@ -1,4 +1,4 @@
-"""The least time a device could take for a workload: weights and keys read once, products at full rate.
+"""Estimate the least time of a device for a workload: weights and keys read once, products at full rate.
 
 All queries come at once and start in order; no time is counted for anything but memory and products. Sizes
 are those of a dense decoder; a model with experts has no such floor here.
@@ -15,18 +15,18 @@ from site_engine.model.loader import LoadedModel
 
 PREFILL_TOKENS = 16384  # of one iteration
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-LEAST_COPY_BYTES, MOST_COPY_BYTES = 1 << 24, 1 << 30
+MIN_COPY_BYTES, MAX_COPY_BYTES = 1 << 24, 1 << 30
 
 
 class Rates(NamedTuple):
-    """What a device reaches: copying memory (bytes read and written), and one large product."""
+    """Measured rates of a device: copying memory (bytes read and written), and one large product."""
 
     bytes_per_s: float
     flop_per_s: float
 
 
 class Sizes(NamedTuple):
-    """What a pass costs: numbers in the layers' weights and the last product, bytes and work of attention."""
+    """The cost of a pass: numbers in the layers' weights and the last product, cost of attention."""
 
     body: int
     head: int
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(model: LoadedModel) -> Sizes | None:
-    """None for a model with experts."""
+    """Return the sizes of a model, or None for one with experts."""
     config = model.model.config.get_text_config()
     if any(getattr(config, name, None) for name in EXPERTS):
         return None
@@ -56,8 +56,8 @@ def sizes(model: LoadedModel) -> Sizes | None:
 
 
 def measure(device: torch.device, dtype: torch.dtype, weight_bytes: int, clock: Callable[[], float]) -> Rates:
-    """A copy of as many bytes as the model has, and a large product; the fastest of some."""
-    count = min(max(weight_bytes, LEAST_COPY_BYTES), MOST_COPY_BYTES) // dtype.itemsize
+    """Time a copy of the model's size in bytes and a large product; the fastest of some."""
+    count = min(max(weight_bytes, MIN_COPY_BYTES), MAX_COPY_BYTES) // dtype.itemsize
     source = torch.ones(count, dtype=dtype, device=device)
     target = torch.empty_like(source)
     size = 8192 if device.type == "cuda" else 1024
@@ -81,7 +81,9 @@ def _seconds(call: Callable[[], object], device: torch.device, clock: Callable[[
 def step_seconds(
     model: Sizes, rates: Rates, *, tokens: int, sampled: int, kv_tokens: int, prompts: Sequence[int]
 ) -> float:
-    """One iteration: `tokens` through the layers, `sampled` through the last product, `kv_tokens` read."""
+    """Return the seconds of one iteration: `tokens` through the layers, `sampled` through the last product,
+    `kv_tokens` read.
+    """
     seconds = 0.0
     for numbers, rows in ((model.body, tokens), (model.head, sampled)):
         read_s = numbers * model.number_bytes / rates.bytes_per_s
@@ -91,7 +93,7 @@ def step_seconds(
 
 
 def ideal_seconds(lengths: Sequence[tuple[int, int]], slots: int, model: Sizes, rates: Rates) -> float:
-    """(prompt, response) tokens of each query -> seconds for all of them, at most `slots` at once."""
+    """Return the seconds for all queries, given as (prompt, response) tokens, at most `slots` at once."""
     waiting = list(reversed(lengths))
     running: list[tuple[int, int]] = []  # tokens held, tokens still to come
     seconds = 0.0

@@ -15,15 +15,15 @@ from typing import Any
 import httpx
 from openai import APIConnectionError, APIError, AsyncOpenAI
 
-from bench.federation import Answered, beyond_ties, mismatches, prompts
+from bench.federation import Answered, mismatches, prompts, real_mismatches
 from mico import demo_model
 
 DEADLINE_S = 300.0
-TRIES_MOST = 6
+MAX_TRIES = 6
 
 
 @dataclass(slots=True)
-class Ended:
+class StreamOutcome:
     """One query as its client saw it: the text of the try that ended, and the longest silence in it."""
 
     number: int
@@ -33,8 +33,8 @@ class Ended:
     silence_at: float
 
 
-async def soon(holds: Callable[[], Awaitable[bool]], what: str) -> float:
-    """Seconds until the condition holds; fails after a deadline."""
+async def wait_until(holds: Callable[[], Awaitable[bool]], what: str) -> float:
+    """Return the seconds until the condition holds. Raises AssertionError after a deadline."""
     began: float = time.perf_counter()
     while not await holds():
         assert time.perf_counter() - began < DEADLINE_S, f"not within {DEADLINE_S:.0f} s: {what}"
@@ -43,7 +43,7 @@ async def soon(holds: Callable[[], Awaitable[bool]], what: str) -> float:
 
 
 class Watcher:
-    """The federation as its living gateways tell it; `alive` gives their addresses."""
+    """The federation as its living gateways report it; `alive` gives their addresses."""
 
     def __init__(self, alive: Callable[[], list[str]], key: str) -> None:
         self.alive = alive
@@ -57,7 +57,7 @@ class Watcher:
         return list(listed.json()["sites"]) if listed.status_code == 200 else []
 
     async def everywhere(self, name: str, state: bool) -> bool:
-        """Whether each living gateway says of that site that it is ready (or that it is not)."""
+        """Return whether each living gateway reports that site as ready (or as not ready)."""
         for url in self.alive():
             ready = any(s["name"] == name and s["state"] == "ready" for s in await self.sites(url))
             if ready is not state:
@@ -82,7 +82,7 @@ class Load:
         self.texts = prompts(options.data, options.distinct, options.seed)
         self.tag = f"streams-{time.time_ns()}"
         self.next = 0
-        self.ended: list[Ended] = []
+        self.ended: list[StreamOutcome] = []
         self.failed: list[str] = []
         self.broken: Counter[str] = Counter()
         self.clients = [
@@ -102,7 +102,7 @@ class Load:
         async def far_enough() -> bool:
             return self.progress >= share or self.next >= self.options.count
 
-        await soon(far_enough, f"{share:.0%} of the queries answered")
+        await wait_until(far_enough, f"{share:.0%} of the queries answered")
 
     async def _client(self) -> None:
         while self.next < self.options.count:
@@ -111,7 +111,7 @@ class Load:
             await self._query(number)
 
     async def _query(self, number: int) -> None:
-        for attempt in range(TRIES_MOST):
+        for attempt in range(MAX_TRIES):
             client = self.clients[(number + attempt) % len(self.clients)]
             try:
                 self.ended.append(await self._stream(client, number, attempt))
@@ -122,7 +122,7 @@ class Load:
                     await asyncio.sleep(0.2)
         self.failed.append(f"{self.tag}-{number}")
 
-    async def _stream(self, client: AsyncOpenAI, number: int, attempt: int) -> Ended:
+    async def _stream(self, client: AsyncOpenAI, number: int, attempt: int) -> StreamOutcome:
         prompt, began = self.texts[number % len(self.texts)], time.perf_counter()
         request_id = f"{self.tag}-{number}-{attempt}"
         stream = await client.chat.completions.create(
@@ -149,7 +149,7 @@ class Load:
         if not finish:
             raise httpx.RemoteProtocolError("the stream ended without a finish")
         answer = Answered(prompt, request_id, text, finish, tokens, "", first_s, time.perf_counter() - began)
-        return Ended(number, attempt + 1, answer, silence_s, silence_at)
+        return StreamOutcome(number, attempt + 1, answer, silence_s, silence_at)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -164,20 +164,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def recorded(database: Path, tag: str) -> Counter[str]:
-    """How many usage rows each request id of this run has."""
+    """Return the number of usage rows of each request id of this run."""
     with sqlite3.connect(database) as connection:
         found = connection.execute("select request_id from usage where request_id like ?", (f"{tag}-%",))
         return Counter(request_id for (request_id,) in found)
 
 
 async def verdict(database: Path, load: Load) -> dict[str, Any]:
-    """Of the queries of this load: whose answer is there, whose row in the usage is there, once."""
+    """Check the queries of this load: the answers that are missing and the usage rows that are missing or
+    double.
+    """
     answered = {each.answer.request_id for each in load.ended}
 
     async def written() -> bool:
         return answered <= recorded(database, load.tag).keys()
 
-    await soon(written, "every answer recorded")
+    await wait_until(written, "every answer recorded")
     rows = recorded(database, load.tag)
     return {
         "queries": load.options.count,
@@ -192,12 +194,12 @@ async def verdict(database: Path, load: Load) -> dict[str, Any]:
     }
 
 
-def wrong_texts(folder: Path, ended: list[Ended], most: int) -> list[str]:
-    """Request ids whose text differs from `generate` alone, ties apart; each prompt is generated once."""
+def wrong_texts(folder: Path, ended: list[StreamOutcome], most: int) -> list[str]:
+    """Return request ids whose text differs from `generate` alone, ties apart; a prompt is generated once."""
     by_prompt: dict[str, Answered] = {}
     wrong = []
     for each in ended:
         first = by_prompt.setdefault(each.answer.prompt, each.answer)
         if (each.answer.text, each.answer.completion_tokens) != (first.text, first.completion_tokens):
             wrong.append(each.answer.request_id)
-    return [*wrong, *beyond_ties(mismatches(folder, list(by_prompt.values()), most))]
+    return [*wrong, *real_mismatches(mismatches(folder, list(by_prompt.values()), most))]

@@ -35,7 +35,7 @@ class Query(NamedTuple):
 
 
 def lengths(name: str, count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """(prompt, response) tokens of each query."""
+    """Return (prompt, response) tokens of each query."""
     shape, rnd = SHAPES[name], random.Random(seed)
     prompts = _draw(rnd, count, shape.prompt_mean, shape.prompt_sigma, shape)
     responses = _draw(rnd, count, shape.response_mean, shape.response_sigma, shape)
@@ -45,7 +45,7 @@ def lengths(name: str, count: int, seed: int = 0) -> list[tuple[int, int]]:
 def queries(
     name: str, count: int, *, vocab_size: int, context_tokens: int, repetition: int = 0
 ) -> list[Query]:
-    """The same lengths with new token ids in each repetition, cut to the context of the model."""
+    """Return the same lengths with new token ids in each repetition, cut to the context of the model."""
     rnd = random.Random(1000 + repetition)
     last = max(FIRST_ORDINARY_ID + 1, vocab_size - SPECIAL_IDS)
     made = []

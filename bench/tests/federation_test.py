@@ -1,11 +1,11 @@
-"""What the bench of a federation makes of refusals and of texts that differ."""
+"""The federation bench on refusals and on texts that differ."""
 
 from __future__ import annotations
 
 import openai
 import pytest
 
-from bench.federation import answer_or_none, parting
+from bench.federation import answer_or_none, first_difference
 from gateway.errors import BadRequest, ContextTooLong
 from tests.support.fakes.edge import MODEL, Edge, fail, run
 
@@ -24,6 +24,6 @@ def test_a_prompt_that_is_too_long_is_counted_and_any_other_refusal_ends_the_run
 
 
 def test_texts_part_at_the_first_token_that_only_one_has() -> None:
-    assert parting("abX", ["a", "ab", "abc", "abcd"]) == 2
-    assert parting("X", ["a", "ab"]) == 0
-    assert parting("ab and more", ["a", "ab"]) == 1
+    assert first_difference("abX", ["a", "ab", "abc", "abcd"]) == 2
+    assert first_difference("X", ["a", "ab"]) == 0
+    assert first_difference("ab and more", ["a", "ab"]) == 1

@@ -1,4 +1,6 @@
-"""The bound on orders: more asked of the longest waits never makes the mean better, and FCFS keeps to all."""
+"""The bound on orders: a stricter limit on the longest waits never makes the mean better, and FCFS keeps to
+all.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from gateway.http.app import create_http
 from gateway.http.server import http_server
 from tests.support.fakes.edge import KEY, MODEL, OPENING, Script
 from tests.support.fakes.federation import until
-from tests.support.fuzzing import CASES, Draw, Findings, campaign, complaint, huge_in_chunks, one
+from tests.support.fuzzing import CASES, Findings, RandomRequest, campaign, huge_in_chunks, problem, run_case
 
 TOKENS = 40
 ERROR = b'{"error":{"message":"","type":"","param":null,"code":null}}'
@@ -53,7 +53,9 @@ def test_whatever_is_sent_is_answered_in_shape_and_leaves_nothing_behind(seed: i
     async def main() -> Findings:
         async with serving(script) as port:
             found = await campaign(port, KEY, MODEL, count=250, seed=seed)
-            await one(found, port, huge_in_chunks, Draw(random.Random(seed), KEY, MODEL), "huge")
+            await run_case(
+                found, port, huge_in_chunks, RandomRequest(random.Random(seed), KEY, MODEL), "huge"
+            )
             await until(lambda: len(script.ended) == len(script.queries), "every query has ended")
             return found
 
@@ -70,7 +72,8 @@ def test_every_case_ends(case: object) -> None:
     async def main() -> Findings:
         found = Findings()
         async with serving(Script(answer=slowly)) as port:
-            await one(found, port, case, Draw(random.Random(3), KEY, MODEL), "case")  # type: ignore[arg-type]
+            request = RandomRequest(random.Random(3), KEY, MODEL)
+            await run_case(found, port, case, request, "case")  # type: ignore[arg-type]
         return found
 
     found = asyncio.run(main())
@@ -86,4 +89,4 @@ def test_every_case_ends(case: object) -> None:
     ],
 )
 def test_what_is_wrong_is_seen(came: bytes, why: str) -> None:
-    assert why in complaint(came, came[9:12].decode())
+    assert why in problem(came, came[9:12].decode())

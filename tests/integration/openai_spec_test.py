@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gateway_process import Contender, Place, mico, upstream
+from tests.support.gateway_process import GatewayProcess, Workspace, mico, upstream
 from tests.support.openai_spec import SERVED, from_file, from_types, write
 
 CHECKS = (
@@ -32,15 +32,15 @@ EVER_SPECIFIED = ("/chat/completions", "/completions", "/models", "/files")
 WITHIN_S = 600.0
 
 
-async def report(folder: Path, contender: Contender, spec: dict[str, Any]) -> dict[str, Any]:
+async def report(folder: Path, gateway: GatewayProcess, spec: dict[str, Any]) -> dict[str, Any]:
     found = folder / "report.json"
     run = await asyncio.create_subprocess_exec(
         *(Path(sys.executable).with_name("schemathesis"), "run", write(spec, folder / "spec.json")),
         *(
             "--url",
-            f"http://127.0.0.1:{contender.port}",
+            f"http://127.0.0.1:{gateway.port}",
             "--header",
-            f"Authorization: Bearer {contender.key}",
+            f"Authorization: Bearer {gateway.key}",
         ),
         *("--phases", "coverage", "--continue-on-failure", "--checks", ",".join(CHECKS), "--seed", "1"),
         *("--report-json-path", found, "--no-color"),
@@ -61,10 +61,10 @@ def covered(folder: Path, *specs: dict[str, Any]) -> list[dict[str, Any]]:
         each.mkdir()
 
     async def main() -> list[dict[str, Any]]:
-        place = Place(folder, Path())
-        async with upstream(place, 5.0), mico(place, quotas=False) as contender:
+        workspace = Workspace(folder, Path())
+        async with upstream(workspace, 5.0), mico(workspace, quotas=False) as gateway:
             return await asyncio.gather(
-                *(report(at, contender, spec) for at, spec in zip(folders, specs, strict=True))
+                *(report(at, gateway, spec) for at, spec in zip(folders, specs, strict=True))
             )
 
     return asyncio.run(main())

@@ -14,7 +14,7 @@ def test_faults_cancels_and_swaps_leave_nothing_and_change_no_known_answer() -> 
     soak = Soak(family("llama").served, seed=4)
     soak.faults.armed = True
     assert soak.capacity(steps=500) > 0
-    count = soak.book.count
+    count = soak.ledger.count
     assert count["wrong_answers"] == count["failed_without_reason"] == 0
     assert soak.faults.count.total() > 0
     for happened in ("known_answers", "preemptions", "ended_by_cancelled", "ended_by_failed"):

@@ -1,4 +1,4 @@
-"""Requests that no good client sends, each drawn from a seed, and what a gateway may answer to them.
+"""Requests that no good client sends, each drawn from a seed, and the checks of a gateway's answers.
 
 Every case is a coroutine over a fresh connection; it returns what came back, empty where the client left.
 """
@@ -51,7 +51,7 @@ FIELDS = (
 
 
 @dataclass(slots=True)
-class Draw:
+class RandomRequest:
     """Random values of one request."""
 
     random: random.Random
@@ -71,7 +71,7 @@ class Draw:
         return {self.text(8): self.value(depth + 1) for _ in range(self.random.randrange(4))}
 
     def body(self) -> bytes:
-        """A chat with some fields replaced by anything; now and then cut, or no JSON at all."""
+        """Return a chat with some fields replaced by anything; now and then cut, or not JSON at all."""
         body: dict[str, Any] = {"model": self.model, "messages": self.messages(), "max_tokens": 8}
         for _ in range(self.random.randrange(4)):
             body[self.random.choice(FIELDS)] = self.value()
@@ -118,9 +118,9 @@ class Draw:
         return self.random.sample(some, self.random.randrange(4))
 
     def good(self, tokens: int, *, stream: bool) -> bytes:
-        """A chat that is answered slowly, for clients that behave badly later."""
-        said = [{"role": "user", "content": prompt(tokens, 1, paced=True)}]
-        body = {"model": self.model, "messages": said, "max_tokens": 4 * tokens, "stream": stream}
+        """Return a chat that is answered slowly, for clients that behave badly later."""
+        messages = [{"role": "user", "content": prompt(tokens, 1, paced=True)}]
+        body = {"model": self.model, "messages": messages, "max_tokens": 4 * tokens, "stream": stream}
         return self.request("POST", PATHS[0], json.dumps(body).encode())
 
     def request(self, method: str, path: str, body: bytes, length: int | None = None) -> bytes:
@@ -130,20 +130,20 @@ class Draw:
         return (head + tail).encode() + body
 
 
-class Wire:
-    """One connection; `most_received` keeps the kernel's buffer small for readers that do not read."""
+class RawConnection:
+    """One connection; `max_received` keeps the kernel's buffer small for readers that do not read."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls, port: int, most_received: int = 0) -> Wire:
+    async def open(cls, port: int, max_received: int = 0) -> RawConnection:
         plug = socket.socket()
         plug.setblocking(False)
-        if most_received:
-            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, most_received)
+        if max_received:
+            plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, max_received)
         await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", port))
-        return cls(*await asyncio.open_connection(sock=plug, limit=4096 if most_received else 2**20))
+        return cls(*await asyncio.open_connection(sock=plug, limit=4096 if max_received else 2**20))
 
     async def send(self, raw: bytes) -> None:
         self._writer.write(raw)
@@ -166,21 +166,21 @@ class Wire:
         self._writer.transport.abort()
 
 
-Case = Callable[[Wire, Draw], Awaitable[bytes]]
+Case = Callable[[RawConnection, RandomRequest], Awaitable[bytes]]
 
 
-async def odd_body(wire: Wire, draw: Draw) -> bytes:
+async def odd_body(wire: RawConnection, draw: RandomRequest) -> bytes:
     await wire.send(draw.request("POST", draw.random.choice(PATHS[:2]), draw.body()))
     return await wire.rest()
 
 
-async def odd_place(wire: Wire, draw: Draw) -> bytes:
+async def odd_place(wire: RawConnection, draw: RandomRequest) -> bytes:
     method, path = draw.random.choice(METHODS), draw.random.choice(PATHS)
     await wire.send(draw.request(method, path, draw.body() if draw.random.random() < 0.5 else b""))
     return await wire.rest()
 
 
-async def odd_headers(wire: Wire, draw: Draw) -> bytes:
+async def odd_headers(wire: RawConnection, draw: RandomRequest) -> bytes:
     body = draw.body()
     own = [
         f"authorization: Bearer {draw.key}",
@@ -192,25 +192,25 @@ async def odd_headers(wire: Wire, draw: Draw) -> bytes:
     return await wire.rest()
 
 
-async def noise(wire: Wire, draw: Draw) -> bytes:
+async def noise(wire: RawConnection, draw: RandomRequest) -> bytes:
     await wire.send(draw.random.randbytes(draw.random.randrange(1, 400)) + b"\r\n\r\n")
     return await wire.rest()
 
 
-async def vanishing_stream(wire: Wire, draw: Draw) -> bytes:
+async def vanishing_stream(wire: RawConnection, draw: RandomRequest) -> bytes:
     await wire.send(draw.good(500, stream=True))
     await wire.some(draw.random.randrange(1, 2000))
     return b""
 
 
-async def vanishing_unary(wire: Wire, draw: Draw) -> bytes:
+async def vanishing_unary(wire: RawConnection, draw: RandomRequest) -> bytes:
     await wire.send(draw.good(500, stream=False))
     await asyncio.sleep(draw.random.random() * 0.3)
     return b""
 
 
-async def slow_reader(wire: Wire, draw: Draw) -> bytes:
-    """Reads a little, rests, then reads all or leaves."""
+async def slow_reader(wire: RawConnection, draw: RandomRequest) -> bytes:
+    """Read a little, rest, then read all or leave."""
     await wire.send(draw.good(30, stream=True))
     came = b""
     for _ in range(5):
@@ -219,8 +219,8 @@ async def slow_reader(wire: Wire, draw: Draw) -> bytes:
     return came + await wire.rest() if draw.random.random() < 0.7 else b""
 
 
-async def slow_body(wire: Wire, draw: Draw) -> bytes:
-    """Byte by byte; every second one leaves before the end."""
+async def slow_body(wire: RawConnection, draw: RandomRequest) -> bytes:
+    """Send byte by byte; every second client leaves before the end."""
     raw = draw.good(2, stream=False)
     end = len(raw) if draw.random.random() < 0.5 else draw.random.randrange(len(raw))
     await wire.send(raw[: max(0, end - 20)])
@@ -230,14 +230,14 @@ async def slow_body(wire: Wire, draw: Draw) -> bytes:
     return await wire.rest() if end == len(raw) else b""
 
 
-async def huge_announced(wire: Wire, draw: Draw) -> bytes:
-    """A gigabyte that is refused by its announcement: hardly any of it is ever sent."""
+async def huge_announced(wire: RawConnection, draw: RandomRequest) -> bytes:
+    """Announce a gigabyte, which is refused at once: hardly any of it is ever sent."""
     await wire.send(draw.request("POST", draw.random.choice(PATHS[:2]), b" " * 1000, HUGE_BYTES))
     return await wire.rest()
 
 
-async def huge_in_chunks(wire: Wire, draw: Draw) -> bytes:
-    """A gigabyte of unknown length: refused once it is over the limit, and cut if it goes on."""
+async def huge_in_chunks(wire: RawConnection, draw: RandomRequest) -> bytes:
+    """Send a gigabyte of unknown length: it is refused once over the limit, and cut if it goes on."""
     head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {draw.key}\r\nconnection: close\r\n"
     await wire.send(f"{head}content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n".encode())
     coming = asyncio.create_task(wire.rest())
@@ -266,7 +266,7 @@ CASES: dict[Case, int] = {
 
 @dataclass(slots=True)
 class Findings:
-    """What came of a campaign. Any of `wrong` breaks a promise."""
+    """The outcome of a campaign. Any of `wrong` breaks a promise."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -277,16 +277,16 @@ async def campaign(port: int, key: str, model: str, *, count: int, seed: int, at
 
     async def client() -> None:
         for number in numbers:
-            draw = Draw(random.Random(f"{seed}-{number}"), key, model)
+            draw = RandomRequest(random.Random(f"{seed}-{number}"), key, model)
             (case,) = draw.random.choices(list(CASES), list(CASES.values()))
-            await one(found, port, case, draw, f"{case.__name__} {number}")
+            await run_case(found, port, case, draw, f"{case.__name__} {number}")
 
     await asyncio.gather(*(client() for _ in range(at_once)))
     return found
 
 
-async def one(found: Findings, port: int, case: Case, draw: Draw, name: str) -> None:
-    wire = await Wire.open(port, 4096 if case is slow_reader else 0)
+async def run_case(found: Findings, port: int, case: Case, draw: RandomRequest, name: str) -> None:
+    wire = await RawConnection.open(port, 4096 if case is slow_reader else 0)
     try:
         came = await asyncio.wait_for(case(wire, draw), ANSWERED_WITHIN_S)
     except TimeoutError:
@@ -297,12 +297,14 @@ async def one(found: Findings, port: int, case: Case, draw: Draw, name: str) -> 
     came = came.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     status = came[9:12].decode("latin-1") if came.startswith(b"HTTP/1.1 ") else "none"
     found.statuses[status] += 1
-    if why := complaint(came, status):
+    if why := problem(came, status):
         found.wrong.append(f"{name}: {why}: {came[:300]!r}")
 
 
-def complaint(came: bytes, status: str) -> str:
-    """Why this is no proper answer. What is no HTTP at all is refused by the server without an id."""
+def problem(came: bytes, status: str) -> str:
+    """Return how the answer is improper, empty if it is not. Input that is not HTTP is refused by the server
+    without an id.
+    """
     head, _, body = came.partition(b"\r\n\r\n")
     if status == "none" or b"Invalid HTTP request received" in body:
         return "" if status in {"none", "400"} else "refused as no HTTP with another status"

@@ -28,7 +28,7 @@ UNREACHED = {Kind.TOKENS: 10**10, Kind.REQUESTS: 10**8, Kind.QUERIES: 10**5}
 
 
 @dataclass(slots=True)
-class Contender:
+class GatewayProcess:
     """A running gateway. `cpu_s` and `rss_mib` are of its whole process tree, from /proc."""
 
     name: str
@@ -50,7 +50,7 @@ class Contender:
         return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS_PER_S
 
     def threads(self) -> dict[str, float]:
-        """CPU-seconds by thread of the first process."""
+        """Return the CPU-seconds of the first process by thread."""
         found = {}
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             name, _, fields = (task / "stat").read_text().rpartition(")")
@@ -69,10 +69,10 @@ def _children(pid: int) -> list[str]:
 
 
 @dataclass(slots=True)
-class Place:
-    """Where everything runs: a folder for logs and settings, and the ports of the upstream.
+class Workspace:
+    """A folder for logs and settings, and the ports of the upstream.
 
-    `python` is that of Mico's gateway, which finds the packages of this one.
+    `python` runs Mico's gateway; it finds this interpreter's packages.
     """
 
     folder: Path
@@ -83,8 +83,10 @@ class Place:
 
 
 @asynccontextmanager
-async def process(name: str, place: Place, *command: object) -> AsyncIterator[asyncio.subprocess.Process]:
-    log = place.folder / f"{name}.log"
+async def process(
+    name: str, workspace: Workspace, *command: object
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    log = workspace.folder / f"{name}.log"
     with log.open("ab") as out:
         started = await asyncio.create_subprocess_exec(
             *map(str, command), stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -102,17 +104,19 @@ async def process(name: str, place: Place, *command: object) -> AsyncIterator[as
 
 
 @asynccontextmanager
-async def upstream(place: Place, iteration_ms: float) -> AsyncIterator[None]:
-    ports = ("--http-port", place.upstream_port, "--join", f"127.0.0.1:{place.link_port}")
+async def upstream(workspace: Workspace, iteration_ms: float) -> AsyncIterator[None]:
+    ports = ("--http-port", workspace.upstream_port, "--join", f"127.0.0.1:{workspace.link_port}")
     pace = ("--iteration-ms", iteration_ms)
     async with process(
-        "upstream", place, sys.executable, "-m", "tests.support.scripted_upstream", *ports, *pace
+        "upstream", workspace, sys.executable, "-m", "tests.support.scripted_upstream", *ports, *pace
     ) as started:
-        await answering(f"http://127.0.0.1:{place.upstream_port}/health", started, place.folder)
+        await wait_until_answering(
+            f"http://127.0.0.1:{workspace.upstream_port}/health", started, workspace.folder
+        )
         yield
 
 
-async def answering(url: str, started: asyncio.subprocess.Process, folder: Path) -> None:
+async def wait_until_answering(url: str, started: asyncio.subprocess.Process, folder: Path) -> None:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + READY_WITHIN_S
     async with httpx.AsyncClient(timeout=5) as client:
@@ -128,15 +132,17 @@ async def answering(url: str, started: asyncio.subprocess.Process, folder: Path)
 
 @asynccontextmanager
 async def mico(
-    place: Place, log_level: str = "INFO", *, quotas: bool = True, predictor: Path | None = None
-) -> AsyncIterator[Contender]:
-    """As it is shipped: auth, forecasts, decisions and usage on SQLite, and quotas that nobody reaches."""
-    folder = place.folder / "mico"
+    workspace: Workspace, log_level: str = "INFO", *, quotas: bool = True, predictor: Path | None = None
+) -> AsyncIterator[GatewayProcess]:
+    """Start the gateway as shipped: auth, forecasts, decisions and usage on SQLite, and quotas that nobody
+    reaches.
+    """
+    folder = workspace.folder / "mico"
     folder.mkdir(exist_ok=True)
     port, url = free_port(), f"sqlite+aiosqlite:///{folder}/mico.db"
     settings = {
         "http_port": port,
-        "grpc_port": place.link_port,
+        "grpc_port": workspace.link_port,
         "database_url": url,
         "folder": str(folder),
         "site_tokens": [TOKEN],
@@ -148,7 +154,9 @@ async def mico(
     (folder / "gateway.toml").write_text(to_toml(settings))
     packages = os.pathsep.join((str(Path.cwd()), sysconfig.get_path("platlib")))
     python = (
-        (place.python,) if place.python == sys.executable else ("env", f"PYTHONPATH={packages}", place.python)
+        (workspace.python,)
+        if workspace.python == sys.executable
+        else ("env", f"PYTHONPATH={packages}", workspace.python)
     )
     command = (*python, "-m", "mico", "gateway", "--config", folder / "gateway.toml")
     await asyncio.to_thread(upgrade, url)
@@ -156,6 +164,6 @@ async def mico(
         _, secret = await store.keys.create_key("bench", "shop", act=ACT)
         if quotas:
             await store.quotas.set_quotas(Scope.TENANT, "shop", UNREACHED, ACT)
-    async with process("mico", place, *command) as started:
-        await answering(f"http://127.0.0.1:{port}/ready", started, place.folder)
-        yield Contender("mico", port, secret, started, place.folder / "mico.log")
+    async with process("mico", workspace, *command) as started:
+        await wait_until_answering(f"http://127.0.0.1:{port}/ready", started, workspace.folder)
+        yield GatewayProcess("mico", port, secret, started, workspace.folder / "mico.log")

@@ -20,7 +20,7 @@ from site_engine.model.loader import from_model
 VOCAB = 99
 CONTEXT = 128
 WINDOW = 16
-MOST_PARAMETERS = 20_000_000
+MAX_PARAMETERS = 20_000_000
 LENGTHS = ((3, 6), (9, 4), (25, 8), (1, 5), (14, 10), (30, 6))  # prompt, response
 
 _SHRUNK: dict[str, Any] = {
@@ -62,7 +62,9 @@ class Verdict(NamedTuple):
 
 
 def tiny_config(model_type: str) -> Any:
-    """The type's configuration with every known size shrunk. Raises what the type does not like about it."""
+    """Return the type's configuration with every known size shrunk. Raises the type's own error if it rejects
+    them.
+    """
     made = CONFIG_MAPPING[model_type]
     default = made()
     known = _sizes(default)
@@ -82,7 +84,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def _sizes(default: Any) -> dict[str, Any]:
-    """Those of the shrunk sizes that a configuration has."""
+    """Return the shrunk sizes that a configuration has."""
     return {
         name: size
         for name, size in _SHRUNK.items()
@@ -92,7 +94,7 @@ def _sizes(default: Any) -> dict[str, Any]:
 
 
 def random_model(config: Any, seed: int = 0) -> Any:
-    """Weights so large that greedy answers are not one token repeated."""
+    """Make a model with weights so large that greedy answers are not one token repeated."""
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -112,7 +114,7 @@ def try_family(model_type: str) -> Verdict:
             size = sum(
                 one.numel() for one in transformers.AutoModelForCausalLM.from_config(config).parameters()
             )
-        if size > MOST_PARAMETERS:
+        if size > MAX_PARAMETERS:
             return Verdict("untried", f"{size / 1e6:.0f} M parameters: its sizes were not found")
         plain = random_model(config)
     except Exception as error:  # noqa: BLE001 - foreign configurations fail in every way

@@ -37,7 +37,7 @@ class PostgresServer:
             connection.execute(statement.encode())
 
     def empty(self, database: str, tables: Sequence[str]) -> None:
-        """Every session of an earlier test ends, and every row goes; what refers to others comes first."""
+        """End every session of an earlier test and delete every row, referring tables first."""
         with psycopg.connect(self.url(database)) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
@@ -47,7 +47,9 @@ class PostgresServer:
                 connection.execute(f"DELETE FROM {table}".encode())
 
     def start(self) -> None:
-        """Returns when it answers. What it commits survives its own death, not the machine's: no fsync."""
+        """Start the server and return when it answers. Commits survive its own death, not the machine's: no
+        fsync.
+        """
         self._process = subprocess.Popen(
             [self._binaries / "postgres", "-D", self._data, "-k", self._folder, "-h", "", "-F", *QUIET],
             user=self._user,
@@ -65,7 +67,7 @@ class PostgresServer:
         raise RuntimeError("Postgres did not start:\n" + "".join(seen))
 
     def kill(self) -> None:
-        """Every session breaks, as in a crash; `start` then recovers from its log."""
+        """Break every session, as in a crash; `start` then recovers from the log."""
         self._end(signal.SIGQUIT)
 
     def stop(self) -> None:
@@ -74,7 +76,7 @@ class PostgresServer:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Connections stay open and nobody answers: every process of the server stops."""
+        """Stop every process of the server: connections stay open and nobody answers."""
         self._signal_all(signal.SIGSTOP)
         try:
             yield
@@ -110,7 +112,7 @@ class PostgresServer:
             raise RuntimeError(f"{program} failed:\n{done.stderr}")
 
     def _reachable(self, binaries: Path) -> Path:
-        """A wheel's binaries and libraries may lie where the unprivileged user can't look: then, a copy."""
+        """Copy a wheel's binaries and libraries if the unprivileged user cannot read them."""
         with suppress(OSError):
             subprocess.run(
                 [binaries / "initdb", "--version"], user=self._user, capture_output=True, check=True
@@ -123,7 +125,7 @@ class PostgresServer:
 
 
 def find_binaries() -> Path | None:
-    """The newest Postgres of this machine, else the one that a wheel carries."""
+    """Return the newest Postgres of this machine, else the one in a wheel."""
     on_path = shutil.which("initdb")
     installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
     found = [*([Path(on_path).resolve()] if on_path else []), *installed]

@@ -40,26 +40,26 @@ def prompt(tokens: int, number: int, *, paced: bool) -> str:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One answer; `say(texts, finished)` hands on what is new of it."""
+    """One answer; `emit(texts, finished)` hands on its new words."""
 
     tokens: int
-    say: Callable[[list[str], bool], None]
-    said: int = 0
+    emit: Callable[[list[str], bool], None]
+    emitted: int = 0
 
 
 @dataclass(slots=True)
 class Engine:
-    """All paced answers advance together, once an iteration; `flush` follows what was said in it."""
+    """All paced answers advance together, once an iteration; `flush` follows the emits of an iteration."""
 
     iteration_s: float
     running: set[Job] = field(default_factory=set)
     flushes: list[Callable[[], None]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"begun": 0, "finished": 0, "aborted": 0})
 
-    def begin(self, prompt: str, say: Callable[[list[str], bool], None]) -> Job:
+    def begin(self, prompt: str, emit: Callable[[list[str], bool], None]) -> Job:
         wanted = WANTED.search(prompt)
         tokens, at_once = (int(wanted[1]), wanted[2] == "at once") if wanted else (4, True)
-        job = Job(tokens, say)
+        job = Job(tokens, emit)
         self.counts["begun"] += 1
         self.running.add(job)
         self._advance(job, tokens if at_once else 1)
@@ -67,7 +67,7 @@ class Engine:
         return job
 
     def abort(self, job: Job) -> bool:
-        """Whether it still ran."""
+        """Stop an answer; return whether it still ran."""
         if job not in self.running:
             return False
         self.running.discard(job)
@@ -85,20 +85,20 @@ class Engine:
             self._flush()
 
     def _advance(self, job: Job, count: int) -> None:
-        texts = [f"w{number} " for number in range(job.said, min(job.tokens, job.said + count))]
-        job.said += len(texts)
-        finished = job.said >= job.tokens
+        texts = [f"w{number} " for number in range(job.emitted, min(job.tokens, job.emitted + count))]
+        job.emitted += len(texts)
+        finished = job.emitted >= job.tokens
         if finished:
             self.running.discard(job)
             self.counts["finished"] += 1
-        job.say(texts, finished)
+        job.emit(texts, finished)
 
     def _flush(self) -> None:
         for flush in self.flushes:
             flush()
 
 
-class HttpDoor(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection of OpenAI's API: as little as an engine's server can do."""
 
     def __init__(self, engine: Engine) -> None:
@@ -143,35 +143,35 @@ class HttpDoor(asyncio.Protocol):
             return
         texts: list[str] = []
 
-        def say(news: list[str], finished: bool) -> None:
-            texts.extend(news)
+        def emit(new_texts: list[str], finished: bool) -> None:
+            texts.extend(new_texts)
             if finished:
                 message = {"role": "assistant", "content": "".join(texts)}
                 choice = {"index": 0, "message": message, "finish_reason": "stop"}
                 self._send(_head("chat.completion") | {"choices": [choice], "usage": _usage(len(texts))})
 
-        self._job = self._engine.begin(prompt, say)
+        self._job = self._engine.begin(prompt, emit)
 
     def _stream(self, prompt: str, with_usage: bool) -> None:
         headers = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         self._transport.write(b"HTTP/1.1 200 OK\r\n" + headers)
         self._event({"role": "assistant", "content": ""})
-        said = 0
+        emitted = 0
 
-        def say(news: list[str], finished: bool) -> None:
-            nonlocal said
-            said += len(news)
-            for text in news:
+        def emit(new_texts: list[str], finished: bool) -> None:
+            nonlocal emitted
+            emitted += len(new_texts)
+            for text in new_texts:
                 self._event({"content": text})
             if finished:
                 self._event({}, "stop")
                 if with_usage:
-                    counted = _head("chat.completion.chunk") | {"choices": [], "usage": _usage(said)}
+                    counted = _head("chat.completion.chunk") | {"choices": [], "usage": _usage(emitted)}
                     self._chunk(b"data: %s\n\n" % json.dumps(counted).encode())
                 self._chunk(b"data: [DONE]\n\n")
                 self._transport.write(b"0\r\n\r\n")
 
-        self._job = self._engine.begin(prompt, say)
+        self._job = self._engine.begin(prompt, emit)
 
     def _event(self, delta: dict[str, str], finish: str | None = None) -> None:
         choice = {"index": 0, "delta": delta, "finish_reason": finish}
@@ -196,14 +196,14 @@ def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": tokens, "total_tokens": whole}
 
 
-class LinkDoor:
-    """A site of one gateway; all that is said in an iteration is one message, as a site's is."""
+class LinkSite:
+    """A site of one gateway; all deltas of an iteration are one message, as a site's are."""
 
     def __init__(self, engine: Engine, address: str) -> None:
         self._engine, self._address = engine, address
         self._out: asyncio.Queue[pb.SiteMessage] = asyncio.Queue()
         self._jobs: dict[str, Job] = {}
-        self._news: list[pb.Delta] = []
+        self._deltas: list[pb.Delta] = []
         engine.flushes.append(self._flush)
 
     async def run(self) -> None:
@@ -245,7 +245,7 @@ class LinkDoor:
                 job = self._jobs.pop(attempt_id, None)
                 if job is not None and self._engine.abort(job):
                     over = pb.Delta(
-                        attempt_id=attempt_id, completion_tokens=job.said, finish=pb.Delta.CANCELLED
+                        attempt_id=attempt_id, completion_tokens=job.emitted, finish=pb.Delta.CANCELLED
                     )
                     self._out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=[over])))
 
@@ -254,43 +254,43 @@ class LinkDoor:
         self._out.put_nowait(
             pb.SiteMessage(accepted=pb.Accepted(attempt_id=attempt_id, prompt_tokens=PROMPT_TOKENS))
         )
-        said = 0
+        emitted = 0
 
-        def say(news: list[str], finished: bool) -> None:
-            nonlocal said
-            ids = range(said, said + len(news))
-            said += len(news)
+        def emit(new_texts: list[str], finished: bool) -> None:
+            nonlocal emitted
+            ids = range(emitted, emitted + len(new_texts))
+            emitted += len(new_texts)
             finish = pb.Delta.STOP if finished else pb.Delta.NOT_FINISHED
-            text = "".join(news)
+            text = "".join(new_texts)
             same: dict[str, Any] = {
                 "text": text,
                 "token_ids": ids,
-                "completion_tokens": said,
+                "completion_tokens": emitted,
                 "finish": finish,
             }
             choices = range(assign.sampling.n)
-            self._news += [pb.Delta(attempt_id=attempt_id, index=index, **same) for index in choices]
+            self._deltas += [pb.Delta(attempt_id=attempt_id, index=index, **same) for index in choices]
             if finished:
                 self._jobs.pop(attempt_id, None)
 
         prompt = assign.chat.messages[-1].content if assign.chat.messages else assign.text
-        job = self._engine.begin(prompt, say)
+        job = self._engine.begin(prompt, emit)
         if job in self._engine.running:
             self._jobs[attempt_id] = job
 
     def _flush(self) -> None:
-        if self._news:
-            self._out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=self._news)))
-            self._news = []
+        if self._deltas:
+            self._out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=self._deltas)))
+            self._deltas = []
 
 
 async def serve(options: argparse.Namespace) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     engine = Engine(options.iteration_ms / 1000)
-    server = await loop.create_server(lambda: HttpDoor(engine), "127.0.0.1", options.http_port)
+    server = await loop.create_server(lambda: HttpConnection(engine), "127.0.0.1", options.http_port)
     going = [asyncio.create_task(engine.run())]
-    going += [asyncio.create_task(LinkDoor(engine, address).run()) for address in options.join]
+    going += [asyncio.create_task(LinkSite(engine, address).run()) for address in options.join]
     await stop.wait()
     server.close()
     for task in going:

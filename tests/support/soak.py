@@ -44,15 +44,15 @@ KNOWN_PROMPTS = 6  # greedy, with an answer that is known: it must come whatever
 KNOWN_TOKENS = 40
 STALLED_STEPS = 200
 SAMPLES = 60
-GROWTH_MAX_MIB = 8.0
+MAX_GROWTH_MIB = 8.0
 
 
 class Injected(Exception):
-    """An error of the soak's own making."""
+    """An error injected by the soak."""
 
 
 class WorkTime:
-    """Goes on with every iteration, and skips what is idle."""
+    """A clock that advances with every iteration and skips idle time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -65,7 +65,7 @@ class WorkTime:
 
 
 class Faults:
-    """The model's forward pass, which now and then fails or gives out NaN once it is armed."""
+    """The model's forward pass, which now and then fails or returns NaN once it is armed."""
 
     def __init__(self, forward: Any, rnd: random.Random) -> None:
         self.armed = False
@@ -86,8 +86,8 @@ class Faults:
 
 
 @dataclass(slots=True)
-class Book:
-    """What was asked and what came back; only open requests are kept."""
+class Ledger:
+    """Open requests, known answers and counts; closed requests are not kept."""
 
     open: dict[str, Request] = field(default_factory=dict)
     known: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # tokens so far, expected
@@ -131,7 +131,7 @@ class Soak:
         self.rnd = random.Random(seed)
         self.clock = WorkTime()
         self.engine = packed_engine(model, SETTINGS, self.clock)
-        self.book = Book()
+        self.ledger = Ledger()
         self._vocab_size = model.vocab_size
         self._prompts = [self._tokens(self.rnd.randint(5, 60)) for _ in range(KNOWN_PROMPTS)]
         self._answers = [self._alone(prompt) for prompt in self._prompts]
@@ -139,10 +139,10 @@ class Soak:
         self.faults = runner._forward = Faults(runner._forward, self.rnd)
         swap: Any = self.engine._scheduler.swap
         swap._worth = self._swaps
-        self._barren = 0
+        self._idle_steps = 0
 
     def _swaps(self, tokens: int) -> bool:
-        self.book.count["preempted_in_all"] += 1
+        self.ledger.count["preempted_in_all"] += 1
         return self.rnd.random() < 0.7
 
     def _alone(self, prompt: list[int]) -> list[int]:
@@ -157,7 +157,7 @@ class Soak:
         return [self.rnd.randrange(10, self._vocab_size) for _ in range(count)]
 
     def ask(self, number: int) -> None:
-        """One query of the mix; three in a hundred are too long and must be refused."""
+        """Submit one query of the mix; three in a hundred are too long and must be refused."""
         rnd = self.rnd
         request = self._known(number) if rnd.random() < 0.3 else self._random(number)
         if rnd.random() < 0.03:
@@ -165,16 +165,16 @@ class Soak:
         try:
             self.engine.submit(request)
         except RequestRejected as refused:
-            self.book.count[f"refused_{refused.reason}"] += 1
-            self.book.known.pop(request.id, None)
+            self.ledger.count[f"refused_{refused.reason}"] += 1
+            self.ledger.known.pop(request.id, None)
             return
-        self.book.count["taken"] += 1
-        self.book.open[request.id] = request
+        self.ledger.count["taken"] += 1
+        self.ledger.open[request.id] = request
 
     def _known(self, number: int) -> Request:
         which = self.rnd.randrange(KNOWN_PROMPTS)
         sampling = Sampling(max_tokens=KNOWN_TOKENS, temperature=0.0, ignore_eos=True)
-        self.book.known[str(number)] = ([], self._answers[which])
+        self.ledger.known[str(number)] = ([], self._answers[which])
         return Request(str(number), self._prompts[which], sampling, remaining=TOO_SHORT)
 
     def _random(self, number: int) -> Request:
@@ -200,33 +200,37 @@ class Soak:
         return request
 
     def step(self) -> None:
-        """One iteration, and now and then somebody goes away or a pending request is given up."""
-        if self.book.open and self.rnd.random() < 0.004:
-            self.engine.cancel(self.rnd.choice(list(self.book.open)))
-        if self.book.open and self.rnd.random() < 0.002:
-            for name in self.engine.release([self.rnd.choice(list(self.book.open))]):
-                del self.book.open[name]
-                self.book.known.pop(name, None)
-                self.book.count["released"] += 1
+        """Run one iteration; now and then cancel a request or release a pending one."""
+        if self.ledger.open and self.rnd.random() < 0.004:
+            self.engine.cancel(self.rnd.choice(list(self.ledger.open)))
+        if self.ledger.open and self.rnd.random() < 0.002:
+            for name in self.engine.release([self.rnd.choice(list(self.ledger.open))]):
+                del self.ledger.open[name]
+                self.ledger.known.pop(name, None)
+                self.ledger.count["released"] += 1
         computed = self.engine._meter.fit._squares[0][0]
         outputs = self.engine.step()
-        self.book.read(outputs)
-        self._barren = 0 if outputs or self.engine._meter.fit._squares[0][0] != computed else self._barren + 1
-        if self._barren > STALLED_STEPS and self.engine.has_work:
-            raise RuntimeError(f"{self._barren} steps without work done, {len(self.book.open)} open requests")
-        self.book.count["iterations"] += 1
-        self.book.count["rows"] += len(self.engine._scheduler.running)
+        self.ledger.read(outputs)
+        self._idle_steps = (
+            0 if outputs or self.engine._meter.fit._squares[0][0] != computed else self._idle_steps + 1
+        )
+        if self._idle_steps > STALLED_STEPS and self.engine.has_work:
+            raise RuntimeError(
+                f"{self._idle_steps} steps without work done, {len(self.ledger.open)} open requests"
+            )
+        self.ledger.count["iterations"] += 1
+        self.ledger.count["rows"] += len(self.engine._scheduler.running)
         self.clock.now_s += ITERATION_S
 
     def capacity(self, steps: int = WARM_UP_STEPS) -> float:
-        """Requests per second when there is always a queue, with everything going wrong."""
+        """Return requests per second when there is always a queue, with all faults."""
         began, number = self.clock(), 0
-        while self.book.count["iterations"] < steps:
-            while len(self.book.open) < 3 * SETTINGS.slots:
+        while self.ledger.count["iterations"] < steps:
+            while len(self.ledger.open) < 3 * SETTINGS.slots:
                 number += 1
                 self.ask(-number)
             self.step()
-        ended, seconds = number - len(self.book.open), self.clock() - began
+        ended, seconds = number - len(self.ledger.open), self.clock() - began
         while self.engine.has_work:
             self.step()
         return ended / seconds
@@ -252,13 +256,13 @@ class Soak:
         return samples
 
     def left(self) -> dict[str, int]:
-        """What is still held by anyone; all of it should be 0."""
+        """Return the resources that are still in use; all should be 0."""
         scheduler, pool, load = self.engine._scheduler, self.engine._pool, self.engine.load()
         swap: Any = scheduler.swap
         if scheduler.prefixes is not None:
             scheduler.prefixes.clear()
         return {
-            "open_requests": len(self.book.open) + load.running + load.pending,
+            "open_requests": len(self.ledger.open) + load.running + load.pending,
             "pages": pool.capacity - pool.free,
             "promised_pages": scheduler.reserved_pages,
             "slots": SETTINGS.slots - scheduler.free_slots,
@@ -275,7 +279,9 @@ def sample(minute: float) -> Sample:
 
 
 def growth(samples: list[Sample]) -> float:
-    """MiB by which the last quarter's median lies above the second quarter's; the first one warms up."""
+    """Return the MiB by which the last quarter's median lies above the second quarter's; the first one warms
+    up.
+    """
     quarter = max(1, len(samples) // 4)
     before = statistics.median(one.rss_mib for one in samples[quarter : 2 * quarter])
     return statistics.median(one.rss_mib for one in samples[-quarter:]) - before

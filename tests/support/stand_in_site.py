@@ -1,4 +1,4 @@
-"""A site that answers at once with a fixed number of tokens: what is left to measure is the gateway."""
+"""A site that answers at once with a fixed number of tokens: the rest of a measurement is the gateway."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REPORT_S = 0.5
 REDIAL_S = 0.3
 
 
-class StandIn:
-    """Joins one gateway, and again whenever it was lost."""
+class StandInSite:
+    """Joins one gateway, and again whenever the stream is lost."""
 
     def __init__(self, address: str, prompt_tokens: int, answer_tokens: int) -> None:
         self._address = address
@@ -28,7 +28,7 @@ class StandIn:
         self._answer_tokens = answer_tokens
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> StandIn:
+    async def __aenter__(self) -> StandInSite:
         self._task = asyncio.create_task(self._join_for_ever())
         return self
 
@@ -87,7 +87,7 @@ class StandIn:
 
 
 async def due(out: asyncio.Queue[pb.SiteMessage]) -> pb.SiteMessage:
-    """All that waits to be said, as a site says it: in one message."""
+    """Return all waiting messages as one bunch, as a site sends them."""
     messages = [await out.get()]
     while not out.empty():
         messages.append(out.get_nowait())

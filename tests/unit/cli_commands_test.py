@@ -140,7 +140,7 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
 
 def test_benchmarks_are_listed_and_given_their_own_options(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
-    assert re.search(r"^paper +MICO's evaluation again", capfd.readouterr().out, re.M)
+    assert re.search(r"^paper +Repeat MICO's evaluation", capfd.readouterr().out, re.M)
     assert main(["bench", "decide", "--help"]) == 0
     assert "python -m bench.decide" in capfd.readouterr().out
     assert main(["bench", "decide", "--nonsense"]) == 2

@@ -1,4 +1,6 @@
-"""A client that costs little beside what it measures: raw connections, answers validated after the clock."""
+"""An HTTP client that costs little beside what it measures: raw connections, answers validated after the
+clock.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ ANSWER_WITHIN_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`first_s` and `total_s` from the sending of the request: to its first word, to its end."""
+    """`first_s` and `total_s` count from the sending of the request, to its first word and to its end."""
 
     status: int
     body: bytes
@@ -29,7 +31,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Tally:
-    """What came of many requests: only validated answers count."""
+    """The outcome of many requests: only validated answers count."""
 
     replies: list[Reply] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -48,8 +50,8 @@ def request(key: str, tokens: int, number: int, *, paced: bool, stream: bool) ->
     return f"{head}authorization: Bearer {key}\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
-def complaint(reply: Reply, tokens: int, *, stream: bool) -> str:
-    """Why this is not the answer that the upstream gave; empty if it is."""
+def problem(reply: Reply, tokens: int, *, stream: bool) -> str:
+    """Return how this differs from the upstream's answer; empty if it does not."""
     if reply.status != 200:
         return f"status {reply.status}: {reply.body[:200]!r}"
     try:
@@ -123,7 +125,7 @@ class Connection(asyncio.Protocol):
         return self._waiting
 
     def leave(self) -> None:
-        """As a client that is gone: whoever still waits here is told nothing."""
+        """Disconnect as a client that is gone; a pending future never resolves."""
         self._waiting = None
         self._transport.abort()
 
@@ -131,20 +133,20 @@ class Connection(asyncio.Protocol):
 async def closed_loop(
     port: int, key: str, *, count: int, connections: int, tokens: int, paced: bool, stream: bool
 ) -> Tally:
-    """`count` requests, each connection sending its next when the last is answered."""
+    """Send `count` requests, each connection its next when the last is answered."""
     tally, numbers = Tally(), iter(range(count))
 
     async def client() -> None:
         connection = await Connection.open(port)
         for number in numbers:
-            await ask(tally, connection, request(key, tokens, number, paced=paced, stream=stream))
+            await send_and_count(tally, connection, request(key, tokens, number, paced=paced, stream=stream))
         connection.leave()
 
     await asyncio.gather(*(client() for _ in range(connections)))
-    return judged(tally, tokens, stream=stream)
+    return validated(tally, tokens, stream=stream)
 
 
-async def ask(tally: Tally, connection: Connection, raw: bytes) -> None:
+async def send_and_count(tally: Tally, connection: Connection, raw: bytes) -> None:
     try:
         tally.replies.append(await asyncio.wait_for(connection.send(raw), ANSWER_WITHIN_S))
     except (OSError, TimeoutError) as error:
@@ -152,14 +154,14 @@ async def ask(tally: Tally, connection: Connection, raw: bytes) -> None:
 
 
 async def open_loop(port: int, key: str, *, per_s: float, for_s: float, tokens: int) -> Tally:
-    """Streams begun at an even pace, whether or not the earlier ones have ended."""
+    """Begin streams at an even pace, whether or not the earlier ones have ended."""
     tally, idle, tasks = Tally(), [await Connection.open(port) for _ in range(8)], []
     loop = asyncio.get_running_loop()
     began_s = loop.time()
 
     async def one(number: int) -> None:
         connection = idle.pop() if idle else await Connection.open(port)
-        await ask(tally, connection, request(key, tokens, number, paced=True, stream=True))
+        await send_and_count(tally, connection, request(key, tokens, number, paced=True, stream=True))
         idle.append(connection)
 
     for number in range(round(per_s * for_s)):
@@ -168,12 +170,12 @@ async def open_loop(port: int, key: str, *, per_s: float, for_s: float, tokens: 
     await asyncio.gather(*tasks)
     for connection in idle:
         connection.leave()
-    return judged(tally, tokens, stream=True)
+    return validated(tally, tokens, stream=True)
 
 
-def judged(tally: Tally, tokens: int, *, stream: bool) -> Tally:
-    """Only now, when no clock runs, is every answer read in full."""
-    found = [(reply, complaint(reply, tokens, stream=stream)) for reply in tally.replies]
+def validated(tally: Tally, tokens: int, *, stream: bool) -> Tally:
+    """Read every answer in full, only now that no clock runs."""
+    found = [(reply, problem(reply, tokens, stream=stream)) for reply in tally.replies]
     tally.replies = [reply for reply, why in found if not why]
     tally.wrong += [why for _, why in found if why]
     tally.frames = sum(reply.body.count(b'"content":') for reply in tally.replies)
