@@ -51,12 +51,12 @@ class EventLog:
         return by_time[::-1][:limit]
 
     def record_states(
-        self, now: float, sites: Iterable[tuple[str, str, SiteState]], why_left: Mapping[str, str]
+        self, now: float, sites: Iterable[tuple[str, str, SiteState]], down_reasons: Mapping[str, str]
     ) -> list[Event]:
         """Record the state changes since the last call as events, and return them.
 
-        `sites` yields (name, boot id, state) of every listed site; `why_left` says why sites that are down
-        left.
+        `sites` yields (name, boot id, state) of every listed site; `down_reasons` says why sites that are
+        down left.
         """
         seen: dict[str, tuple[str, SiteState]] = {}
         changes: list[Event] = []
@@ -69,7 +69,7 @@ class EventLog:
                 changes.append(Event(now, "state", name, "was restarted and joined again", bad=True))
             if before is not state and not (before is None and state is SiteState.READY):
                 text, bad = _TEXTS[state]
-                why = f": {why_left[name]}" if state is SiteState.DOWN and name in why_left else ""
+                why = f": {down_reasons[name]}" if state is SiteState.DOWN and name in down_reasons else ""
                 changes.append(Event(now, "state", name, text + why, bad=bad))
         self._states = seen
         self._kept.extend(changes)

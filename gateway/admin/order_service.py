@@ -125,7 +125,7 @@ class OrderService:
             except (SQLAlchemyError, OSError) as exc:
                 log.warning("orders are as of the last refresh: %s", reason(exc))
             now = self._unix_time()
-            self._directory.ordered(standings(self.orders, now))
+            self._directory.apply_standings(standings(self.orders, now))
             self._move_due(now)
             await self._expire_orders(now)
 

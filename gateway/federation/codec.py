@@ -1,4 +1,4 @@
-"""Protobuf ↔ the gateway's values. Everything a site sends is validated here and nowhere else."""
+"""Convert between protobuf and the gateway's values. Input from sites is validated here and nowhere else."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MAX_NAME = 200
 MAX_MODELS = 1000
 MAX_CALLS = 1000
 BUNCH_BYTES = 1 << 20
-"""A bunch may be larger by its last message: a prompt is bounded by what a body may hold."""
+"""Size at which a bunch is closed; its last message may exceed it, bounded by the largest HTTP body."""
 MAX_AMOUNT = 1e12
-"""Of seconds, tokens or dollars; far beyond what is real, and sums and products of it stay finite."""
+"""Limit of seconds, tokens or dollars: far beyond real values, and sums and products of it stay finite."""
 
 
-class Garbage(Exception):
-    """A site sent what no correct site sends; the link is closed with this reason."""
+class ProtocolError(Exception):
+    """A message that no correct site sends; the link is closed with this reason."""
 
 
 # ---- from a site ----------------------------------------------------------------------------------
@@ -48,15 +48,15 @@ class Garbage(Exception):
 
 def identity(hello: pb.Hello) -> SiteIdentity:
     if hello.protocol != PROTOCOL:
-        raise Garbage(
+        raise ProtocolError(
             f"protocol {hello.protocol}, this gateway speaks {PROTOCOL}: upgrade the older of the two"
         )
     if not 0 < len(hello.site) <= MAX_NAME or not hello.site.isprintable():
-        raise Garbage(f"a site's name has 1 to {MAX_NAME} printable characters")
+        raise ProtocolError(f"a site's name has 1 to {MAX_NAME} printable characters")
     if not 0 < len(hello.models) <= MAX_MODELS:
-        raise Garbage(f"a site serves 1 to {MAX_MODELS} models, not {len(hello.models)}")
+        raise ProtocolError(f"a site serves 1 to {MAX_MODELS} models, not {len(hello.models)}")
     if hello.slots == 0 or hello.kv_capacity_tokens == 0:
-        raise Garbage("a site has at least one slot and one KV token")
+        raise ProtocolError("a site has at least one slot and one KV token")
     return SiteIdentity(
         name=hello.site,
         boot_id=hello.boot_id,
@@ -133,10 +133,10 @@ _FINISHES: Mapping[int, Finish | None] = MappingProxyType(
 
 
 def delta(message: pb.Delta) -> Delta:
-    """Not for CANCELLED and FAILED: those end an attempt, not a choice."""
+    """Convert a delta. Does not take CANCELLED and FAILED: they end an attempt, not a choice."""
     finish = message.finish
     if finish not in _FINISHES:
-        raise Garbage(f"finish {finish} of a delta is unknown")
+        raise ProtocolError(f"finish {finish} of a delta is unknown")
     return Delta(
         index=message.index,
         text=message.text,
@@ -150,19 +150,18 @@ def delta(message: pb.Delta) -> Delta:
 
 
 def _each(convert: Callable[[M], T], messages: Sequence[M]) -> tuple[T, ...]:
-    """Mostly there are none."""
-    return tuple(map(convert, messages)) if messages else ()
+    return tuple(map(convert, messages)) if messages else ()  # mostly there are none
 
 
 def _call(message: pb.ToolCall) -> ToolCall:
     if message.index >= MAX_CALLS:
-        raise Garbage(f"call {message.index} of one answer; there are at most {MAX_CALLS}")
+        raise ProtocolError(f"call {message.index} of one answer; there are at most {MAX_CALLS}")
     return ToolCall(message.index, message.id, message.name, message.arguments)
 
 
 def _model(message: pb.Model) -> Model:
     if not 0 < len(message.id) <= MAX_NAME:
-        raise Garbage(f"a model's id has 1 to {MAX_NAME} characters")
+        raise ProtocolError(f"a model's id has 1 to {MAX_NAME} characters")
     return Model(
         id=message.id,
         revision=message.revision,
@@ -179,13 +178,13 @@ def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
 
 
 def _amount(value: float, name: str) -> float:
-    if not 0 <= value <= MAX_AMOUNT:  # false of a value that is no number, too
-        raise Garbage(f"{name} is {value}, not an amount from 0 to {MAX_AMOUNT:g}")
+    if not 0 <= value <= MAX_AMOUNT:  # false for NaN, too
+        raise ProtocolError(f"{name} is {value}, not an amount from 0 to {MAX_AMOUNT:g}")
     return value
 
 
-def each_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
-    """The messages of a bunch, or the one that is none."""
+def messages_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
+    """Return the messages of a bunch, or the one message that is no bunch."""
     return message.bunch.messages if message.HasField("bunch") else (message,)
 
 
@@ -195,7 +194,7 @@ def each_of(message: pb.SiteMessage) -> Sequence[pb.SiteMessage]:
 def assign(
     query: Query, attempt_id: str, forecast: Forecast, resume: Resume | None, deadline_s: float
 ) -> pb.GatewayMessage:
-    """Each part is filled in where it stands: protobuf copies what is made apart and put in."""
+    """Build an Assign message. Parts are filled in place: protobuf would copy a part that is made apart."""
     message = pb.GatewayMessage()
     part = message.assign
     part.attempt_id = attempt_id
@@ -220,8 +219,8 @@ def assign(
     return message
 
 
-def bunched(first: pb.GatewayMessage, waiting: Iterator[pb.GatewayMessage]) -> pb.GatewayMessage:
-    """`first` with what waits behind it, as long as it is not near BUNCH_BYTES."""
+def bundle(first: pb.GatewayMessage, waiting: Iterator[pb.GatewayMessage]) -> pb.GatewayMessage:
+    """Return `first` together with the messages waiting behind it, up to about BUNCH_BYTES."""
     bunch, size = pb.GatewayBunch(), first.ByteSize()
     for message in waiting:
         if not bunch.messages:

@@ -1,6 +1,6 @@
-"""One joined site: the attempts that live there, the messages to and from it. Synchronous, without a socket.
+"""One joined site: its live attempts, and the messages to and from it. Synchronous, without a socket.
 
-The count of what runs is the size of the map of live attempts, never a counter kept beside it.
+The number of running attempts is the size of the map of live attempts, never a separate counter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from wire import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-GIVEN_UP = frozenset((pb.Delta.FAILED, pb.Delta.CANCELLED))
+ABANDONED = frozenset((pb.Delta.FAILED, pb.Delta.CANCELLED))
 
 
 class Link:
-    """`outbox` holds what the site has not been sent yet, bounded by the attempts that admission lets in."""
+    """`outbox` holds the messages still to be sent, bounded by the attempts that admission lets in."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Link:
         reads_bunches: bool = False,
     ) -> None:
         self.identity = identity
-        self.heard_s = clock()
+        self.last_heard_s = clock()
         self.outbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
-        self._uncovered: dict[str, Demand] = {}  # assigned, and in no report of the site yet
+        self._uncovered: dict[str, Demand] = {}  # assigned, and not in a report of the site yet
         self._reads_bunches = reads_bunches
         self._directory = directory
         self._offloading = offloading
         self._clock = clock
         self._pings: dict[int, float] = {}
-        self._take: Mapping[str | None, Callable[[Any], None]] = {
+        self._handlers: Mapping[str | None, Callable[[Any], None]] = {
             "accepted": self._accepted,
             "rejected": self._rejected,
             "step": self._step,
@@ -79,10 +79,10 @@ class Link:
 
     # -- to the site --
 
-    async def due(self) -> pb.GatewayMessage:
-        """The next message; where the site reads bunches, with all that waits behind it."""
+    async def next_message(self) -> pb.GatewayMessage:
+        """Wait for the next message; bunch it with all that waits behind it if the site reads bunches."""
         first = await self.outbox.get()
-        return codec.bunched(first, self._waiting()) if self._reads_bunches else first
+        return codec.bundle(first, self._waiting()) if self._reads_bunches else first
 
     def _waiting(self) -> Iterator[pb.GatewayMessage]:
         while not self.outbox.empty():
@@ -114,12 +114,12 @@ class Link:
         message = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
         self._live[attempt.id] = attempt
         self._uncovered[attempt.id] = demand
-        self._directory.credit(self.name, self._credit())
+        self._directory.set_credit(self.name, self._credit())
         self.outbox.put_nowait(message)
         return attempt
 
     def pending(self) -> list[LiveAttempt]:
-        """What the site has accepted and, as far as is known here, not started."""
+        """Return the attempts that the site has accepted and, as far as is known here, not started."""
         return [each for each in self._live.values() if each.accepted and not each.started]
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
@@ -127,7 +127,7 @@ class Link:
         self.outbox.put_nowait(pb.GatewayMessage(release=release))
 
     def forget(self, attempt: LiveAttempt) -> None:
-        """Do not wait for its end any longer; what the site may still say of it is dropped."""
+        """Stop waiting for the end of an attempt; later messages about it are dropped."""
         if attempt.id in self._live:
             self._end(
                 attempt,
@@ -135,7 +135,11 @@ class Link:
             )
 
     def move_away(self, served_elsewhere: Container[str], reason: str) -> int:
-        """Break what another site can go on with, so that it is decided anew; the rest may finish here."""
+        """Fail the attempts that another site can continue, so that they are decided anew; return their
+        number.
+
+        The other attempts may finish here.
+        """
         moving = [
             each for each in self._live.values() if each.movable and each.demand.model in served_elsewhere
         ]
@@ -145,7 +149,7 @@ class Link:
         return len(moving)
 
     def ping(self) -> None:
-        """A new ping; those of more than a few rounds ago will not be answered any more."""
+        """Send a ping; the ping of eight rounds ago will not be answered any more."""
         nonce = max(self._pings, default=0) + 1
         self._pings[nonce] = self._clock()
         self._pings.pop(nonce - 8, None)
@@ -156,28 +160,29 @@ class Link:
             self.outbox.put_nowait(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
 
     def _names_tokens(self, model: str) -> bool:
-        """Whether the site says which tokens it generates, so that another can go on from them."""
+        """Return whether the site names its tokens, so that another site can resume from them."""
         served = self.identity.models.get(model)
         return served is None or "resume" in served.features
 
     # -- from the site --
 
     def receive(self, message: pb.SiteMessage) -> None:
-        """Take one message, or each of a bunch. Raises Garbage when no correct site would have sent it.
+        """Handle one message, or each of a bunch. Raises ProtocolError if no correct site would have sent
+        it.
 
-        After `close` nothing is taken: the site may have joined again, and this is old news of it.
+        Does nothing after `close`: the site may have joined again, and the message is out of date.
         """
         if self.closing is not None:
             return
-        self.heard_s = self._clock()
-        for each in codec.each_of(message):
+        self.last_heard_s = self._clock()
+        for each in codec.messages_of(message):
             body = each.WhichOneof("body")
-            if body not in self._take:
-                raise codec.Garbage(f"unexpected message {body}")
-            self._take[body](getattr(each, body))
+            if body not in self._handlers:
+                raise codec.ProtocolError(f"unexpected message {body}")
+            self._handlers[body](getattr(each, body))
 
     def close(self, reason: str) -> None:
-        """The link is gone: whatever lived on it is lost here, and its readers are told."""
+        """Close the link: fail every live attempt, which wakes its reader."""
         self.closing = reason
         for attempt in list(self._live.values()):
             self._end(
@@ -197,25 +202,26 @@ class Link:
             self._delta(delta)
 
     def _delta(self, message: pb.Delta) -> None:
-        """Output of an attempt that is no longer ours is dropped: the attempt id is the fence."""
+        """Drop the output of an attempt that is no longer live here: the attempt id is the fence."""
         attempt = self._live.get(message.attempt_id)
         if attempt is None:
             return
         try:
-            if message.finish in GIVEN_UP:
-                self._given_up(attempt, message)
+            if message.finish in ABANDONED:
+                self._abandoned(attempt, message)
             else:
                 attempt.feed(codec.delta(message))
         except IndexError as exc:
-            raise codec.Garbage(f"choice {message.index} of attempt {attempt.id} was not asked for") from exc
+            reason = f"choice {message.index} of attempt {attempt.id} was not asked for"
+            raise codec.ProtocolError(reason) from exc
         if attempt.ended.is_set():
             self._forget(attempt)
 
-    def _given_up(self, attempt: LiveAttempt, message: pb.Delta) -> None:
-        """Words that come with it are left out: the less a client has, the more sites can go on."""
+    def _abandoned(self, attempt: LiveAttempt, message: pb.Delta) -> None:
+        """Drop the text in the message: the less a client has, the more sites can resume."""
         attempt.count(message.index, message.completion_tokens)
         if message.finish == pb.Delta.FAILED:
-            self._cancel(attempt)  # its other choices would run on for nobody
+            self._cancel(attempt)  # or its other choices would run on
             self._end(
                 attempt,
                 AttemptFailure(self.name, FailureCause.FAILED, message.error or f"{self.name} failed"),
@@ -226,7 +232,7 @@ class Link:
             )
 
     def _report(self, message: pb.Load) -> None:
-        """Messages keep their order, so a report covers every attempt accepted before it."""
+        """Record a load report. Messages keep their order, so it covers every attempt accepted before it."""
         report = codec.load(message, self._clock())
         live = self._live
         self._uncovered = {k: demand for k, demand in self._uncovered.items() if live[k].accepted is None}
@@ -235,8 +241,10 @@ class Link:
             self._offloading.bid(self.name)
 
     def _released(self, message: pb.Released) -> None:
-        """The site gave these up for good: each goes to whoever bid for it, or is decided anew."""
-        bidder = self._offloading.answered(message.release_id)
+        """Fail the attempts that the site has released: each goes to the site that bid for it, or is decided
+        anew.
+        """
+        bidder = self._offloading.close_round(message.release_id)
         for attempt_id in message.attempt_ids:
             if attempt := self._live.get(attempt_id):
                 self._end(
@@ -246,13 +254,13 @@ class Link:
 
     def _pong(self, message: pb.Pong) -> None:
         if sent_s := self._pings.pop(message.nonce, None):
-            rtt_s = self.heard_s - sent_s
+            rtt_s = self.last_heard_s - sent_s
             ahead_s = message.unix_s - (time.time() - rtt_s / 2) if message.unix_s else None
-            self._directory.measured(self.name, rtt_s, ahead_s)
+            self._directory.set_rtt(self.name, rtt_s, ahead_s)
 
     def _draining(self, message: pb.Draining | pb.Bye) -> None:
         log.info("site %s takes no more work: %s", self.name, message.reason)
-        self._directory.state(self.name, SiteState.DRAINING)
+        self._directory.set_state(self.name, SiteState.DRAINING)
 
     def _end(self, attempt: LiveAttempt, failure: AttemptFailure) -> None:
         attempt.fail(failure)
@@ -261,7 +269,7 @@ class Link:
     def _forget(self, attempt: LiveAttempt) -> None:
         self._live.pop(attempt.id, None)
         if self._uncovered.pop(attempt.id, None) is not None:
-            self._directory.credit(self.name, self._credit())
+            self._directory.set_credit(self.name, self._credit())
 
     def _credit(self) -> Credit:
         prompt_tokens, response_tokens = 0, 0.0

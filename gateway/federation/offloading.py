@@ -1,6 +1,6 @@
-"""The negotiation: a site bids, donors are asked to release, what they confirm goes to the bidder.
+"""Negotiate offloading: a site bids, donors are asked to release attempts, released ones go to the bidder.
 
-Exactly once by construction: an attempt is assigned anew only after its site has said that it gave it up, and
+Exactly once by construction: an attempt is assigned anew only after its site has confirmed the release, and
 under a new attempt id. Synchronous; one round per bidder at a time.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from gateway.federation.attempt import LiveAttempt
@@ -16,55 +17,57 @@ from gateway.federation.directory import Directory
 from gateway.routing.fleet import Fleet
 from gateway.routing.offload import Offer, Pending, crowded, offer, promising, wins
 
-ANSWER_WITHIN_S = 2.0
-"""A donor that has not answered by then is not waited for; if it does answer, that still counts."""
+ROUND_TIMEOUT_S = 2.0
+"""Time after which a bidder may start another round; an answer of a donor that comes later still counts."""
 
 
 class Donor(Protocol):
-    """A link, as far as this negotiation needs it."""
+    """The part of a link that the negotiation needs."""
 
     def pending(self) -> list[LiveAttempt]: ...
     def release(self, release_id: str, attempt_ids: list[str]) -> None: ...
 
 
-class _Asked(NamedTuple):
+class _Round(NamedTuple):
     bidder: str
     attempt_ids: tuple[str, ...]
-    asked_s: float
+    began_s: float
 
 
 class Offloading:
-    """`links` is the federation's own map of links by site."""
+    """`links` is the live map of the federation, by site."""
 
     def __init__(self, links: Mapping[str, Donor], directory: Directory, clock: Callable[[], float]) -> None:
         self._links = links
         self._directory = directory
         self._clock = clock
-        self._asked: dict[str, _Asked] = {}
-        # by donor that was crowded at the last look: what was worked out, and of which attempts
+        self._rounds: dict[str, _Round] = {}
+        # by donor that was crowded at the last bid: the attempts pending there, and the offer made of them
         self._offers: dict[str, tuple[list[LiveAttempt], Offer]] = {}
 
     def bid(self, bidder: str) -> None:
-        """A site has room: ask for what gains by moving there, unless a round of this bidder is open."""
+        """Ask donors for the attempts that gain by moving to the bidder, unless one of its rounds is open."""
         now_s = self._clock()
-        self._asked = {
-            k: asked for k, asked in self._asked.items() if now_s - asked.asked_s < ANSWER_WITHIN_S
+        self._rounds = {
+            k: asked for k, asked in self._rounds.items() if now_s - asked.began_s < ROUND_TIMEOUT_S
         }
-        if any(asked.bidder == bidder for asked in self._asked.values()):
+        if any(asked.bidder == bidder for asked in self._rounds.values()):
             return
         fleet = self._directory.fleet
         donors = promising(bidder, self._crowded_offers(fleet), fleet)
         won = wins(bidder, self._pending(donors), fleet, now_s) if donors else []
-        for donor, attempts in groupby(sorted(won, key=_site_of), key=_site_of):
+        for donor, attempts in groupby(sorted(won, key=attrgetter("site")), key=attrgetter("site")):
             self._ask(bidder, donor, [each.attempt_id for each in attempts], now_s)
 
-    def answered(self, release_id: str) -> str | None:
-        """Who the released attempts of this answer go to; None if nobody asked (any more)."""
-        asked = self._asked.pop(release_id, None)
+    def close_round(self, release_id: str) -> str | None:
+        """Return the site that the released attempts go to; None if no round is open under this id."""
+        asked = self._rounds.pop(release_id, None)
         return asked.bidder if asked else None
 
     def _crowded_offers(self, fleet: Fleet) -> Iterable[Offer]:
-        """Worked out once for a site as long as nothing changes there: many may bid meanwhile."""
+        """Yield the offer of each crowded site, computed once as long as nothing changes there: bids are
+        many.
+        """
         before, self._offers = self._offers, {}
         full = set(crowded(fleet))
         for place in full.intersection(map(fleet.place, self._links)):
@@ -78,20 +81,16 @@ class Offloading:
                 yield known[1]
 
     def _pending(self, donors: list[str]) -> list[Pending]:
-        """What waits there and is not being negotiated about already."""
-        talked_about = {each for asked in self._asked.values() for each in asked.attempt_ids}
+        """Return the attempts that wait at the donors and are in no open round."""
+        in_rounds = {each for asked in self._rounds.values() for each in asked.attempt_ids}
         return [
             Pending(attempt.id, donor, attempt.demand, attempt.moves)
             for donor in donors
             for attempt in self._links[donor].pending()
-            if attempt.id not in talked_about
+            if attempt.id not in in_rounds
         ]
 
     def _ask(self, bidder: str, donor: str, attempt_ids: list[str], now_s: float) -> None:
         release_id = uuid.uuid4().hex
-        self._asked[release_id] = _Asked(bidder, tuple(attempt_ids), now_s)
+        self._rounds[release_id] = _Round(bidder, tuple(attempt_ids), now_s)
         self._links[donor].release(release_id, attempt_ids)
-
-
-def _site_of(pending: Pending) -> str:
-    return pending.site

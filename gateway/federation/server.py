@@ -1,4 +1,4 @@
-"""The Join server: sites dial in, each keeps one stream, and this is where a stream becomes a `Link`."""
+"""The gRPC server that sites join: each site keeps one stream, which becomes a `Link` here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.federation import codec
 from gateway.federation.directory import MAX_SITES, Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
-from gateway.federation.site_auth import Certificates, Entrance, Refusal
+from gateway.federation.site_auth import Certificates, Refusal, SiteAuth
 from gateway.security.pki.authority import SiteCertificate
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
@@ -28,15 +28,17 @@ MISSED_HEARTBEATS = 3
 MAX_MESSAGE_BYTES = 64 * 2**20
 HANDSHAKE_WITHIN_MS = 20_000
 IDLE_MS = 60_000
-STREAMS_A_CONNECTION = 16
-METADATA_BYTES = 16 * 1024
+MAX_STREAMS_PER_CONNECTION = 16
+MAX_METADATA_BYTES = 16 * 1024
 ENDED = "the connection ended"
-"""By the site or by a cut: of a cut, gRPC at times only tells that no more messages come."""
+"""By the site, or by a cut: gRPC sometimes reports a cut only as the end of the messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class FederationSettings:
-    """`site_tokens`: any of them lets a site in. `grace_s`: how long a site keeps the work of a lost link."""
+    """`site_tokens`: any of them lets a site in. `grace_s`: time for which a site keeps the work of a lost
+    link.
+    """
 
     replica: str
     site_tokens: tuple[str, ...]
@@ -46,8 +48,8 @@ class FederationSettings:
 
 
 class Federation(rpc.FederationServicer):
-    """All links of this replica. A process that joins again replaces its older link, which is then lost;
-    another process with the name of a site that is linked is turned away until that link is gone.
+    """Holds the links of this replica. A process that joins again replaces its older link, which is then
+    lost; another process with the name of a linked site is refused until that link is gone.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Federation(rpc.FederationServicer):
         self._settings = settings
         self._clock = clock
         self._sleep = sleep
-        self._entrance = Entrance(settings.site_tokens, certificates)
+        self._site_auth = SiteAuth(settings.site_tokens, certificates)
         self._links: dict[str, Link] = {}
         self._offloading = Offloading(self._links, directory, clock)
 
@@ -72,15 +74,15 @@ class Federation(rpc.FederationServicer):
 
     async def Join(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
         try:
-            shown = self._entrance.identify(context)
-            link, abandoned = await self._welcome(context, shown)
+            certificate = self._site_auth.identify(context)
+            link, abandoned = await self._welcome(context, certificate)
         except Refusal as exc:
             await context.abort(exc.code, str(exc))
-        except codec.Garbage as exc:
+        except codec.ProtocolError as exc:
             log.warning("a site was turned away: %s", exc)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
         log.info("site %s joined with %d attempts of an earlier link", link.name, abandoned)
-        reason = await self._serve(link, context, shown)
+        reason = await self._serve(link, context, certificate)
         if reason != ENDED:
             await context.abort(grpc.StatusCode.ABORTED, reason)
 
@@ -90,40 +92,44 @@ class Federation(rpc.FederationServicer):
             return asked.csr
 
         try:
-            pem = await self._entrance.enrol(context, csr)
+            pem = await self._site_auth.enrol(context, csr)
         except Refusal as exc:
             await context.abort(exc.code, str(exc))
-        except codec.Garbage as exc:
+        except codec.ProtocolError as exc:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(exc))
         return pb.EnrolReply(certificate=pem)
 
-    async def _welcome(self, context: Any, shown: SiteCertificate | None) -> tuple[Link, int]:
-        """Hello, Welcome. What the site still runs for an older link is not wanted: it was decided anew."""
+    async def _welcome(self, context: Any, certificate: SiteCertificate | None) -> tuple[Link, int]:
+        """Exchange Hello and Welcome; return the link, and the number of attempts that the site is to cancel:
+        those of an older link, which were decided anew.
+        """
         first = await _first(context, "Hello")
         if first.WhichOneof("body") != "hello":
-            raise codec.Garbage("the first message of a site is Hello")
+            raise codec.ProtocolError("the first message of a site is Hello")
         identity = codec.identity(first.hello)
-        self._check_name(identity, shown)
+        self._check_name(identity, certificate)
         bunches = first.hello.reads_bunches
         link = Link(identity, self.directory, self._offloading, self._clock, reads_bunches=bunches)
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
-            peers=settings.peers if shown is None else (),  # they are ports for tokens
+            peers=settings.peers if certificate is None else (),  # peers are ports for tokens
             heartbeat_s=settings.heartbeat_s,
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,
             reads_bunches=True,
         )
         await context.write(pb.GatewayMessage(welcome=welcome))
-        self._check_name(identity, shown)  # another may have come in meanwhile
+        self._check_name(identity, certificate)  # another site may have joined meanwhile
         return link, len(first.hello.attempts)
 
-    def _check_name(self, identity: SiteIdentity, shown: SiteCertificate | None) -> None:
-        """Raises Refusal for a name that is another's. What runs is not cut for who comes later."""
+    def _check_name(self, identity: SiteIdentity, certificate: SiteCertificate | None) -> None:
+        """Raises Refusal for the name of another site. A linked process keeps its name: its work is not cut
+        off.
+        """
         name = identity.name
-        if shown is not None and shown.site != name:
-            reason = f"the certificate is that of site {shown.site}, not of {name}"
+        if certificate is not None and certificate.site != name:
+            reason = f"the certificate is that of site {certificate.site}, not of {name}"
             raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
         linked = self._links.get(name)
         if linked is not None and linked.identity.boot_id != identity.boot_id:
@@ -133,8 +139,10 @@ class Federation(rpc.FederationServicer):
             reason = f"another process is linked as site {name}: stop it, or give this one a name of its own"
             raise Refusal(grpc.StatusCode.ALREADY_EXISTS, reason)
 
-    async def _serve(self, link: Link, context: Any, shown: SiteCertificate | None) -> str:
-        """Read, write and watch until one of them ends, for a reason; what lived on the link is then lost."""
+    async def _serve(self, link: Link, context: Any, certificate: SiteCertificate | None) -> str:
+        """Read, write and watch until one of them ends; return its reason. Live attempts of the link are then
+        lost.
+        """
         if older := self._links.get(link.name):
             older.close("the site joined again")
         self._links[link.name] = link
@@ -144,7 +152,7 @@ class Federation(rpc.FederationServicer):
             for name, work in (
                 ("read", self._read(link, context)),
                 ("write", self._write(link, context)),
-                ("watch", self._watch(link, shown)),
+                ("watch", self._watch(link, certificate)),
             )
         }
         reason = ENDED  # then gRPC cancels this coroutine
@@ -169,7 +177,7 @@ class Federation(rpc.FederationServicer):
         try:
             while (message := await context.read()) is not grpc.aio.EOF:
                 link.receive(message)
-        except codec.Garbage as exc:
+        except codec.ProtocolError as exc:
             return f"sent garbage: {exc}"
         except grpc.RpcError as exc:
             return f"connection lost ({exc})"
@@ -178,41 +186,42 @@ class Federation(rpc.FederationServicer):
     async def _write(self, link: Link, context: Any) -> str:
         try:
             while True:
-                await context.write(await link.due())
+                await context.write(await link.next_message())
         except grpc.RpcError as exc:
             return f"connection lost ({exc})"
 
-    async def _watch(self, link: Link, shown: SiteCertificate | None) -> str:
-        """Heartbeats: a site that hangs keeps its socket open, so silence tells. A certificate can end, too.
+    async def _watch(self, link: Link, certificate: SiteCertificate | None) -> str:
+        """Send heartbeats; return when the site is silent, because a site that hangs keeps its socket open,
+        or when its certificate ends.
 
-        Silence is counted in heartbeats that this process slept through on time: if it was stalled itself,
-        the answers wait unread, and that is not the fault of the site.
+        Silence is counted in heartbeats for which this process slept as long as planned: if it was stalled
+        itself, the site's messages wait unread, and the site is not at fault.
         """
         heartbeat_s, missed = self._settings.heartbeat_s, 0
         while link.closing is None:
             if missed >= MISSED_HEARTBEATS:
-                return f"silent for {self._clock() - link.heard_s:.1f} s"
-            if complaint := self._entrance.complaint(shown):
-                return complaint
+                return f"silent for {self._clock() - link.last_heard_s:.1f} s"
+            if objection := self._site_auth.objection(certificate):
+                return objection
             link.ping()
             began_s = self._clock()
             await self._sleep(heartbeat_s)
             stalled = self._clock() - began_s > 1.5 * heartbeat_s
-            missed = 0 if stalled or link.heard_s >= began_s else missed + 1
+            missed = 0 if stalled or link.last_heard_s >= began_s else missed + 1
         return link.closing
 
 
 class Listening(NamedTuple):
-    """The gRPC server and where it is bound. `mutual_port`: for sites with certificates, if they have one."""
+    """The gRPC server and its ports. `mutual_port` is for sites with certificates, None if there is none."""
 
     server: Any
     port: int
     mutual_port: int | None
 
 
-class ReadWhenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Of a unary call nothing is read before its method asks: gRPC would take up to MAX_MESSAGE_BYTES of
-    whoever calls. It is served as a stream of one message, which looks the same from the other end.
+class ReadOnDemand(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Reads the message of a unary call only when its method does: gRPC would accept up to MAX_MESSAGE_BYTES
+    from any caller. The call is served as a stream of one message, which the client cannot tell apart.
     """
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
@@ -225,13 +234,13 @@ class ReadWhenAsked(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 async def _first(context: Any, what: str) -> Any:
-    """Raises Garbage."""
+    """Return the first message of a stream. Raises ProtocolError."""
     try:
         message = await asyncio.wait_for(context.read(), HELLO_WITHIN_S)
     except TimeoutError as exc:
-        raise codec.Garbage(f"no {what} within {HELLO_WITHIN_S:.0f} s") from exc
+        raise codec.ProtocolError(f"no {what} within {HELLO_WITHIN_S:.0f} s") from exc
     if message is grpc.aio.EOF:
-        raise codec.Garbage(f"the stream ended before its {what}")
+        raise codec.ProtocolError(f"the stream ended before its {what}")
     return message
 
 
@@ -243,19 +252,19 @@ async def listen(
 ) -> Listening:
     """Start the gRPC server. Raises RuntimeError when an address is taken.
 
-    `mutual`: the address for sites with certificates, and the credentials that ask for one.
+    `mutual`: the address for sites with certificates, and the credentials that request one.
     """
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_WITHIN_MS),
-        ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
         ("grpc.max_connection_idle_ms", IDLE_MS),  # a site always has a stream open
-        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ]
     server = grpc.aio.server(
-        interceptors=(ReadWhenAsked(),), options=options, maximum_concurrent_rpcs=MAX_SITES
+        interceptors=(ReadOnDemand(),), options=options, maximum_concurrent_rpcs=MAX_SITES
     )
     rpc.add_FederationServicer_to_server(federation, server)  # type: ignore[no-untyped-call]
     if credentials is None:

@@ -1,6 +1,7 @@
-"""Who may come in: whoever has a site token, or a site that shows a certificate of our authority.
+"""Authenticate sites, by a site token or by a certificate of the gateway's authority.
 
-A token says only that a site is one of ours; a certificate says which one, and can be revoked.
+A token proves only that a site belongs to this federation; a certificate also proves which one, and can be
+revoked.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Refusal(Exception):
-    """Ends the call with this status; the reason is for the site's log."""
+    """Ends the call with this gRPC status; the reason is for the log of the site."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -33,7 +34,7 @@ class Refusal(Exception):
 
 
 class Register(Protocol):
-    """What was issued and revoked; the first two work in memory."""
+    """The register of issued and revoked certificates; the first two methods work in memory."""
 
     def revoked_until(self, site: str) -> float: ...
     def expires_at(self, site: str) -> float: ...
@@ -49,8 +50,10 @@ class Certificates:
     register: Register
     unix_time: Callable[[], float] = time.time
 
-    def complaint(self, shown: SiteCertificate) -> str | None:
-        """Why it is good no longer. A link lives on after the certificate it began with, while renewed."""
+    def objection(self, shown: SiteCertificate) -> str | None:
+        """Return why a certificate is no longer valid, None if it is. A link outlives the certificate that it
+        began with, as long as a renewed one exists.
+        """
         if shown.issued_at <= self.register.revoked_until(shown.site):
             return "its certificate was revoked"
         if max(shown.expires_at, self.register.expires_at(shown.site)) < self.unix_time():
@@ -58,13 +61,15 @@ class Certificates:
         return None
 
     def invited(self, secret: str) -> Invitation:
-        """What a join secret says. Raises PkiError when it is wrong, too old or revoked."""
+        """Verify a join secret. Raises PkiError when it is wrong, too old or revoked."""
         found = invitation.verify(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
         self._check(found, found.site)
         return found
 
     def named(self, asker: SiteCertificate | Invitation, csr: bytes) -> str:
-        """The site that asks. Raises PkiError, also when of a pool's machines just this one was revoked."""
+        """Return the name of the site that asks. Raises PkiError, also if only this machine of a pool was
+        revoked.
+        """
         if isinstance(asker, SiteCertificate):
             return asker.site
         site = invitation.resolve_name(asker.site, self.authority.requested_name(csr))
@@ -86,33 +91,33 @@ class Certificates:
 
 
 @dataclass(slots=True)
-class Entrance:
-    """Asked once for each call, before anything of it is read."""
+class SiteAuth:
+    """Authenticates each call once, before any of its messages is read."""
 
     tokens: tuple[str, ...]
     certificates: Certificates | None = None
     login_limiter: LoginLimiter = field(default_factory=LoginLimiter)
 
     def identify(self, context: Any) -> SiteCertificate | None:
-        """Who wants to join; None: one of ours, by token. Raises Refusal."""
+        """Return the certificate of a site, None if it has a token instead. Raises Refusal."""
         shown = self._certificate(context)
         if shown is None and not self._has_token(context):
             raise self._failed(context, "the site token is missing or wrong")
         return shown
 
-    def complaint(self, shown: SiteCertificate | None) -> str | None:
+    def objection(self, shown: SiteCertificate | None) -> str | None:
         if shown is None or self.certificates is None:
             return None
-        return self.certificates.complaint(shown)
+        return self.certificates.objection(shown)
 
     async def enrol(self, context: Any, csr: Callable[[], Any]) -> bytes:
-        """A certificate for who asks with a good one, or with a join secret. Raises Refusal."""
+        """Issue a certificate to a caller with a valid one, or with a join secret. Raises Refusal."""
         if self.certificates is None:
             raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "this gateway issues no certificates: set pki")
         self._asker(context, self.certificates)
         try:
             request = await csr()
-            await self.certificates.register.refresh()  # or who was just revoked would get one that is newer
+            await self.certificates.register.refresh()  # or a revoked site would get a newer one
             asker = self._asker(context, self.certificates)
             renewal = isinstance(asker, SiteCertificate)
             site = self.certificates.named(asker, request)
@@ -132,7 +137,7 @@ class Entrance:
             raise self._failed(context, str(exc)) from exc
 
     def _certificate(self, context: Any) -> SiteCertificate | None:
-        """The one that TLS has checked, if this is the door for it. Raises Refusal."""
+        """Return the certificate that TLS has checked, None on the port for tokens. Raises Refusal."""
         pem = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
         if pem is None:
             return None
@@ -140,14 +145,14 @@ class Entrance:
             shown = read_site(pem)
         except PkiError as exc:
             raise self._failed(context, str(exc)) from exc
-        if complaint := self.complaint(shown):
-            raise self._failed(context, f"{shown.site}: {complaint}")
+        if objection := self.objection(shown):
+            raise self._failed(context, f"{shown.site}: {objection}")
         return shown
 
     def _has_token(self, context: Any) -> bool:
         given = _bearer(context).encode()
         matches = [hmac.compare_digest(given, token.encode()) for token in self.tokens]
-        return any(matches)  # every token is compared, so that time tells nothing
+        return any(matches)  # every token is compared, so that timing reveals nothing
 
     def _failed(self, context: Any, reason: str) -> Refusal:
         address = host(context.peer())
@@ -159,7 +164,7 @@ class Entrance:
 
 
 def host(peer: str) -> str:
-    """`ipv4:1.2.3.4:567` and `ipv6:[::1]:567` without the port."""
+    """Return `ipv4:1.2.3.4:567` or `ipv6:[::1]:567` without the port."""
     return peer.rpartition(":")[0]
 
 

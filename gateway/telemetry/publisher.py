@@ -173,7 +173,7 @@ class SnapshotPublisher:
 
     def _record_events(self, sites: Sequence[Site], now_s: float, now: float) -> None:
         states = ((s.name, s.identity.boot_id, shown_state(s, now_s)) for s in sites)
-        for event in self.events.record_states(now, states, self._directory.why_left):
+        for event in self.events.record_states(now, states, self._directory.down_reasons):
             self.store_event(event)
         for move, number in self.recent.take_moves():
             self._moves.append(event := _move_event(now, move, number))

@@ -103,7 +103,7 @@ class Gateway:
     def site_joined(self, name: str) -> None:
         spec = self._specs[name]
         self.directory.join(site_identity(spec), self._clock.now_s)
-        self.directory.measured(name, spec.rtt_s)
+        self.directory.set_rtt(name, spec.rtt_s)
         first = LoadReport(
             seq=1, received_s=self._clock.now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost
         )
@@ -210,7 +210,7 @@ class Gateway:
         self.links[name].report(load, taken_s)
 
     def released(self, name: str, release_id: str, attempt_ids: list[str]) -> None:
-        bidder = self.offloading.answered(release_id)
+        bidder = self.offloading.close_round(release_id)
         for attempt_id in attempt_ids:
             attempt = self.links[name].live.get(attempt_id)
             if attempt is not None:
@@ -276,7 +276,7 @@ class Link:
             self._gateway.offloading.bid(self._name)
 
     def _publish_credit(self) -> None:
-        self._gateway.directory.credit(self._name, self._credit())
+        self._gateway.directory.set_credit(self._name, self._credit())
         self._gateway.offloading.mark_changed(self._name)
 
     def _credit(self) -> Credit:

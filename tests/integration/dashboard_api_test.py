@@ -343,7 +343,7 @@ def test_when_and_why_a_site_left_is_told_by_every_replica_and_after_a_restart(u
                 site = await here.site("a")
                 o.publisher.tick()
                 await site.close()
-                await until(lambda: here.gateway.directory.why_left, "the site has left")
+                await until(lambda: here.gateway.directory.down_reasons, "the site has left")
                 o.publisher.tick()
                 await site.join()
                 o.publisher.tick()

@@ -191,8 +191,8 @@ def test_a_link_outlives_its_first_certificate_if_that_is_renewed(tmp_path: Path
             (row,) = await here.store.certificates.list_sites()
             assert row.renewals == 1
             here.now_s = 25 * 3600.0  # the first one has expired by now
-            heard_s = link.heard_s
-            await until(lambda: link.heard_s > heard_s, "a heartbeat later")
+            last_heard_s = link.last_heard_s
+            await until(lambda: link.last_heard_s > last_heard_s, "a heartbeat later")
             assert here.federation.links["alpha"] is link
             here.now_s = 38 * 3600.0
             await until(lambda: link.closing, "and nobody renewed the second")
@@ -345,7 +345,7 @@ def test_who_was_revoked_elsewhere_a_moment_ago_gets_nothing_newer(tmp_path: Pat
 
 def test_who_fails_too_often_is_told_only_that(tmp_path: Path) -> None:
     async def scenario(here: Scene) -> None:
-        here.federation._entrance.login_limiter = LoginLimiter(lambda: 0.0)
+        here.federation._site_auth.login_limiter = LoginLimiter(lambda: 0.0)
         identity = identity_of(here.config("alpha", join_secret="mico-join-wrong"))
         assert identity is not None
         reasons = []

@@ -47,7 +47,7 @@ class Fleet:
 
     def hold_back(self, *names: str) -> None:
         """As an operator would; all others take queries, however near or fast these are."""
-        self.here.gateway.directory.ordered({name: Standing(SiteState.PAUSED) for name in names})
+        self.here.gateway.directory.apply_standings({name: Standing(SiteState.PAUSED) for name in names})
 
     def ready(self) -> set[str]:
         return {site.name for site in self.here.gateway.directory.sites if site.state == "ready"}

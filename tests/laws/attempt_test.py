@@ -22,7 +22,7 @@ from gateway.domain import (
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
-from gateway.federation.offloading import ANSWER_WITHIN_S, Offloading
+from gateway.federation.offloading import ROUND_TIMEOUT_S, Offloading
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
@@ -212,15 +212,15 @@ def test_what_waited_at_sites_that_left_is_forgotten() -> None:
             busy = joined(f"busy-{number}", 200)
             attempt = busy.assign(query, decision(query.id), DEMAND, FORECAST)
             busy.receive(pb.SiteMessage(accepted=pb.Accepted(attempt_id=attempt.id, prompt_tokens=5)))
-            now_s += 2 * ANSWER_WITHIN_S
+            now_s += 2 * ROUND_TIMEOUT_S
             directory.join(links["idle"].identity, now_s)
             report("idle")
-            asked.append(len(offloading._asked))
+            asked.append(len(offloading._rounds))
             busy.close("it was no longer needed")
             directory.leave(links.popitem()[0])
         assert asked == [1, 1, 1]
-        now_s += 2 * ANSWER_WITHIN_S
+        now_s += 2 * ROUND_TIMEOUT_S
         offloading.bid("idle")
-        assert (len(offloading._asked), len(offloading._offers)) == (0, 0)
+        assert (len(offloading._rounds), len(offloading._offers)) == (0, 0)
 
     asyncio.run(scenario())

@@ -35,7 +35,7 @@ def only(here: Directory) -> tuple[SiteState, float, frozenset[str]]:
 
 def test_an_order_outlives_the_site_that_left_and_joined_again() -> None:
     here = directory()
-    here.ordered({"a": Standing(SiteState.DRAINING, 0.5, frozenset({"m"}))})
+    here.apply_standings({"a": Standing(SiteState.DRAINING, 0.5, frozenset({"m"}))})
     assert only(here) == (SiteState.DRAINING, 0.5, {"m"})
     here.leave("a")
     assert only(here)[0] is SiteState.DOWN
@@ -43,15 +43,15 @@ def test_an_order_outlives_the_site_that_left_and_joined_again() -> None:
     assert only(here)[0] is SiteState.STALE
     here.report("a", LoadReport(seq=1, received_s=5.0), Credit())
     assert only(here) == (SiteState.DRAINING, 0.5, {"m"})
-    here.ordered({})
+    here.apply_standings({})
     assert only(here) == (SiteState.READY, 1.0, frozenset())
 
 
 def test_lifting_an_order_does_not_wake_a_site_that_drains_by_itself() -> None:
     here = directory()
-    here.ordered({"a": Standing(SiteState.PAUSED)})
-    here.state("a", SiteState.DRAINING)
-    here.ordered({})
+    here.apply_standings({"a": Standing(SiteState.PAUSED)})
+    here.set_state("a", SiteState.DRAINING)
+    here.apply_standings({})
     assert only(here)[0] is SiteState.DRAINING
 
 

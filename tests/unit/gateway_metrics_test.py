@@ -77,7 +77,7 @@ def test_sites_are_exported_as_they_are_at_the_scrape() -> None:
     assert value("mico_site_outstanding_tokens", **a) == 80
     assert value("mico_site_capacity_tokens", **a) == 70
     assert value("mico_site_state", site="a", state="ready") == 1
-    here.state("a", SiteState.DRAINING)
+    here.set_state("a", SiteState.DRAINING)
     assert exported(metrics)("mico_site_state", site="a", state="ready") == 0
 
 

@@ -32,7 +32,7 @@ def link(*, reads_bunches: bool) -> Link:
 async def sent(here: Link) -> list[pb.GatewayMessage]:
     messages = []
     while not here.outbox.empty():
-        messages.append(await here.due())
+        messages.append(await here.next_message())
     return messages
 
 
@@ -43,7 +43,7 @@ def test_what_a_site_says_is_the_same_in_bunches_and_none_is_large(sizes: list[i
         for number, size in enumerate(sizes)
     ]
     bunches = list(site_codec.bundle(said))
-    assert [each for bunch in bunches for each in gateway_codec.each_of(bunch)] == said
+    assert [each for bunch in bunches for each in gateway_codec.messages_of(bunch)] == said
     assert all(len(bunch.bunch.messages) < 2 or bunch.ByteSize() < 2.1 * LARGE for bunch in bunches)
     assert len(bunches) <= 1 + sizes.count(LARGE)
 
@@ -83,7 +83,7 @@ def test_a_gateway_takes_a_bunch_as_its_messages_and_no_bunch_within_one() -> No
         (site,) = here._directory.sites
         assert (site.load.seq, site.load.running) == (3, 3)
         nested = pb.SiteMessage(bunch=pb.SiteBunch(messages=loads))
-        with pytest.raises(gateway_codec.Garbage):
+        with pytest.raises(gateway_codec.ProtocolError):
             here.receive(pb.SiteMessage(bunch=pb.SiteBunch(messages=[nested])))
 
     asyncio.run(scenario())

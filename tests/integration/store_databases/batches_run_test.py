@@ -401,7 +401,7 @@ def test_a_line_that_no_site_can_serve_holds_up_no_other(url: str, monkeypatch: 
     async def main() -> None:
         async with replica(url, features=("chat", "resume")) as here:
             await here.scene.site("c")  # the only one that tells logprobs
-            here.scene.gateway.directory.ordered({"c": Standing(pinned_off=frozenset({"m"}))})
+            here.scene.gateway.directory.apply_standings({"c": Standing(pinned_off=frozenset({"m"}))})
             content = jsonl(chat_line(0, logprobs=True), *(chat_line(number) for number in range(1, 9)))
             done = await here.ended(await here.submit(content))
             (refused,) = await here.lines(done.error_file_id)
