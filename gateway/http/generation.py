@@ -130,11 +130,12 @@ class GenerationEndpoint:
         self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send
     ) -> None:
         """Stream an answer. A failure before the first frame gets its own status, a later one is an event."""
-        last_frames, backend = b"", self.backend
-        event_stream = EventStream(
+        backend = self.backend
+        events = EventStream(
             send, backend.clock, keep_alive_s=backend.keep_alive_s, first_byte_s=backend.first_byte_s
         )
-        async with event_stream as events, aclosing(pieces):
+        last_frames = b""
+        async with events, aclosing(pieces):
             try:
                 await self._relay(request, pieces, exchange, events)
             except Exception as exc:

@@ -1,4 +1,4 @@
-"""Rows 43 to 50 and 65 to 69 of the API's promises: whole answers, text completions, the list of models."""
+"""The API's promises about unary answers, text completions and the list of models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.fakes.edge import (
 
 
 def chat_completion(response: Any) -> ChatCompletion:
-    """Validated as it came over the wire: the SDK's own parsing is lenient."""
+    """Validate the body as sent over the wire: the SDK's own parsing is lenient."""
     assert response.status_code == 200, response.text
     return ChatCompletion.model_validate(response.json(), strict=True)
 
@@ -175,7 +175,7 @@ def test_prompts_times_n_is_bounded() -> None:
 
 
 def echoing(query: Query) -> Any:
-    """Each prompt comes back with its choice's number; later prompts open and speak first."""
+    """Answer with the prompt and the number of the choice; later prompts open and answer first."""
 
     async def answer() -> Any:
         rank = int(str(query.prompt)[-1])

@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches: what is refused and how, who sees what, lists and pages, large files."""
+"""Tests /v1/files and /v1/batches: refusals, visibility per tenant, lists and pages, large files."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_a_tenant_has_so_much_room_and_so_many_batches(play: Callable[..., None]
 
 
 def test_any_client_finds_the_lines_of_an_output_file(play: Callable[..., None]) -> None:
-    """Many end a line at U+0085, U+2028 and U+2029, too."""
+    """Many clients also end a line at U+0085, U+2028 and U+2029."""
 
     async def scenario(here: Replica) -> None:
         said = "one\x85two\u2028three\u2029four"
@@ -290,7 +290,7 @@ def test_any_client_finds_the_lines_of_an_output_file(play: Callable[..., None])
 
 
 def test_a_large_file_streams_in_and_out(play: Callable[..., None]) -> None:
-    """What the process holds of it at most stays far below its size."""
+    """The process never holds more than a small part of the file."""
     size, piece = 24 * 2**20, bytes(range(256)) * 1024
 
     async def body() -> AsyncIterator[bytes]:

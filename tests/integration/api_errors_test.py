@@ -1,4 +1,4 @@
-"""Rows 12 to 19 of the API's promises: every way to fail, and what OpenAI's SDK makes of it."""
+"""The API's promises about errors: every kind of failure, and the exception of OpenAI's SDK for it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_no_retry_is_advised_when_it_would_repeat_paid_work(error: errors.MicoEr
 
 
 def test_a_refusal_by_the_query_layer_is_a_403() -> None:
-    """The edge hands the caller on with the query; it does not decide who may use what."""
+    """The HTTP edge passes the caller on with the query; it does not decide which models a caller may use."""
     response, script = chat(fail(errors.Forbidden(f"This key may not use '{MODEL}'.")))
     assert error_of(response, 403)["code"] == "permission_denied"
     assert script.query.model == MODEL

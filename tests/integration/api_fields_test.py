@@ -1,4 +1,4 @@
-"""Rows 25 to 42 of the API's promises: what a request may say, and how a wrong one is refused."""
+"""The API's promises about the fields of a request, and how a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.fakes.edge import MODEL, Edge, chat, error_of, fail, post, re
 
 
 def asked(**fields: Any) -> Sampling:
-    """The sampling a chat with these fields reaches the sites with."""
+    """Return the sampling parameters that a site gets for a chat with these fields."""
     response, script = chat(**fields)
     assert response.status_code == 200, response.text
     return script.query.sampling

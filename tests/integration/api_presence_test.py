@@ -1,4 +1,4 @@
-"""Rows 24 and 62 of the API's promises, on real sockets: clients that leave, and streams that fall silent."""
+"""The API's promises about clients that disconnect and streams that fall silent, on real sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 
 class Held:
-    """Answers that stop before their opening, or after their first text, until they are let go."""
+    """Answers that block before their opening, or after their first text, until they are released."""
 
     def __init__(self, opens: bool, fails: bool = False, parties: int = 1) -> None:
         self.opens, self.fails = opens, fails
@@ -63,7 +63,7 @@ def play(scenario: Callable[[Script, int], Awaitable[None]], script: Script) -> 
 
 
 async def send(port: int, path: str = "/v1/chat/completions", **fields: Any) -> tuple[Any, Any]:
-    """A request by hand, so that the client can leave when it likes."""
+    """Send a request over a plain socket, so that the client can disconnect at any time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(chat_body(**({"prompt": "x"} | fields))).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n"
@@ -162,7 +162,7 @@ def test_a_busy_stream_has_no_keep_alive_comments() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_long_wait_for_the_first_token_is_kept_alive(fails: bool) -> None:
-    """From then on an error can only be an event, and the headers cannot name the site."""
+    """After the first comment an error can only be an event, and the headers cannot name the site."""
 
     async def scenario(script: Script, port: int) -> None:
         script.answer = held = Held(opens=False, fails=fails)

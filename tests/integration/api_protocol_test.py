@@ -1,4 +1,4 @@
-"""Rows 1 to 11, 20 to 23, 51, 77, 78 and 80 of the API's promises: HTTP itself, whatever is asked."""
+"""The API's promises about HTTP itself, independent of the endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows 51 to 64 of the API's promises: an answer in pieces."""
+"""The API's promises about streamed answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITH_USAGE = {"include_usage": True}
 
 
 def chunks_of(answer: Any = None, **fields: Any) -> list[dict[str, Any]]:
-    """The chunks of a streamed chat, each one valid as it came over the wire."""
+    """Return the chunks of a streamed chat, each validated as sent over the wire."""
     response, _ = chat(answer, stream=True, **fields)
     assert response.status_code == 200, response.text
     events = events_of(response.content)
@@ -181,7 +181,7 @@ def test_the_sdks_own_stream_joins_the_answer() -> None:
 
 
 def test_pieces_leave_as_they_come() -> None:
-    """The first text is on its way before the second exists."""
+    """The first text is sent before the second exists."""
 
     async def main() -> None:
         seen = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Rows 39 to 41, 45 and 47 of the API's promises: functions a model may call, formats an answer must have."""
+"""The API's promises about functions that a model may call and formats that an answer must have."""
 
 from __future__ import annotations
 

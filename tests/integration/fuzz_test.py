@@ -1,4 +1,4 @@
-"""A short campaign of `bench.fuzz`: each answer has an id and a shape, and nothing is left behind."""
+"""Runs a short fuzzing campaign: each answer has an id and a valid form, and nothing is left running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ERROR = b'{"error":{"message":"","type":"","param":null,"code":null}}'
 
 
 async def slowly(query: Query) -> AsyncGenerator[AnswerEvent, None]:
-    """Long enough for clients to leave in the middle of it."""
+    """Answer slowly enough for clients to disconnect in the middle."""
     yield OPENING
     for number in range(TOKENS):
         await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""What one connection may send: how slowly, how much, how many of them; and what a wrong key costs."""
+"""Tests the limits of a connection: its speed, its size, the number of connections, and wrong keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def play(
 
 
 async def cut(reader: asyncio.StreamReader) -> bytes:
-    """What came before the connection was cut."""
+    """Return the bytes received before the connection was cut."""
     came = b""
     with suppress(ConnectionError):
         while part := await reader.read(65536):
@@ -84,13 +84,13 @@ async def answered(reader: asyncio.StreamReader) -> bytes:
 
 
 def told(head: bytes) -> list[bytes]:
-    """The status and the headers, without those that differ from request to request."""
+    """Return the status and the headers, without those that differ from request to request."""
     own = (b"x-request-id", b"date", b"x-mico-", b"openai-processing-ms")
     return [line for line in head.lower().split(b"\r\n") if line and not line.startswith(own)]
 
 
 def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body() -> None:
-    """On one connection: a body that came after all would stand before the next answer."""
+    """Uses one connection: a body sent by mistake would precede the next answer."""
 
     async def ask(connect: Open, path: str) -> bytes:
         reader, writer = await connect()

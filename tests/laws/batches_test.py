@@ -1,4 +1,4 @@
-"""Laws of batches that need no gateway: order, room, spread, the lines of a file, and who may write."""
+"""Laws of batches that need no gateway: order, capacity, assignment, lines of a file, leases."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_full_window_fills_every_site_and_none_beyond_a_line_or_two() -> None:
 
 
 class Due(float):
-    """When a line may run again. Counts how often that was looked at."""
+    """The time when a line may run again. Counts the comparisons."""
 
     looks = 0
 

@@ -1,4 +1,4 @@
-"""A gateway replica that runs batches, in process: real HTTP application, real gRPC sites under a script."""
+"""Runs a gateway replica with batches in process: real HTTP application, scripted sites over real gRPC."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ POLL_S = 0.05
 
 @dataclass
 class Replica:
-    """`asked`: the prompts that reached a site, in order. While `open` is not set sites answer nothing, and
-    each has one `held`. A prompt that `fails` breaks at its site.
+    """`asked`: the prompts that reached a site, in order. While `open` is not set, sites answer nothing;
+    `held` counts the prompts that wait there. A prompt for which `fails` is true fails at its site.
     """
 
     scene: Scene
@@ -95,7 +95,7 @@ class Replica:
         return [json.loads(line) for line in content.text.splitlines()]
 
     async def die(self) -> None:
-        """As `kill -9` would, as far as the database can tell: no outcome, no release, no more looks."""
+        """Die as by `kill -9`, as far as the database can tell: no outcome, no release, no more polls."""
         runner: Any = self.batches.runner
         ledger = runner._context.ledger
 
@@ -109,7 +109,7 @@ class Replica:
         await asyncio.gather(*(task for _, task in runner._jobs.values()), return_exceptions=True)
 
     async def serve(self, site: ScriptedSite) -> None:
-        """Answer whatever is assigned, and report often enough to stay fresh."""
+        """Answer every assigned query, and report often enough to stay fresh."""
         while True:
             try:
                 async with asyncio.timeout(0.2):

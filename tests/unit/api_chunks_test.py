@@ -1,4 +1,4 @@
-"""Laws of encoding: the chunks of an answer, joined, equal its whole body, whatever the pieces are."""
+"""Laws of encoding: the joined chunks of an answer equal its unary body, however it is cut into pieces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ deltas = st.tuples(st.integers(0, CHOICES - 1), texts, st.lists(tokens, max_size
 
 @st.composite
 def answers(draw: Any) -> list[AnswerEvent]:
-    """Any interleaving of the choices; each ends once, with or without text in its last delta."""
+    """Draw any interleaving of the choices; each ends once, with or without text in its last delta."""
     counts = [0] * CHOICES
     pieces: list[AnswerEvent] = [OPENING]
     for index, words, drawn in draw(st.lists(deltas, max_size=12)):
@@ -65,13 +65,13 @@ def whole(shape: ResponseSchema, pieces: list[AnswerEvent], with_logprobs: bool)
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    """Of a choice of either endpoint, whole or in a chunk."""
+    """Return the text of a choice of either endpoint, in a unary body or in a chunk."""
     words: str = choice.get("text") or choice.get("message", choice.get("delta", {})).get("content", "")
     return words
 
 
 def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a client gathers by index: text, finish reasons, and the entries of every logprobs list."""
+    """Join chunks by index as a client does: text, finish reasons, the entries of every logprobs list."""
     grown: list[dict[str, Any]] = [{"text": "", "finish": [], "logprobs": {}} for _ in range(CHOICES)]
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         into = grown[choice["index"]]

@@ -1,4 +1,4 @@
-"""One response of events under an adverse client: what is sent in which order; nothing is left running."""
+"""Tests an event stream with a slow client: the order of what is sent; nothing is left running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.openai.frames import DONE
 
 
 class Wire:
-    """A `send` that blocks while the client does not take anything."""
+    """A `send` that blocks while the client does not read."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -132,7 +132,7 @@ def test_comments_come_whole_between_frames() -> None:
 
 
 def test_a_stream_that_was_opened_is_silent_for_no_longer_than_it_may_be() -> None:
-    """Though it might have waited longer for its first token."""
+    """The longer limit before the first token no longer applies."""
 
     async def main() -> None:
         wire = Wire()

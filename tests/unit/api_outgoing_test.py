@@ -1,4 +1,4 @@
-"""What a response writes in one turn of the loop is one packet, sent when the turn or the response ends."""
+"""Tests the write buffer: the writes of one turn of the event loop make one packet."""
 
 from __future__ import annotations
 

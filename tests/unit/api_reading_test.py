@@ -1,4 +1,4 @@
-"""Laws of reading: whatever JSON comes is read as a request within bounds or refused by a field's name."""
+"""Laws of reading: any JSON is read as a request within bounds or refused by the name of a field."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def read(reader: Any, body: dict[str, Any]) -> GenerationRequest:
 
 
 def check_bounds(asked: GenerationRequest) -> None:
-    """What the wire to the sites can carry, and what one request may cost."""
+    """Check the bounds of the wire to the sites and of the cost of one request."""
     sampling = asked.sampling
     assert asked.model
     assert asked.prompts

@@ -1,4 +1,4 @@
-"""Work for a client ends with the client, with itself, or with its time; it is always wound up first."""
+"""Work for a client ends by itself, at a disconnect or at its time limit, and always cleans up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.http.disconnect import while_connected
 
 
 class Client:
-    """`receive` of a client that leaves when told to."""
+    """A client whose `receive` reports a disconnect when the test says so."""
 
     def __init__(self, left: bool = False) -> None:
         self._left = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Rows 70 to 76 of the API's promises: files and batches as OpenAI's SDK and raw requests see them."""
+"""The API's promises about files and batches, with OpenAI's SDK and with raw requests."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_file_of_too_many_lines_fails(url: str) -> None:
 
 
 def test_uploads_side_by_side_keep_to_the_room_that_their_tenant_has(url: str, tmp_path: Path) -> None:
-    """Two replicas, each asked for five files that are all there before the first is complete."""
+    """Two replicas get five files each, all begun before the first is complete."""
 
     async def main() -> None:
         async with open_store(url, tmp_path) as store:
@@ -164,7 +164,7 @@ def test_uploads_side_by_side_keep_to_the_room_that_their_tenant_has(url: str, t
 
 
 def test_batches_side_by_side_keep_to_how_many_their_tenant_may_have(url: str, tmp_path: Path) -> None:
-    """Two replicas, each asked for five at once."""
+    """Two replicas get five batches each at the same time."""
 
     async def main() -> None:
         async with open_store(url, tmp_path) as store:

@@ -1,4 +1,4 @@
-"""Batches from the client's side and through accidents: every line is answered once, on both databases."""
+"""Runs batches end to end and through failures: every line is answered once, on both databases."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_text_completions_with_several_prompts_are_one_line(url: str) -> None:
 
 
 def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> None:
-    """The first dies with half of its lines in flight; nothing that it finished is asked again."""
+    """The first replica dies with half of its lines in flight; its finished lines do not run again."""
 
     async def main() -> None:
         async with replica(url, name="r1") as first:
@@ -128,7 +128,7 @@ def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> Non
 def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lost its lease while lines ran there: what they bring is dropped, what still runs is ended."""
+    """It lost its lease while lines ran: their outcomes are dropped and the running ones are cancelled."""
 
     async def main() -> None:
         async with replica(url, name="r1") as first:
@@ -158,7 +158,7 @@ def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
 def test_an_answer_that_was_not_written_down_yet_is_not_asked_for_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The replica ends while its database comes back."""
+    """The replica ends while its database is coming back."""
 
     async def main() -> None:
         tried = asyncio.Event()
@@ -222,7 +222,7 @@ def test_a_look_that_goes_wrong_is_not_the_last(url: str, monkeypatch: pytest.Mo
 
 
 async def settled(here: Replica, batch_id: str) -> int:
-    """How many lines have their outcome, once all but those that its two sites hold back have theirs."""
+    """Wait until only the lines that the two sites hold back run. Return the number of outcomes."""
     async with asyncio.timeout(60):
         while True:
             counts = (await here.sdk().batches.retrieve(batch_id)).request_counts
@@ -293,7 +293,7 @@ def test_a_batch_that_is_cancelled_while_it_is_read_counts_its_lines(
 def test_nobody_sees_the_files_of_an_end_that_was_not_written_down(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever takes over from a replica that died in between writes new ones."""
+    """The replica that takes over from one that died in between writes new files."""
 
     async def main() -> None:
         async with replica(url, name="r1") as first:
@@ -350,7 +350,7 @@ def test_a_batch_outlives_the_time_of_its_key_and_ends_when_that_is_revoked(
         async with open_store(url, tmp_path) as store, replica(url, caller=store.keys.unrevoked) as here:
 
             async def held(key: str) -> str:
-                """A batch of 30 of which some lines run, and stay so."""
+                """Submit a batch of 30 lines, of which some run until they are released."""
                 caller = store.keys.authenticate(key)
                 assert caller is not None
                 monkeypatch.setitem(CALLERS, key, caller)
@@ -418,7 +418,7 @@ def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
     seen: set[str] = set()
 
     async def limited(gateway: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
-        """The first run of every line meets a quota."""
+        """Refuse the first run of every line because of a quota."""
         if query.text not in seen:
             seen.add(query.text)
             raise TooMany("30 requests a minute", retry_after_s=0.02)
