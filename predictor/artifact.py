@@ -1,4 +1,4 @@
-"""An artifact: a folder with `model.onnx` and the card that says what it is, whence, and how good.
+"""Read and write artifacts: folders with a graph, its card, and the vocabulary where a model reads any.
 
 Does not run the model.
 """
@@ -21,7 +21,7 @@ FORMAT = 2
 GRAPH_FILE = "model.onnx"
 CARD_FILE = "card.json"
 NEW_SUFFIX = ".new"
-"""Ends the names of files that are about to take the place of others."""
+"""Suffix of files that are about to replace those without it."""
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v1"
@@ -29,12 +29,12 @@ SMALL_NAME = "small-v4"
 LARGE_NAME = "large-v3"
 DEFAULT_NAME = SMALL_NAME
 KINDS = {"lexical": LEXICAL_NAME, "small": SMALL_NAME, "large": LARGE_NAME}
-"""What is shipped, by the word that chooses it."""
+"""Names of the shipped artifacts, by the word that selects them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Everything a reader or a server needs to know of a model besides its weights."""
+    """The description of a model: everything that a server or a reader needs besides its weights."""
 
     name: str
     kind: str
@@ -44,7 +44,7 @@ class Card:
     digest: str
     """SHA-256 of `model.onnx`."""
     vocabulary_digest: str = ""
-    """SHA-256 of `vocab.txt`, where the model reads word pieces."""
+    """SHA-256 of `vocab.txt`; empty if the model reads no word pieces."""
     aliases: dict[str, str] = field(default_factory=dict)
     trained_on: dict[str, Any] = field(default_factory=dict)
     licences: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Card:
 
 
 class Artifact(NamedTuple):
-    """A card, the graph that it is of, and the word pieces it reads, if it reads any."""
+    """A card, its graph, and the word pieces that the graph reads, if any."""
 
     card: Card
     graph: bytes
@@ -63,22 +63,22 @@ class Artifact(NamedTuple):
 
 
 def resolve_folder(chosen: Path | None) -> Path:
-    """The folder of what was chosen: a word of KINDS, or a folder; the default where nothing was."""
+    """Return the folder of a word of KINDS or of a path, and of the default artifact for None."""
     if chosen is None:
         return SHIPPED / DEFAULT_NAME
     return SHIPPED / KINDS[str(chosen)] if str(chosen) in KINDS else chosen
 
 
 def encode_vocabulary(pieces: Sequence[str]) -> bytes:
-    """What `vocab.txt` holds."""
+    """Return the contents of `vocab.txt`."""
     return ("\n".join(pieces) + "\n").encode()
 
 
 def read(folder: Path) -> Artifact:
-    """All of an artifact, once it is sure that its format is ours and that its parts belong together.
+    """Read an artifact, and check its format and that its parts belong together.
 
-    A writing that was interrupted leaves what was there, or, once all that is new lay beside it, the new.
-    Raises ArtifactError.
+    An interrupted write leaves the old artifact or, once all new files lie beside it, the new one. Raises
+    ArtifactError.
     """
     try:
         return _read(folder, CARD_FILE)
@@ -90,7 +90,7 @@ def read(folder: Path) -> Artifact:
 
 
 def read_card(folder: Path) -> Card:
-    """The card alone of an artifact that is whole."""
+    """Read the card of an artifact, and check the whole artifact as `read` does."""
     return read(folder).card
 
 
@@ -110,7 +110,7 @@ def _read(folder: Path, name: str) -> Artifact:
 
 
 def _read_part(folder: Path, name: str, digest: str) -> bytes:
-    """A file with that digest: the one of that name, or the fresh one that was to take its place."""
+    """Return the file with that digest: the one of that name, or the new one that was to replace it."""
     missing = True
     for each in (name, name + NEW_SUFFIX):
         try:
@@ -128,16 +128,16 @@ def _read_part(folder: Path, name: str, digest: str) -> bytes:
 
 
 def digest_of(graph: bytes) -> str:
-    """SHA-256 of a graph, as it stands on a card."""
+    """Return the SHA-256 of a file's contents, as a card states it."""
     return sha256(graph).hexdigest()
 
 
 def write(
     folder: Path, graph: bytes, card: Card, vocabulary: Sequence[str] = (), *, replacing: Card | None = None
 ) -> None:
-    """Writes an artifact in the place of what was there, which stays until all of the new is on disk.
+    """Replace the artifact in a folder; the old one stays until all new files are on disk.
 
-    `over` is the card that must be there still. Raises ArtifactError if it is another.
+    `replacing` is the card that must still be there. Raises ArtifactError if another one is.
     """
     parts = {VOCABULARY_FILE: encode_vocabulary(vocabulary)} if vocabulary else {}
     parts[GRAPH_FILE] = graph
@@ -161,7 +161,7 @@ def write(
 
 @contextmanager
 def _exclusive_lock(folder: Path) -> Iterator[None]:
-    """One writer at a time, where the file system can hold the others up."""
+    """Hold a lock against other writers, where the file system supports it."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -179,7 +179,7 @@ def _write_synced(file: Path, content: bytes) -> None:
 
 
 def export(folder: Path, out: Path) -> Card:
-    """The artifact in `folder`, once its digests are right, written into `out`, which must hold none."""
+    """Check the artifact in `folder`, and copy it to `out`. Raises ArtifactError if `out` holds one."""
     artifact = read(folder)
     if (out / CARD_FILE).exists():
         raise ArtifactError(f"{out} holds an artifact already")

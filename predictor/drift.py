@@ -1,7 +1,7 @@
-"""Drift: whether outcomes still look like the forecasts that were made of them.
+"""Detect drift between forecasts and outcomes.
 
-Two figures over recent outcomes: the population stability index between what was forecast and what came, and
-the share that stayed within the p90. Bounded memory; no clock.
+Tracks two figures over recent outcomes: the population stability index between forecast and observed lengths,
+and the coverage of the p90. Bounded memory; no clock.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import NamedTuple
 from predictor.forecast import Forecast
 
 LENGTH_BOUNDS = (16, 48, 96, 192, 384, 768, 1536)
-"""Eight classes of length, coarse enough that two hundred outcomes fill them."""
+"""Bounds of eight classes of length, coarse enough that two hundred outcomes fill them."""
 STABILITY_ALARM = 0.25
 """The usual reading of the index: below 0.1 nothing has changed, above 0.25 much has."""
 STATED_COVERAGE = 0.9
 COVERAGE_SLACK = 0.03
 MIN_OUTCOMES = 200
 FADE_AT_OUTCOMES = 5_000.0
+"""Counts are halved at this many outcomes, so that older ones fade."""
 SMOOTHING = 0.5
 
 
 class Drift(NamedTuple):
-    """What recent outcomes say of the forecasts."""
+    """Drift figures over recent outcomes."""
 
     outcomes: float
     stability_index: float
@@ -33,7 +34,7 @@ class Drift(NamedTuple):
 
 
 class DriftMonitor:
-    """Takes in forecasts with their outcomes; older ones fade."""
+    """Accumulates forecasts with their outcomes; older ones fade."""
 
     def __init__(self) -> None:
         self._forecast_counts = [0.0] * (len(LENGTH_BOUNDS) + 1)
@@ -42,7 +43,7 @@ class DriftMonitor:
         self._outcomes = 0.0
 
     def observe(self, forecast: Forecast, tokens: int) -> None:
-        """A query that was forecast so, and answered in `tokens` without being cut short."""
+        """Add a forecast whose query was answered in `tokens` without being cut short."""
         cumulative = [forecast.share_within(bound) for bound in LENGTH_BOUNDS]
         for index, (low, high) in enumerate(zip([0.0, *cumulative], [*cumulative, 1.0], strict=True)):
             self._forecast_counts[index] += high - low
@@ -53,7 +54,7 @@ class DriftMonitor:
             self._fade()
 
     def report(self) -> Drift:
-        """The figures now; the alarm waits for enough outcomes, and for more than chance."""
+        """Return the figures now; an alarm needs MIN_OUTCOMES and a deviation of three standard errors."""
         if self._outcomes == 0.0:
             return Drift(0.0, 0.0, STATED_COVERAGE, alarm=False)
         coverage = self._within_p90 / self._outcomes
@@ -66,7 +67,7 @@ class DriftMonitor:
         )
 
     def _stability_index(self) -> float:
-        """Σ (came − forecast) · ln(came / forecast) over the classes, as shares."""
+        """Return Σ (observed − forecast) · ln(observed / forecast) over the classes, as shares."""
         total = self._outcomes + SMOOTHING * len(self._observed_counts)
         pairs = zip(self._observed_counts, self._forecast_counts, strict=True)
         shares = [

@@ -1,4 +1,4 @@
-"""What can go wrong in the predictor.
+"""Errors of the predictor.
 
 PredictorError
 ├── ArtifactError      an artifact is missing, damaged or of another version
@@ -8,7 +8,7 @@ PredictorError
 
 
 class PredictorError(Exception):
-    """Carries a reason that a person can act on."""
+    """Base of the predictor's errors; the message is a reason that a person can act on."""
 
 
 class ArtifactError(PredictorError):
@@ -16,8 +16,8 @@ class ArtifactError(PredictorError):
 
 
 class DataError(PredictorError):
-    """A data set cannot be learned from."""
+    """A data set cannot be used for training or evaluation."""
 
 
 class RefusedUpdate(PredictorError):
-    """The candidate did not earn its place."""
+    """The updated model is not better than the one in force."""

@@ -1,7 +1,7 @@
-"""What a model sees of a query: the one definition, for training and for serving.
+"""Extract features of a text, the same for training and for serving.
 
-Hashed words and word pairs with TF weights, and a few counts. Any text gives features: no exception, in
-bounded time. Does not know lengths, models or onnx.
+Hashed words and word pairs with TF weights, and a few counts. Any text gives features, without an exception
+and in bounded time. Does not know lengths, models or onnx.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _PLAIN_WORD = re.compile(r"[a-z]+|[0-9]{1,4}|[^\w\s]|\n")  # the same of lower-c
 
 MAX_CACHED_WORDS = 50_000
 SHORT_TEXT_WORDS = 48
-"""So many are counted sooner one by one than by numpy, which is dear to begin with."""
+"""Texts up to this length are counted faster in Python than in numpy, which has a cost per call."""
 _CAPITAL_LETTERS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 _LEFT_FACTOR, _RIGHT_FACTOR = 0x9E3779B1, 0x85EBCA77
 _TF_WEIGHTS = (0.0, *(1.0 + np.log(np.arange(1, 2 * SHORT_TEXT_WORDS))).tolist())
-"""The weight of a slot, before the norm, by how often it is met."""
+"""Weight of a slot by its count, before the norm."""
 _NUMBER_FLAG, _SIGN_FLAG = 1 << 32, 1 << 33
 _word_cache: dict[str, int] = {}
-"""Of a word its hash, 32 bits, and above it whether it is a number or a sign."""
+"""The code of a word: its hash in 32 bits, and above them flags for a number and for a sign."""
 
 
 class Bag(NamedTuple):
@@ -54,7 +54,7 @@ class Bag(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Bags padded to one width: slots and weights `[queries, width]`, dense `[queries, DENSE]`."""
+    """Bags padded to one width: slots and weights `[queries, width]`, dense `[queries, DENSE_FEATURES]`."""
 
     slots: NDArray[np.int64]
     weights: NDArray[np.float32]
@@ -62,25 +62,25 @@ class Batch(NamedTuple):
 
 
 def truncate(text: str) -> str:
-    """The part of a text that is read."""
+    """Return the part of a text that is read."""
     if len(text) <= HEAD_CHARS + TAIL_CHARS:
         return text
     return f"{text[:HEAD_CHARS]}\n{text[-TAIL_CHARS:]}"
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words, numbers, signs and line ends, in order."""
+    """Return lower-case words, numbers, signs and line ends, in order."""
     lowered = truncate(text).lower()
     return (_PLAIN_WORD if lowered.isascii() else _WORD).findall(lowered)
 
 
 def bag(text: str) -> Bag:
-    """Features of one text."""
+    """Return the features of one text."""
     return bags([text])[0]
 
 
 def bags(texts: Sequence[str]) -> list[Bag]:
-    """Features of some texts, together, which costs less than one after another."""
+    """Return the features of several texts; one call costs less than a call for each."""
     codes_of_texts = [_word_codes(words(text)) for text in texts]
     if len(codes_of_texts) == 1 and len(codes_of_texts[0]) <= SHORT_TEXT_WORDS:
         return [_bag_of_short_text(texts[0], codes_of_texts[0])]
@@ -102,7 +102,7 @@ def bags(texts: Sequence[str]) -> list[Bag]:
 
 
 def _bag_of_short_text(text: str, codes: list[int]) -> Bag:
-    """What `bags` finds of one short text, to the last bit."""
+    """Return the features of one short text, bit-identical to those of the numpy path."""
     hashes = [code & (_NUMBER_FLAG - 1) for code in codes]
     slots = [each % WORD_SLOTS for each in hashes]
     slots += [
@@ -130,7 +130,10 @@ def _bag_of_short_text(text: str, codes: list[int]) -> Bag:
 def _count_slots(
     hashes: NDArray[np.uint64], owner: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of each text the slots of its words and pairs of neighbours, each once: whose, which, how often."""
+    """Count slots of words and of pairs of neighbours by text.
+
+    Returns parallel arrays: the text, the slot, and its count.
+    """
     pairs = (hashes[:-1] * np.uint64(_LEFT_FACTOR) + hashes[1:] * np.uint64(_RIGHT_FACTOR)) >> np.uint64(7)
     same_text = owner[:-1] == owner[1:]
     word_slots = hashes % np.uint64(WORD_SLOTS)
@@ -144,7 +147,7 @@ def _count_slots(
 
 
 def batch(bags: Sequence[Bag]) -> Batch:
-    """Several bags in one rectangle; empty places point at the padding slot with weight 0."""
+    """Pad bags to one rectangle; empty places point at the padding slot with weight 0."""
     if len(bags) == 1 and len(bags[0].slots):
         (one,) = bags
         return Batch(one.slots[None], one.weights[None], one.dense[None])
@@ -159,7 +162,7 @@ def batch(bags: Sequence[Bag]) -> Batch:
 
 
 def _word_codes(found: list[str]) -> list[int]:
-    """What is known of some words; when too many are known, all are forgotten."""
+    """Return the codes of words, cached; a full cache is cleared."""
     codes = list(map(_word_cache.get, found))
     if None not in codes:
         return cast(list[int], codes)
@@ -181,7 +184,7 @@ def _count_capitals(text: str) -> int:
 
 
 def _dense_features(text: str, word_count: int, numbers: int, signs: int) -> list[float]:
-    """Counts that words do not carry, each about 0 to 1; `found` words."""
+    """Return counts that words do not carry, each about 0 to 1."""
     read = truncate(text)
     length = max(1, len(read))
     lines = read.count("\n")

@@ -1,6 +1,6 @@
-"""A forecast: how long an answer will be, as a distribution over ranges of length.
+"""A forecast: the length of an answer as a distribution over ranges of length.
 
-Pure. Inside a range every whole length counts as equally likely.
+Pure. Within a range every whole length counts as equally likely.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 MIN_REMAINING_TOKENS = 1.0
 CURVE_POINTS = 24
 CURVE_MIN_SURVIVAL = 1e-3
-"""Beyond the length that one query in a thousand reaches, a curve says no more."""
+"""Curves end at the length that one query in a thousand reaches."""
 
 
 class RemainingPoint(NamedTuple):
-    """What is still to come once `generated` tokens are out."""
+    """The remaining length once `generated` tokens are out."""
 
     generated: int
     expected_remaining: float
@@ -31,7 +31,7 @@ class RemainingPoint(NamedTuple):
 class Forecast:
     """A distribution over lengths in tokens: `probabilities[i]` of a length in (edges[i], edges[i+1]].
 
-    `reached[i]` is the share up to edges[i]: summed up once, for a query's forecast is read a dozen times.
+    `cumulative[i]` is P(L <= edges[i]), computed once, since a query's forecast is read a dozen times.
     """
 
     edges: tuple[int, ...]
@@ -43,7 +43,7 @@ class Forecast:
         object.__setattr__(self, "cumulative", tuple(accumulate(self.probabilities, initial=0.0)))
 
     def expected(self, generated: int = 0) -> float:
-        """E[L - t | L > t] with t = `generated`: the expected remaining tokens, at least 1."""
+        """Return E[L - t | L > t] with t = `generated`: the expected remaining tokens, at least 1."""
         if generated <= self.edges[0] and self.cumulative[-1] > 0.0:
             moment: float = sum(map(mul, self.probabilities, _range_means(self.edges)))
             return max(MIN_REMAINING_TOKENS, moment / self.cumulative[-1] - generated)
@@ -56,7 +56,7 @@ class Forecast:
         return max(MIN_REMAINING_TOKENS, moment / mass - generated)
 
     def quantile(self, q: float, generated: int = 0) -> int:
-        """The least length n with P(L <= n | L > generated) >= q; the whole length, not the rest."""
+        """Return the least length n with P(L <= n | L > generated) >= q: the whole length, not the rest."""
         if generated <= self.edges[0] and self.cumulative[-1] > 0.0:
             return self._length_at(q * self.cumulative[-1])
         parts = self._ranges_above(generated)
@@ -70,7 +70,7 @@ class Forecast:
         return max(generated + 1, parts[-1][1] if parts else 0)
 
     def capped(self, max_tokens: int) -> Forecast:
-        """The same forecast where every length beyond `max_tokens` is `max_tokens`."""
+        """Return the forecast of min(length, `max_tokens`)."""
         limit = max(1, max_tokens)
         if limit >= self.edges[-1]:
             return self
@@ -82,22 +82,22 @@ class Forecast:
         return replace(self, edges=tuple(edges), probabilities=(*inner, 1.0 - below[-1]))
 
     def bucket(self, max_length: int, buckets: int) -> int:
-        """floor(expected length / (max_length / buckets)), clipped: the bucket of the MICO paper, §3.2."""
+        """Return floor(expected length / (max_length / buckets)), clipped: the bucket in MICO, §3.2."""
         return min(buckets - 1, int(self.expected() * buckets / max_length))
 
     def likeliest_bucket(self, max_length: int, buckets: int) -> int:
-        """The bucket that holds most of the distribution: the answer that is right most often."""
+        """Return the bucket with the largest probability: the answer that is right most often."""
         inner = (self.share_within(max_length * index / buckets) for index in range(1, buckets))
         ends = [0.0, *inner, 1.0]
         masses = [right - left for left, right in pairwise(ends)]
         return masses.index(max(masses))
 
     def remaining_curve(self) -> tuple[RemainingPoint, ...]:
-        """At most 24 points, at 0 and at edges: what a gateway sends a site with a query."""
+        """Return at most 24 points, at 0 and at edges, for a gateway to send to a site with a query."""
         return tuple(map(RemainingPoint, *self.remaining_columns()))
 
     def remaining_columns(self) -> tuple[list[int], list[float], list[int]]:
-        """The same by column. Every query passes here, so it is one loop with few calls."""
+        """Return the curve by column. Every query passes here, so it is one loop with few calls."""
         cumulative, edges, probabilities = self.cumulative, self.edges, self.probabilities
         total, last, index_p90 = cumulative[-1], len(probabilities), 1
         moments = tuple(accumulate(map(mul, probabilities, _range_means(edges)), initial=0.0))
@@ -121,7 +121,7 @@ class Forecast:
         return starts, expected, p90
 
     def _curve_edges(self) -> list[int]:
-        """Indices of the edges a curve stands on: the first, and evenly the others that matter."""
+        """Return the indices of a curve's edges: the first, and evenly others up to CURVE_MIN_SURVIVAL."""
         visible_mass = self.cumulative[-1] * (1.0 - CURVE_MIN_SURVIVAL)
         last = max(0, bisect_left(self.cumulative, visible_mass) - 1)
         if last < CURVE_POINTS:
@@ -129,7 +129,7 @@ class Forecast:
         return sorted({round(step * last / (CURVE_POINTS - 1)) for step in range(CURVE_POINTS)})
 
     def _ranges_above(self, generated: int) -> list[tuple[int, int, float]]:
-        """(low, high, probability) of what lies above `generated`, the first range cut to fit."""
+        """Return (low, high, probability) of the ranges above `generated`, the first one cut to fit."""
         if generated <= self.edges[0]:
             return list(zip(self.edges, self.edges[1:], self.probabilities, strict=False))
         first = max(0, bisect_right(self.edges, generated) - 1)
@@ -141,7 +141,7 @@ class Forecast:
         return parts
 
     def share_within(self, length: float) -> float:
-        """P(L <= length), linear inside a range."""
+        """Return P(L <= length), linear inside a range."""
         index = max(0, bisect_right(self.edges, length) - 1)
         if index >= len(self.probabilities):
             return 1.0
@@ -149,7 +149,7 @@ class Forecast:
         return self.cumulative[index] + self.probabilities[index] * (length - low) / (high - low)
 
     def _length_at(self, target: float) -> int:
-        """The least length up to which the share is `target`."""
+        """Return the least length whose cumulative probability is `target`."""
         index = min(bisect_left(self.cumulative, target, 1), len(self.probabilities)) - 1
         low, high, mass = self.edges[index], self.edges[index + 1], self.probabilities[index]
         share = (target - self.cumulative[index]) / mass if mass > 0.0 else 1.0
@@ -158,5 +158,5 @@ class Forecast:
 
 @lru_cache(maxsize=256)
 def _range_means(edges: tuple[int, ...]) -> tuple[float, ...]:
-    """The mean length of each range."""
+    """Return the mean length of each range."""
     return tuple((low + high + 1) / 2 for low, high in pairwise(edges))

@@ -1,6 +1,6 @@
-"""The fallback without a model: what lengths each served model has answered with lately.
+"""Forecast without a model: a histogram of the lengths that each served model has answered with lately.
 
-Bounded: so many models, the longest unused forgotten; so many outcomes each, older ones fading.
+Bounded: the least recently used models are forgotten, and older outcomes of each fade.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ FADE_AT_OUTCOMES = 2_000.0
 PRIOR_OUTCOMES = 8.0
 EDGES = (0, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
 PRIOR = (2, 2, 4, 8, 14, 11, 9, 13, 9, 11, 8, 10, 6, 6, 3, 3, 1, 1, 0.5, 0.25)
-"""Spread of what chat models answer, in outcomes per range; only until a model's own outcomes outweigh it."""
+"""Counts per range for typical chat models; a model's own outcomes soon outweigh them."""
 
 
 class Query(Protocol):
-    """All that a histogram asks of a query."""
+    """The part of a query that a histogram reads."""
 
     @property
     def model(self) -> str: ...
 
 
 class HistogramForecaster:
-    """Forecasts every query of a served model alike, from that model's outcomes."""
+    """Forecasts all queries of a served model alike, from that model's outcomes."""
 
     name = "histogram"
 
@@ -39,7 +39,7 @@ class HistogramForecaster:
         self._lock = Lock()
 
     def observe(self, model: str, tokens: int) -> None:
-        """Takes in one outcome."""
+        """Add one outcome."""
         with self._lock:
             counts = self._counts.setdefault(model, [0.0] * len(PRIOR))
             self._counts.move_to_end(model)

@@ -1,4 +1,4 @@
-"""The artifact in force: a forecaster that takes up a new artifact in its folder without a restart."""
+"""Reload the served artifact without a restart when its folder holds a new one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from predictor.unseen_models import UnseenModelForecaster
 
 
 class HotReloadForecaster:
-    """Serves what is in a folder or shipped. `refresh` is for a caller's own clock, off its event loop.
+    """Serves the artifact of a folder or a shipped one; call `refresh` periodically, off the event loop.
 
-    A damaged or half-written artifact is refused, and the one in force stays.
+    Refuses a damaged or half-written artifact and keeps the one in force.
     """
 
     def __init__(self, artifact: Path | None = None) -> None:
@@ -31,11 +31,11 @@ class HotReloadForecaster:
         return self._forecaster.forecast(queries)
 
     def observe(self, query: Features, tokens: int) -> None:
-        """A whole answer: what is not known of the model that gave it is learned from it."""
+        """Add the outcome of a complete answer, to learn about models that were not trained on."""
         self._forecaster.observe(query, tokens)
 
     def refresh(self) -> bool:
-        """Takes up the artifact in the folder if it is another; says whether it did. Raises ArtifactError."""
+        """Load the artifact in the folder if it changed, and return whether it did. Raises ArtifactError."""
         mtime_ns = self._card_mtime_ns()
         if mtime_ns == self._loaded_mtime_ns:
             return False
@@ -46,7 +46,7 @@ class HotReloadForecaster:
         return changed
 
     def _card_mtime_ns(self) -> int:
-        """A card is written last, so its time tells of any change."""
+        """Return the card's modification time: the card is written last, so it changes with any artifact."""
         try:
             return (self._folder / CARD_FILE).stat().st_mtime_ns
         except OSError as error:

@@ -1,6 +1,6 @@
-"""Serving forecasts: a shipped model by onnxruntime, or a histogram of what was seen where there is none.
+"""Serve forecasts of a trained model by onnxruntime.
 
-Needs numpy and onnxruntime alone. Synchronous and thread-safe: a caller keeps long texts off its event loop.
+Needs numpy and onnxruntime alone. Synchronous and thread-safe: callers keep long texts off their event loop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from predictor.wordpiece import WordPieceTokenizer, pad
 MAX_BATCH_CELLS = 1 << 10
 """Queries are run together up to this many slots, padding counted, so that memory stays bounded."""
 WIDTH_SLACK = 16
-"""A query joins a batch whose shortest is at least half as long, less so many pieces: padding costs time."""
+"""A query joins a batch if its width is at most twice the batch's narrowest plus this: padding costs time."""
 UNKNOWN_ROW = 0
 UNKNOWN_SUFFIX = "unknown-model"
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What is known of a query: the user's last message, the model that will answer, and what came before."""
+    """The known facts of a query: the user's last message, the answering model, and the preceding context."""
 
     text: str
     model: str
@@ -39,7 +39,7 @@ class Features:
 
 
 class Forecaster(Protocol):
-    """Anything that turns queries into forecasts, in order, one for each."""
+    """Turns queries into forecasts, in order, one for each."""
 
     @property
     def name(self) -> str: ...
@@ -48,15 +48,17 @@ class Forecaster(Protocol):
 
 
 class EncodedText(NamedTuple):
-    """A text as the models see it; pieces only for a model that reads them."""
+    """A text as a model reads it; `pieces` is empty for a model that reads none."""
 
     bag: features.Bag
     pieces: list[int]
 
 
 class OnnxForecaster:
-    """A trained model. A served model that it was not trained on is forecast as models do on average, and the
-    forecast's `source` says so."""
+    """Runs a trained model.
+
+    Forecasts a served model that was not trained on as the average of models; a forecast's `source` says so.
+    """
 
     def __init__(self, folder: Path) -> None:
         artifact = read(folder)
@@ -78,7 +80,7 @@ class OnnxForecaster:
             self._rows[alias.casefold()] = self._rows[name.casefold()]
 
     def knows(self, model: str) -> bool:
-        """Whether this served model, or the one it is an alias of, was trained on."""
+        """Return whether this served model, or the one it is an alias of, was trained on."""
         return self.row(model) != UNKNOWN_ROW
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
@@ -91,9 +93,9 @@ class OnnxForecaster:
     def probabilities(
         self, texts: Sequence[str], owner: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Probabilities `[answers, ranges]`: of text `owner[i]` by the model in row `rows[i]` of the card.
+        """Return probabilities `[rows, ranges]`: of text `owner[i]` by the model in row `rows[i]` of a card.
 
-        Each text is read once, however many answers are asked of it.
+        Encodes each text once, however many rows it has.
         """
         encoded = self.encode(texts)
         if len(encoded) == 1:
@@ -109,11 +111,11 @@ class OnnxForecaster:
         return result
 
     def row(self, model: str) -> int:
-        """The row of a served model, or of the one it is an alias of; UNKNOWN_ROW for any other."""
+        """Return the row of a served model, or of the one it is an alias of; UNKNOWN_ROW for any other."""
         return self._rows.get(model.casefold(), UNKNOWN_ROW)
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
-        """Texts as the graph is given them."""
+        """Return texts as inputs of the graph."""
         encode = self._tokenizer.encode if self._tokenizer else lambda _: []
         return [EncodedText(bag, encode(text)) for bag, text in zip(features.bags(texts), texts, strict=True)]
 
@@ -131,12 +133,12 @@ class OnnxForecaster:
 
 
 def load(path: Path | None = None) -> Forecaster:
-    """The artifact that `artifact.folder_of` finds; ArtifactError says why it cannot be served."""
+    """Load the artifact of a path or word, see `artifact.resolve_folder`. Raises ArtifactError."""
     return OnnxForecaster(resolve_folder(path))
 
 
 def _batches_by_width(widths: Sequence[int]) -> list[list[int]]:
-    """Indices in groups of like width, each group within BATCH_CELLS once padded."""
+    """Group indices by similar width, each group within MAX_BATCH_CELLS once padded."""
     groups: list[list[int]] = []
     for index in sorted(range(len(widths)), key=widths.__getitem__):
         width = max(1, widths[index])

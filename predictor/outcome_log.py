@@ -1,6 +1,6 @@
-"""A folder of recent outcomes with texts, for `mico predictor update`, where a gateway is told to keep one.
+"""Log recent outcomes with their texts in a folder, for `mico predictor update`, where a gateway is told to.
 
-Bounded: of two files the older goes when the newer is full. Needs nothing but the standard library.
+Bounded: of two files the older is dropped when the newer is full. Needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from predictor.onnx_forecaster import Features
 NEWEST, OLDER = "outcomes.jsonl", "outcomes.1.jsonl"
 MAX_LINES = 20_000
 MAX_CHARS = 8_000
-"""Of a longer text the rest is left out: a forecast does not read it."""
+"""Texts are cut to this length: forecasts do not read more."""
 SOURCE = "served"
 COLUMNS = {"source", "prompt_id", "prompt", "model", "response_tokens", "turn"}
 MAX_READ_ATTEMPTS = 100
 
 
 class OutcomeLog:
-    """Appends outcomes to a folder. One process writes; does not lock."""
+    """Appends outcomes to a folder. Supports one writing process; does not lock."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -33,7 +33,7 @@ class OutcomeLog:
         self._lines, self._torn = _count_lines(folder / NEWEST)
 
     def add(self, query: Features, tokens: int) -> None:
-        """One whole answer of `tokens`."""
+        """Append one complete answer of `tokens`."""
         text = query.text[:MAX_CHARS].encode("utf-8", "replace").decode()
         row = {
             "source": SOURCE,
@@ -53,12 +53,12 @@ class OutcomeLog:
 
 
 def log_files(folder: Path) -> list[Path]:
-    """The files of a folder of outcomes, the older first."""
+    """Return the files of a folder of outcomes, the older first."""
     return [file for file in (folder / OLDER, folder / NEWEST) if file.exists()]
 
 
 def read_files(folder: Path) -> list[bytes]:
-    """What those files hold at one moment, though a gateway renames and adds to them. Raises OSError."""
+    """Return the files' contents at one moment, though a gateway renames and appends. Raises OSError."""
     for _ in range(MAX_READ_ATTEMPTS):
         with ExitStack() as stack, suppress(FileNotFoundError):
             opened = [stack.enter_context(file.open("rb")) for file in log_files(folder)]
@@ -71,7 +71,7 @@ def read_files(folder: Path) -> list[bytes]:
 
 
 def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
-    """The outcomes in a file; a line that a full disk or a power cut tore is none."""
+    """Yield the outcomes in a file; skips lines torn by a full disk or a power cut."""
     for line in content.splitlines():
         with suppress(ValueError):
             row = json.loads(line)
@@ -84,7 +84,7 @@ def _file_identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _count_lines(file: Path) -> tuple[int, bool]:
-    """How many lines there are, and whether the last of them was torn."""
+    """Return the number of lines, and whether the last one is torn."""
     if not file.exists():
         return 0, False
     lines, ended = 0, True

@@ -1,6 +1,7 @@
-"""A served model that was not trained on is forecast as the known ones that its first outcomes fit.
+"""Forecast models that were not trained on as a mixture of known models that fits their first outcomes.
 
-Bayes over the rows of the model table: each outcome makes the rows that gave it more probability weigh more.
+Bayes' rule over the rows of the model table: each outcome raises the weight of the rows that gave it more
+probability.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from predictor.forecast import Forecast
 from predictor.onnx_forecaster import UNKNOWN_ROW, UNKNOWN_SUFFIX, Features, OnnxForecaster
 
 MAX_MODELS = 64
-"""So many strangers are followed, the longest unseen forgotten."""
+"""Unseen models tracked at once; the least recently used is forgotten."""
 MIN_SHARE = 0.02
-"""Rows that weigh less have no say in a forecast, which keeps it cheap."""
+"""Rows of less posterior weight are left out of the mixture, which keeps a forecast cheap."""
 PRIOR_SHARE = 0.6
-"""What the row that stands for a stranger before any outcome weighs against all others together."""
+"""Prior weight of the model's own row (UNKNOWN_ROW, or its alias's), against all others together."""
 EVIDENCE_WEIGHT = 0.7
-"""An outcome counts as so much of one, since no known model fits exactly."""
+"""Weight of one outcome's log-likelihood, below 1 since no known model fits exactly."""
 MAX_EVIDENCE_OUTCOMES = 200.0
-"""Beyond so many outcomes older ones fade, so that a model that changes is followed."""
+"""Beyond this many outcomes older ones fade, so that the mixture follows a model that changes."""
 
 
 class NearestModel(NamedTuple):
-    """Whom a stranger is forecast as, the share of the belief that is in it, and from how many outcomes."""
+    """The known model of the largest share in an unseen one's mixture, and the outcomes behind it."""
 
     model: str
     share: float
@@ -39,14 +40,15 @@ class NearestModel(NamedTuple):
 
 @dataclass(slots=True)
 class Posterior:
-    """Log weights over the rows of the model table, and the outcomes they come from."""
+    """Log weights over the rows of the model table, and the mixture that follows from them."""
 
     weights: NDArray[np.float64]
     outcomes: int = 0
     mixture: list[tuple[int, float]] = field(default_factory=list)
+    """Rows with their shares, for forecasts."""
 
     def normalize(self) -> None:
-        """Normalises, fades, and keeps the rows that have a say."""
+        """Normalize the weights, fade them, and recompute the mixture."""
         self.weights -= self.weights.max()
         if self.outcomes > MAX_EVIDENCE_OUTCOMES:
             self.weights *= 1.0 - 1.0 / MAX_EVIDENCE_OUTCOMES
@@ -58,7 +60,7 @@ class Posterior:
 
 
 class UnseenModelForecaster:
-    """Forecasts strangers as a mixture of known models. Safe to use from several threads."""
+    """Forecasts unseen models as mixtures of known ones, and known models as they are. Thread-safe."""
 
     def __init__(self, base: OnnxForecaster) -> None:
         self.base = base
@@ -83,7 +85,7 @@ class UnseenModelForecaster:
         return [Forecast(edges, tuple(each), source) for each, (_, source) in pairs]
 
     def observe(self, query: Features, tokens: int) -> None:
-        """A whole answer of `tokens`. Of a known model nothing is learned here: that is for an update."""
+        """Update from a complete answer of `tokens`; ignores known models, which an update learns about."""
         name = query.model.casefold()
         if name in self._known:
             return
@@ -98,7 +100,7 @@ class UnseenModelForecaster:
             posterior.normalize()
 
     def nearest_model(self, model: str) -> NearestModel | None:
-        """None for a model that was trained on, or of which no outcome has come yet."""
+        """Return the nearest known model; None for a known model, or before the first outcome."""
         with self._lock:
             posterior = self._posteriors.get(model.casefold())
         if posterior is None:
@@ -107,7 +109,7 @@ class UnseenModelForecaster:
         return NearestModel(self.base.card.models[row], share, posterior.outcomes)
 
     def _mixture_of(self, model: str) -> tuple[list[tuple[int, float]], str]:
-        """Rows with their shares, and what the forecast's source says."""
+        """Return rows with their shares, and the source of the forecast."""
         posterior = self._posteriors.get(model.casefold())
         if posterior is None:
             row = self.base.row(model)

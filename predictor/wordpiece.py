@@ -1,6 +1,6 @@
-"""Word pieces: a text as ids in a vocabulary, longest match first, as the small encoder reads it.
+"""WordPiece tokenizer: encodes a text as ids in a vocabulary, longest match first, for the small encoder.
 
-Pure Python, so that serving needs no tokenizer library. Line ends count, unlike in BERT.
+Pure Python, so that serving needs no tokenizer library. Unlike in BERT, line ends count.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from predictor.features import truncate
 
 HEAD_PIECES = 80
 TAIL_PIECES = 46
-"""Of a longer text only its beginning and end are read."""
+"""Of a longer text only the beginning and the end are read."""
 MAX_PIECES = HEAD_PIECES + TAIL_PIECES + 2
 PAD_MULTIPLE = 4
-"""Rectangles of pieces are a multiple of this wide, so that an encoder can merge neighbours."""
+"""Encoded texts are padded to a multiple of this, so that an encoder can merge neighbours."""
 MAX_WORD_CHARS = 40
 MAX_CACHED_WORDS = 50_000
 PAD, LINE, PARAGRAPH, UNKNOWN, START, END = "[PAD]", "[unused1]", "[unused2]", "[UNK]", "[CLS]", "[SEP]"
@@ -30,7 +30,7 @@ _PLAIN_WORD = re.compile(r"[a-z0-9]+|\n[\n\r\t ]*|[^\w\s]|_")  # the same of low
 
 
 class WordPieceTokenizer:
-    """A vocabulary; a piece's id is its place in it. Pieces that continue a word begin with `##`."""
+    """Encodes with a vocabulary whose ids are its positions; pieces that continue a word begin with `##`."""
 
     def __init__(self, vocabulary: Sequence[str]) -> None:
         self._ids = {piece: index for index, piece in enumerate(vocabulary)}
@@ -40,7 +40,7 @@ class WordPieceTokenizer:
         self._cache: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Ids between the start and the end mark, at most MAX_PIECES."""
+        """Return ids between the start and the end mark, at most MAX_PIECES."""
         ids: list[int] = []
         normalized = _normalize(truncate(text))
         for word in (_PLAIN_WORD if normalized.isascii() else _WORD).findall(normalized):
@@ -59,7 +59,7 @@ class WordPieceTokenizer:
         return pieces
 
     def _longest_matches(self, word: str) -> tuple[int, ...]:
-        """Greedy, longest piece first; a word that cannot be covered is unknown as a whole."""
+        """Split a word greedily, longest piece first; a word that cannot be covered is unknown as a whole."""
         pieces: list[int] = []
         start = 0
         while start < len(word):
@@ -76,7 +76,7 @@ class WordPieceTokenizer:
 
 
 def pad(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    """Encoded texts in one rectangle, zeros at the end of the shorter ones."""
+    """Return encoded texts in one rectangle, zeros at the end of the shorter ones."""
     width = -(-max(map(len, encoded)) // PAD_MULTIPLE) * PAD_MULTIPLE
     rectangle = np.zeros((len(encoded), width), dtype=np.int64)
     for row, pieces in enumerate(encoded):
@@ -85,7 +85,7 @@ def pad(encoded: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def _normalize(text: str) -> str:
-    """Lower case without accents."""
+    """Return the text in lower case without accents."""
     lowered = text.lower()
     if lowered.isascii():
         return lowered

@@ -1,4 +1,4 @@
-"""How answers begin and what shape they have, where a corpus has their texts in its column `answer`.
+"""Encode the beginnings and the shapes of answers, where a corpus has their texts in its column `answer`.
 
 Does not learn from them: `predictor/training/auxiliary_tasks.py` does.
 """
@@ -19,28 +19,30 @@ ANSWER_COLUMN = "answer"
 PREFIX_PIECES = 20
 PREFIX_CHARS = 200
 OCTAVES = 6
-"""A shape is how many times something doubled: 0 for none, then 1, 2–3, 4–7, 8–15, 16 and more."""
+"""Classes of a shape's count, by doubling: 0, 1, 2–3, 4–7, 8–15, 16 and more."""
 SHAPES = (
     re.compile(r"\n"),
     re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE),
     re.compile(r"[.!?](?:\s|$)"),
     re.compile(r"```|^\s*def |^\s*SELECT ", re.MULTILINE),
 )
-"""Lines, items of lists, sentences, code."""
+"""Patterns whose matches make up a shape: lines, items of lists, sentences, code."""
 
 
 class Answers(NamedTuple):
-    """Which answer each row has, -1 where its text is unknown, and of each answer its first pieces
-    `[answers, FIRST_PIECES]` (zeros at the end), its shape `[answers, SHAPES]` and its text."""
+    """The known answers of a corpus."""
 
     of_row: NDArray[np.int64]
+    """Answer of each row, -1 where its text is unknown `[rows]`."""
     prefix: NDArray[np.int64]
+    """First pieces of each answer, zeros at the end `[answers, PREFIX_PIECES]`."""
     shape: NDArray[np.int64]
+    """Class of each pattern's count `[answers, SHAPES]`."""
     texts: tuple[str, ...] = ()
 
 
 def extract_answers(texts: pd.Series[str], pieces: WordPieceTokenizer) -> Answers | None:
-    """The answers among a column's values; None where it has no text at all."""
+    """Return the answers among a column's values; None where it has no text at all."""
     known = (texts.notna() & (texts != "")).to_numpy()
     if not known.any():
         return None

@@ -1,4 +1,4 @@
-"""More prompts than were collected, for a small model to learn from a large one: texts mixed and thinned.
+"""Mix synthetic prompts from collected ones, for a small model to learn from a large one.
 
 Nobody answered these, so they teach only through a teacher's forecasts.
 """
@@ -13,14 +13,14 @@ WORD_DROPOUT = 0.12
 
 
 class GeneratedPrompt(NamedTuple):
-    """A prompt that a language model asked, and the source that it is like."""
+    """A prompt from a language model, and the source that it imitates."""
 
     text: str
     source: str
 
 
 class SyntheticPrompt(NamedTuple):
-    """A made prompt, the fold both its parents are of, and the source that it is like, if it is like one."""
+    """A synthetic prompt, the fold of both its parents, and the source that it imitates, if any."""
 
     text: str
     fold: int
@@ -28,7 +28,7 @@ class SyntheticPrompt(NamedTuple):
 
 
 def mix_prompts(texts: Sequence[str], folds: Sequence[int], count: int, seed: int) -> list[SyntheticPrompt]:
-    """Prompts from parents of one fold, so that a regression without that fold has seen neither."""
+    """Mix prompts from parents of one fold, so that a regression without that fold has seen neither."""
     rng = random.Random(seed)
     by_fold: dict[int, list[str]] = {}
     for text, fold in zip(texts, folds, strict=True):

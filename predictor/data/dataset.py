@@ -1,4 +1,4 @@
-"""Prompts with the lengths of their answers: reading, cleaning and splitting by prompt.
+"""Read, clean and split prompts with the lengths of their answers.
 
 The columns are those of `length_corpus.parquet`. Needs pandas; never imported in serving.
 """
@@ -34,7 +34,7 @@ class Split:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows that can be learned from: those where the model answered something.
+    """Read the rows that can be learned from: those with an answer.
 
     `path` is a parquet file, or the folder in which a gateway keeps recent outcomes. Raises DataError.
     """
@@ -45,8 +45,10 @@ def read(path: Path) -> pd.DataFrame:
 
 
 def read_all(path: Path) -> pd.DataFrame:
-    """All rows in their order, those too that nobody answered. A source, model or prompt that is not told is
-    empty, a turn the first."""
+    """Read all rows in order, with and without an answer.
+
+    A missing source, model or prompt becomes empty, a missing turn the first. Raises DataError.
+    """
     try:
         frame = _read_outcomes(path) if path.is_dir() else pd.read_parquet(path)
     except (OSError, ValueError) as error:
@@ -65,7 +67,7 @@ def read_all(path: Path) -> pd.DataFrame:
 
 
 def has_answer(frame: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows have an answer."""
+    """Return the mask of rows with an answer."""
     return frame.response_tokens > 0
 
 
@@ -80,7 +82,7 @@ def _text_column(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
 
 
 def _number_column(values: pd.Series[Any], path: Path) -> pd.Series[Any]:
-    """Null where nothing is told."""
+    """Check a column of numbers, and return it with NaN for missing values."""
     if values.isna().all():
         return pd.Series(np.nan, index=values.index)
     if not pd.api.types.is_numeric_dtype(values):
@@ -98,7 +100,7 @@ def _read_outcomes(folder: Path) -> pd.DataFrame:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, or of the outcomes in a folder, to say what was learned from."""
+    """Return the SHA-256 of a file or of the outcomes in a folder, as a record of the training data."""
     digest = sha256()
     if path.is_dir():
         for content in read_files(path):
@@ -111,12 +113,12 @@ def file_digest(path: Path) -> str:
 
 
 def prompt_percent(prompt_id: str) -> int:
-    """0–99 from the id alone, so that a prompt stays on its side of the split in every data set."""
+    """Return 0–99 from the id alone, so that a prompt stays on its side of the split in every data set."""
     return int.from_bytes(sha256(f"mico-split:{prompt_id}".encode()).digest()[:8]) % 100
 
 
 def split(frame: pd.DataFrame) -> Split:
-    """Train, calibration and held-out rows; a prompt is in one of them with all its rows."""
+    """Split into training, calibration and held-out rows; all rows of a prompt are in one part."""
     ids = frame.prompt_id.unique()
     percent = frame.prompt_id.map({each: prompt_percent(each) for each in ids})
     held_out = percent < HELD_OUT_PERCENT
@@ -126,7 +128,7 @@ def split(frame: pd.DataFrame) -> Split:
 
 
 def row_weights(frame: pd.DataFrame) -> NDArray[np.float32]:
-    """1/sqrt(rows of the prompt): 225 models on one prompt teach more than one model, not 225 times more."""
+    """Return 1/sqrt(rows of the prompt): 225 models on one prompt teach more than one, not 225 times more."""
     counts = frame.prompt_id.map(frame.prompt_id.value_counts())
     weights: NDArray[np.float32] = (1.0 / np.sqrt(counts.to_numpy(dtype=np.float64))).astype(np.float32)
     return weights

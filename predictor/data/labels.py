@@ -1,4 +1,4 @@
-"""The ranges of length that forecasts speak of, and the targets that models learn."""
+"""Define the ranges of length that forecasts use, and the targets that models learn."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from numpy.typing import NDArray
 
 MAX_LENGTH_TOKENS = 16_384
 STEPS_PER_OCTAVE = 4
-"""Neighbouring edges differ by 19 %: finer than a model's own chance, coarse enough to learn."""
+"""Neighbouring edges differ by 19 %: finer than a model's own variance, coarse enough to learn."""
 
 
 def log_spaced_edges(max_length: int = MAX_LENGTH_TOKENS, aligned_to: float = 51.2) -> tuple[int, ...]:
-    """0, then whole numbers a quarter octave apart through `aligned_to`, so that the paper's ten buckets at
-    l_max 512, 1024 and 2048 begin at edges."""
+    """Return 0, whole numbers a quarter octave apart, and `max_length`.
+
+    The series passes through `aligned_to`, so that the paper's ten buckets at l_max 512, 1024 and 2048 begin
+    at edges.
+    """
     octaves = np.arange(-6 * STEPS_PER_OCTAVE, 12 * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE
     lengths = np.round(aligned_to * 2.0**octaves).astype(int)
     inner = sorted({int(length) for length in lengths if 0 < length < 0.9 * max_length})
@@ -20,19 +23,19 @@ def log_spaced_edges(max_length: int = MAX_LENGTH_TOKENS, aligned_to: float = 51
 
 
 def equal_width_edges(buckets: int, max_length: int) -> tuple[int, ...]:
-    """So many ranges of equal width, as the paper's; whole numbers, so widths differ by one at most."""
+    """Return edges of equal ranges, as the paper's; whole numbers, so widths differ by one at most."""
     return tuple(max_length * place // buckets for place in range(buckets + 1))
 
 
 def range_index(lengths: NDArray[np.int64], edges: tuple[int, ...]) -> NDArray[np.int64]:
-    """Index of the range (edges[i], edges[i+1]] that holds each length; longer ones fall into the last."""
+    """Return the index of the range (edges[i], edges[i+1]] of each length; longer ones fall into the last."""
     return np.clip(np.searchsorted(edges, lengths, side="left") - 1, 0, len(edges) - 2).astype(np.int64)
 
 
 def soft_targets(
     lengths: NDArray[np.int64], edges: tuple[int, ...], spread_octaves: float
 ) -> NDArray[np.float32]:
-    """A bell over log length around each outcome `[rows, ranges]`, since neighbours are nearly as right."""
+    """Return a Gaussian over log length around each outcome `[rows, ranges]`: neighbours are nearly right."""
     starts = np.array(edges[:-1]) + 1
     centres = np.log2((starts + np.array(edges[1:])) / 2.0)
     distance = np.log2(np.clip(lengths, 1, edges[-1]))[:, None] - centres[None, :]

@@ -1,7 +1,7 @@
-"""Lexical scores: for each view of the data, a ridge regression of log length on TF-IDF words and pairs.
+"""Fit lexical scores: for each view of the data, a ridge regression of log length on TF-IDF words and pairs.
 
-A view is one (source, model) pair or one source with enough prompts, or everything. What trains on these
-scores must see them as serving will, so training prompts are scored by regressions that left them out.
+A view is one (source, model) pair or one source with enough prompts, or all of the data. Models that train on
+these scores must see them as in serving, so training prompts are scored by regressions without their fold.
 Needs scikit-learn; training only.
 """
 
@@ -28,17 +28,18 @@ FOLDS = 5
 
 @dataclass(frozen=True, slots=True)
 class LexicalScorer:
-    """`table[slot]` is what a slot adds to each view's score `[SLOTS, views]`."""
+    """Coefficients of all views' regressions."""
 
     names: tuple[str, ...]
     table: NDArray[np.float32]
+    """Contribution of each slot to each view's score `[SLOTS, views]`."""
     fold_tables: NDArray[np.float32]
     """The same from all but one fold of the prompts `[FOLDS, SLOTS, views]`."""
     folds: NDArray[np.int64]
-    """The fold of each training prompt, -1 for the others `[prompts]`."""
+    """Fold of each training prompt, -1 for other prompts `[prompts]`."""
 
     def scores(self, bags: Sequence[Bag], folds: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Scores `[bags, views]`, each by regressions that left out its fold."""
+        """Return scores `[bags, views]`, each by regressions without the bag's fold."""
         terms = tf_matrix(bags)
         scores: NDArray[np.float32] = (terms @ self.table).astype(np.float32)
         for fold in range(FOLDS):
@@ -48,7 +49,7 @@ class LexicalScorer:
 
 
 def tf_matrix(bags: Sequence[Bag]) -> sparse.csr_matrix:
-    """TF weights `[prompts, SLOTS]`."""
+    """Return TF weights `[bags, SLOTS]`."""
     starts = np.concatenate([[0], np.cumsum([len(each.slots) for each in bags])])
     slots = np.concatenate([each.slots for each in bags])
     weights = np.concatenate([each.weights for each in bags])
@@ -58,7 +59,7 @@ def tf_matrix(bags: Sequence[Bag]) -> sparse.csr_matrix:
 def fit(
     frame: pd.DataFrame, prompt: NDArray[np.int64], bags: Sequence[Bag], seed: int, progress: Progress
 ) -> LexicalScorer:
-    """Regressions for every view of the training rows; `prompt` is each row's place in `bags`."""
+    """Fit the regressions of every view of the training rows; `prompt` is each row's position in `bags`."""
     terms = tf_matrix(bags)
     seen = np.unique(prompt)
     document_share = np.bincount(terms[seen].indices, minlength=SLOTS) / len(seen)
@@ -74,7 +75,7 @@ def fit(
 
 
 def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np.float64]:
-    """Smoothed inverse document frequency; 0 for a slot that no training prompt has."""
+    """Return the smoothed inverse document frequency; 0 for a slot that no training prompt has."""
     weights: NDArray[np.float64] = np.log((1 + documents) / (1 + share * documents)) + 1.0
     return np.where(share > 0, weights, 0.0)
 
@@ -82,7 +83,10 @@ def _inverse_frequency(share: NDArray[np.float64], documents: int) -> NDArray[np
 def _view_targets(
     frame: pd.DataFrame, prompt: NDArray[np.int64], prompts: int
 ) -> list[tuple[str, NDArray[np.float64]]]:
-    """(name, mean log length of each prompt, freed of what the models differ by; NaN where unknown)."""
+    """Return each view's name and the mean log length of each prompt, NaN where unknown.
+
+    Lengths are relative to the mean of their (source, model) pair, so that models' differences cancel.
+    """
     rows = pd.DataFrame({"prompt": prompt, "source": frame.source, "model": frame.model})
     rows["log"] = np.log(frame.response_tokens)
     rows["log"] -= rows.groupby(["source", "model"]).log.transform("mean")
@@ -104,8 +108,10 @@ def _fit_view(
     name: str,
     progress: Progress,
 ) -> NDArray[np.float32]:
-    """Coefficients without each fold and, last, of all rows `[FOLDS + 1, SLOTS]`, at the penalty that
-    does best out of fold."""
+    """Return the coefficients without each fold and, last, of all rows `[FOLDS + 1, SLOTS]`.
+
+    Chooses the penalty of least error out of fold.
+    """
     known = np.isfinite(target)
     best_penalty, best_error = PENALTIES[0], np.inf
     best: list[NDArray[np.float64]] = []

@@ -1,4 +1,4 @@
-"""Where public corpora and models come from and under which licences, as their projects state them."""
+"""Licences of public corpora and models, as their projects state them."""
 
 LICENCES = {
     "alpaca": "Stanford Alpaca: CC BY-NC 4.0; the vicuna-7b lengths (Sequence-Scheduling): none stated",

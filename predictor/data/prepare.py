@@ -1,4 +1,4 @@
-"""From a corpus to arrays: everything that learning needs, computed once.
+"""Prepare a corpus for training: compute all arrays that training needs, once.
 
 Needs pandas and scikit-learn; training only.
 """
@@ -27,35 +27,38 @@ NO_FOLD = -1
 
 @dataclass(frozen=True, slots=True)
 class TrainingArrays:
-    """Prompts (`pieces` ends with zeros; `side` is lexical scores and counts) and rows of (prompt, model)."""
+    """Prompts, and rows of (prompt, model)."""
 
     pieces: NDArray[np.int64]
+    """Word pieces of each prompt, zeros at the end `[prompts, width]`."""
     side: NDArray[np.float32]
+    """Lexical scores and counts of each prompt `[prompts, features]`."""
     table: NDArray[np.float32]
+    """Coefficients of the lexical scores `[SLOTS, views]`."""
     prompt: NDArray[np.int64]
     model: NDArray[np.int64]
     length: NDArray[np.int64]
-    """Tokens of the answer; 0 where nobody answered, which only a teacher can label."""
+    """Tokens of the answer; 0 for an unanswered row, which only teachers can label `[rows]`."""
     part: NDArray[np.int64]
-    """TRAIN, CALIBRATION, HELD_OUT or MADE."""
+    """TRAIN, CALIBRATION, HELD_OUT or SYNTHETIC `[rows]`."""
     models: tuple[str, ...]
     views: tuple[str, ...]
     vocabulary: tuple[str, ...]
     texts: tuple[str, ...]
     answers: Answers | None = None
-    """Where the corpus has answers' texts."""
+    """None where the corpus has no answers' texts."""
 
     def rows(self, *parts: int) -> NDArray[np.int64]:
-        """Places of the rows of some parts."""
+        """Return the positions of the rows of some parts."""
         return np.flatnonzero(np.isin(self.part, parts))
 
     def hold_out(self, prompts: NDArray[np.bool_]) -> TrainingArrays:
-        """The same, where some training prompts are held out, too."""
+        """Return the data with some training prompts held out, too."""
         left_out = (self.part == TRAIN) & prompts[self.prompt]
         return replace(self, part=np.where(left_out, HELD_OUT, self.part))
 
     def most_common_pieces(self, count: int) -> NDArray[np.int64]:
-        """Ids of the `most` pieces that training prompts have most of, and of what every text needs."""
+        """Return the ids of the pieces most frequent in training prompts, and of the essential ones."""
         seen = np.unique(self.prompt[self.rows(TRAIN)])
         counts = np.bincount(self.pieces[seen].ravel(), minlength=len(self.vocabulary))
         essential = np.array([_is_essential(piece) for piece in self.vocabulary])
@@ -64,7 +67,7 @@ class TrainingArrays:
         return np.flatnonzero(essential | common)
 
     def with_vocabulary(self, kept: NDArray[np.int64]) -> TrainingArrays:
-        """The same, read with a part of the vocabulary: words that are not in it fall into smaller pieces."""
+        """Return the data in part of the vocabulary: words that are not in it fall into smaller pieces."""
         vocabulary = tuple(self.vocabulary[piece] for piece in kept)
         return replace(
             self, pieces=_encode_all(WordPieceTokenizer(vocabulary), self.texts), vocabulary=vocabulary
@@ -80,7 +83,7 @@ def prepare(
     generated: Sequence[GeneratedPrompt] = (),
     progress: Progress = lambda _: None,
 ) -> TrainingArrays:
-    """Arrays of a corpus, of prompts that were asked like it, and of `mixed` further ones."""
+    """Return the arrays of a corpus, of generated prompts, and of `mixed` further synthetic ones."""
     parts = dataset.split(frame)
     prompts = frame.drop_duplicates("prompt_id")
     prompt_index = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
@@ -99,7 +102,7 @@ def prepare(
     side = np.concatenate([scorer.scores(bags, folds), np.stack([bag.dense for bag in bags])], axis=1)
 
     names = (UNKNOWN_MODEL_NAME, *sorted(parts.train.model.unique()))
-    rows = _rows(parts, prompt_index, names)
+    rows = _answered_rows(parts, prompt_index, names)
     rows = pd.concat([rows, _synthetic_rows(rows, len(texts), [each.source for each in extra], seed)])
     all_texts = (*texts, *(each.text for each in extra))
     tokenizer = WordPieceTokenizer(vocabulary)
@@ -116,8 +119,10 @@ def prepare(
     )
 
 
-def _rows(parts: dataset.Split, prompt_index: pd.Series[int], names: tuple[str, ...]) -> pd.DataFrame:
-    """Real rows of models that were trained on."""
+def _answered_rows(
+    parts: dataset.Split, prompt_index: pd.Series[int], names: tuple[str, ...]
+) -> pd.DataFrame:
+    """Return the rows of the corpus whose models were trained on."""
     model = pd.Series(np.arange(len(names)), index=names)
     frames = []
     for part, frame in enumerate((parts.train, parts.calibration, parts.held_out)):
@@ -134,9 +139,9 @@ def _rows(parts: dataset.Split, prompt_index: pd.Series[int], names: tuple[str, 
 
 
 def _synthetic_rows(rows: pd.DataFrame, first_prompt: int, sources: Sequence[str], seed: int) -> pd.DataFrame:
-    """Two rows for each made prompt: a model as often as it answered prompts, and any model.
+    """Return two rows for each synthetic prompt: a model by its share of answers, and any model.
 
-    For one that was asked like a source's, the first is of that source's, and a third is the commonest there.
+    For one that imitates a source, the first is of that source's models, and a third the most common there.
     """
     random = np.random.default_rng(seed)
     answered, source_of_prompt = rows[rows.part == TRAIN], np.array(sources, dtype=str)
@@ -157,7 +162,7 @@ def _synthetic_rows(rows: pd.DataFrame, first_prompt: int, sources: Sequence[str
 
 
 def _is_essential(piece: str) -> bool:
-    """Marks, and single characters, of which any known script can be put together."""
+    """Return whether a piece is special or a single character; any known script is made of these."""
     return piece in SPECIAL_PIECES or len(piece.removeprefix("##")) == 1
 
 

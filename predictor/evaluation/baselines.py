@@ -1,6 +1,6 @@
-"""What other schedulers take for the length of an answer, to be compared with.
+"""Estimate lengths as other schedulers do, for comparison.
 
-Each is told the answers it is then judged on, as it would not be in production: the figures flatter them.
+Each estimator is fitted on the answers that it is judged on, unlike in production: the figures flatter it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 64, 512
 
 
 def scores(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Rank correlation and mean absolute error of each estimator on one source and model."""
+    """Return rank correlation and mean absolute error of each estimator on one source and model."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     prompt = rows.prompt.str.len().to_numpy(dtype=np.float64) / 4.0
     if "prompt_tokens" in rows.columns:
@@ -36,7 +36,7 @@ def scores(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
 
 def _group_mean(key: Floats, lengths: NDArray[np.int64]) -> Floats:
-    """The mean length of the rows with the same key."""
+    """Return the mean length of the rows with the same key."""
     means: Floats = pd.Series(lengths).groupby(key).transform("mean").to_numpy(dtype=np.float64)
     return means
 

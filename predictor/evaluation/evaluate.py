@@ -1,4 +1,4 @@
-"""How good an artifact is on a file of prompts and lengths, beside what else one could do.
+"""Evaluate an artifact on a file of prompts and lengths, beside baselines and the attainable ceiling.
 
 Needs pandas and scipy; not imported in serving.
 """
@@ -6,7 +6,7 @@ Needs pandas and scipy; not imported in serving.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ BATCH_QUERIES = 256
 
 
 class Forecasts(NamedTuple):
-    """Probabilities `[rows, ranges]` over the forecaster's edges, and what one query took."""
+    """Probabilities `[rows, ranges]` over the forecaster's edges, and the time per query."""
 
     probabilities: NDArray[np.float64]
     ms_per_query: float
@@ -45,12 +45,11 @@ def evaluate(
     min_rows: int = 1,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
-    """One document: `groups`, a row for each source and model, and `ms_per_query`.
+    """Return a report: `groups`, with scores by source and model, and `ms_per_query`.
 
-    `out` writes a parquet file with a row for each row of the data, also for those that nobody answered and
-    that no score counts; `report` a folder with a table and plots;
-    `held_out_only` looks only at prompts that `predictor.data.dataset.split` keeps out of training. Raises
-    DataError, ArtifactError.
+    `out` is a parquet file to write with a row for each row of the data, including unanswered ones, which no
+    score counts; `report` a folder to write with a table and plots; `held_out_only` scores only prompts that
+    `predictor.data.dataset.split` keeps out of training. Raises DataError, ArtifactError.
     """
     if report is not None:
         require_matplotlib()
@@ -105,7 +104,7 @@ def evaluate(
 
 
 def forecast_rows(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Progress) -> Forecasts:
-    """Forecasts of every row, in batches, as a gateway would ask for them."""
+    """Forecast every row, in batches, as a gateway would."""
     parts, took = [], 0.0
     for number, queries in enumerate(_query_batches(frame)):
         began = time.perf_counter()
@@ -127,7 +126,7 @@ def _query_batches(frame: pd.DataFrame) -> Iterator[list[Features]]:
 def forecast_table(
     frame: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]
 ) -> pd.DataFrame:
-    """A row for each input row, so that anyone can score the forecasts."""
+    """Return a row of point forecasts for each input row, so that anyone can score them."""
     columns = frame[["source", "prompt_id", "model", "turn"]].copy()
     columns["expected_tokens"] = metrics.expected(probabilities, edges)
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
@@ -138,7 +137,7 @@ def forecast_table(
 
 
 def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]) -> dict[str, Any]:
-    """Everything that is said of one group."""
+    """Return all scores of one group."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     label = range_index(lengths, edges)
     chosen = probabilities[np.arange(len(label)), label]
@@ -159,7 +158,7 @@ def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[
 def summary_scores(
     rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Rank correlation of the expected length, and mean absolute error of it and of the median, in tokens."""
+    """Return rank correlation of the expected length, and MAE of the mean and of the median in tokens."""
     lengths = rows.response_tokens.to_numpy(dtype=np.int64)
     mean, median = metrics.expected(probabilities, edges), metrics.quantile(probabilities, edges, 0.5)
     return _rounded(
@@ -172,7 +171,7 @@ def summary_scores(
 
 
 def ceiling(frame: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Any] | None:
-    """What the median of the same model's other samples of each prompt scores; None where there are none.
+    """Score the median of the same model's other samples of each prompt; None where there are none.
 
     Samples of one model are named alike up to an `@`, as `vicuna-7b@T0.5`.
     """
@@ -199,15 +198,6 @@ def ceiling(frame: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Any] | None:
     }
     errors = {"mae": metrics.mean_absolute_error(lengths, estimate)}
     return _rounded({"rows": int(known.sum()), **metrics.rank(lengths, estimate), **errors, **right})
-
-
-def pooled(groups: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means over groups, each counting by its rows, for a line at the end of a table."""
-    weights = [group["rows"] for group in groups]
-    return {
-        key: float(np.average([group[key] for group in groups], weights=weights))
-        for key in ("mae", "mae_p50", "p90_coverage", "log_loss")
-    }
 
 
 def _rounded(found: dict[str, Any]) -> dict[str, Any]:

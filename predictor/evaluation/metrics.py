@@ -1,4 +1,4 @@
-"""How good forecasts are: figures over many rows at once.
+"""Compute quality metrics of forecasts over many rows at once.
 
 Distributions are probabilities `[rows, ranges]` over the same edges; the arithmetic is that of `Forecast`.
 """
@@ -15,14 +15,14 @@ BUCKETS = 10
 
 
 def expected(probabilities: Floats, edges: tuple[int, ...]) -> Floats:
-    """Mean length of each row."""
+    """Return the mean length of each row."""
     bounds = np.array(edges)
     means: Floats = probabilities @ ((bounds[:-1] + bounds[1:] + 1) / 2.0)
     return means
 
 
 def quantile(probabilities: Floats, edges: tuple[int, ...], q: float) -> Integers:
-    """Least length whose cumulative probability is at least q, for each row."""
+    """Return the least length of cumulative probability at least q, for each row."""
     bounds = np.array(edges)
     reached = np.concatenate([np.zeros((len(probabilities), 1)), np.cumsum(probabilities, axis=1)], axis=1)
     place = np.minimum((reached[:, 1:] < q).sum(axis=1), len(edges) - 2)
@@ -35,7 +35,7 @@ def quantile(probabilities: Floats, edges: tuple[int, ...], q: float) -> Integer
 
 
 def likeliest_bucket(probabilities: Floats, edges: tuple[int, ...], max_length: int) -> Integers:
-    """Which tenth of `max_length` holds most of each distribution; what lies beyond counts as the last."""
+    """Return the most probable tenth of `max_length` for each row; longer lengths count as the last."""
     places = np.interp(np.arange(1, BUCKETS) * max_length / BUCKETS, edges, np.arange(len(edges)))
     whole = places.astype(int)
     reached = np.concatenate([np.zeros((len(probabilities), 1)), np.cumsum(probabilities, axis=1)], axis=1)
@@ -46,12 +46,12 @@ def likeliest_bucket(probabilities: Floats, edges: tuple[int, ...], max_length: 
 
 
 def true_bucket(lengths: Integers, max_length: int) -> Integers:
-    """floor(length / (max_length / 10)), clipped."""
+    """Return floor(length / (max_length / 10)), clipped."""
     return np.minimum(BUCKETS - 1, lengths * BUCKETS // max_length).astype(np.int64)
 
 
 def accuracy(lengths: Integers, bucket: Integers, max_length: int) -> dict[str, float]:
-    """Share of rows in the right bucket, and at most one off, beside what the commonest bucket scores."""
+    """Return the share of rows in the right bucket and at most one off, and the majority bucket's share."""
     truth = true_bucket(lengths, max_length)
     miss = np.abs(truth - bucket)
     majority = np.bincount(truth, minlength=BUCKETS).max() / len(truth)
@@ -63,7 +63,7 @@ def accuracy(lengths: Integers, bucket: Integers, max_length: int) -> dict[str, 
 
 
 def rank(lengths: Integers, estimate: Floats) -> dict[str, float | None]:
-    """Spearman and Kendall correlation; None where one side does not vary."""
+    """Return Spearman and Kendall correlation; None where one side does not vary."""
     if np.ptp(lengths) == 0 or np.ptp(estimate) == 0:
         return {"spearman": None, "kendall": None}
     return {
@@ -73,10 +73,10 @@ def rank(lengths: Integers, estimate: Floats) -> dict[str, float | None]:
 
 
 def coverage(lengths: Integers, bound: Integers) -> float:
-    """Share of the lengths that are at or below their bound."""
+    """Return the share of lengths at or below their bound."""
     return float((lengths <= bound).mean())
 
 
 def mean_absolute_error(lengths: Integers, estimate: Floats | Integers) -> float:
-    """In tokens."""
+    """Return the mean absolute error in tokens."""
     return float(np.abs(lengths - estimate).mean())

@@ -1,4 +1,4 @@
-"""An evaluation as a page: `report.md` with a table of groups, and two plots beside it.
+"""Write an evaluation as a page: `report.md` with a table of groups, and two plots beside it.
 
 Needs matplotlib, of the extra `plots`.
 """
@@ -23,11 +23,11 @@ STATED = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 COLUMNS = ("rows", "spearman", "mae", "mae_p50", "accuracy_1024", "majority_1024", "p90_coverage", "log_loss")
 MAX_POINTS = 20_000
 MAX_GROUPS = 6
-"""So many groups have a line of their own in the plot of reliability."""
+"""Groups with a line of their own in the reliability plot, the largest ones."""
 
 
 def require_matplotlib() -> None:
-    """Raises DataError where nothing can draw."""
+    """Raise DataError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise DataError("plots need matplotlib: pip install 'mico[plots]'")
 
@@ -40,7 +40,7 @@ def write(  # noqa: PLR0917 - each is of another type
     edges: tuple[int, ...],
     groups: dict[str, NDArray[np.int64]],
 ) -> None:
-    """Writes the page; `groups` names some of the rows."""
+    """Write the page and its plots; `groups` maps names to row indices."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def plot_reliability(
     edges: tuple[int, ...],
     groups: dict[str, NDArray[np.int64]],
 ) -> None:
-    """What share of the answers each stated quantile covered, of all and of the largest groups."""
+    """Plot the observed coverage of each stated quantile, of all rows and of the largest groups."""
     covered = {q: lengths <= metrics.quantile(probabilities, edges, q) for q in STATED}
     axes.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axes.plot(STATED, [covered[q].mean() for q in STATED], color="black", marker="o", label="all")
@@ -71,7 +71,7 @@ def plot_reliability(
 
 
 def plot_predicted(axes: Axes, lengths: NDArray[np.int64], expected: NDArray[np.float64]) -> None:
-    """The expected length of each answer against the true one, on log scales."""
+    """Plot the expected length of each answer against the true one, on log scales."""
     shown = np.random.default_rng(0).permutation(len(lengths))[:MAX_POINTS]
     axes.loglog(np.maximum(expected[shown], 1), lengths[shown], ".", markersize=2, alpha=0.3)
     ends = [1, max(2, int(lengths.max()))]
@@ -80,7 +80,7 @@ def plot_predicted(axes: Axes, lengths: NDArray[np.int64], expected: NDArray[np.
 
 
 def render_markdown(document: dict[str, Any]) -> str:
-    """The groups as a table, in Markdown."""
+    """Return the page, with the groups as a table."""
     lines = [
         f"# {document['artifact']} on {document['data']}",
         "",
