@@ -123,10 +123,10 @@ def slots_on(device: str, config: SiteConfig) -> int:
 
 def grammars_of(loaded: Loaded) -> Grammars | None:
     """None, and a warning, where answers can't be held to a grammar: queries that ask for it are refused."""
-    from site_engine.text.grammar import Grammars, NoGrammars
+    from site_engine.text.grammar import Grammars, GrammarsUnavailable
 
     try:
         return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
-    except NoGrammars as exc:
+    except GrammarsUnavailable as exc:
         log.warning("no JSON schemas and no forced calls of functions with this model: %s", exc)
         return None

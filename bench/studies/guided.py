@@ -46,7 +46,7 @@ PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}
 
 
 def grammar_of(grammars: Grammars) -> Grammar:
-    return grammars.compile(guided_source(PEOPLE, None, None, grammars.written), "response_format")
+    return grammars.compile(guided_source(PEOPLE, None, None, grammars.literal), "response_format")
 
 
 def steps(
@@ -126,7 +126,7 @@ def compiling(grammars: Grammars) -> dict[str, str]:
     took = {}
     for count in (500, 1_000, 2_000, 4_000, 8_000):
         properties = {f"p_{number}": {"type": "string"} for number in range(count)}
-        source = guided_source({"type": "object", "properties": properties}, None, None, grammars.written)
+        source = guided_source({"type": "object", "properties": properties}, None, None, grammars.literal)
         began, refused = time.thread_time(), ""
         try:
             grammars.compile(source, "response_format")

@@ -1,6 +1,6 @@
-"""Text that grows token by token: never half a character, never a stop string, never a character twice.
+"""Turn tokens into text one by one: never half a character, never a stop string, never a character twice.
 
-Joined, the pieces are what the tokenizer makes of all tokens, less an unfinished last character.
+Joined, the parts equal the tokenizer's text of all tokens, less an unfinished last character.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 UNFINISHED = "\ufffd"
 BEFORE_TOKENS = 4
-"""Of a prompt are looked at for where its text ends: a character has four bytes at most."""
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece names the tokens of single bytes
+"""Last tokens of a prompt that decide where its text ends: a character has four bytes at most."""
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of the token of a single byte
 
 
 class TokenText(NamedTuple):
@@ -33,7 +33,7 @@ class Vocabulary(Protocol):
     """The text side of a model, shared by all its requests."""
 
     def decoder(self, before: Sequence[int] = ()) -> Decoder:
-        """Of text that follows that of `before`, or of a text of its own."""
+        """Return a decoder of text that follows that of `before`; without `before`, of a text of its own."""
         ...
 
     def token(self, token_id: int) -> TokenText: ...
@@ -43,7 +43,7 @@ class ByteVocabulary:
     """Byte-level tokens: a token is a run of bytes, a special token is none. One look-up per token."""
 
     def __init__(self, raws: Sequence[bytes | None], names: Sequence[str]) -> None:
-        """raws[id]: the token's bytes, None for a special token; names[id]: how to show it."""
+        """raws[id]: the token's bytes, None for a special token; names[id]: its name as text."""
         self._raws = raws
         self._names = names
         self._texts = [None if raw is None else _whole(raw) for raw in raws]
@@ -71,7 +71,7 @@ class _ByteDecoder:
     def __init__(self, raws: Sequence[bytes | None], texts: Sequence[str | None]) -> None:
         self._raws = raws
         self._texts = texts
-        self._utf8: codecs.IncrementalDecoder | None = None  # only while a character may be in pieces
+        self._utf8: codecs.IncrementalDecoder | None = None  # only while a character may be incomplete
 
     def push(self, token_id: int) -> str:
         if token_id >= len(self._raws):  # a padded vocabulary has ids without text
@@ -80,9 +80,9 @@ class _ByteDecoder:
             text = self._texts[token_id]
             if text is not None:
                 return text
-        return self._push_pieces(self._raws[token_id])
+        return self._push_partial(self._raws[token_id])
 
-    def _push_pieces(self, raw: bytes | None) -> str:
+    def _push_partial(self, raw: bytes | None) -> str:
         if raw is None:
             return ""
         if self._utf8 is None:
@@ -96,7 +96,7 @@ class _ByteDecoder:
 class DecodingVocabulary:
     """Any other tokenizer: decode a short tail twice, once without the new token; the difference is new.
 
-    Some leave out the space before the first word of a text: what follows a prompt begins with it.
+    Some leave out the space before the first word of a text; text that follows a prompt begins with it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], name: Callable[[int], str]) -> None:
@@ -135,7 +135,7 @@ class _TailDecoder:
 
 
 class ShowingDecoder:
-    """A decoder that writes some special tokens by their names: where calls of functions begin and end."""
+    """A decoder that writes some special tokens by name: the marks where calls of functions begin and end."""
 
     def __init__(self, decoder: Decoder, names: Mapping[int, str]) -> None:
         self._decoder = decoder
@@ -160,42 +160,42 @@ class NoText:
 
 
 class TextStream:
-    """The text of one response: holds back what may become a stop string, skips what the client has."""
+    """The text of one response: holds back a possible stop string, skips text that the client has."""
 
     def __init__(self, decoder: Decoder, stops: tuple[str, ...] = (), skip_chars: int = 0) -> None:
         self.stopped = False
         self._decode = decoder.push
         self._stops = stops
         self._skip = skip_chars
-        self._held = ""
+        self._buffer = ""
 
     def push(self, token_id: int, watch: bool = True) -> str:
-        """New text that is certain. `watch` is off while a response is too short to be allowed to stop."""
+        """Return new text that is certain. `watch` is off while a response is too short to stop."""
         fresh = self._decode(token_id)
         if not fresh:
             return ""
         if self._stops:
-            fresh = self._scan(fresh) if watch else self._take_held() + fresh
+            fresh = self._scan(fresh) if watch else self._take_buffer() + fresh
         return self._skipped(fresh) if self._skip else fresh
 
     def flush(self) -> str:
-        """What was held back, once no stop string can follow."""
-        held = self._take_held()
-        return self._skipped(held) if self._skip else held
+        """Return the text held back, once no stop string can follow."""
+        buffer = self._take_buffer()
+        return self._skipped(buffer) if self._skip else buffer
 
     def _scan(self, fresh: str) -> str:
-        text = self._take_held() + fresh
+        text = self._take_buffer() + fresh
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
             self.stopped = True
             return text[: min(found)]
         keep = max(overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
+        self._buffer = text[len(text) - keep :]
         return text[: len(text) - keep]
 
-    def _take_held(self) -> str:
-        held, self._held = self._held, ""
-        return held
+    def _take_buffer(self) -> str:
+        buffer, self._buffer = self._buffer, ""
+        return buffer
 
     def _skipped(self, text: str) -> str:
         skip = min(self._skip, len(text))
@@ -204,5 +204,5 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

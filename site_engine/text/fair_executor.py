@@ -1,4 +1,4 @@
-"""Work of many tenants on one thread: each tenant's in its own order, the tenants by turns."""
+"""Run the work of many tenants on one thread: each tenant's in its own order, the tenants by turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Work = Callable[[], object]
 
 
 class FairExecutor:
-    """Whoever has little to do waits for one piece of each other tenant's work at most, not for all of it."""
+    """A tenant with little work waits for one item of each other tenant's at most, not for all of them."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -19,7 +19,7 @@ class FairExecutor:
         self._waiting: OrderedDict[str, deque[tuple[Work, Future[None]]]] = OrderedDict()
 
     def submit(self, tenant: str, work: Work) -> Future[None]:
-        """From any thread. The future is done when the work is, however it ended."""
+        """Queue work, from any thread. The future is done when the work is, however it ended."""
         done: Future[None] = Future()
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append((work, done))
@@ -27,15 +27,15 @@ class FairExecutor:
         return done
 
     def close(self) -> None:
-        """What has not begun never will, and is never done."""
+        """Drop work that has not begun; its futures are never done."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _take_turn(self) -> None:
         with self._lock:
-            tenant, theirs = self._waiting.popitem(last=False)
-            work, done = theirs.popleft()
-            if theirs:
-                self._waiting[tenant] = theirs
+            tenant, queue = self._waiting.popitem(last=False)
+            work, done = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue
         try:
             work()
         finally:

@@ -1,6 +1,6 @@
-"""What an answer may be, as a grammar over a model's tokens: compiled once, followed token by token.
+"""Grammars of answers over a model's tokens: compiled once, followed token by token.
 
-By llguidance: one small wheel that needs no other package and makes no table of states beforehand.
+Uses llguidance, one small wheel that needs no other package and makes no table of states beforehand.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from llguidance.hf import from_tokenizer
 
 from site_engine.errors import NotServed, Reason
 
-GRAMMARS_KEPT = 256
-SOURCE_CHARS_MAX = 1 << 18
-SYMBOLS_MAX = 20_000
-"""Of a compiled grammar: 2,000 optional properties pass. The time to compile rises with their square: with
-this limit half a second, without one 8,000 took 12.5 s.
+MAX_CACHED = 256
+MAX_SOURCE_CHARS = 1 << 18
+MAX_SYMBOLS = 20_000
+"""Size limit of a compiled grammar: 2,000 optional properties pass. The time to compile rises with their
+square: with this limit half a second, without one 8,000 took 12.5 s.
 """
 _TRIAL = '{"a": [1, -2.5e3, true, null], "é": "日本 \\n 👩‍🚀"}'
 
 
-class NoGrammars(Exception):
-    """Answers of this model can't be held to a grammar; the message says why."""
+class GrammarsUnavailable(Exception):
+    """Answers of this model can't be held to a grammar; the message gives the reason."""
 
 
 class Guide:
-    """Where one answer stands in its grammar."""
+    """The position of one answer in its grammar."""
 
     __slots__ = ("matcher",)
 
@@ -37,12 +37,12 @@ class Guide:
         self.matcher = matcher
 
     def take(self, token_id: int) -> bool:
-        """Go on by a token; False if the grammar does not have it here."""
+        """Go on by a token; return False if the grammar does not have it here."""
         return self.matcher.consume_token(token_id)
 
     @property
     def ended(self) -> bool:
-        """The grammar is satisfied and nothing can follow."""
+        """Whether the grammar is satisfied and nothing can follow."""
         return self.matcher.is_stopped()
 
     @property
@@ -61,46 +61,51 @@ class Grammar:
 
 
 class Grammars:
-    """Of one model. `compile` may be called from any thread and takes from a millisecond to half a second."""
+    """Compiles grammars for one model, and caches them.
+
+    `compile` may be called from any thread and takes from a millisecond to half a second.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """Raises NoGrammars."""
+        """Raises GrammarsUnavailable."""
         known = [*eos_token_ids, getattr(tokenizer, "eos_token_id", None)]
         ends = list(dict.fromkeys(each for each in known if each is not None))
         if not ends:
-            raise NoGrammars("the model has no token that ends an answer")
+            raise GrammarsUnavailable("the model has no token that ends an answer")
         try:
             self._tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends)
         except Exception as exc:
-            raise NoGrammars(f"its tokenizer is of a kind that llguidance does not read: {exc}") from exc
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+            raise GrammarsUnavailable(
+                f"its tokenizer is of a kind that llguidance does not read: {exc}"
+            ) from exc
+        self._cached: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
-        self._try_out(tokenizer)
+        self._check_round_trip(tokenizer)
 
     def compile(self, source: str, param: str) -> Grammar:
-        """`source` is in llguidance's dialect of Lark. Raises NotServed that names `param`."""
+        """Compile `source`, in llguidance's dialect of Lark. Raises NotServed that names `param`."""
         with self._lock:
-            if source in self._kept:
-                self._kept.move_to_end(source)
-                return self._kept[source]
+            if source in self._cached:
+                self._cached.move_to_end(source)
+                return self._cached[source]
         grammar = Grammar(self._matcher(source, param))
         with self._lock:
-            self._kept[source] = grammar
-            if len(self._kept) > GRAMMARS_KEPT:
-                self._kept.popitem(last=False)
+            self._cached[source] = grammar
+            if len(self._cached) > MAX_CACHED:
+                self._cached.popitem(last=False)
         return grammar
 
-    def written(self, text: str) -> str:
-        """A piece of text as a grammar must name it: by its token, if the model has a special one for it."""
+    def literal(self, text: str) -> str:
+        """Return text as a grammar must name it: by its token, if the model has a special one for it."""
         ids = self._tokens.tokenize_str(text, parse_special=True)
         if len(ids) == 1 and self._tokens.is_special_token(ids[0]):
             return f"<[{ids[0]}]>"
         return quoted(text)
 
     def _matcher(self, source: str, param: str) -> LLMatcher:
-        if len(source) > SOURCE_CHARS_MAX:
-            raise NotServed(Reason.INVALID, f"the schema is longer than {SOURCE_CHARS_MAX} characters", param)
-        limits = LLParserLimits(max_grammar_size=SYMBOLS_MAX)
+        if len(source) > MAX_SOURCE_CHARS:
+            raise NotServed(Reason.INVALID, f"the schema is longer than {MAX_SOURCE_CHARS} characters", param)
+        limits = LLParserLimits(max_grammar_size=MAX_SYMBOLS)
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(source), log_level=0, limits=limits)
         trial = matcher.deep_copy()
         if not trial.is_error():
@@ -109,24 +114,26 @@ class Grammars:
             raise _refusal(trial.get_error(), param)
         return matcher
 
-    def _try_out(self, tokenizer: Any) -> None:
-        """Text that the tokenizer writes must be text that a grammar reads."""
+    def _check_round_trip(self, tokenizer: Any) -> None:
+        """Check that a grammar reads the tokens that the tokenizer writes. Raises GrammarsUnavailable."""
         guide = self.compile("start: %json {}", "").start()
         ids = tokenizer.encode(_TRIAL, add_special_tokens=False)
         if not all(guide.take(token_id) for token_id in ids) or not guide.matcher.is_accepting():
-            raise NoGrammars("its tokenizer writes JSON that a grammar over its tokens does not read")
+            raise GrammarsUnavailable(
+                "its tokenizer writes JSON that a grammar over its tokens does not read"
+            )
 
 
 def quoted(text: str) -> str:
-    """A literal of the grammar's language."""
+    """Return text as a string literal of Lark."""
     escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n"}
     return '"' + "".join(escapes.get(char, char) for char in text) + '"'
 
 
 def _refusal(error: str, param: str) -> NotServed:
-    """Another engine may know what this one has not implemented; a wrong schema is wrong everywhere."""
+    """Translate an error: another engine may implement the schema, but a wrong one is wrong everywhere."""
     reason = Reason.UNSUPPORTED if "nimplemented" in error else Reason.INVALID
-    told = error.partition("\n   1 |")[0].partition("\n<state>")[0]  # without our own wrapping
-    told = told.rpartition("compile JSON schema: ")[2]
-    said = "no answer satisfies it" if "NoExtension" in told else " ".join(told.split())[:300]
-    return NotServed(reason, f"the schema can't be enforced: {said}", param)
+    message = error.partition("\n   1 |")[0].partition("\n<state>")[0]  # without our own wrapping
+    message = message.rpartition("compile JSON schema: ")[2]
+    detail = "no answer satisfies it" if "NoExtension" in message else " ".join(message.split())[:300]
+    return NotServed(reason, f"the schema can't be enforced: {detail}", param)

@@ -1,4 +1,4 @@
-"""From what a gateway sends (chat, text or ids) to the token ids that the model reads.
+"""Turn the prompt of an attempt (chat, text or ids) into the token ids that the model reads.
 
 Tokenizing a long prompt takes milliseconds, so it happens on a thread of its own, in the order of arrival.
 """
@@ -12,13 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from site_engine.core.tools import Tools
 from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
-from site_engine.messages import Assign, ChatMessage, ChatPrompt, Prompt, TextPrompt
+from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
 from site_engine.text.fair_executor import FairExecutor
 from site_engine.text.tool_call_parser import ToolCallStyle
-from site_engine.text.tool_format import LLAMA, format_of, guided_source, hidden
+from site_engine.text.tool_format import LLAMA, chat_template, format_of, guided_source, hidden_marks
 
 if TYPE_CHECKING:
     from site_engine.text.grammar import Grammar, Grammars
@@ -31,10 +30,10 @@ NO_TOOLS = "this model's chat template takes no tools, or teaches calls in a for
 
 
 class PromptTokenizer:
-    """One tokenizer of transformers and the vocabulary that ids must stay within.
+    """A tokenizer of transformers, and the size of the vocabulary that ids must stay within.
 
-    `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` nothing is
-    guided; to compile one may take long, so that has a thread of its own, and tenants take turns on it.
+    `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` no answer can be
+    guided; compiling one may take long, so that has a thread of its own, on which tenants take turns.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class PromptTokenizer:
         self._post = post
         self._waiting: dict[Future[Any], str] = {}  # with the tenant
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-        self._compiling = FairExecutor("grammars")
+        self._compiler = FairExecutor("grammars")
         self._grammars = grammars
-        self._form = format_of(_template(tokenizer))
-        self._shown = {} if self._form is None else hidden(self._form, tokenizer)
+        self._form = format_of(chat_template(tokenizer))
+        self._shown = {} if self._form is None else hidden_marks(self._form, tokenizer)
 
     @property
     def waiting(self) -> int:
-        """PromptTokenizer not tokenized yet, those that nobody wants any more included."""
+        """Number of prompts not tokenized yet, those of attempts already given up included."""
         return len(self._waiting)
 
     def waiting_of(self, tenant: str) -> int:
@@ -69,7 +68,7 @@ class PromptTokenizer:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the model can do here, as Hello names it."""
+        """Features of the model at this site, as Hello names them."""
         has = {
             "chat": self.chats,
             "logprobs": True,
@@ -82,42 +81,39 @@ class PromptTokenizer:
         return tuple(name for name, is_there in has.items() if is_there)
 
     def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
-        """Calls `reply` on the event loop."""
-        if _wants_grammar(assign):
-            work = partial(self._compile, assign, reply)
-            self._count(assign.tenant, self._compiling.submit(assign.tenant, work))
-        else:
+        """Prepare a prompt on the threads, then call `reply` on the event loop."""
+        if not _wants_grammar(assign):
             self._tokenize(assign, None, reply)
+            return
+
+        def compile_first() -> None:
+            grammar = _or_refusal(assign, lambda: self._grammar(assign))
+            if isinstance(grammar, NotServed):
+                self._post(partial(reply, grammar))
+            else:
+                self._tokenize(assign, grammar, reply)
+
+        self._count(assign.tenant, self._compiler.submit(assign.tenant, compile_first))
 
     def prepare_now(self, assign: Assign) -> Prepared:
-        """Raises NotServed with the reason and the field."""
+        """Prepare a prompt on the caller's thread. Raises NotServed with the reason and the field."""
         return self._prepared(assign, self._grammar(assign) if _wants_grammar(assign) else None)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._compiling.close()
+        self._compiler.close()
 
     def _tokenize(
         self, assign: Assign, grammar: Grammar | None, reply: Callable[[Prepared | NotServed], None]
     ) -> None:
-        work = partial(self._finish, assign, grammar, reply)
+        def work() -> None:
+            self._post(partial(reply, _or_refusal(assign, lambda: self._prepared(assign, grammar))))
+
         self._count(assign.tenant, self._thread.submit(work))
 
     def _count(self, tenant: str, future: Future[Any]) -> None:
         self._waiting[future] = tenant
         future.add_done_callback(self._waiting.pop)
-
-    def _compile(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
-        answer = _told(assign, lambda: self._grammar(assign))
-        if isinstance(answer, NotServed):
-            self._post(partial(reply, answer))
-        else:
-            self._tokenize(assign, answer, reply)
-
-    def _finish(
-        self, assign: Assign, grammar: Grammar | None, reply: Callable[[Prepared | NotServed], None]
-    ) -> None:
-        self._post(partial(reply, _told(assign, lambda: self._prepared(assign, grammar))))
 
     def _grammar(self, assign: Assign) -> Grammar:
         tools = assign.tools
@@ -129,70 +125,61 @@ class PromptTokenizer:
             message = "this model writes calls as plain JSON, which can't be told from an answer in JSON"
             raise NotServed(Reason.UNSUPPORTED, message, param)
         schema = json.loads(assign.guided_json) if assign.guided_json else None
-        return self._grammars.compile(guided_source(schema, tools, self._form, self._grammars.written), param)
+        return self._grammars.compile(guided_source(schema, tools, self._form, self._grammars.literal), param)
 
     def _prepared(self, assign: Assign, grammar: Grammar | None) -> Prepared:
-        ids = self._ids(assign.prompt)
+        prompt, tools = assign.prompt, assign.tools
+        ids = self._prompt_ids(assign)
         self._check("prompt", ids)
-        resumed = self._resumed(assign)
+        resumed = self._resumed_ids(assign) if assign.by_text else assign.resumed
         self._check("resume", resumed)
         self._check("stop_token_ids", assign.sampling.stop_token_ids)
         self._check("logit_bias", assign.sampling.logit_bias)
-        echo = self._echo(assign.prompt, ids) if assign.echo else ""
-        return Prepared(
-            tuple(ids), echo, grammar=grammar, tool_calling=self._calling(assign.tools), resumed=resumed
-        )
+        echo = ""
+        if assign.echo:
+            echo = prompt.text if isinstance(prompt, TextPrompt) else str(self._tokenizer.decode(ids))
+        calling = None
+        if tools is not None and self._form is not None:
+            calling = ToolCallStyle(self._form, tools, self._shown)
+        return Prepared(tuple(ids), echo, grammar=grammar, tool_calling=calling, resumed=resumed)
 
-    def _resumed(self, assign: Assign) -> tuple[int, ...]:
-        """Of a text whose tokens are unknown, tokens that say it exactly, if not those generated."""
-        if not assign.by_text:
-            return assign.resumed
+    def _prompt_ids(self, assign: Assign) -> Sequence[int]:
+        prompt = assign.prompt
+        if isinstance(prompt, ChatPrompt):
+            return self._encode(self._render(prompt), special=False)  # the template wrote them
+        if not isinstance(prompt, TextPrompt):
+            return prompt.token_ids
+        if ids := self._encode(prompt.text, special=True):
+            return ids
+        start = self._tokenizer.bos_token_id  # an empty prompt is the beginning of a text
+        if start is None:
+            message = "the prompt has no tokens, and this model has no token to begin with"
+            raise NotServed(Reason.INVALID, message, "prompt")
+        return [start]
+
+    def _resumed_ids(self, assign: Assign) -> tuple[int, ...]:
+        """Tokenize a delivered text: tokens that decode to it exactly, though maybe not those generated."""
         ids = self._encode(assign.resumed_text, special=False)
         if self._tokenizer.decode(ids, **_AS_GENERATED) != assign.resumed_text:
             message = "this model's tokenizer does not say the delivered text as it was: it cannot go on here"
             raise NotServed(Reason.UNSUPPORTED, message)
         return tuple(ids)
 
-    def _calling(self, tools: Tools | None) -> ToolCallStyle | None:
-        if tools is None or self._form is None:
-            return None
-        return ToolCallStyle(self._form, tools, self._shown)
-
-    def _ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, ChatPrompt):
-            return self._encode(self._rendered(prompt), special=False)  # the template wrote them
-        if isinstance(prompt, TextPrompt):
-            return self._encode(prompt.text, special=True) or self._start()
-        return prompt.token_ids
-
     def _encode(self, text: str, *, special: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
-    def _start(self) -> list[int]:
-        """An empty prompt is the beginning of a text, where the tokenizer has a token for it."""
-        start = self._tokenizer.bos_token_id
-        if start is None:
-            raise NotServed(
-                Reason.INVALID,
-                "the prompt has no tokens, and this model has no token to begin with",
-                "prompt",
-            )
-        return [start]
-
-    def _rendered(self, prompt: ChatPrompt) -> str:
+    def _render(self, prompt: ChatPrompt) -> str:
+        """Apply the chat template."""
         from jinja2 import TemplateError
 
         if not self.chats:
-            raise NotServed(
-                Reason.UNSUPPORTED, "this model has no chat template; use /v1/completions", "messages"
-            )
+            message = "this model has no chat template; use /v1/completions"
+            raise NotServed(Reason.UNSUPPORTED, message, "messages")
         if prompt.tools is not None and self._form is None:
             raise NotServed(Reason.UNSUPPORTED, NO_TOOLS, "tools")
         tools = {} if prompt.tools is None else {"tools": list(prompt.tools.offered)}
-        messages = [
-            _as_template_sees(place, each, is_read=self._form is not None)
-            for place, each in enumerate(prompt.messages)
-        ]
+        reads_calls = self._form is not None
+        messages = [_template_message(place, each, reads_calls) for place, each in enumerate(prompt.messages)]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -200,9 +187,8 @@ class PromptTokenizer:
                 )
             )
         except (TemplateError, TypeError, ValueError, KeyError) as exc:
-            raise NotServed(
-                Reason.INVALID, f"the model's chat template refuses these messages: {exc}", "messages"
-            ) from exc
+            message = f"the model's chat template refuses these messages: {exc}"
+            raise NotServed(Reason.INVALID, message, "messages") from exc
 
     def _check(self, param: str, ids: Iterable[int]) -> None:
         for token in ids:
@@ -210,11 +196,9 @@ class PromptTokenizer:
                 message = f"token id {token} is not in the vocabulary of {self._vocab_size} tokens"
                 raise NotServed(Reason.INVALID, message, param)
 
-    def _echo(self, prompt: Prompt, ids: Sequence[int]) -> str:
-        return prompt.text if isinstance(prompt, TextPrompt) else str(self._tokenizer.decode(ids))
 
-
-def _told(assign: Assign, work: Callable[[], T]) -> T | NotServed:
+def _or_refusal(assign: Assign, work: Callable[[], T]) -> T | NotServed:
+    """Return the result of `work`, or the refusal that its exception amounts to."""
     try:
         return work()
     except NotServed as refusal:
@@ -222,8 +206,8 @@ def _told(assign: Assign, work: Callable[[], T]) -> T | NotServed:
     except RecursionError:
         return NotServed(Reason.INVALID, "a schema, or the arguments of a call, are nested too deeply")
     except Exception as exc:
-        told = {"request_id": assign.request_id}
-        log.exception("the tokenizer failed on attempt %s", assign.attempt_id, extra=told)
+        extra = {"request_id": assign.request_id}
+        log.exception("the tokenizer failed on attempt %s", assign.attempt_id, extra=extra)
         return NotServed(Reason.INTERNAL, f"the tokenizer failed: {type(exc).__name__}: {exc}", "prompt")
 
 
@@ -232,32 +216,23 @@ def _wants_grammar(assign: Assign) -> bool:
     return bool(assign.guided_json) or (tools is not None and (tools.forced or tools.strict))
 
 
-def _template(tokenizer: Any) -> str:
-    """The chat template; of several, the one for tools."""
-    found = getattr(tokenizer, "chat_template", None)
-    if isinstance(found, dict):
-        found = found.get("tool_use") or found.get("default")
-    return found or ""
+def _template_message(place: int, message: ChatMessage, reads_calls: bool) -> dict[str, Any]:
+    """Return a message as templates expect it, without absent fields.
 
-
-def _as_template_sees(place: int, message: ChatMessage, *, is_read: bool) -> dict[str, Any]:
-    """A message as templates expect it: absent fields are left out.
-
-    `is_read`: the template reads calls, and their arguments as an object.
+    `reads_calls`: the template reads calls, and their arguments as an object instead of its JSON text.
     """
-    seen: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
-        seen["name"] = message.name
+        fields["name"] = message.name
     if message.tool_calls_json:
         calls = json.loads(message.tool_calls_json)
-        seen["tool_calls"] = [_with_object(place, each) for each in calls] if is_read else calls
+        fields["tool_calls"] = [_call_with_object(place, each) for each in calls] if reads_calls else calls
     if message.tool_call_id:
-        seen["tool_call_id"] = message.tool_call_id
-    return seen
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
 
 
-def _with_object(place: int, call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object instead of its JSON text."""
+def _call_with_object(place: int, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "{}")

@@ -1,6 +1,6 @@
-"""Calls of functions, told apart from text while an answer grows: text in, text and news of calls out.
+"""Separate calls of functions from text while an answer grows.
 
-What comes out depends on the text alone, not on how it was cut into pieces.
+The result depends on the text alone, not on how it is cut into parts.
 """
 
 from __future__ import annotations
@@ -13,24 +13,18 @@ from typing import NamedTuple
 
 from site_engine.core.request import ToolCall
 from site_engine.core.tools import Delivered, ParsedText, Tools, merge_tool_calls
+from site_engine.text.detokenize import overlap
 from site_engine.text.tool_format import Format
 
 _OPEN, _CLOSE, _SPACE = "{[", "}]", " \t\r\n"
-
-
 NOTHING = Delivered()
 
 
-class _At(Enum):
-    TEXT = "text"
-    BETWEEN = "between"  # after a mark that begins calls, outside any of them
-    CALL = "call"
-
-
 class CallObjectParser:
-    """`name` once it is known; `take` gives what came of the arguments since, as the model wrote them.
+    """Parses one call as a model writes it, a JSON object, character by character.
 
-    Lenient: what is wrong in it is wrong in what it gives, and an object that is none has no name.
+    `name` is set once it is known; `take` returns the arguments since the last `take`, as they were written.
+    Lenient: faults of the object show in the result, and anything but an object has no name.
     """
 
     def __init__(self, arguments_key: str) -> None:
@@ -48,29 +42,18 @@ class CallObjectParser:
     def push(self, char: str) -> None:
         if self._in_string:
             self._keep(char)
-            self._inside_string(char)
-        elif char == '"':
-            self._in_string = True
-            self._keep(char)
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+            return
+        separates = char in ",}" or char in _SPACE or (char == ":" and not self._in_value)
+        if self._depth == 1 and separates:
+            self._separate(char)
         else:
-            self._outside_string(char)
-
-    def take(self) -> str:
-        taken, self._arguments = "".join(self._arguments), []
-        return taken
-
-    def _inside_string(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_string = False
-
-    def _outside_string(self, char: str) -> None:
-        if self._depth == 1 and (char in ",}" or char in _SPACE or (char == ":" and not self._in_value)):
-            self._between(char)
-        else:
+            self._in_string = char == '"'
             self._keep(char)
         if char in _OPEN:
             self._depth += 1
@@ -78,13 +61,17 @@ class CallObjectParser:
             self._depth -= 1
             self.done = self._depth <= 0
 
-    def _between(self, char: str) -> None:
-        """What separates the object's own keys and values."""
+    def take(self) -> str:
+        taken, self._arguments = "".join(self._arguments), []
+        return taken
+
+    def _separate(self, char: str) -> None:
+        """End a key or a value of the object itself."""
         if char == ":":
-            self._key, self._part, self._in_value = _text("".join(self._part)), [], True
+            self._key, self._part, self._in_value = _string("".join(self._part)), [], True
         elif char in ",}":
             if self._in_value and self._key == "name":
-                self.name = _text("".join(self._part))
+                self.name = _string("".join(self._part))
             self._key, self._part, self._in_value = "", [], False
 
     def _keep(self, char: str) -> None:
@@ -94,8 +81,23 @@ class CallObjectParser:
             self._part.append(char)
 
 
+def _string(text: str) -> str:
+    """Decode a JSON string; return an empty one for anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+class _State(Enum):
+    TEXT = "text"
+    BETWEEN = "between"  # after a mark that begins calls, outside any of them
+    CALL = "call"
+
+
 class ToolCallParser:
-    """Of one answer. What only looks like a call, or calls nothing that was offered, stays text."""
+    """The parser of one answer. Whatever only looks like a call, or calls nothing offered, stays text."""
 
     def __init__(
         self,
@@ -112,131 +114,134 @@ class ToolCallParser:
         self._single = single
         self._new_id = new_id
         self._delivered = delivered
-        self._at = _At.TEXT if form.begin else _At.BETWEEN
-        self._held = ""
-        self._claimed = ""  # may turn out to be text
+        self._state = _State.TEXT if form.begin else _State.BETWEEN
+        self._buffer = ""
+        self._undecided = ""  # read already, and may turn out to be text
         self._object = CallObjectParser(form.arguments)
         self._is_named = False
         self._text: list[str] = []
-        self._news: list[ToolCall] = []
+        self._deltas: list[ToolCall] = []
 
     def feed(self, text: str) -> ParsedText:
-        self._held += text
-        while self._held and self._go_on():
-            pass
-        return self._heard()
+        """Return the text and the calls that are certain after `text`."""
+        self._buffer += text
+        goes_on = True
+        while self._buffer and goes_on:
+            if self._state is _State.TEXT:
+                goes_on = self._parse_text()
+            elif self._state is _State.BETWEEN:
+                goes_on = self._parse_between()
+            else:
+                goes_on = self._parse_call()
+        return self._take_parsed()
 
     def end(self) -> ParsedText:
-        """What was held back, once nothing can follow."""
-        if self._at is _At.CALL and not self._is_named:
-            self._say(self._claimed)
-        elif self._at is not _At.CALL and not self.calls:
-            self._say(self._claimed + self._held)
-        elif self._at is _At.TEXT:
-            self._say(self._held.rstrip(_SPACE))
-        self._held = self._claimed = ""
-        return self._heard()
+        """Return the rest, once nothing can follow."""
+        if self._state is _State.CALL and not self._is_named:
+            self._emit_text(self._undecided)
+        elif self._state is not _State.CALL and not self.calls:
+            self._emit_text(self._undecided + self._buffer)
+        elif self._state is _State.TEXT:
+            self._emit_text(self._buffer.rstrip(_SPACE))
+        self._buffer = self._undecided = ""
+        return self._take_parsed()
 
-    def _go_on(self) -> bool:
-        """Read on from what is held; False if more has to come first."""
-        if self._at is _At.TEXT:
-            return self._in_text()
-        if self._at is _At.BETWEEN:
-            return self._between_calls()
-        return self._in_call()
+    # steps: each reads on from the buffer, and returns False if more text has to come first
 
-    def _in_text(self) -> bool:
+    def _parse_text(self) -> bool:
         begin = self._form.begin
-        found = self._held.find(begin) if begin else -1
+        found = self._buffer.find(begin) if begin else -1
         if found >= 0:
-            before = self._held[:found].rstrip(_SPACE)
-            self._say(before)
-            self._claimed = self._held[len(before) : found + len(begin)]
-            self._held, self._at = self._held[found + len(begin) :], _At.BETWEEN
+            before = self._buffer[:found].rstrip(_SPACE)
+            self._emit_text(before)
+            self._undecided = self._buffer[len(before) : found + len(begin)]
+            self._buffer, self._state = self._buffer[found + len(begin) :], _State.BETWEEN
             return True
-        keep = _may_begin(self._held, begin)
-        self._say(self._held[: len(self._held) - keep])
-        self._held = self._held[len(self._held) - keep :]
+        certain = self._buffer
+        if begin:  # white space and the beginning of a mark may turn out to belong to a call
+            certain = certain[: len(certain) - overlap(certain, begin)].rstrip(_SPACE)
+        self._emit_text(certain)
+        self._buffer = self._buffer[len(certain) :]
         return False
 
-    def _between_calls(self) -> bool:
+    def _parse_between(self) -> bool:
         form = self._form
-        rest = self._held.lstrip(_SPACE + form.opening + form.between)
-        self._claimed += self._held[: len(self._held) - len(rest)]
-        self._held = rest
+        rest = self._buffer.lstrip(_SPACE + form.opening + form.between)
+        self._undecided += self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = rest
         if not rest:
             return False
         if rest.startswith("{"):
-            self._object, self._is_named, self._at = CallObjectParser(form.arguments), False, _At.CALL
+            self._object, self._is_named = CallObjectParser(form.arguments), False
+            self._state = _State.CALL
         elif form.end and rest.startswith(form.end):
-            self._held, self._claimed, self._at = rest[len(form.end) :], "", _At.TEXT
+            self._buffer, self._undecided, self._state = rest[len(form.end) :], "", _State.TEXT
         elif form.end.startswith(rest):
             return False
         else:
-            self._unclaim()
+            self._return_to_text()
         return True
 
-    def _in_call(self) -> bool:
-        one, held = self._object, self._held
-        for at, char in enumerate(held, start=1):
-            one.push(char)
-            if one.done or (one.name and not self._is_named):
-                self._held = held[at:]
-                self._claimed += held[:at]
-                return self._look()
-        self._claimed += held
-        self._held = ""
-        self._tell_arguments()
+    def _parse_call(self) -> bool:
+        call, buffer = self._object, self._buffer
+        for at, char in enumerate(buffer, start=1):
+            call.push(char)
+            if call.done or (call.name and not self._is_named):
+                self._buffer = buffer[at:]
+                self._undecided += buffer[:at]
+                return self._check_call()
+        self._undecided += buffer
+        self._buffer = ""
+        self._emit_arguments()
         return False
 
-    def _look(self) -> bool:
-        """The call's name has come, or its end."""
-        one = self._object
+    def _check_call(self) -> bool:
+        """Go on after the call's name or its end."""
+        call = self._object
         if not self._is_named:
-            if one.name not in self._names:
-                self._unclaim()
+            if call.name not in self._names:
+                self._return_to_text()
                 return True
-            self._is_named, self._claimed = True, ""
+            self._is_named, self._undecided = True, ""
             self.calls += 1
-            self._tell(ToolCall(self.calls - 1, self._new_id(self.calls - 1), one.name))
-        self._tell_arguments()
-        if one.done:
-            self._claimed, self._at = "", _At.BETWEEN
+            self._emit_call(ToolCall(self.calls - 1, self._new_id(self.calls - 1), call.name))
+        self._emit_arguments()
+        if call.done:
+            self._undecided, self._state = "", _State.BETWEEN
         return True
 
-    def _unclaim(self) -> None:
-        self._say(self._claimed)
-        self._claimed, self._at = "", _At.TEXT
+    def _return_to_text(self) -> None:
+        self._emit_text(self._undecided)
+        self._undecided, self._state = "", _State.TEXT
 
-    def _tell_arguments(self) -> None:
-        if self._is_named and (arguments := self._object.take()):
-            self._tell(ToolCall(self.calls - 1, arguments=arguments))
+    # output, without the part that the client has
 
-    # ---- less what the client has
-
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         skipped = min(self._delivered.chars, len(text))
         self._delivered = self._delivered._replace(chars=self._delivered.chars - skipped)
         self._text.append(text[skipped:])
 
-    def _tell(self, news: ToolCall) -> None:
-        last = self._delivered.calls - 1
-        if (self._single and news.index) or news.index < last:
-            return
-        if news.index == last:
-            skipped = min(self._delivered.argument_chars, len(news.arguments))
-            self._delivered = self._delivered._replace(
-                argument_chars=self._delivered.argument_chars - skipped
-            )
-            news = ToolCall(news.index, arguments=news.arguments[skipped:])
-            if not news.arguments:
-                return
-        self._news.append(news)
+    def _emit_arguments(self) -> None:
+        if self._is_named and (arguments := self._object.take()):
+            self._emit_call(ToolCall(self.calls - 1, arguments=arguments))
 
-    def _heard(self) -> ParsedText:
-        heard = ParsedText("".join(self._text), merge_tool_calls(self._news))
-        self._text, self._news = [], []
-        return heard
+    def _emit_call(self, delta: ToolCall) -> None:
+        last = self._delivered.calls - 1
+        if (self._single and delta.index) or delta.index < last:
+            return
+        if delta.index == last:
+            left = self._delivered.argument_chars
+            skipped = min(left, len(delta.arguments))
+            self._delivered = self._delivered._replace(argument_chars=left - skipped)
+            delta = ToolCall(delta.index, arguments=delta.arguments[skipped:])
+            if not delta.arguments:
+                return
+        self._deltas.append(delta)
+
+    def _take_parsed(self) -> ParsedText:
+        parsed = ParsedText("".join(self._text), merge_tool_calls(self._deltas))
+        self._text, self._deltas = [], []
+        return parsed
 
 
 class ToolCallStyle(NamedTuple):
@@ -247,7 +252,7 @@ class ToolCallStyle(NamedTuple):
     shown: Mapping[int, str]
 
     def parser(self, choice: str, delivered: Delivered) -> ToolCallParser:
-        """`choice` names the choice everywhere: ids of calls are made of it."""
+        """Return a parser for one choice. `choice` names it everywhere: ids of calls are made of it."""
 
         def new_id(number: int) -> str:
             digest = blake2b(f"{choice} {number}".encode(), digest_size=16).hexdigest()
@@ -255,18 +260,3 @@ class ToolCallStyle(NamedTuple):
 
         names, single = self.tools.names, self.tools.single
         return ToolCallParser(self.form, names, single=single, new_id=new_id, delivered=delivered)
-
-
-def _may_begin(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that may turn out to be white space and the mark."""
-    cut = next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
-    return len(text) - len(text[: len(text) - cut].rstrip(_SPACE)) if mark else 0
-
-
-def _text(written: str) -> str:
-    """The string that is written there; empty for anything else."""
-    try:
-        value = json.loads(written)
-    except ValueError:
-        return ""
-    return value if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""How models write calls of functions: known from the chat template; as a grammar, and as tokens to show."""
+"""Formats in which models write calls of functions: found by the chat template; as a grammar; as tokens."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 from site_engine.core.tools import Tools
 
 _ANYTHING = "/(.|\\n)*/"
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""No room for endless white space, which small models fall into."""
+"""Leaves no room for endless white space, which small models fall into."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """Calls are objects of a name and arguments: each between `begin` and `end`, or all of them in one list.
 
-    Without `begin` an answer that opens with a brace is a call. `id_chars`: what ids its template takes.
+    Without `begin` an answer that opens with a brace is a call. `id_chars`: length of the ids.
     """
 
     name: str
@@ -44,11 +45,19 @@ _KNOWN: tuple[tuple[Format, str, tuple[str, ...]], ...] = (
     (HERMES, "<tool_call>", ("<function=", "<arg_key>")),
     (LLAMA, '"parameters": dictionary of argument name', ()),
 )
-"""A format, what a template that teaches it says, and what only relatives say that are not known here."""
+"""A format, a sign of templates that teach it, and signs of unknown relatives that share the first."""
+
+
+def chat_template(tokenizer: Any) -> str:
+    """Return the chat template, empty if there is none; of several, the one for tools."""
+    found = getattr(tokenizer, "chat_template", None)
+    if isinstance(found, dict):
+        found = found.get("tool_use") or found.get("default")
+    return found or ""
 
 
 def format_of(template: str) -> Format | None:
-    """The format that a chat template teaches its model; None if it takes no tools or teaches another."""
+    """Return the format that a chat template teaches; None if it takes no tools or teaches an unknown one."""
     if "tools" not in template:
         return None
     known = (
@@ -63,24 +72,24 @@ def guided_source(
     schema: Mapping[str, Any] | None,
     tools: Tools | None,
     form: Format | None,
-    written: Callable[[str], str],
+    literal: Callable[[str], str],
 ) -> str:
-    """The grammar of an answer, empty where anything goes. `written`: how a grammar names a piece of text."""
+    """Return the Lark source of an answer's grammar, empty where anything goes. `literal` quotes text."""
     if tools is None or form is None:
         return "" if schema is None else f"start: answer\nanswer: {_json(schema)}\n"
     if not tools.forced and schema is None and not tools.strict:
         return ""
-    begin, end = (written(mark) if mark else "" for mark in (form.begin, form.end))
+    begin, end = (literal(mark) if mark else "" for mark in (form.begin, form.end))
     rules = _calls(tools, form, begin, end)
     if tools.forced:
         return f"start: calls\n{rules}"
     if schema is not None:
         return f"start: calls | answer\nanswer: {_json(schema)}\n{rules}"
-    return _free(tools, form, begin) + rules
+    return _free_text(tools, form, begin) + rules
 
 
-def _free(tools: Tools, form: Format, begin: str) -> str:
-    """Text at will, but what begins as a call must be one."""
+def _free_text(tools: Tools, form: Format, begin: str) -> str:
+    """Return the rules of free text in which anything that begins like a call must be one."""
     if not begin:
         return f"start: calls | TEXT\nTEXT: /([^{{ \\t\\n]{_ANYTHING[1:-1]})?/\n"
     if begin.startswith("<["):  # a token that text does not have
@@ -90,7 +99,7 @@ def _free(tools: Tools, form: Format, begin: str) -> str:
 
 
 def _calls(tools: Tools, form: Format, begin: str, end: str) -> str:
-    """`calls`, which begin with `begin`, and `rest`, which is what follows it."""
+    """Return the rules `calls`, which begin with `begin`, and `rest`, which follows `begin`."""
     between, opening, closing = (_literal(each) for each in (form.between, form.opening, form.closing))
     if form.is_list:
         call, again = "object", f"{between}object"
@@ -106,15 +115,10 @@ def _calls(tools: Tools, form: Format, begin: str, end: str) -> str:
     ]
     for number, function in enumerate(functions):
         head = _literal(f'{{"name": "{function["name"]}", "{form.arguments}": ')
+        schema = function.get("parameters") or _NO_PARAMETERS
         rules.append(f'object_{number}: {head}arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: {_json(_parameters(function))}")
+        rules.append(f"arguments_{number}: {_json(schema)}")
     return "\n".join(rules) + "\n"
-
-
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A function without parameters takes none."""
-    found = function.get("parameters")
-    return found or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -125,8 +129,8 @@ def _literal(text: str) -> str:
     return f"{json.dumps(text)} " if text else ""
 
 
-def hidden(form: Format, tokenizer: Any) -> dict[int, str]:
-    """The marks of a format that are special tokens, which text leaves out, and how to write them."""
+def hidden_marks(form: Format, tokenizer: Any) -> dict[int, str]:
+    """Return the marks of a format that are special tokens, which text leaves out, by token id."""
     known = tokenizer.get_vocab()
     marks = {known[mark]: mark for mark in (form.begin, form.end) if mark in known}
     return {at: mark for at, mark in marks.items() if not tokenizer.decode([at], skip_special_tokens=True)}

@@ -1,4 +1,4 @@
-"""From a tokenizer to the text of its tokens: a table of bytes if it is byte-level, else its own decode."""
+"""Make the vocabulary of a tokenizer: a table of bytes if it is byte-level, else its own decode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIAL_TOKENS = 24
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The table only where it says what the tokenizer says."""
+    """Return the byte table only where it agrees with the tokenizer."""
     if tokenizer is None:
         return NoText()
 
@@ -24,13 +24,13 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         return text
 
     table = byte_table(tokenizer)
-    if table is not None and _decodes_alike(table, decode, len(tokenizer)):
+    if table is not None and _agrees(table, decode, len(tokenizer)):
         return table
     return DecodingVocabulary(decode, lambda token_id: str(tokenizer.convert_ids_to_tokens(token_id)))
 
 
 def byte_table(tokenizer: Any) -> ByteVocabulary | None:
-    """Of a byte-level tokenizer, the bytes of every token; None for any other kind."""
+    """Return the bytes of every token of a byte-level tokenizer; None for any other kind."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
     if decoder.get("type") != "ByteLevel":
@@ -47,14 +47,14 @@ def byte_table(tokenizer: Any) -> ByteVocabulary | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of every byte in byte-level vocabularies (GPT-2): itself, or from U+0100 on."""
+    """Return the printable stand-in of each byte in byte-level vocabularies (GPT-2), by stand-in."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
-def _decodes_alike(table: ByteVocabulary, decode: Callable[[list[int]], str], size: int) -> bool:
-    """On random runs of tokens, a cut character at the end aside."""
+def _agrees(table: ByteVocabulary, decode: Callable[[list[int]], str], size: int) -> bool:
+    """Compare on random runs of tokens, except for a cut character at the end."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(TRIALS):
         ids = torch.randint(0, size, (TRIAL_TOKENS,), generator=generator).tolist()

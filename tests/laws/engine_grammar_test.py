@@ -47,7 +47,7 @@ def grammars() -> Grammars:
 
 
 def following(schema: Any) -> Grammar:
-    return grammars().compile(guided_source(schema, None, None, grammars().written), "response_format")
+    return grammars().compile(guided_source(schema, None, None, grammars().literal), "response_format")
 
 
 def guided(request_id: str, at: int, schema: Any = POINT, max_tokens: int = 150, **sampling: Any) -> Request:

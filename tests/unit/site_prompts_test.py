@@ -130,7 +130,7 @@ class SlowGrammars:
         self.gate = threading.Event()
         self.compiled: list[str] = []
 
-    def written(self, text: str) -> str:
+    def literal(self, text: str) -> str:
         return text
 
     def compile(self, source: str, param: str) -> None:
