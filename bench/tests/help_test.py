@@ -8,18 +8,22 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1]
-PROGRAMS = [file.stem for file in sorted(BENCH.glob("*.py")) if "def main(" in file.read_text()]
+PROGRAMS = [
+    ".".join(("bench", *file.relative_to(BENCH).with_suffix("").parts))
+    for file in sorted([*BENCH.glob("*.py"), *BENCH.glob("studies/*.py")])
+    if "def main(" in file.read_text()
+]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_benchmark_has_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = import_module(f"bench.{name}")
-    monkeypatch.setattr("sys.argv", [f"bench.{name}", "--help"])
+    program = import_module(name)
+    monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         program.main()
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert ended.value.code == 0
-    assert said.startswith("usage: ")
-    assert " ".join(str(program.__doc__).split())[:40] in " ".join(said.split())
+    assert printed.startswith("usage: ")
+    assert " ".join(str(program.__doc__).split())[:40] in " ".join(printed.split())
