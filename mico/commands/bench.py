@@ -33,12 +33,17 @@ def bench(
 
 
 def find_programs() -> dict[str, Path]:
-    """The file of each program by its name. Raises CommandFailed outside a checkout."""
+    """Return the file of each program by its name, studies after the others.
+
+    Raises CommandFailed outside a checkout.
+    """
     package = find_spec("bench")
     if package is None or package.origin is None:
         raise CommandFailed("benchmarks are not installed", tip="run it in a checkout: ./dev bench")
-    files = sorted(Path(package.origin).parent.glob("[a-z]*.py"))
-    return {file.stem: file for file in files if "__main__" in file.read_text("utf-8")}
+    root = Path(package.origin).parent
+    studies = {f"studies.{file.stem}": file for file in sorted((root / "studies").glob("[a-z]*.py"))}
+    programs = {file.stem: file for file in sorted(root.glob("[a-z]*.py"))} | studies
+    return {name: file for name, file in programs.items() if "__main__" in file.read_text("utf-8")}
 
 
 def first_docstring_line(file: Path) -> str:

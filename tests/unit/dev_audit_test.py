@@ -57,7 +57,7 @@ def test_a_vulnerable_pin_fails_and_clean_ones_pass(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with database() as url:
         loaded = dev(monkeypatch, url)
-        assert loaded["in_reach"](url)
+        assert loaded["is_reachable"](url)
         for pins, fails in (("clean==1.0\n", False), ("clean==1.0\nleaky==2.0\n", True)):
             (tmp_path / "constraints.txt").write_text(pins)
             command = [str(part) for part in loaded["audit"]()]
@@ -72,9 +72,9 @@ def test_without_a_database_the_check_says_that_it_was_skipped(
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1/query"
     loaded = dev(monkeypatch, url)
-    assert not loaded["in_reach"](url)
-    said: list[str] = []
+    assert not loaded["is_reachable"](url)
+    logged: list[str] = []
     names = loaded["check"].__globals__
-    names.update(say=said.append, start=lambda command: None, report=lambda *_: True)
+    names.update(log=logged.append, start_process=lambda command: None, print_result=lambda *_: True)
     assert loaded["check"]([]) == 0
-    assert any("audit    SKIPPED" in line for line in said)
+    assert any("audit    SKIPPED" in line for line in logged)
