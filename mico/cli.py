@@ -61,7 +61,7 @@ def show_version(requested: bool) -> None:
 def prepare(
     context: typer.Context,
     folder: Annotated[
-        Path, typer.Option(envvar="MICO_FOLDER", help="Where a local federation keeps its files.")
+        Path, typer.Option(envvar="MICO_FOLDER", help="The folder of the local federation.")
     ] = Path(".mico"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only data and errors.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")] = False,

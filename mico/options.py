@@ -15,19 +15,19 @@ import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable names.")]
 Database = Annotated[str | None, typer.Option(help="sqlite:///FILE or postgresql://USER@HOST/NAME.")]
-Limit = Annotated[int, typer.Option(min=1, max=1_000, help="The newest so many.")]
-AuditReason = Annotated[str, typer.Option(help="Why; the audit keeps it.")]
-SiteName = Annotated[str, typer.Argument(help="As in mico sites list.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")]
-KeyId = Annotated[str, typer.Argument(help="The id, as in mico keys list.")]
+Limit = Annotated[int, typer.Option(min=1, max=1_000, help="Maximum number of entries, newest first.")]
+AuditReason = Annotated[str, typer.Option(help="The reason, kept by the audit.")]
+SiteName = Annotated[str, typer.Argument(help="A site's name, as in mico sites list.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what it would do.")]
+KeyId = Annotated[str, typer.Argument(help="A key's id, as in mico keys list.")]
 
 
 class GatewayOptions(NamedTuple):
     """The gateway that a command sends requests to; unpack it into `Session.client`."""
 
-    base_url: Annotated[str | None, typer.Option(help="The gateway, such as http://127.0.0.1:8080/v1.")] = (
-        None
-    )
+    base_url: Annotated[
+        str | None, typer.Option(help="The gateway's URL, such as http://127.0.0.1:8080/v1.")
+    ] = None
     api_key: Annotated[
         str | None, typer.Option(help="The API key; MICO_API_KEY keeps it out of the history.")
     ] = None
@@ -36,8 +36,10 @@ class GatewayOptions(NamedTuple):
 class OrderOptions(NamedTuple):
     """An operator's order to a site: how long it lasts, and how it is carried out."""
 
-    lasts: Annotated[str | None, typer.Option("--for", help="Ends by itself after 90s, 30m, 2h, 1d.")] = None
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it even where it hurts.")] = False
+    lasts: Annotated[
+        str | None, typer.Option("--for", help="Undo it after a time, such as 90s, 30m, 2h, 1d.")
+    ] = None
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do it despite warnings.")] = False
     dry_run: DryRun = False
 
 
@@ -45,9 +47,9 @@ class RequestFile(NamedTuple):
     """A file of requests for a batch, named by position or by option."""
 
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="One request a line, in OpenAI's form.")
+        Path | None, typer.Argument(metavar="FILE", help="JSON lines, one request each, in OpenAI's format.")
     ] = None
-    source: Annotated[Path | None, typer.Option("--input", "-i", help="Another way to name FILE.")] = None
+    source: Annotated[Path | None, typer.Option("--input", "-i", help="The same as FILE.")] = None
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -19,7 +19,7 @@ from mico.session import Session, session_of
 if TYPE_CHECKING:
     from mico.client import Client
 
-app = typer.Typer(help="Files of queries, answered when there is room.", no_args_is_help=True)
+app = typer.Typer(help="Files of queries, answered when there is spare capacity.", no_args_is_help=True)
 
 Batch = dict[str, Any]
 POLL_S = 1.0
@@ -29,10 +29,10 @@ FINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 ENDPOINT = "/v1/chat/completions"
 MAX_FAULTS_SHOWN = 10
 
-BatchId = Annotated[str, typer.Argument(metavar="ID", help="As in mico batch list.")]
-Endpoint = Annotated[str, typer.Option(help="What every line asks: this path.")]
+BatchId = Annotated[str, typer.Argument(metavar="ID", help="A batch id, as in mico batch list.")]
+Endpoint = Annotated[str, typer.Option(help="API path that every line is sent to.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Where answers go; those with errors beside them.")
+    Path | None, typer.Option("--output", "-o", help="File for the answers; errors go to a file beside it.")
 ]
 
 
@@ -47,7 +47,7 @@ def run(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Submit, wait and fetch. Ctrl-C leaves the batch running and says how to go on."""
+    """Submit, wait and fetch. Ctrl-C leaves the batch running and prints how to continue."""
     session = session_of(context)
     client = session.client(*gateway)
     source = request_file(*requests)
@@ -69,7 +69,7 @@ def submit(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Upload and submit; prints the id."""
+    """Upload and submit a file; print the batch id."""
     session = session_of(context)
     batch = upload_and_submit(session, session.client(*gateway), request_file(*requests), endpoint)
     if as_json:
@@ -83,11 +83,11 @@ def submit(
 def list_batches(
     context: typer.Context,
     *,
-    limit: Annotated[int, typer.Option(min=1, max=100, help="The newest so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=100, help="Maximum number of entries, newest first.")] = 20,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """The newest batches and how far they are."""
+    """List the newest batches and their progress."""
     session = session_of(context)
     found = session.client(*gateway).get(f"/v1/batches?limit={limit}")["data"]
     if as_json:
@@ -109,7 +109,7 @@ def show(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """All that is known of one batch."""
+    """Show everything about one batch."""
     session = session_of(context)
     batch = session.client(*gateway).get(path_of(batch_id))
     if as_json:
@@ -129,7 +129,7 @@ def cancel(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """End a batch. What it has answered can be fetched."""
+    """Cancel a batch. Answers that it has can still be fetched."""
     session = session_of(context)
     batch = session.client(*gateway).post(f"{path_of(batch_id)}/cancel", {})
     if as_json:
@@ -145,11 +145,13 @@ def fetch(
     *,
     batch_id: BatchId,
     output: Output = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is over, as mico batch run does.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the batch has ended, as mico batch run does.")
+    ] = False,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Write the answers of a batch that is over to a file."""
+    """Write the answers of an ended batch to a file."""
     session = session_of(context)
     client = session.client(*gateway)
     target = output or Path(f"{batch_id}.out.jsonl")

@@ -17,10 +17,12 @@ from mico.session import session_of
 
 def bench(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="Which; without it they are listed.")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its own options; --help tells them.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A program; without it they are listed.")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Options of the program; --help lists them.")
+    ] = None,
 ) -> None:
-    """Measure what is quoted anywhere: each figure by one command."""
+    """Run a benchmark; every quoted figure has its program."""
     programs = find_programs()
     if name is None:
         rows = [(each, first_docstring_line(file)) for each, file in programs.items()]

@@ -49,17 +49,30 @@ class Answer:
 def chat(
     context: typer.Context,
     *,
-    question: Annotated[str | None, typer.Option("--question", "-q", help="Ask this and leave.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="[default: the first there is]")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    question: Annotated[
+        str | None, typer.Option("--question", "-q", help="Ask one question and exit.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="A model's name. [default: the first one served]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
+    ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="0: always the likeliest.")
+        float | None, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 is greedy.")
     ] = None,
     json_schema: Annotated[
         Path | None,
-        typer.Option("--json-schema", exists=True, dir_okay=False, help="The answer must satisfy this file."),
+        typer.Option(
+            "--json-schema",
+            exists=True,
+            dir_okay=False,
+            help="The answer must satisfy the JSON schema in this file.",
+        ),
     ] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Show times, speed and site.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show times, speed and site of each answer.")
+    ] = False,
     gateway: GatewayOptions,
 ) -> None:
     """Talk to a model; piped input is one question."""

@@ -13,7 +13,10 @@ app = typer.Typer(help="Settings.", no_args_is_help=True)
 
 @app.command("show")
 def show(context: typer.Context, as_json: Json = False) -> None:
-    """Flag, then environment, then mico.toml, then what runs here, then the default. Secrets are hidden."""
+    """Show settings and their origin: flag, environment, mico.toml, local federation or default.
+
+    Secrets are hidden.
+    """
     session = session_of(context)
     resolved = {name: session.settings.resolve(name) for name in SETTINGS}
     if as_json:

@@ -21,7 +21,7 @@ app = typer.Typer(help="The database.", no_args_is_help=True)
 
 @app.command("upgrade")
 def upgrade(context: typer.Context, database: Database = None) -> None:
-    """Bring the schema to what this version needs. Safe to repeat, and safe while others do the same."""
+    """Upgrade the schema to this version's. Safe to repeat, and safe while others do the same."""
     from mico.store_access import upgrade as run
 
     session = session_of(context)
@@ -36,7 +36,7 @@ def explain(
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Why a query went where it went, and what happened to it."""
+    """Explain why a query went to its site, and what happened to it."""
     import msgspec
 
     from mico.store_access import with_store

@@ -41,7 +41,7 @@ class Finding:
 
 @with_option_groups
 def doctor(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
-    """Look at this machine and at the federation: each line ok, warn or fail, with the repair."""
+    """Check this machine and the federation: each line is ok, warn or fail, with the repair."""
     session = session_of(context)
     findings = [*check_machine(session), *check_local(session), *check_federation(session, gateway)]
     if as_json:

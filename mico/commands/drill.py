@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Rehearse trouble on the local federation.", no_args_is_help=True)
 
-Site = Annotated[str | None, typer.Argument(help="Which site. [default: the last one]")]
-For = Annotated[str, typer.Option("--for", help="How long, such as 20s.")]
+Site = Annotated[str | None, typer.Argument(help="A site's name. [default: the last site]")]
+For = Annotated[str, typer.Option("--for", help="Duration, such as 20s.")]
 
 
 @app.command("kill-site")
 def kill_site(context: typer.Context, site: Site = None) -> None:
-    """As a crash would: its links end. The page shows it down at once; answers go on elsewhere."""
+    """Kill a site like a crash. The dashboard shows it down at once; its queries continue elsewhere."""
     session = session_of(context)
     process = select_site(require_running(session), site)
     os.kill(process.pid, signal.SIGKILL)
@@ -36,7 +36,7 @@ def kill_site(context: typer.Context, site: Site = None) -> None:
 
 @app.command("stale")
 def stale(context: typer.Context, site: Site = None, lasts: For = "20s") -> None:
-    """Let a site hang: it keeps its connections and says nothing."""
+    """Let a site hang: it keeps its connections and is silent."""
     from mico.commands.operate import duration
 
     session = session_of(context)
@@ -50,10 +50,10 @@ def stale(context: typer.Context, site: Site = None, lasts: For = "20s") -> None
 @app.command("overload")
 def overload(
     context: typer.Context,
-    clients: Annotated[int, typer.Option(min=1, max=256, help="How many ask at once.")] = 40,
+    clients: Annotated[int, typer.Option(min=1, max=256, help="Number of clients that ask at once.")] = 40,
     lasts: For = "20s",
 ) -> None:
-    """Ask more than the federation can answer at once. The page shows who is hot and what waits."""
+    """Ask more than the federation can answer at once. The dashboard shows loaded sites and queues."""
     from concurrent.futures import ThreadPoolExecutor
 
     from mico.commands.operate import duration

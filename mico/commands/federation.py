@@ -24,19 +24,19 @@ QUESTION = "Why is the sky blue?"
 def up(
     context: typer.Context,
     *,
-    sites: Annotated[int | None, typer.Option(min=1, max=32, help="How many sites. [default: 3]")] = None,
-    gateways: Annotated[int, typer.Option(min=1, max=8, help="How many gateway replicas.")] = 1,
+    sites: Annotated[int | None, typer.Option(min=1, max=32, help="Number of sites. [default: 3]")] = None,
+    gateways: Annotated[int, typer.Option(min=1, max=8, help="Number of gateway replicas.")] = 1,
     model: Annotated[
-        str | None, typer.Option(help="A folder or Hub id. [default: the built-in demo model]")
+        str | None, typer.Option(help="A model folder or Hub id. [default: the built-in demo model]")
     ] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port, 0 for any free one. [default: 8080]")] = None,
     database: Annotated[
-        str | None, typer.Option(help="Its address, Postgres or SQLite. [default: a file in the folder]")
+        str | None, typer.Option(help="Database URL, Postgres or SQLite. [default: a file in the folder]")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when it is ready.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Start gateways and sites on this machine. Ctrl-C drains and leaves nothing running."""
+    """Start gateways and sites on this machine. Ctrl-C drains and stops everything."""
     from mico.local.interrupts import interrupt_at_end_signals
 
     session = session_of(context)
@@ -64,7 +64,7 @@ def up(
 
 
 def down(context: typer.Context) -> None:
-    """Stop what `mico up --detach` started here: finish what is being answered, then end every process."""
+    """Stop what `mico up --detach` started here: finish running answers, then end every process."""
     session = session_of(context)
     running = session.folder.running()
     if running is None:
@@ -75,7 +75,7 @@ def down(context: typer.Context) -> None:
 
 
 def status(context: typer.Context, as_json: Json = False) -> None:
-    """What runs here. Exit status 0: all of it, 3: part of it, 1: nothing."""
+    """Show the local federation. Exit status 0: all of it runs, 3: part of it, 1: nothing."""
     from mico.local.federation import states
 
     session = session_of(context)

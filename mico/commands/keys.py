@@ -40,19 +40,23 @@ def check_name(name: str) -> str:
 def create(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(callback=check_name, help="Whose it is or what it is for.")],
-    tenant: Annotated[str, typer.Option(callback=check_name, help="Who pays for its use.")] = "default",
+    name: Annotated[str, typer.Argument(callback=check_name, help="The key's name: its owner or purpose.")],
+    tenant: Annotated[
+        str, typer.Option(callback=check_name, help="The tenant that pays for its use.")
+    ] = "default",
     model: Annotated[list[str] | None, typer.Option(help="Allow this model only; repeatable.")] = None,
-    region: Annotated[list[str] | None, typer.Option(help="Use sites of this region only.")] = None,
+    region: Annotated[
+        list[str] | None, typer.Option(help="Use sites of this region only; repeatable.")
+    ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="May also use the admin API.")] = False,
     days: Annotated[
-        float | None, typer.Option(min=0.01, max=MAX_DAYS, help="Ends by itself after so many days.")
+        float | None, typer.Option(min=0.01, max=MAX_DAYS, help="Expires after this many days.")
     ] = None,
     reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Make a key and show it, this once."""
+    """Create a key and show it, only this once."""
     session = session_of(context)
     expires_at = None if days is None else time.time() + days * SECONDS_A_DAY
 
@@ -75,12 +79,12 @@ def rotate(
     context: typer.Context,
     *,
     key_id: KeyId,
-    overlap: Annotated[str, typer.Option(help="How long the old key still works: 10m, 1h, 1d.")] = "1d",
+    overlap: Annotated[str, typer.Option(help="Time that the old key still works: 10m, 1h, 1d.")] = "1d",
     reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Make a key in the place of another, with its scopes and quotas, and show it, this once."""
+    """Replace a key by a new one with its scopes and quotas, and show it, only this once."""
     from mico.commands.operate import duration
 
     session, overlap_s = session_of(context), duration(overlap)
@@ -104,7 +108,7 @@ def show_once(session: Session, key: KeyInfo, secret: str, *, as_json: bool) -> 
 
 @app.command("list")
 def list_keys(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
-    """Every key, revoked ones too. Never the keys themselves."""
+    """List every key, also revoked ones, but never the secrets."""
     session = session_of(context)
 
     async def work(store: Store) -> list[KeyInfo]:
@@ -138,7 +142,7 @@ def revoke(
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """End a key. Gateways stop accepting it within seconds."""
+    """Revoke a key. Gateways stop accepting it within seconds."""
     session = session_of(context)
 
     async def work(store: Store) -> KeyInfo | None:

@@ -17,7 +17,7 @@ from mico.terminal import format_seconds
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MAX_DURATION_S = 36_500 * 86_400
 
-Reason = Annotated[str, typer.Option(help="Why. Everyone sees it, and the audit keeps it.")]
+Reason = Annotated[str, typer.Option(help="The reason, shown to everyone and kept by the audit.")]
 
 
 @with_option_groups
@@ -30,7 +30,7 @@ def drain(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """No new queries there; what runs finishes."""
+    """Send no new queries; running ones finish."""
     body = {"reason": reason, "for_s": ends_after(order.lasts)}
     send_order(session_of(context), gateway, name, "drain", body, order=order, as_json=as_json)
 
@@ -41,12 +41,14 @@ def pause(
     name: SiteName,
     *,
     reason: Reason = "",
-    within: Annotated[str, typer.Option(help="What still runs after this long moves elsewhere.")] = "60s",
+    within: Annotated[
+        str, typer.Option(help="Queries that still run after this time move elsewhere.")
+    ] = "60s",
     order: OrderOptions,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Drain with a deadline: what still runs then moves to other sites."""
+    """Drain with a deadline: queries that still run then move to other sites."""
     body = {"reason": reason, "for_s": ends_after(order.lasts), "within_s": duration(within)}
     send_order(session_of(context), gateway, name, "pause", body, order=order, as_json=as_json)
 
@@ -61,7 +63,7 @@ def resume(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Take queries there again."""
+    """Send queries to a site again."""
     order = OrderOptions(dry_run=dry_run)
     send_order(session_of(context), gateway, name, "resume", {"reason": reason}, order=order, as_json=as_json)
 
@@ -71,13 +73,15 @@ def weight(
     context: typer.Context,
     name: SiteName,
     *,
-    percent: Annotated[float, typer.Argument(min=0, max=100, help="Of its usual part; 100 is normal.")],
+    percent: Annotated[
+        float, typer.Argument(min=0, max=100, help="Share of its usual queries; 100 is normal.")
+    ],
     reason: Reason = "",
     order: OrderOptions,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Give a site a smaller part of the queries."""
+    """Give a site a smaller share of the queries."""
     body = {"reason": reason, "for_s": ends_after(order.lasts), "weight": percent}
     send_order(session_of(context), gateway, name, "weight", body, order=order, as_json=as_json)
 

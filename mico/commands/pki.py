@@ -33,9 +33,9 @@ Site = Annotated[str, typer.Argument(help="The name that the site joins with.")]
 def init(
     context: typer.Context,
     pki: PkiFolder = Path("pki"),
-    name: Annotated[str, typer.Option(help="How the authority calls itself.")] = "Mico sites",
+    name: Annotated[str, typer.Option(help="The authority's name.")] = "Mico sites",
 ) -> None:
-    """Make the authority. Its key belongs on gateways and nowhere else; sites get its certificate."""
+    """Create the authority. Its key belongs on gateways and nowhere else; sites get its certificate."""
     from gateway.security.pki.authority import CERTIFICATE, KEY, Authority, PkiError
 
     try:
@@ -52,9 +52,9 @@ def invite(
     context: typer.Context,
     site: Site,
     pki: PkiFolder = Path("pki"),
-    days: Annotated[int, typer.Option(min=1, help="How long it lets the site ask for certificates.")] = 365,
+    days: Annotated[int, typer.Option(min=1, help="Days that the site may ask for certificates.")] = 365,
 ) -> None:
-    """Make a join secret: with it the site, and only a site of that name, gets certificates by itself."""
+    """Create a join secret, with which a site of that name, and no other, gets certificates by itself."""
     from gateway.security.pki import invitation
     from gateway.security.pki.authority import Authority, PkiError
 
@@ -73,7 +73,7 @@ def invite(
 
 @app.command("list")
 def list_sites(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
-    """Every site that was issued a certificate, and those that were revoked."""
+    """List every site that was issued a certificate, also revoked ones."""
     session = session_of(context)
 
     async def work(store: Store) -> list[RegisteredSite]:
@@ -91,10 +91,10 @@ def list_sites(context: typer.Context, database: Database = None, as_json: Json 
 def revoke(
     context: typer.Context,
     site: Site,
-    reason: Annotated[str, typer.Option(help="Why, for who looks at the list.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason, shown in the list.")] = "",
     database: Database = None,
 ) -> None:
-    """Void what a site, or a pool (NAME*), was issued, join secrets too. Gateways cut links in seconds."""
+    """Revoke the certificates and join secrets of a site, or a pool (NAME*). Gateways cut its links."""
     session = session_of(context)
 
     async def work(store: Store) -> None:
@@ -109,7 +109,7 @@ def renew(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option("--config", help="The site's TOML file.")] = None,
 ) -> None:
-    """At a site: get a new certificate now. A site that runs does so by itself."""
+    """Get a new certificate now, on a site's machine. A running site renews by itself."""
     from site_engine.config import load
     from site_engine.errors import ConfigError, LinkLost
     from site_engine.federation.dial import identity_of

@@ -21,9 +21,7 @@ Artifact = Annotated[
 ]
 Corpus = Annotated[
     Path,
-    typer.Argument(
-        exists=True, dir_okay=False, help="A parquet file of prompts with the lengths of answers."
-    ),
+    typer.Argument(exists=True, dir_okay=False, help="A parquet file of prompts and answer lengths."),
 ]
 FIGURES = ("rows", "spearman", "mae", "mae_p50", "p90_coverage", "accuracy_512", "majority_512")
 
@@ -38,7 +36,7 @@ def forecast(
     artifact: Artifact = None,
     as_json: Json = False,
 ) -> None:
-    """How long the answer will be, in tokens: a distribution, not a number."""
+    """Forecast the length of the answer in tokens, as a distribution."""
     from predictor.onnx_forecaster import Features
 
     session = session_of(context)
@@ -65,17 +63,19 @@ def evaluate(
         Path, typer.Option(exists=True, dir_okay=False, help="A parquet file of prompts and answer lengths.")
     ],
     artifact: Artifact = None,
-    out: Annotated[Path | None, typer.Option(help="A parquet file for the forecast of every row.")] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="A folder for a table and plots; needs matplotlib.")
+    out: Annotated[
+        Path | None, typer.Option(help="Write the forecast of every row to this parquet file.")
     ] = None,
-    held_out: Annotated[bool, typer.Option(help="Only prompts that training never sees.")] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a table and plots to this folder; needs matplotlib.")
+    ] = None,
+    held_out: Annotated[bool, typer.Option(help="Use only prompts that training never sees.")] = False,
     least_rows: Annotated[
         int | None, typer.Option(min=1, help="Leave out smaller groups. [default: 100; 1 with --json]")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Score an artifact on a corpus, by source and answering model, beside baselines and the ceiling."""
+    """Evaluate an artifact on a corpus, by source and answering model, beside baselines and the ceiling."""
     from predictor.errors import PredictorError
     from predictor.evaluation.evaluate import evaluate as evaluate_artifact
 
@@ -112,29 +112,33 @@ def train(
     kind: Annotated[
         str, typer.Option(help="lexical, or distilled from an encoder: small, large.")
     ] = "lexical",
-    encoder: Annotated[str | None, typer.Option(help="A folder or Hub id; `lexical` needs none.")] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="An encoder's folder or Hub id; `lexical` needs none.")
+    ] = None,
     language_model: Annotated[
         str | None,
         typer.Option(
-            help="A folder or Hub id of one that asks further prompts and teaches, beside encoders."
+            help="A folder or Hub id of a language model that answers more prompts and teaches too."
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What forecasts made by it are called. [default: the folder's name]")
+        str | None, typer.Option(help="Name of its forecasts. [default: the folder's name]")
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="The same seed and data give the same artifact.")
     ] = 7,
     buckets: Annotated[
         int | None,
-        typer.Option(min=2, help="So many ranges of equal width. [default: ranges that grow with length]"),
+        typer.Option(min=2, help="Number of ranges of equal width. [default: ranges that grow with length]"),
     ] = None,
-    l_max: Annotated[int, typer.Option(min=64, help="Longer answers are not told apart.")] = 16_384,
+    l_max: Annotated[
+        int, typer.Option(min=64, help="Longest answer length in tokens that is distinguished.")
+    ] = 16_384,
     as_json: Json = False,
 ) -> None:
     """Train an artifact and write it with its card. Serve it with `predictor = FOLDER` of a gateway.
 
-    Where the file has the answers' texts, in a column `answer`, teachers learn from those, too.
+    If the file has the answers' texts in a column `answer`, teachers learn from them, too.
     """
     from predictor.errors import PredictorError
     from predictor.training.train import train as train_artifact
@@ -165,14 +169,14 @@ def train(
 def export(
     context: typer.Context,
     *,
-    out: Annotated[Path, typer.Argument(help="The folder for the copy, which must hold no artifact.")],
+    out: Annotated[Path, typer.Argument(help="The folder for the copy, which must not hold an artifact.")],
     artifact: Artifact = None,
     as_json: Json = False,
 ) -> None:
-    """Write an artifact, once it is sure to be whole, to a folder of yours: ONNX, vocabulary and card.
+    """Check an artifact and copy it to a folder: ONNX, vocabulary and card.
 
-    Of what is shipped, to give it to `mico predictor update` and to a gateway (`predictor = FOLDER`).
-    What `train` writes has that form already.
+    Use it on a shipped artifact, for `mico predictor update` and for a gateway (`predictor = FOLDER`).
+    The output of `train` has that form already.
     """
     from predictor.artifact import export as export_artifact
     from predictor.artifact import resolve_folder
@@ -196,18 +200,22 @@ def update(
     artifact: Annotated[
         Path,
         typer.Argument(
-            exists=True, file_okay=False, help="The artifact's folder: of train, export or an update before."
+            exists=True,
+            file_okay=False,
+            help="The artifact's folder, from train, export or an earlier update.",
         ),
     ],
     outcomes: Annotated[
         Path,
-        typer.Argument(exists=True, help="Recent outcomes: a gateway's folder of them, or a corpus."),
+        typer.Argument(exists=True, help="Recent outcomes: a gateway's outcomes folder, or a corpus."),
     ],
-    elsewhere: Annotated[Path | None, typer.Option(help="A corpus of what else is served.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write it. [default: in its place]")] = None,
+    elsewhere: Annotated[Path | None, typer.Option(help="A corpus of other traffic that is served.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write to. [default: replace the artifact]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Learn from outcomes; the artifact is replaced only if it is better on a part of them kept aside."""
+    """Train on outcomes; replace the artifact only if the new one is better on held-out outcomes."""
     from predictor.errors import PredictorError
     from predictor.update.update import update as update_artifact
 

@@ -21,7 +21,7 @@ Overrides = Annotated[
 
 
 def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Run one gateway: HTTP for clients, gRPC for sites. Ends in order on SIGTERM."""
+    """Run one gateway: HTTP for clients, gRPC for sites. Shuts down gracefully on SIGTERM."""
     from gateway.app import run
     from gateway.config import ConfigError, load
     from gateway.store.errors import StoreError
@@ -42,7 +42,9 @@ def site(
     engine: Annotated[
         str | None, typer.Option(help="native, or openai: a server that runs already, at --url.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Of that server: vLLM, SGLang, TGI, llama.cpp …")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="URL of that server: vLLM, SGLang, TGI, llama.cpp …")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Run one site: it loads its model, or finds its server, and dials the gateways until SIGTERM."""

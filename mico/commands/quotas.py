@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LIFTED = "none"
 
-tenants = typer.Typer(help="Tenants: who pays for keys, and shares quotas and turns.", no_args_is_help=True)
+tenants = typer.Typer(help="Tenants, which pay for keys and share quotas.", no_args_is_help=True)
 quotas = typer.Typer(help="Quotas of tenants and keys.", no_args_is_help=True)
 
 Amount = Annotated[str | None, typer.Option(help=f"A number, or {LIFTED} to lift it.")]
@@ -25,7 +25,7 @@ Amount = Annotated[str | None, typer.Option(help=f"A number, or {LIFTED} to lift
 
 @tenants.command("list")
 def list_tenants(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
-    """Every tenant."""
+    """List every tenant."""
     session = session_of(context)
 
     async def work(store: Store) -> list[Tenant]:
@@ -44,15 +44,17 @@ def list_tenants(context: typer.Context, database: Database = None, as_json: Jso
 def set_tenant(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(callback=check_name, help="Made if it is not there yet.")],
+    name: Annotated[
+        str, typer.Argument(callback=check_name, help="The tenant; created if it does not exist.")
+    ],
     best_priority: Annotated[
-        int, typer.Option(min=-(2**31), max=2**31 - 1, help="No query of it goes before others of this one.")
+        int, typer.Option(min=-(2**31), max=2**31 - 1, help="The best priority that its queries may have.")
     ] = 0,
     reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Make a tenant, or change what it may."""
+    """Create a tenant, or change its best priority."""
     session = session_of(context)
 
     async def work(store: Store) -> Tenant:
@@ -67,7 +69,7 @@ def set_tenant(
 
 @quotas.command("list")
 def list_quotas(context: typer.Context, database: Database = None, as_json: Json = False) -> None:
-    """Every quota, and how much of it is in use."""
+    """List every quota and its use."""
     session = session_of(context)
 
     async def work(store: Store) -> list[Quota]:
@@ -90,7 +92,7 @@ def set_quotas(
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Limit a tenant or a key. What is not named stays as it is. Holds at every gateway within seconds."""
+    """Limit a tenant or a key; other limits stay. Effective at every gateway within seconds."""
     given = {
         "requests_per_min": requests_per_min,
         "tokens_per_min": tokens_per_min,

@@ -24,11 +24,11 @@ def usage(
     context: typer.Context,
     *,
     by: Annotated[str, typer.Option(help=f"Added up by {', '.join(BY[:-1])} or {BY[-1]}.")] = BY[0],
-    days: Annotated[float, typer.Option(min=0.01, help="Of queries of the last so many days.")] = 30.0,
+    days: Annotated[float, typer.Option(min=0.01, help="Number of days to look back.")] = 30.0,
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Queries and tokens, by who asked, what was asked, or where it was answered; most tokens first."""
+    """Sum queries and tokens by tenant, model, site or cloud; most tokens first."""
     import msgspec
 
     if by not in BY:
@@ -56,7 +56,7 @@ def audit(
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Every change by an operator, newest first: who, why, what was before and after."""
+    """List every change by an operator, newest first: who, why, before and after."""
     import msgspec
 
     session = session_of(context)

@@ -44,7 +44,7 @@ CORPUS_TIP = (
 Sites = Annotated[
     list[str] | None,
     typer.Option(
-        help="How many unequal sites, or groups "
+        help="Number of unequal sites, or groups "
         "COUNTxSLOTS[@TIMES_SLOWER][~RTT_MS][/KV_TOKENS][:USD_PER_MTOK][=REGION],…, "
         "with a round trip for each gateway as in ~5+250; "
         "repeat it for several federations. Without it: 3.",
@@ -59,46 +59,57 @@ Corpus = Annotated[
     ),
 ]
 BatchShare = Annotated[
-    float, typer.Option(min=0, max=1, help="Of the queries, how many are lines of batches.")
+    float, typer.Option(min=0, max=1, help="Share of the queries that are lines of batches.")
 ]
 Bound = Annotated[
     list[str] | None,
-    typer.Option(help="Queries that may be answered in one region only: REGION=SHARE of all."),
+    typer.Option(help="Share of all queries that only one region may answer: REGION=SHARE; repeatable."),
 ]
 
 
 def simulate(  # noqa: PLR0917  # typer reads options from the signature
     context: typer.Context,
     trace: Annotated[
-        str, typer.Option(help="Trace files, poisson or burst; several with commas.")
+        str, typer.Option(help="Trace files, poisson or burst, separated by commas.")
     ] = "poisson",
-    load: Annotated[str, typer.Option(help="Shares of the sites' capacity, such as 0.8,0.95.")] = "0.8",
+    load: Annotated[
+        str, typer.Option(help="Loads as shares of the sites' capacity, such as 0.8,0.95.")
+    ] = "0.8",
     sites: Sites = None,
-    policy: Annotated[str, typer.Option(help="Policies, with commas.")] = "mico,least_requests",
+    policy: Annotated[str, typer.Option(help="Policies, separated by commas.")] = "mico,least_requests",
     estimator: Annotated[
-        str, typer.Option(help="Who forecasts: shipped, oracle, noisy:0.5, constant, input, histogram, bins.")
+        str,
+        typer.Option(
+            help="Estimators, with commas: shipped, oracle, noisy:0.5, constant, input, histogram, bins."
+        ),
     ] = "shipped",
-    order: Annotated[str, typer.Option(help="Order at a site: work, shortest, fcfs, longest.")] = "work",
+    order: Annotated[
+        str,
+        typer.Option(help="Orders of a site's queue, separated by commas: work, shortest, fcfs, longest."),
+    ] = "work",
     offload: Annotated[
         str, typer.Option(help="Whether idle sites take pending work: on, off or both.")
     ] = "on",
-    queries: Annotated[int, typer.Option(min=1, help="At most so many of each trace.")] = 4000,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    queries: Annotated[int, typer.Option(min=1, help="Maximum number of queries of each trace.")] = 4000,
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
     gateways: Annotated[int, typer.Option(min=1, help="Gateways that share the sites.")] = 1,
     report_every_s: Annotated[
-        float, typer.Option(min=0.001, help="A site reports changes at most so often.")
+        float, typer.Option(min=0.001, help="Minimum seconds between two reports of a site.")
     ] = 0.05,
-    report_delay_s: Annotated[float, typer.Option(min=0, help="How late reports are beside the way.")] = 0.0,
+    report_delay_s: Annotated[
+        float, typer.Option(min=0, help="Delay of reports in seconds, beside the round trip.")
+    ] = 0.0,
     outage: Annotated[
-        list[str] | None, typer.Option(help="A site or region lost for a while: NAME@FROM_S-UNTIL_S.")
+        list[str] | None,
+        typer.Option(help="A site or region lost for a time: NAME@FROM_S-UNTIL_S; repeatable."),
     ] = None,
     batch_share: BatchShare = 0.0,
     bound: Bound = None,
     corpus: Corpus = Path("data/length_corpus.parquet"),
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of the latencies here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of the latencies to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Try policies, forecasts, orders and sites on recorded or drawn traffic, without a GPU."""
+    """Compare policies, estimators, orders and sites on recorded or random traffic, without a GPU."""
     session = session_of(context)
     try:
         from mico.simulation import compare

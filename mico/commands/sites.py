@@ -19,7 +19,7 @@ app = typer.Typer(help="The sites of the federation.", no_args_is_help=True)
 @app.command("list")
 @with_option_groups
 def list_sites(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
-    """Every site: where it is, its state, and how loaded it is."""
+    """List every site with its place, state and load."""
     session = session_of(context)
     sites = session.client(*gateway).get("/admin/api/sites")["sites"]
     if as_json:
@@ -38,7 +38,7 @@ def show_site(
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Everything the gateway knows of one site."""
+    """Show everything that the gateway knows about one site."""
     session = session_of(context)
     sites = session.client(*gateway).get("/admin/api/sites")["sites"]
     site = next((site for site in sites if site["name"] == name), None)
@@ -57,13 +57,13 @@ def show_site(
 @with_option_groups
 def site_events(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A site's, also of one that is gone.")],
+    name: Annotated[str, typer.Argument(help="A site's name, also of one that has left.")],
     *,
     limit: Limit = 20,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """When a site joined, left and why, what operators did; as every gateway saw it, newest first."""
+    """List a site's joins and leaves with reasons, and operators' orders, at every gateway; newest first."""
     session = session_of(context)
     path = f"/admin/api/sites/{quote(name, safe='')}/events?limit={limit}"
     events = session.client(*gateway).get(path)["events"]
@@ -78,7 +78,7 @@ def site_events(
 
 @with_option_groups
 def models(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
-    """The models that can be asked now."""
+    """List the models that are served now."""
     session = session_of(context)
     found = session.client(*gateway).get("/v1/models")["data"]
     if as_json:

@@ -27,13 +27,13 @@ def top(
     context: typer.Context,
     *,
     times: Annotated[
-        int | None, typer.Option("-n", min=1, help="How often; without it until you press q.")
+        int | None, typer.Option("-n", min=1, help="Number of refreshes. [default: until you press q]")
     ] = None,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between refreshes.")] = 1.0,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
-    """Sites, load and events, live; s sorts, d drains, p pauses, q quits. -n 1 --json is for scripts."""
+    """Show sites, load and events, live; s sorts, d drains, p pauses, q quits. -n 1 --json is for scripts."""
     session = session_of(context)
     client = session.client(*gateway)
     if as_json:

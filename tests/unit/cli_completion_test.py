@@ -48,7 +48,7 @@ def test_zsh_is_told_names_and_what_they_are_for(outside: dict[str, str]) -> Non
     told = shell(
         ["mico"], "", {**outside, "_MICO_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "mico sites dr"}
     )
-    assert '"drain":"No new queries there; what runs finishes."' in told
+    assert '"drain":"Send no new queries; running ones finish."' in told
     if shutil.which("zsh"):
         assert shell(["zsh", "-f"], ZSH, outside).split() == ["defined"]
 
