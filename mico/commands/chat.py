@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -45,6 +45,35 @@ class Answer:
         return f"first token {first_token}, {rate}, {tokens}, total {total}, site {self.site}"
 
 
+class SamplingOptions(NamedTuple):
+    """Options of a chat completion."""
+
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum length of an answer, in tokens.")] = (
+        None
+    )
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 is greedy.")
+    ] = None
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            "--json-schema",
+            exists=True,
+            dir_okay=False,
+            help="The answer must satisfy the JSON schema in this file.",
+        ),
+    ] = None
+
+    def request_fields(self) -> dict[str, object]:
+        """Return the request fields that are set. Raises CommandFailed for a schema that is no JSON."""
+        fields = {
+            "max_completion_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "response_format": None if self.json_schema is None else response_format(self.json_schema),
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
 @with_option_groups
 def chat(
     context: typer.Context,
@@ -55,21 +84,7 @@ def chat(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="A model's name. [default: the first one served]")
     ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum length of an answer, in tokens.")
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0 is greedy.")
-    ] = None,
-    json_schema: Annotated[
-        Path | None,
-        typer.Option(
-            "--json-schema",
-            exists=True,
-            dir_okay=False,
-            help="The answer must satisfy the JSON schema in this file.",
-        ),
-    ] = None,
+    sampling: SamplingOptions,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show times, speed and site of each answer.")
     ] = False,
@@ -79,12 +94,7 @@ def chat(
     session = session_of(context)
     client = session.client(*gateway)
     chosen = session.settings.value("model", model) or first_model(client)
-    limits = {
-        "max_completion_tokens": max_tokens,
-        "temperature": temperature,
-        "response_format": None if json_schema is None else response_format(json_schema),
-    }
-    options = {name: value for name, value in limits.items() if value is not None}
+    options = sampling.request_fields()
 
     def ask(messages: list[Message]) -> Answer:
         answer = stream_answer(

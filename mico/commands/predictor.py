@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from mico.errors import CommandFailed
-from mico.options import Json
+from mico.options import Json, with_option_groups
 from mico.output_paths import check_new_folder, check_output_file, create_folder
 from mico.session import Session, session_of
 
@@ -103,37 +103,44 @@ def evaluate(
     print_rows(session, rows, as_json=as_json, full=found)
 
 
-@app.command("train")
-def train(
-    context: typer.Context,
-    *,
-    data: Corpus,
-    out: Annotated[Path, typer.Argument(help="The folder for the new artifact.")],
-    kind: Annotated[
-        str, typer.Option(help="lexical, or distilled from an encoder: small, large.")
-    ] = "lexical",
+class TrainingOptions(NamedTuple):
+    """The kind of artifact to train, and with what."""
+
+    kind: Annotated[str, typer.Option(help="lexical, or distilled from an encoder: small, large.")] = (
+        "lexical"
+    )
     encoder: Annotated[
         str | None, typer.Option(help="An encoder's folder or Hub id; `lexical` needs none.")
-    ] = None,
+    ] = None
     language_model: Annotated[
         str | None,
         typer.Option(
             help="A folder or Hub id of a language model that answers more prompts and teaches too."
         ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of its forecasts. [default: the folder's name]")
-    ] = None,
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Name of its forecasts. [default: the folder's name]")] = (
+        None
+    )
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="The same seed and data give the same artifact.")
-    ] = 7,
+    ] = 7
     buckets: Annotated[
         int | None,
         typer.Option(min=2, help="Number of ranges of equal width. [default: ranges that grow with length]"),
-    ] = None,
+    ] = None
     l_max: Annotated[
         int, typer.Option(min=64, help="Longest answer length in tokens that is distinguished.")
-    ] = 16_384,
+    ] = 16_384
+
+
+@app.command("train")
+@with_option_groups
+def train(
+    context: typer.Context,
+    *,
+    data: Corpus,
+    out: Annotated[Path, typer.Argument(help="The folder for the new artifact.")],
+    options: TrainingOptions,
     as_json: Json = False,
 ) -> None:
     """Train an artifact and write it with its card. Serve it with `predictor = FOLDER` of a gateway.
@@ -149,13 +156,13 @@ def train(
         card = train_artifact(
             data,
             out,
-            kind=kind,
-            encoder=encoder,
-            language_model=language_model,
-            name=name,
-            seed=seed,
-            buckets=buckets,
-            max_length=l_max,
+            kind=options.kind,
+            encoder=options.encoder,
+            language_model=options.language_model,
+            name=options.name,
+            seed=options.seed,
+            buckets=options.buckets,
+            max_length=options.l_max,
             progress=session.terminal.info,
         )
     except PredictorError as error:

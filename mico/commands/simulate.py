@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from mico.errors import CommandFailed, ExitCode
-from mico.options import Json
+from mico.options import Json, with_option_groups
 from mico.output_paths import create_folder
 from mico.session import Session, session_of
 
@@ -67,77 +67,90 @@ Bound = Annotated[
 ]
 
 
-def simulate(  # noqa: PLR0917  # typer reads options from the signature
-    context: typer.Context,
-    trace: Annotated[
-        str, typer.Option(help="Trace files, poisson or burst, separated by commas.")
-    ] = "poisson",
-    load: Annotated[
-        str, typer.Option(help="Loads as shares of the sites' capacity, such as 0.8,0.95.")
-    ] = "0.8",
-    sites: Sites = None,
-    policy: Annotated[str, typer.Option(help="Policies, separated by commas.")] = "mico,least_requests",
+class ComparisonOptions(NamedTuple):
+    """The settings that are combined; texts with commas name several."""
+
+    trace: Annotated[str, typer.Option(help="Trace files, poisson or burst, separated by commas.")] = (
+        "poisson"
+    )
+    load: Annotated[str, typer.Option(help="Loads as shares of the sites' capacity, such as 0.8,0.95.")] = (
+        "0.8"
+    )
+    sites: Sites = None
+    policy: Annotated[str, typer.Option(help="Policies, separated by commas.")] = "mico,least_requests"
     estimator: Annotated[
         str,
         typer.Option(
             help="Estimators, with commas: shipped, oracle, noisy:0.5, constant, input, histogram, bins."
         ),
-    ] = "shipped",
+    ] = "shipped"
     order: Annotated[
         str,
         typer.Option(help="Orders of a site's queue, separated by commas: work, shortest, fcfs, longest."),
-    ] = "work",
-    offload: Annotated[
-        str, typer.Option(help="Whether idle sites take pending work: on, off or both.")
-    ] = "on",
-    queries: Annotated[int, typer.Option(min=1, help="Maximum number of queries of each trace.")] = 4000,
-    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0,
-    gateways: Annotated[int, typer.Option(min=1, help="Gateways that share the sites.")] = 1,
+    ] = "work"
+    offload: Annotated[str, typer.Option(help="Whether idle sites take pending work: on, off or both.")] = (
+        "on"
+    )
+    queries: Annotated[int, typer.Option(min=1, help="Maximum number of queries of each trace.")] = 4000
+    seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
+    gateways: Annotated[int, typer.Option(min=1, help="Gateways that share the sites.")] = 1
     report_every_s: Annotated[
         float, typer.Option(min=0.001, help="Minimum seconds between two reports of a site.")
-    ] = 0.05,
+    ] = 0.05
     report_delay_s: Annotated[
         float, typer.Option(min=0, help="Delay of reports in seconds, beside the round trip.")
-    ] = 0.0,
+    ] = 0.0
     outage: Annotated[
         list[str] | None,
         typer.Option(help="A site or region lost for a time: NAME@FROM_S-UNTIL_S; repeatable."),
-    ] = None,
-    batch_share: BatchShare = 0.0,
-    bound: Bound = None,
-    corpus: Corpus = Path("data/length_corpus.parquet"),
+    ] = None
+    batch_share: BatchShare = 0.0
+    bound: Bound = None
+    corpus: Corpus = Path("data/length_corpus.parquet")
+
+    def comparison(self) -> Comparison:
+        """Parse the options. Raises CommandFailed."""
+        from mico.simulation import compare
+
+        return compare.Comparison(
+            traces=[_checked_trace(each) for each in _split(self.trace)],
+            loads=[_parse_load(each) for each in _split(self.load)],
+            sites=self.sites or ["3"],
+            policies=_split(self.policy),
+            estimators=_split(self.estimator),
+            orders=_split(self.order),
+            offload=_parse_offload(self.offload),
+            corpus=self.corpus,
+            queries=self.queries,
+            seed=self.seed,
+            gateways=self.gateways,
+            report_every_s=self.report_every_s,
+            report_delay_s=self.report_delay_s,
+            outages=tuple(compare.outage(each) for each in self.outage or ()),
+            batch_share=self.batch_share,
+            bound=dict(compare.bound(each) for each in self.bound or ()),
+        )
+
+
+@with_option_groups
+def simulate(
+    context: typer.Context,
+    *,
+    options: ComparisonOptions,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the latencies to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare policies, estimators, orders and sites on recorded or random traffic, without a GPU."""
     session = session_of(context)
     try:
-        from mico.simulation import compare
+        import mico.simulation.compare  # noqa: F401  # an early answer where pandas is missing
     except ModuleNotFoundError as error:
         raise CommandFailed(
             "the simulator reads traces with pandas", cause=str(error), tip="pip install 'mico[train]'"
         ) from error
     if plot is not None:
         create_folder(plot.parent)
-    comparison = compare.Comparison(
-        traces=[_checked_trace(each) for each in _split(trace)],
-        loads=[_parse_load(each) for each in _split(load)],
-        sites=sites or ["3"],
-        policies=_split(policy),
-        estimators=_split(estimator),
-        orders=_split(order),
-        offload=_parse_offload(offload),
-        corpus=corpus,
-        queries=queries,
-        seed=seed,
-        gateways=gateways,
-        report_every_s=report_every_s,
-        report_delay_s=report_delay_s,
-        outages=tuple(compare.outage(each) for each in outage or ()),
-        batch_share=batch_share,
-        bound=dict(compare.bound(each) for each in bound or ()),
-    )
-    runs = _run(session, comparison)
+    runs = _run(session, options.comparison())
     if plot is not None:
         _plot(runs, plot)
     if as_json:
