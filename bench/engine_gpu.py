@@ -31,7 +31,7 @@ from site_engine.core.request import Request, Sampling
 from site_engine.core.request_queue import AdmissionQueue
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.batch_layout import MIXED_TOKENS
-from site_engine.cuda.compile import TRIED_ROWS
+from site_engine.cuda.compile import TIMED_ROWS
 from site_engine.cuda.forward import fast_forward
 from site_engine.cuda.llama_forward import LlamaForward
 from site_engine.engine.build import overlapped_engine, warm_graphs
@@ -204,7 +204,7 @@ def main() -> None:
     lap("certified")
     forward = fast_forward(model)
     if isinstance(forward, LlamaForward):
-        print("gate and up apart at rows", [rows for rows in TRIED_ROWS if forward._apart(rows)])
+        print("gate and up as two GEMMs at rows", [rows for rows in TIMED_ROWS if forward._split_gate(rows)])
     settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
     engine = overlapped_engine(model, settings, seconds, forward)
     if forced is not None:

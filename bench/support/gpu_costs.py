@@ -71,10 +71,10 @@ def decode_layers(  # noqa: PLR0917
 
 def kernels(engine: SiteEngine) -> None:
     """Time the decode kernel over mixes of lengths, with the writing of keys and values."""
-    arena, shape = engine._kv_cache, engine._model.layers[0]
+    kv_cache, shape = engine._kv_cache, engine._model.layers[0]
     config = engine._model.model.config
     heads, dim = config.num_attention_heads, shape.key_dim
-    layers = min(LATER_LAYERS, len(arena.keys))
+    layers = min(LATER_LAYERS, len(kv_cache.keys))
     for workload, rows in (
         ("sharegpt", ROWS),
         ("alpaca", ROWS),
@@ -83,8 +83,8 @@ def kernels(engine: SiteEngine) -> None:
         ("alpaca", 8),
     ):
         lens = steady_lengths(workload, rows)
-        pages = max(-(-one // arena.page_size) for one in lens)
-        table = torch.randint(1, arena.keys[0].shape[0], (rows, pages), dtype=torch.int32, device="cuda")
+        pages = max(-(-one // kv_cache.page_size) for one in lens)
+        table = torch.randint(1, kv_cache.keys[0].shape[0], (rows, pages), dtype=torch.int32, device="cuda")
         query = torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[0]
         key, value = (
             torch.randn(1, rows, shape.kv_heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)[0]

@@ -1,4 +1,4 @@
-"""Launching the Triton kernels: shapes of the tiles, which page loads are whole, what a device prefers."""
+"""Launch the attention kernels: tile shapes, split sizes and arguments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from site_engine.model.attention_context import Scoring
 LOG2_E = 1.4426950408889634
 
 
-class Turn(NamedTuple):
-    """The rotary embedding by place, as the model's own module gives it: [places, dim]."""
+class RotaryTable(NamedTuple):
+    """The rotary embedding by position, from the model's own module: [positions, dim]."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
 
 
 class Tile(NamedTuple):
-    """Keys per block, warps per program, depth of the software pipeline."""
+    """Keys per block, warps per program, pipeline stages."""
 
     block: int
     warps: int
@@ -30,17 +30,17 @@ class Tile(NamedTuple):
 
 
 DECODE = Tile(64, 2, 4)
-DECODE_SHORT = Tile(32, 2, 5)  # of many rows with short contexts: less of the last block is empty
+DECODE_SHORT = Tile(32, 2, 5)  # many rows with short contexts: less of the last block is empty
 PREFILL = Tile(64, 8, 3)
 PREFILL_ROWS = 128  # query tokens times heads of the group, per program
-CHUNKS = ((16, 64), (32, 128))  # (up to so many rows, tokens): short chunks keep the whole GPU busy
+CHUNKS = ((16, 64), (32, 128))  # (max rows, tokens): short chunks keep the whole GPU busy
 CHUNK = 256
 LONG_CHUNK = 512
-ENOUGH_PROGRAMS = 1024  # of rows times KV heads: these keep it busy with long ones, and join less
+ENOUGH_PROGRAMS = 1024  # rows times KV heads that keep the GPU busy with long chunks, which need fewer joins
 
 
 def chunk_tokens(rows: int, kv_heads: int) -> int:
-    """Tokens of context per program of the decode kernel."""
+    """Return the tokens of context per program of the decode kernel."""
     if rows * kv_heads >= ENOUGH_PROGRAMS:
         return LONG_CHUNK
     return next((tokens for most, tokens in CHUNKS if rows <= most), CHUNK)
@@ -52,10 +52,10 @@ def decode_tile(work: DecodeWork) -> Tile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Rows that compute one token each: packed tokens 0 to `rows`.
+    """Decode rows that compute one token each: packed tokens 0 to `rows`.
 
     `items` [work, 4], int32: row, chunk, tokens of the row with the new one (0: padding, becomes zeros), its
-    row of the page table. The chunks of a row stand side by side and in order; row -1: nothing to do.
+    row of the page table. The chunks of a row are adjacent and in order; row -1 is no work.
     """
 
     items: torch.Tensor
@@ -66,18 +66,20 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    slots: torch.Tensor  # [tokens]: where every packed token's key and value go; 0: not a prompt's token
+    """Prefill chunks, cut into blocks."""
+
+    slots: torch.Tensor  # [tokens]: cache slot of every packed token; 0: not a prompt's token
     positions: torch.Tensor  # [tokens]
     blocks: torch.Tensor  # [blocks, 4]
 
 
-def launched(early: bool) -> dict[str, bool]:
-    """How a kernel is launched that waits by itself for the one before it: while that one still runs."""
-    return {"launch_pdl": True} if early else {}
+def pdl_kwargs(pdl: bool) -> dict[str, bool]:
+    """Return the launch arguments of a kernel that overlaps the one before it and waits for it by itself."""
+    return {"launch_pdl": True} if pdl else {}
 
 
 def block_tokens(heads: int, kv_heads: int) -> int:
-    """Query tokens of a prefill block."""
+    """Return the query tokens of a prefill block."""
     return max(1, PREFILL_ROWS // (heads // kv_heads))
 
 
@@ -90,9 +92,8 @@ def _whole_pages(page: int, block: int) -> bool:
 
 
 def _stages(dtype: torch.dtype, stages: int) -> int:
-    return (
-        stages if dtype.itemsize == 2 else 1
-    )  # float32 tiles take twice the room, and speed is not their use
+    """Return 1 for float32, whose tiles take twice the shared memory and need not be fast."""
+    return stages if dtype.itemsize == 2 else 1
 
 
 def _scoring(scoring: Scoring, query: torch.Tensor) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def _scoring(scoring: Scoring, query: torch.Tensor) -> dict[str, Any]:
 def write(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """key, value [kv_heads, tokens, dim] into the pages `[pages, page, kv_heads, dim]` of their slots."""
+    """Write key and value [kv_heads, tokens, dim] into pages `[pages, page, kv_heads, dim]` by slot."""
     kv_heads, tokens, key_dim = key.shape
     value_dim = value.shape[2]
     kernels.write_kv[(tokens,)](
@@ -121,12 +122,12 @@ def write(
     )  # fmt: skip
 
 
-def turn_in_place(query: torch.Tensor, key: torch.Tensor, work: PrefillWork, turn: Turn) -> None:
-    """Give the prompts' queries and keys, side by side in one tensor, their rotary embedding."""
+def rotate_in_place(query: torch.Tensor, key: torch.Tensor, work: PrefillWork, rotary: RotaryTable) -> None:
+    """Rotate the queries and keys of prompts, side by side in one tensor, in place."""
     heads, tokens, dim = query.shape
     heads += key.shape[0]
-    kernels.turn_heads[(tokens,)](
-        query, work.positions, work.slots, turn.cosines, turn.sines, query.stride(1),
+    kernels.rotate_heads[(tokens,)](
+        query, work.positions, work.slots, rotary.cosines, rotary.sines, query.stride(1),
         HEADS=heads, HEADS_PAD=2 ** math.ceil(math.log2(heads)), DIM=dim, HALF_PAD=_pad(dim) // 2,
         num_warps=4,
     )  # fmt: skip
@@ -142,13 +143,14 @@ def decode(  # noqa: PLR0917 - the tensors of one call
     work: DecodeWork,
     out: torch.Tensor,
     scoring: Scoring,
-    turn: Turn | None = None,
+    rotary: RotaryTable | None = None,
     tile: Tile | None = None,
     *,
-    early: bool = False,
+    pdl: bool = False,
 ) -> None:
-    """query [heads, tokens, dim], key and value [kv_heads, tokens, dim] -> out [tokens, heads, value dim].
-    Writes the rows' keys and values into their pages. `early`: see `launched`.
+    """Attend decode rows: query [heads, tokens, dim], key and value [kv_heads, tokens, dim].
+
+    Writes the rows' keys and values into their pages and the result into out [tokens, heads, value dim].
     """
     tile = tile or decode_tile(work)
     heads, _, key_dim = query.shape
@@ -166,14 +168,14 @@ def decode(  # noqa: PLR0917 - the tensors of one call
     kernels.decode_rows[(work.items.shape[0] * kv_heads,)](
         query, key, value, keys, values, table, work.items, out,
         parts, tops, sums, work.arrived,
-        cosines=query if turn is None else turn.cosines, sines=query if turn is None else turn.sines,
+        cosines=query if rotary is None else rotary.cosines, sines=query if rotary is None else rotary.sines,
         query_token=query.stride(1), query_head=query.stride(0),
         key_token=key.stride(1), key_head=key.stride(0),
         value_token=value.stride(1), value_head=value.stride(0), table_row=table.stride(0),
         KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=_pad(group),
         KEY_DIM=key_dim, KEY_PAD=_pad(key_dim), VALUE_DIM=value_dim, VALUE_PAD=_pad(value_dim),
         PAGE=page, WHOLE_PAGES=_whole_pages(page, tile.block), BLOCK=tile.block, CHUNK=work.chunk,
-        SPLIT=work.split, TURN=turn is not None, EARLY=early, **_scoring(scoring, query), **launched(early),
+        SPLIT=work.split, ROTARY=rotary is not None, PDL=pdl, **_scoring(scoring, query), **pdl_kwargs(pdl),
         num_warps=tile.warps, num_stages=_stages(query.dtype, tile.stages),
     )  # fmt: skip
 
@@ -188,7 +190,7 @@ def prefill(  # noqa: PLR0917 - the tensors of one call
     scoring: Scoring,
     tile: Tile = PREFILL,
 ) -> None:
-    """Chunks of prompts, block by block; their keys and values lie in the pages already."""
+    """Attend prefill chunks, block by block; their keys and values are in the pages already."""
     heads, _, key_dim = query.shape
     page, kv_heads, value_dim = values.shape[1:]
     kernels.prefill_blocks[(blocks.shape[0], kv_heads)](

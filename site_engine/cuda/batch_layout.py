@@ -1,6 +1,6 @@
-"""What one step needs to know, as one block of int32 numbers: one copy to the device.
+"""Lay out the numbers of a step in one int32 block, so that one copy takes them to the device.
 
-Does not touch the device: shapes, buckets and the filling of the block.
+Chooses shapes and buckets and fills the block. Does not touch the device.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from site_engine.cuda.sampling import RULES, SlotRules
 
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
-FINE_ROWS = 64  # up to here row buckets are 8 apart, then 16
+FINE_ROWS = 64  # row buckets are 8 apart up to here, then 16
 MIXED_TOKENS = (*range(32, 545, 32), *range(576, 1025, 64))
-"""Sizes of mixed steps; larger ones run outside a graph: there the host is faster than the device."""
-MIXED_MOST_CHUNKS = 64
+"""Token buckets of mixed steps. Larger steps run eagerly: there the host is faster than the device."""
+MIXED_MAX_CHUNKS = 64
 FEW_ROWS = 32
 ITEMS_OF_FEW = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 ITEMS_OF_MANY = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
-"""Work items per row that graphs are made for; each unused item costs its empty program a little."""
+"""Work items per row that graphs are captured for; each unused item costs an empty program."""
 ITEMS_OF_MIXED = (1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
 
 
 class Shape(NamedTuple):
-    """The sizes a step is padded to; steps of one shape share a graph."""
+    """The sizes that a step is padded to. Steps of one shape share a graph."""
 
     tokens: int
-    samples: int  # rows whose next token is chosen; the first of them decode
+    samples: int  # rows whose next token is sampled, decode rows first
     items: int  # programs of the decode kernel per KV head
     split: bool  # some row has more than one chunk
     blocks: int  # programs of the prefill kernel per KV head
@@ -44,20 +44,20 @@ class Shape(NamedTuple):
         return (t, t, t, s, s, RULES * s, p, p, 4 * self.items, 4 * self.blocks)
 
     @property
-    def room(self) -> int:
-        """Numbers of the whole block."""
+    def size(self) -> int:
+        """Return the numbers in the block."""
         return sum(_aligned(size) for size in self.sections)
 
 
 class Sections(NamedTuple):
-    """Views of a step's block; numpy arrays on the host, tensors on the device."""
+    """Views of a step's block: numpy arrays on the host, tensors on the device."""
 
     source: Any  # [tokens]: an id, or -1 - slot for that slot's newest token
     position: Any  # [tokens]
-    slot: Any  # [tokens]: where key and value go; 0, in the trash page, where the decode kernel writes them
+    slot: Any  # [tokens]: cache slot; 0, in the null page, for decode rows, whose kernel writes them
     wanted: Any  # [samples]
     owner: Any  # [samples]
-    rules: Any  # [RULES x samples]: how each draws its token
+    rules: Any  # [RULES x samples]: sampling rules
     patch_at: Any  # [patches]
     patch_page: Any  # [patches]
     items: Any  # [4 x items], as the decode kernel takes them
@@ -65,6 +65,7 @@ class Sections(NamedTuple):
 
 
 def views(block: Any, shape: Shape) -> Sections:
+    """Split a block into its sections."""
     at, made = 0, []
     for size in shape.sections:
         made.append(block[at : at + size])
@@ -73,12 +74,12 @@ def views(block: Any, shape: Shape) -> Sections:
 
 
 def _aligned(size: int) -> int:
-    """Sections begin at multiples of 16 bytes: a kernel is compiled anew for addresses that are none."""
+    """Round up to 16 bytes: Triton compiles a kernel again for addresses that are not aligned."""
     return -(-size // 4) * 4
 
 
 class PageTables:
-    """The page of every slot and place, as the device's table shows it once it is patched."""
+    """The host's copy of the device's page table, and the patches that bring the device up to date."""
 
     def __init__(self, slots: int, pages_per_row: int, page_size: int) -> None:
         self.pages_per_row = pages_per_row
@@ -88,36 +89,34 @@ class PageTables:
         self._shown = [0] * slots
 
     def patches(self, plan: SchedulePlan) -> tuple[list[int], list[int]]:
-        """Places in the flat table and the pages that belong there now. A decode row is new to a page where
-        its token is the page's first; whatever else happened to its pages, it was a prefill since.
+        """Return indices into the flat table and their new pages.
 
-        Those of a plan that fails are given again: `applied` tells that they are on the device.
+        A decode row has a new page when its token is the page's first; any other change of its pages goes
+        through a prefill. The patches of a failed plan are returned again, until `applied` is called.
         """
         at: list[int] = []
         pages: list[int] = []
         size = self._page_size
-        for request, start, _, _ in [entry for entry in plan.decodes if entry.start % size == 0]:
+        for request, start, _, _ in [scheduled for scheduled in plan.decodes if scheduled.start % size == 0]:
             at.append(request.row * self.pages_per_row + start // size)
             pages.append(request.pages[start // size])
-        for entry in plan.prefills:
-            self._show(entry.request, at, pages)
+        for scheduled in plan.prefills:
+            request, row = scheduled.request, scheduled.request.row
+            shown = self._shown[row] if self._lists[row] is request.pages else 0
+            first = row * self.pages_per_row
+            at += range(first + shown, first + len(request.pages))
+            pages += request.pages[shown:]
         self.table.reshape(-1)[at] = pages
         return at, pages
 
     def applied(self, plan: SchedulePlan) -> None:
+        """Record that the patches of a plan are on the device."""
         for request, _, _, _ in plan.prefills:
             self._lists[request.row], self._shown[request.row] = request.pages, len(request.pages)
 
-    def _show(self, request: Request, at: list[int], pages: list[int]) -> None:
-        row = request.row
-        shown = self._shown[row] if self._lists[row] is request.pages else 0
-        first = row * self.pages_per_row
-        at += range(first + shown, first + len(request.pages))
-        pages += request.pages[shown:]
-
 
 class Packer:
-    """From a plan to a shape and its filled block. The row after the last slot's belongs to nobody."""
+    """Chooses the shape of a plan and fills its block. The row after the last slot is padding."""
 
     def __init__(
         self,
@@ -136,23 +135,24 @@ class Packer:
         self._rules = SlotRules(slots)
 
     def shape(self, plan: SchedulePlan, patches: int) -> Shape:
-        """Decode steps and small mixed ones are padded to a shape with a graph, others are as they are."""
+        """Return the shape of a plan: padded for a graph if it decodes or is small, else exact."""
         rows, tokens = len(plan.decodes), plan.tokens
         if not plan.prefills:
             bucket = row_bucket(rows, self._slots)
             items = self._items_of(plan, bucket) + bucket - rows
             return decode_shape(bucket, items)
-        samples = rows + sum(entry.samples for entry in plan.prefills)
-        if tokens > MIXED_TOKENS[-1] or len(plan.prefills) > MIXED_MOST_CHUNKS:
+        samples = rows + sum(scheduled.samples for scheduled in plan.prefills)
+        if tokens > MIXED_TOKENS[-1] or len(plan.prefills) > MIXED_MAX_CHUNKS:
             items = self._items_of(plan, max(samples, 1))
-            blocks = sum(-(-entry.length // self._block_tokens) for entry in plan.prefills)
+            blocks = sum(-(-scheduled.length // self._block_tokens) for scheduled in plan.prefills)
             return Shape(tokens, max(samples, 1), items, items > rows, blocks, patches, False)
         bucket = next(size for size in MIXED_TOKENS if size >= tokens)
         return self.mixed_shape(bucket, self._items_of(plan, self._mixed_samples(bucket)))
 
     def mixed_shape(self, tokens: int, items: int) -> Shape:
+        """Return the graph shape of a mixed step; `tokens` is a bucket."""
         samples = self._mixed_samples(tokens)
-        blocks = tokens // self._block_tokens + MIXED_MOST_CHUNKS + 1
+        blocks = tokens // self._block_tokens + MIXED_MAX_CHUNKS + 1
         size = _item_bucket(items, samples, ITEMS_OF_MIXED)
         return Shape(tokens, samples, size, True, blocks, samples + tokens, True)
 
@@ -161,37 +161,34 @@ class Packer:
 
     def _items_of(self, plan: SchedulePlan, samples: int) -> int:
         chunk = self._chunk_tokens(samples)
-        return sum([max(1, -(-entry.start // chunk)) for entry in plan.decodes])
+        return sum([max(1, -(-scheduled.start // chunk)) for scheduled in plan.decodes])
 
     def fill(self, to: Sections, shape: Shape, plan: SchedulePlan) -> list[Request]:
-        """Everything but the patches; whose next tokens the rows are, in order."""
+        """Fill everything but the patches; return the requests that the sampled rows belong to, in order."""
         rows = len(plan.decodes)
         to.source[:rows] = [
             request.tokens[start] if start < len(request.tokens) else -1 - request.row
             for request, start, _, _ in plan.decodes
         ]
-        starts = np.array([entry.start for entry in plan.decodes], dtype=np.int32)
+        starts = np.array([scheduled.start for scheduled in plan.decodes], dtype=np.int32)
         to.position[:rows] = starts
         to.slot[:rows] = 0
-        slots = np.array([entry.request.row for entry in plan.decodes], dtype=np.int32)
+        slots = np.array([scheduled.request.row for scheduled in plan.decodes], dtype=np.int32)
         to.wanted[:rows] = np.arange(rows)
         to.owner[:rows] = slots
         self._fill_items(to.items.reshape(-1, 4), shape, starts, slots)
-        sampled = [entry.request for entry in plan.decodes]
+        sampled = [scheduled.request for scheduled in plan.decodes]
         self._fill_prefills(to, plan, sampled)
         to.wanted[len(sampled) :] = 0
         to.owner[len(sampled) :] = self._slots
-        self._fill_rules(to.rules.reshape(RULES, -1), plan, to.owner[: len(sampled)])
+        for scheduled in plan.prefills:
+            self._rules.set(scheduled.request)
+        ends = [start + length for _, start, length, samples in plan.chunks if samples]
+        self._rules.fill(to.rules.reshape(RULES, -1), to.owner[: len(sampled)], ends)
         return sampled
 
-    def _fill_rules(self, rules: Numbers, plan: SchedulePlan, slots: Numbers) -> None:
-        for entry in plan.prefills:
-            self._rules.set(entry.request)
-        ends = [start + length for _, start, length, samples in plan.chunks if samples]
-        self._rules.fill(rules, slots, ends)
-
     def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:
-        """One item per chunk of a row; where no prompt follows, padding rows have one and become zeros."""
+        """Write one item per chunk of a row; without prefill, padding rows have one item and become zeros."""
         rows = len(starts)
         chunk = self._chunk_tokens(shape.samples)
         chunks = np.maximum(1, -(-starts // chunk))
@@ -219,51 +216,51 @@ class Packer:
                 sampled.append(request)
         to.source[begin:at], to.source[at:] = ids, 0
         to.position[at:], to.slot[at:] = 0, 0
-        self._fill_places(to.position[begin:at], to.slot[begin:at], plan)
+        self._fill_positions(to.position[begin:at], to.slot[begin:at], plan)
         if len(to.blocks):
             padding = len(to.source) - at
             blocks += self._blocks(at, self._slots, -padding, padding) if padding else []
             to.blocks[: 4 * len(blocks)] = np.array(blocks, dtype=np.int32).reshape(-1)
             to.blocks[4 * len(blocks) :] = 0
 
-    def _fill_places(self, position: Numbers, slot: Numbers, plan: SchedulePlan) -> None:
-        """Of the prompts' tokens, one chunk after the other."""
+    def _fill_positions(self, position: Numbers, slot: Numbers, plan: SchedulePlan) -> None:
+        """Write the positions and cache slots of prompt tokens, chunk after chunk."""
         if not plan.prefills:
             return
-        lengths = [entry.length for entry in plan.prefills]
+        lengths = [scheduled.length for scheduled in plan.prefills]
         ends = np.cumsum(lengths)
-        before = np.array([entry.start for entry in plan.prefills]) - (ends - lengths)
+        before = np.array([scheduled.start for scheduled in plan.prefills]) - (ends - lengths)
         position[:] = np.arange(ends[-1]) + np.repeat(before, lengths)
-        rows = np.repeat([entry.request.row for entry in plan.prefills], lengths)
+        rows = np.repeat([scheduled.request.row for scheduled in plan.prefills], lengths)
         slot[:] = self._tables.table[rows, position // self._page_size] * self._page_size
         slot += position % self._page_size
 
-    def _blocks(self, at: int, row: int, place: int, length: int) -> list[tuple[int, int, int, int]]:
-        """Padding has places before 0: its blocks end before they begin, and see nothing."""
+    def _blocks(self, at: int, row: int, position: int, length: int) -> list[tuple[int, int, int, int]]:
+        """Cut a chunk into blocks. Padding has positions below 0, so that its blocks attend to nothing."""
         step = self._block_tokens
-        if place < 0:
+        if position < 0:
             return [
                 (at + i, row, -min(step, length - i), min(step, length - i)) for i in range(0, length, step)
             ]
-        return [(at + i, row, place + i, min(step, length - i)) for i in range(0, length, step)]
+        return [(at + i, row, position + i, min(step, length - i)) for i in range(0, length, step)]
 
 
 def decode_shape(rows: int, items: int) -> Shape:
-    """`rows` is a bucket; padding rows have an item too."""
+    """Return the graph shape of a decode step; `rows` is a bucket, padding rows have an item too."""
     size = _item_bucket(items, rows, ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY)
     return Shape(rows, rows, size, size > rows, 0, rows, True)
 
 
-def decode_shapes(rows: int, most_chunks: int) -> list[Shape]:
-    """Those a bucket is likely to meet: with many rows, the mean context is under half of the longest."""
+def decode_shapes(rows: int, max_chunks: int) -> list[Shape]:
+    """Return the likely shapes of a bucket: with many rows, the mean context is under half the longest."""
     likely = ITEMS_OF_FEW if rows <= FEW_ROWS else [2 * many for many in ITEMS_OF_MANY]
-    count = sum(many <= max(3, most_chunks) for many in likely)
+    count = sum(many <= max(3, max_chunks) for many in likely)
     steps = ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY
     return [decode_shape(rows, int(rows * many)) for many in steps[:count]]
 
 
 def row_bucket(rows: int, slots: int) -> int:
-    """2, 4, then steps of 8, then of 16. One row runs as two: compiled code treats 1 as a special case."""
+    """Round rows up to 2, 4, steps of 8, then of 16. One row runs as two: torch.compile specializes on 1."""
     for small in (2, 4):
         if rows <= small:
             return small

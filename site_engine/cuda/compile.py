@@ -1,6 +1,6 @@
-"""Making a loaded model fast without changing what it computes: joined projections, compiled layers.
+"""Speed a model up without changing what it computes: joined projections and compiled layers.
 
-The model's modules stay where they are; only their `forward` and the layout of some weights change.
+The model's modules stay in place; only their `forward` and the layout of some weights change.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
-TRIED_ROWS = (16, *range(32, 545, 32), *range(576, 1025, 64))  # what sizes the library slips at, varies
-TRIED_LAYERS = 8
-TRIED_REPLAYS = 40
-WORTH_SPLITTING = 0.98
+TIMED_ROWS = (16, *range(32, 545, 32), *range(576, 1025, 64))  # cuBLAS is slow at some sizes, which vary
+TIMED_LAYERS = 8
+TIMED_REPLAYS = 40
+MAX_SPLIT_RATIO = 0.98
 
 
 class _Joined:
-    """Holds the joint product between the calls of its parts."""
+    """The joint product, kept between the calls of its parts."""
 
     def __init__(self) -> None:
         self.product: torch.Tensor | None = None
 
 
 class _Part(nn.Module):  # type: ignore[misc]
-    """One of several projections of one input. The first multiplies for all; each gives out its columns."""
+    """One of several projections of one input; the first multiplies for all, each returns its columns."""
 
     def __init__(self, joined: _Joined, begin: int, end: int, *, last: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Part(nn.Module):  # type: ignore[misc]
 
 
 def join(model: nn.Module, names: Sequence[str]) -> int:
-    """Join the linear layers of these names wherever one module has them all; how many modules had."""
+    """Join linear layers of these names in every module that has them all; return the number of modules."""
     count = 0
     for module in list(model.modules()):
         linears = _linears(module, names)
@@ -83,24 +83,24 @@ def _replace(module: nn.Module, names: Sequence[str], linears: list[nn.Linear]) 
         begin = end
 
 
-def faster_apart(weights: Sequence[torch.Tensor]) -> Callable[[int], bool]:
-    """By rows: whether each joint weight's halves are faster as two products. Timed on the device at load."""
+def faster_split(weights: Sequence[torch.Tensor]) -> Callable[[int], bool]:
+    """Return a predicate by rows: whether a joint weight is faster as two GEMMs, timed at load."""
     if weights[0].device.type != "cuda":
         return lambda rows: False
     apart = {
         rows
-        for rows in TRIED_ROWS
-        if _seconds(weights, rows, 2) < WORTH_SPLITTING * _seconds(weights, rows, 1)
+        for rows in TIMED_ROWS
+        if _seconds(weights, rows, 2) < MAX_SPLIT_RATIO * _seconds(weights, rows, 1)
     }
 
     def answer(rows: int) -> bool:
-        return next((tried for tried in TRIED_ROWS if rows <= tried), 0) in apart
+        return next((tried for tried in TIMED_ROWS if rows <= tried), 0) in apart
 
     return answer
 
 
 def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
-    """Of the products with some layers' weights, more than the cache holds, once the chip is warm."""
+    """Time the GEMMs of several layers, more weights than the cache holds, on a warm device."""
     hidden = torch.randn(rows, weights[0].shape[1], dtype=weights[0].dtype, device=weights[0].device)
 
     def once() -> None:
@@ -114,8 +114,8 @@ def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
     with torch.cuda.graph(graph):
         once()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for replay in range(TRIED_REPLAYS):
-        if replay == TRIED_REPLAYS // 2:
+    for replay in range(TIMED_REPLAYS):
+        if replay == TIMED_REPLAYS // 2:
             began.record()
         graph.replay()
     ended.record()
@@ -124,7 +124,7 @@ def _seconds(weights: Sequence[torch.Tensor], rows: int, pieces: int) -> float:
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
-    """Compile each class of decoder layer once, for all its layers and any number of tokens; the layers."""
+    """Compile each class of decoder layer once, for any number of tokens; return the number of layers."""
     compiled: dict[type, Any] = {}
     layers = decoder_layers(model)
     for layer in layers:
@@ -136,9 +136,12 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
 
 
 def compile_ends(model: nn.Module, backend: str = "inductor") -> None:
-    """What runs once per step beside the layers: rotary table and last norm, a dozen small kernels."""
+    """Compile what runs once per step beside the layers: rotary embedding and final norm."""
     layers = decoder_layers(model)
-    owner = next((one for one in model.modules() if _has_layers(one, layers)), None)
+    lists = ((one, child) for one in model.modules() for child in one.children())
+    owner = next(
+        (one for one, child in lists if isinstance(child, nn.ModuleList) and list(child) == layers), None
+    )
     if owner is None:
         return
     for child in owner.children():
@@ -146,11 +149,7 @@ def compile_ends(model: nn.Module, backend: str = "inductor") -> None:
             child.forward = torch.compile(child.forward, fullgraph=True, dynamic=True, backend=backend)
 
 
-def _has_layers(module: nn.Module, layers: list[nn.Module]) -> bool:
-    return any(isinstance(child, nn.ModuleList) and list(child) == layers for child in module.children())
-
-
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The longest list of modules: in every causal language model, its decoder layers."""
+    """Return the longest module list, which is that of the decoder layers in every causal model."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))

@@ -1,4 +1,4 @@
-"""One forward pass over static memory: as a captured CUDA graph, or launched call by call."""
+"""Run a forward pass over static buffers, as a captured CUDA graph or eagerly."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from site_engine.cuda.attention import DeviceContext, Fresh
-from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, launched
+from site_engine.cuda.attention import DeviceContext, FreshPrefill
+from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, pdl_kwargs
 from site_engine.cuda.batch_layout import Shape, views
 from site_engine.cuda.kernels import layer_kernels, sampling_kernels
 from site_engine.model import attention_context
@@ -16,33 +16,35 @@ from site_engine.model.runner import Forward
 
 PREPARE_BLOCK = 256
 ARGMAX_SPAN = 8192
-DRAW_SPAN = 8192
+SAMPLE_SPAN = 8192
 
 
 class Device:
-    """What all steps share on the device: the page table, every slot's newest token, the chunks' counters."""
+    """Device memory that all steps share: the page table, the newest token of every slot, split counters."""
 
-    def __init__(self, arena: KVCache, slots: int, pages_per_row: int) -> None:
-        where = arena.keys[0].device
-        self.arena = arena
+    def __init__(self, kv_cache: KVCache, slots: int, pages_per_row: int) -> None:
+        where = kv_cache.keys[0].device
+        self.kv_cache = kv_cache
         self.where = where
         self.table = torch.zeros(slots + 1, pages_per_row, dtype=torch.int32, device=where)
         self.newest = torch.zeros(slots + 1, dtype=torch.int32, device=where)
-        kv_heads = max(keys.shape[2] for keys in arena.keys)
+        kv_heads = max(keys.shape[2] for keys in kv_cache.keys)
         self.chunk_tokens = partial(chunk_tokens, kv_heads=kv_heads)  # by rows
         self.side = torch.cuda.Stream() if where.type == "cuda" else None
         self.arrived = torch.zeros((slots + 8) * kv_heads, dtype=torch.int32, device=where)
 
 
 class Step:
-    """The buffers of one shape and the pass over them. Call `load` with the numbers, then `run`."""
+    """The buffers of one shape and the forward pass over them. Call `load`, then `run`."""
 
-    def __init__(self, device: Device, forward: Forward, shape: Shape, fresh: Fresh | None = None) -> None:
+    def __init__(
+        self, device: Device, forward: Forward, shape: Shape, fresh: FreshPrefill | None = None
+    ) -> None:
         self._device = device
         self._forward = forward
         self._shape = shape
         self._fresh = fresh
-        self._block = torch.zeros(shape.room, dtype=torch.int32, device=device.where)
+        self._block = torch.zeros(shape.size, dtype=torch.int32, device=device.where)
         self._in = views(self._block, shape)
         self._ids = torch.zeros(1, shape.tokens, dtype=torch.long, device=device.where)
         self._positions = torch.zeros_like(self._ids)
@@ -52,47 +54,55 @@ class Step:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def load(self, block: torch.Tensor) -> None:
+        """Copy a step's block of numbers to the device."""
         self._block.copy_(block, non_blocking=True)
 
     def run(self) -> None:
         if self._graph is not None:
             self._graph.replay()
         else:
-            self.logits = self._pass()
+            self.logits = self._forward_pass()
 
     def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int], *, keep_logits: bool) -> None:
-        """Record the pass, after one that compiles what is new; the numbers loaded must be padding alone.
+        """Capture the pass, after an eager one that compiles kernels; the loaded numbers must be padding.
 
-        The logits live in memory that all graphs share, unless they are to be kept for the sampler.
+        The logits lie in memory that all graphs share unless they are kept for the sampler.
         """
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._pass()
+            self._forward_pass()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            logits = self._pass()
+            logits = self._forward_pass()
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.logits = logits if keep_logits else None
         self._graph = graph
 
-    def _pass(self) -> torch.Tensor:
+    def _forward_pass(self) -> torch.Tensor:
+        shape, given = self._shape, self._in
         self._prepare()
+        decode = prefill = None
+        if shape.items:
+            chunk = self._device.chunk_tokens(shape.samples)
+            decode = DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)
+        if shape.blocks:
+            prefill = PrefillWork(given.slot, given.position, given.blocks.view(-1, 4))
         attention = DeviceContext(
-            self._device.arena,
+            self._device.kv_cache,
             self._device.table,
-            self._decode_work(),
-            self._prefill_work(),
+            decode,
+            prefill,
             self._fresh,
             self._device.side if self._shape.graph else None,
         )
         with torch.no_grad(), attention_context.use(attention):
             logits = self._forward(self._ids, self._positions, self._wanted)
-        if attention.layer != len(self._device.arena.keys):
+        if attention.layer != len(self._device.kv_cache.keys):
             raise RuntimeError(
-                f"{attention.layer} attention calls in a model of {len(self._device.arena.keys)}"
+                f"{attention.layer} attention calls in a model of {len(self._device.kv_cache.keys)}"
             )
-        self._choose(logits, early=attention.early)
+        self._sample(logits, pdl=attention.pdl)
         return logits
 
     def _prepare(self) -> None:
@@ -104,34 +114,22 @@ class Step:
             shape.tokens, shape.samples, shape.patches, BLOCK=PREPARE_BLOCK,
         )  # fmt: skip
 
-    def _choose(self, logits: torch.Tensor, *, early: bool) -> None:
+    def _sample(self, logits: torch.Tensor, *, pdl: bool) -> None:
         rows, vocabulary = logits.shape
         spans = -(-vocabulary // ARGMAX_SPAN)
         tops = torch.empty(rows, spans, dtype=torch.float32, device=logits.device)
         places = torch.empty(rows, spans, dtype=torch.int32, device=logits.device)
         layer_kernels.best_of_span[(rows, spans)](
             logits, tops, places, vocabulary, logits.stride(0), SPAN=ARGMAX_SPAN, num_warps=8,
-            EARLY=early, **launched(early),
+            PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
         layer_kernels.best_of_row[(rows,)](
             tops, places, self._in.owner, self._device.newest, self.chosen, spans,
-            SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1, EARLY=early, **launched(early),
+            SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1, PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
-        sampling_kernels.draw[(rows,)](
+        sampling_kernels.sample_rows[(rows,)](
             logits, self._in.rules, self._in.owner, self._device.newest, self.chosen,
             vocabulary, logits.stride(0), rows,
-            SPAN=DRAW_SPAN, SPANS_PAD=1 << (-(-vocabulary // DRAW_SPAN) - 1).bit_length(),
-            BITS=8 * logits.element_size(), num_warps=16, EARLY=early, **launched(early),
+            SPAN=SAMPLE_SPAN, SPANS_PAD=1 << (-(-vocabulary // SAMPLE_SPAN) - 1).bit_length(),
+            BITS=8 * logits.element_size(), num_warps=16, PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
-
-    def _decode_work(self) -> DecodeWork | None:
-        shape, given = self._shape, self._in
-        if not shape.items:
-            return None
-        chunk = self._device.chunk_tokens(shape.samples)
-        return DecodeWork(given.items.view(-1, 4), self._device.arrived, shape.split, chunk)
-
-    def _prefill_work(self) -> PrefillWork | None:
-        if not self._shape.blocks:
-            return None
-        return PrefillWork(self._in.slot, self._in.position, self._in.blocks.view(-1, 4))

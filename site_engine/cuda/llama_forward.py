@@ -1,8 +1,8 @@
-"""Forward passes of the Llama family with few kernels: the same weights in the same order, rounded alike.
+"""Run models of the Llama family with few kernels, rounding where the model's own modules round.
 
-Four products a layer, and between them one kernel each: sum and norm, attention with the rotary embedding,
-gate. Steps of few rows use the GEMMs of skinny_gemm.py. Does not know other families; they run compiled.
-Certified against the unmodified model at load.
+A layer is four GEMMs with one kernel between them each: sum and norm, attention with the rotary embedding,
+gate. Steps of few rows use the GEMMs of skinny_gemm.py. Certified against the unmodified model at load. Does
+not know other families; they run compiled.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional as F  # noqa: N812 - torch's own convention
 
 from site_engine.cuda import skinny_gemm
 from site_engine.cuda.attention import DeviceContext
-from site_engine.cuda.attention_launch import Turn, launched
-from site_engine.cuda.compile import TRIED_LAYERS, faster_apart
+from site_engine.cuda.attention_launch import RotaryTable, pdl_kwargs
+from site_engine.cuda.compile import TIMED_LAYERS, faster_split
 from site_engine.cuda.kernels import layer_kernels, skinny_gemm_kernels
 from site_engine.model import attention_context
 from site_engine.model.attention_context import Scoring
@@ -27,7 +27,9 @@ STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 GATE_BLOCK = 1024
 
 
-class Product(NamedTuple):
+class Linear(NamedTuple):
+    """A linear layer's weight [columns, depth] and bias."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None
 
@@ -36,25 +38,25 @@ class Product(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A root-mean-square norm and the sum before it."""
+    """An RMS norm fused with the residual sum before it."""
 
     weight: torch.Tensor
     epsilon: float
 
     def embed(self, ids: torch.Tensor, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The embedding's rows of the ids, and their norm."""
+        """Return the embeddings of the ids and their norm."""
         residual = embedding.new_empty(ids.shape[0], embedding.shape[1])
         return residual, self._launch(layer_kernels.embed_norm, ids, embedding, residual)
 
     def add(self, added: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual` grows by `added`; the norm of the sum."""
+        """Add `added` to `residual` in place and return the norm of the sum."""
         return self._launch(layer_kernels.add_norm, added, residual)
 
-    def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, early: bool) -> torch.Tensor:
-        """As `add`, for a product in parts: [parts, rows, size]."""
+    def add_parts(self, parts: torch.Tensor, residual: torch.Tensor, *, pdl: bool) -> torch.Tensor:
+        """Add a product in parts [parts, rows, size] to `residual` and return the norm of the sum."""
         return self._launch(
             skinny_gemm_kernels.add_parts_norm, parts, residual,
-            part_stride=parts.stride(0), PARTS=parts.shape[0], EARLY=early, **launched(early),
+            part_stride=parts.stride(0), PARTS=parts.shape[0], PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
 
     def _launch(self, kernel: Any, *given: torch.Tensor, **more: int) -> torch.Tensor:
@@ -69,45 +71,46 @@ class Norm(NamedTuple):
 
 
 class Layer(NamedTuple):
+    """The weights of a decoder layer, projections of one input joined."""
+
     before: Norm
-    query_key_value: Product
+    query_key_value: Linear
     scoring: Scoring
-    output: Product
+    output: Linear
     between: Norm
-    gate_up: Product
-    down: Product
+    gate_up: Linear
+    down: Linear
 
 
 class LlamaForward:
-    """(ids, positions, wanted) -> logits, in the current DeviceContext; as `LoadedModel.forward`."""
+    """A forward pass with the signature of `LoadedModel.forward`, in the current DeviceContext."""
 
     def __init__(
-        self, model: LoadedModel, layers: list[Layer], turn: Turn, apart: Callable[[int], bool]
+        self, model: LoadedModel, layers: list[Layer], rotary: RotaryTable, split_gate: Callable[[int], bool]
     ) -> None:
         config, body = model.model.config, model.model.model
         self._heads = config.num_attention_heads
         self._kv_heads = model.layers[0].kv_heads
         self._dim = model.layers[0].key_dim
         self._layers = layers
-        self._turn = turn
-        self._apart = apart  # by rows: whether gate and up are faster as two products
-        can_be_thin = skinny_gemm.fits(model.device) and not any(_has_bias(layer) for layer in layers)
-        self._thin_rows = skinny_gemm.MOST_ROWS if can_be_thin else 0
+        self._rotary = rotary
+        self._split_gate = split_gate  # by rows: whether gate and up are faster as two GEMMs
+        others = [one.bias for layer in layers for one in (layer.output, layer.gate_up, layer.down)]
+        skinny = skinny_gemm.is_supported(model.device) and not any(bias is not None for bias in others)
+        self._skinny_rows = skinny_gemm.MAX_ROWS if skinny else 0
         self._embedding = body.embed_tokens.weight
         self._last = _norm(body.norm)
-        self._head = Product(model.model.lm_head.weight, model.model.lm_head.bias)
+        self._head = Linear(model.model.lm_head.weight, model.model.lm_head.bias)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         step = attention_context.current()
         assert isinstance(step, DeviceContext)
         residual, normed = self._layers[0].before.embed(ids[0], self._embedding)
-        run = self._thin_layer if self._thin(step, normed.shape[0]) else self._layer
+        skinny = step.decodes_only and normed.shape[0] <= self._skinny_rows
+        run = self._skinny_layer if skinny else self._layer
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             normed = run(step, layer, self._last if after is None else after.before, normed, residual)
         return self._head(normed if step.decodes_only else normed[wanted])
-
-    def _thin(self, step: DeviceContext, rows: int) -> bool:
-        return step.decodes_only and rows <= self._thin_rows
 
     def _layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
@@ -116,22 +119,20 @@ class LlamaForward:
         normed = layer.between.add(layer.output(attended), residual)
         return after.add(layer.down(self._gated(layer, normed)), residual)
 
-    def _thin_layer(
+    def _skinny_layer(
         self, step: DeviceContext, layer: Layer, after: Norm, normed: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
-        early, (weight, bias) = step.early, layer.query_key_value
-        joint = skinny_gemm.whole(normed, weight, bias, early=early)
+        pdl, (weight, bias) = step.pdl, layer.query_key_value
+        joint = skinny_gemm.whole(normed, weight, bias, pdl=pdl)
         attended = self._attend(step, joint, layer.scoring)
-        parts = skinny_gemm.parts(attended, layer.output.weight, early=early)
-        normed = layer.between.add_parts(parts, residual, early=early)
-        opened = skinny_gemm.gated(normed, layer.gate_up.weight, early=early)
-        return after.add_parts(
-            skinny_gemm.parts(opened, layer.down.weight, early=early), residual, early=early
-        )
+        parts = skinny_gemm.parts(attended, layer.output.weight, pdl=pdl)
+        normed = layer.between.add_parts(parts, residual, pdl=pdl)
+        opened = skinny_gemm.gated(normed, layer.gate_up.weight, pdl=pdl)
+        return after.add_parts(skinny_gemm.parts(opened, layer.down.weight, pdl=pdl), residual, pdl=pdl)
 
     def _gated(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         rows, width = normed.shape[0], layer.down.weight.shape[1]
-        if self._apart(rows):
+        if self._split_gate(rows):
             weight, bias = layer.gate_up
             low, high = (None, None) if bias is None else (bias[:width], bias[width:])
             gate, up = F.linear(normed, weight[:width], low), F.linear(normed, weight[width:], high)
@@ -148,11 +149,14 @@ class LlamaForward:
         tokens, heads = joint.shape[0], self._heads + self._kv_heads
         split = joint.view(tokens, -1, self._dim).transpose(0, 1)
         query, key, value = split[: self._heads], split[self._heads : heads], split[heads:]
-        return step.attend(query, key, value, scoring, self._turn).view(tokens, -1)
+        return step.attend(query, key, value, scoring, self._rotary).view(tokens, -1)
 
 
 def llama_forward(model: LoadedModel) -> LlamaForward | None:
-    """For a model of the family, or None. The model's own projections become views of the joint ones."""
+    """Return the pass for a model of the family, else None.
+
+    The model's own projections become views of the joint ones.
+    """
     config = model.model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if type(model.model).__name__ not in FAMILIES or rope not in STATIC_ROPES or config.hidden_act != "silu":
@@ -160,11 +164,13 @@ def llama_forward(model: LoadedModel) -> LlamaForward | None:
     body = model.model.model
     window = config.sliding_window if type(model.model).__name__ == "MistralForCausalLM" else None
     layers = [_layer(one, window) for one in body.layers]
-    apart = faster_apart([one.gate_up.weight for one in layers[:TRIED_LAYERS]])
-    places = torch.arange(model.context_tokens, device=model.device)[None]
+    split_gate = faster_split([one.gate_up.weight for one in layers[:TIMED_LAYERS]])
+    positions = torch.arange(model.context_tokens, device=model.device)[None]
     with torch.no_grad():
-        cosines, sines = body.rotary_emb(body.embed_tokens.weight[:1, None], places)
-    return LlamaForward(model, layers, Turn(cosines[0].contiguous(), sines[0].contiguous()), apart)
+        cosines, sines = body.rotary_emb(body.embed_tokens.weight[:1, None], positions)
+    return LlamaForward(
+        model, layers, RotaryTable(cosines[0].contiguous(), sines[0].contiguous()), split_gate
+    )
 
 
 def _layer(layer: Any, window: int | None) -> Layer:
@@ -173,27 +179,23 @@ def _layer(layer: Any, window: int | None) -> Layer:
         before=_norm(layer.input_layernorm),
         query_key_value=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
         scoring=Scoring(attention.scaling, getattr(attention, "sliding_window", window)),
-        output=_product(attention.o_proj),
+        output=_linear(attention.o_proj),
         between=_norm(layer.post_attention_layernorm),
         gate_up=_joint(mlp.gate_proj, mlp.up_proj),
-        down=_product(mlp.down_proj),
+        down=_linear(mlp.down_proj),
     )
-
-
-def _has_bias(layer: Layer) -> bool:
-    return any(one.bias is not None for one in (layer.output, layer.gate_up, layer.down))
 
 
 def _norm(norm: Any) -> Norm:
     return Norm(norm.weight.detach(), norm.variance_epsilon)
 
 
-def _product(linear: Any) -> Product:
-    return Product(linear.weight.detach().contiguous(), None if linear.bias is None else linear.bias.detach())
+def _linear(linear: Any) -> Linear:
+    return Linear(linear.weight.detach().contiguous(), None if linear.bias is None else linear.bias.detach())
 
 
-def _joint(*linears: Any) -> Product:
-    """One product for all; the modules keep working, on views of it."""
+def _joint(*linears: Any) -> Linear:
+    """Join linear layers of one input into one; the modules go on working, on views of it."""
     weight = torch.cat([one.weight.detach() for one in linears]).contiguous()
     bias = None if linears[0].bias is None else torch.cat([one.bias.detach() for one in linears])
     begin = 0
@@ -203,4 +205,4 @@ def _joint(*linears: Any) -> Product:
         if bias is not None:
             one.bias.data = bias[begin:end]
         begin = end
-    return Product(weight, bias)
+    return Linear(weight, bias)

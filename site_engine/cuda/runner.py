@@ -1,4 +1,4 @@
-"""Runs plans on the device: one CUDA graph per shape, everything a step needs in one copy, only ids back."""
+"""Run plans on a GPU: one CUDA graph per shape, one copy of a step's numbers in, only token ids out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from site_engine.core.request import Request
 from site_engine.core.scheduler import SchedulePlan
-from site_engine.cuda.attention import Fresh
+from site_engine.cuda.attention import FreshPrefill
 from site_engine.cuda.attention_launch import block_tokens
 from site_engine.cuda.batch_layout import (
     MIXED_TOKENS,
@@ -46,7 +46,7 @@ class DeviceStep:
 
 
 class DeviceRunner:
-    """`reference` computes what graphs do not give: the logits of every place of a prompt."""
+    """Runs steps as CUDA graphs; `reference` computes prompt log probabilities, which graphs do not."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class DeviceRunner:
             self._pool = torch.cuda.graph_pool_handle()
 
     def launch(self, plan: SchedulePlan) -> DeviceStep:
-        """Queue a plan and return at once; tokens not known yet are taken from the step before."""
+        """Queue a plan and return at once; tokens still unknown come from the step before, on the device."""
         step, requests = self._start(plan, keep_logits=False)
         return DeviceStep(plan, requests, step.chosen)
 
     def run(self, plan: SchedulePlan) -> Logits:
-        """Compute a plan whose tokens are all known; logits for the sampler."""
-        if any(entry.request.sampling.prompt_logprobs for entry in plan.prefills):
+        """Compute a plan whose tokens are all known and return its logits."""
+        if any(scheduled.request.sampling.prompt_logprobs for scheduled in plan.prefills):
             self._patch(*self._tables.patches(plan))
             self._tables.applied(plan)
             return self._reference.run(plan)
@@ -92,7 +92,10 @@ class DeviceRunner:
         return Logits(requests, step.logits[: len(requests)], [])
 
     def warm(self, longest: int) -> int:
-        """Make the graphs of decode steps and small mixed steps for contexts up to `longest`; how many."""
+        """Capture the graphs of decode steps and small mixed steps for contexts up to `longest` tokens.
+
+        Returns the number of graphs.
+        """
         for rows in reversed(row_buckets(self._slots)):
             for shape in decode_shapes(rows, -(-longest // self._device.chunk_tokens(rows))):
                 self._step(shape, keep_logits=False)
@@ -106,7 +109,7 @@ class DeviceRunner:
         if len(at) > shape.patches:
             self._patch(at, pages)
             at, pages = [], []
-        block = torch.empty(shape.room, dtype=torch.int32, pin_memory=self._cuda)
+        block = torch.empty(shape.size, dtype=torch.int32, pin_memory=self._cuda)
         to = views(block.numpy(), shape)
         requests = self._packer.fill(to, shape, plan)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
@@ -117,7 +120,7 @@ class DeviceRunner:
         self._tables.applied(plan)
         return step, requests
 
-    def _step(self, shape: Shape, *, keep_logits: bool, fresh: Fresh | None = None) -> Step:
+    def _step(self, shape: Shape, *, keep_logits: bool, fresh: FreshPrefill | None = None) -> Step:
         if not shape.graph:
             return Step(self._device, self._forward, shape, fresh)
         step = self._steps.get((shape, keep_logits))
@@ -129,7 +132,7 @@ class DeviceRunner:
         return step
 
     def _padding(self, shape: Shape) -> torch.Tensor:
-        block = torch.zeros(shape.room, dtype=torch.int32)
+        block = torch.zeros(shape.size, dtype=torch.int32)
         to = views(block.numpy(), shape)
         to.owner[:], to.patch_at[:] = self._slots, -1
         items = to.items.reshape(-1, 4)
@@ -138,13 +141,13 @@ class DeviceRunner:
             items[: shape.samples, 0] = range(shape.samples)
         return block
 
-    def _fresh(self, plan: SchedulePlan, shape: Shape) -> Fresh | None:
-        """Large prefills of whole prompts go to torch's own attention."""
-        if shape.graph or not self._cuda or any(entry.start for entry in plan.prefills):
+    def _fresh(self, plan: SchedulePlan, shape: Shape) -> FreshPrefill | None:
+        """Return lengths for PyTorch's varlen attention if all chunks begin their prompt, outside a graph."""
+        if shape.graph or not self._cuda or any(scheduled.start for scheduled in plan.prefills):
             return None
-        lengths = [entry.length for entry in plan.prefills]
+        lengths = [scheduled.length for scheduled in plan.prefills]
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return Fresh(
+        return FreshPrefill(
             len(plan.decodes), ends.pin_memory().to(self._device.where, non_blocking=True), max(lengths)
         )
 

@@ -1,6 +1,6 @@
-"""What the device must know to draw tokens: every slot's rules, and each row's own random number.
+"""Prepare the inputs of the sampling kernel: the rules of every slot and a random number per row.
 
-Does not draw: the kernel does. Numbers depend on a request's seed and place alone, as in `sampler.py`.
+Does not sample. Random numbers depend only on a request's seed and position, as in `sampler.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 from site_engine.core.request import Request
 from site_engine.model.sampler import seed_of, uniforms
 
-RULES = 5  # temperature, top_k, top_p, min_p, number
+RULES = 5  # temperature, top_k, top_p, min_p, random number
 
 
 class SlotRules:
-    """The settings of whoever holds a slot, kept so that a step gathers and does not ask each request."""
+    """The sampling rules of every slot, kept so that a step gathers them instead of asking each request."""
 
     def __init__(self, slots: int) -> None:
         self._numbers = np.zeros((RULES - 1, slots), dtype=np.int32)
@@ -24,7 +24,7 @@ class SlotRules:
         self._prompts = np.zeros(slots, dtype=np.int64)
 
     def set(self, request: Request) -> None:
-        """Called when a request's prompt is computed: it has a slot now."""
+        """Store a request's rules in its slot, when its prompt is computed."""
         sampling, row = request.sampling, request.row
         if sampling.greedy:
             self._numbers[0, row] = 0
@@ -40,11 +40,11 @@ class SlotRules:
         slots: np.ndarray[Any, np.dtype[np.int32]],
         ends: list[int],
     ) -> None:
-        """to [RULES, rows]: of the rows that hold these slots, whose next tokens will be their `ends`-th."""
+        """Write the rules [RULES, rows] of these slots; each row's next token is its `ends`-th."""
         count = len(slots)
         to[:, count:] = 0
         to[:-1, :count] = self._numbers[:, slots]
         if to[0, :count].any():
-            places = (np.array(ends) - self._prompts[slots]).astype(np.uint64)
-            numbers = uniforms(self._seeds[slots], places) * 2.0**32
+            positions = (np.array(ends) - self._prompts[slots]).astype(np.uint64)
+            numbers = uniforms(self._seeds[slots], positions) * 2.0**32
             to[-1, :count] = numbers.astype(np.uint32).view(np.int32)

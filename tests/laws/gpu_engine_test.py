@@ -1,4 +1,4 @@
-"""The engine that runs one step ahead gives the tokens the model gives alone. Kernels run interpreted."""
+"""The overlapped engine gives the tokens that the model gives alone. Kernels run interpreted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tokens_equal_those_of_generate(name: str, fused: bool, count: int) -> N
 
 
 def test_gate_and_up_may_be_computed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("site_engine.cuda.llama_forward.faster_apart", lambda weights: lambda rows: True)
+    monkeypatch.setattr("site_engine.cuda.llama_forward.faster_split", lambda weights: lambda rows: True)
     of = fused_family("llama")
     engine = overlapped(of, fused=True)
     engine.submit(greedy("one", [5, 6, 7], 4))
@@ -115,7 +115,7 @@ def test_who_is_cancelled_or_stops_while_its_next_token_is_computed_leaves_nothi
 
 
 def test_drawn_tokens_depend_on_the_seed_alone() -> None:
-    """Not on the neighbours, nor on whether the engine runs ahead."""
+    """Not on the other rows, nor on whether steps overlap."""
     of = fused_family("llama")
     rules = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
     alone = packed_engine(of.served, EngineSettings(slots=2, page_size=4, kv_tokens=256), Ticks())

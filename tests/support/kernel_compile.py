@@ -48,20 +48,20 @@ ODD = {"PAGE": 1, "WHOLE_PAGES": False, "BLOCK": 64, "WINDOW": 100, "SOFTCAP": T
 DECODE_OPTIONS = {"num_warps": 2, "num_stages": 4}
 
 
-def cases(early: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+def cases(pdl: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     thin = {
         "ROWS_PAD": 16,
         "COLUMNS": 64,
         "DEPTH": 128,
         "BIAS": False,
         "EVEN": True,
-        "EARLY": early,
-        "AHEAD": 2,
+        "PDL": pdl,
+        "PREFETCH": 2,
     }
     decode = [
         (
             attention_kernels.decode_rows,
-            {**model, **paged, "CHUNK": 256, "SPLIT": split, "TURN": split, "EARLY": early},
+            {**model, **paged, "CHUNK": 256, "SPLIT": split, "ROTARY": split, "PDL": pdl},
             DECODE_OPTIONS,
         )
         for model, paged, split in ((LLAMA, PAGED, True), (QWEN, PAGED, False), (QWEN, ODD, True))
@@ -77,21 +77,21 @@ def cases(early: bool) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
         (layer_kernels.embed_norm, {"SIZE": 896, "SIZE_PAD": 1024}, {"num_warps": 4}),
         (layer_kernels.add_norm, {"SIZE": 4096, "SIZE_PAD": 4096}, {"num_warps": 8}),
         (layer_kernels.silu_times, {"BLOCK": 1024}, {}),
-        (attention_kernels.turn_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
+        (attention_kernels.rotate_heads, {"HEADS": 40, "HEADS_PAD": 64, "DIM": 128, "HALF_PAD": 64}, {}),
         (layer_kernels.prepare_inputs, {"BLOCK": 256}, {}),
-        (layer_kernels.best_of_span, {"SPAN": 8192, "EARLY": early}, {"num_warps": 8}),
-        (layer_kernels.best_of_row, {"SPANS_PAD": 32, "EARLY": early}, {"num_warps": 1}),
+        (layer_kernels.best_of_span, {"SPAN": 8192, "PDL": pdl}, {"num_warps": 8}),
+        (layer_kernels.best_of_row, {"SPANS_PAD": 32, "PDL": pdl}, {"num_warps": 1}),
         (
-            sampling_kernels.draw,
-            {"SPAN": 8192, "SPANS_PAD": 32, "BITS": 16, "EARLY": early},
+            sampling_kernels.sample_rows,
+            {"SPAN": 8192, "SPANS_PAD": 32, "BITS": 16, "PDL": pdl},
             {"num_warps": 16},
         ),
-        (skinny_gemm_kernels.thin_product, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
-        (skinny_gemm_kernels.thin_product, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
-        (skinny_gemm_kernels.thin_product, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
+        (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": True, "GATED": False}, {"num_stages": 5}),
+        (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": True, "ROWS_PAD": 64}, {}),
+        (skinny_gemm_kernels.skinny_gemm_rows, {**thin, "SPLIT": False, "GATED": False, "BIAS": True}, {}),
         (
             skinny_gemm_kernels.add_parts_norm,
-            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "EARLY": early},
+            {"SIZE": 896, "SIZE_PAD": 1024, "PARTS": 4, "PDL": pdl},
             {"num_warps": 4},
         ),
     ]
@@ -111,7 +111,7 @@ def _type(name: str, constants: dict[str, Any]) -> str:
 
 def compile_all(architecture: int) -> list[str]:
     done = []
-    for kernel, given, options in cases(early=architecture >= 90):
+    for kernel, given, options in cases(pdl=architecture >= 90):
         constants = {name: given[name] for name in kernel.arg_names if name in given}
         signature = {name: _type(name, constants) for name in kernel.arg_names}
         aligned = {

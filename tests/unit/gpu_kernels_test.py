@@ -11,7 +11,7 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 # isort: split
 from site_engine.cuda import attention_launch
-from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, Tile, Turn
+from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, RotaryTable, Tile
 from site_engine.model.attention_context import Scoring
 
 pytestmark = pytest.mark.slow
@@ -163,14 +163,14 @@ def test_queries_and_keys_are_turned_like_rotary_embeddings() -> None:
     random = torch.Generator().manual_seed(1)
     joint = torch.randn(tokens, heads + kv_heads, dim, generator=random)
     angles = torch.randn(9, dim // 2, generator=random).repeat(1, 2)
-    turn = Turn(angles.cos(), angles.sin())
+    rotary = RotaryTable(angles.cos(), angles.sin())
     positions = torch.tensor([3, 8, 0, 5, 1], dtype=torch.int32)
     slots = torch.tensor([4, 5, 6, 7, 0], dtype=torch.int32)
     low, high = joint.chunk(2, -1)
     at = positions.long()
-    wanted = joint * turn.cosines[at][:, None] + torch.cat([-high, low], -1) * turn.sines[at][:, None]
+    wanted = joint * rotary.cosines[at][:, None] + torch.cat([-high, low], -1) * rotary.sines[at][:, None]
     wanted[4] = joint[4]  # not a prompt's token
     split = joint.transpose(0, 1)
     work = PrefillWork(slots, positions, torch.zeros(0, 4, dtype=torch.int32))
-    attention_launch.turn_in_place(split[:heads], split[heads:], work, turn)
+    attention_launch.rotate_in_place(split[:heads], split[heads:], work, rotary)
     torch.testing.assert_close(joint, wanted)

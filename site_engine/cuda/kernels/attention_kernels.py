@@ -1,6 +1,6 @@
-"""The attention of one layer on paged keys and values, as Triton kernels: write, decode rows, prefill blocks.
+"""Triton kernels for the attention of one layer over paged keys and values: write, decode, prefill.
 
-Pages may hold anything, NaN too: what a mask forbids is never loaded. Strides count elements. Softmax runs in
+Pages may hold anything, NaN included: masked slots are never loaded. Strides count elements. Softmax runs in
 base 2 (`scale2` = scale · log2 e), with float32 sums.
 """
 
@@ -32,7 +32,7 @@ def write_kv(
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
 ):
-    """One program per token; slot 0 is nobody's."""
+    """Write keys and values into their slots, one program per token; skip tokens of slot 0."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot == 0:
@@ -49,11 +49,11 @@ def write_kv(
 
 
 @triton.jit
-def turn_heads(
+def rotate_heads(
     heads,  # [tokens, HEADS, DIM], in place
     positions,  # [tokens]
     slots,  # [tokens]; 0: leave this one
-    cosines,  # [places, DIM]
+    cosines,  # [positions, DIM]
     sines,
     token_stride,
     HEADS: tl.constexpr,
@@ -61,7 +61,7 @@ def turn_heads(
     DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """The rotary embedding of queries and keys that lie side by side."""
+    """Rotate queries and keys that lie side by side, in place."""
     token = tl.program_id(0).to(tl.int64)
     if tl.load(slots + token) == 0:
         return
@@ -97,7 +97,7 @@ def decode_rows(
     sums,
     arrived,  # [rows, kv_heads], zeros before and after
     sinks,  # [heads]
-    cosines,  # [places, key_dim], as `sines`; only if TURN
+    cosines,  # [positions, key_dim], as `sines`; only if ROTARY
     sines,
     scale2,
     softcap,
@@ -123,16 +123,18 @@ def decode_rows(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
-    TURN: tl.constexpr,  # query and key come without their rotary embedding: turn them here
-    EARLY: tl.constexpr,  # launched while the kernel before still runs: wait for it here
+    ROTARY: tl.constexpr,  # query and key come without their rotary embedding; it is applied here
+    PDL: tl.constexpr,  # programmatic dependent launch: wait for the kernel before here
 ):
-    """One program per chunk of a row's context and KV head; the group's heads are the rows of its matrices.
-    The KV heads of a chunk stand side by side: they run together and read the same pages.
+    """Attend decode rows, one program per chunk of a row's context and KV head.
+
+    The heads of a group are the rows of a program's matrices. The KV heads of a chunk are adjacent programs,
+    so they run together and read the same pages.
 
     Chunks begin at multiples of CHUNK, so a row's sums do not depend on its neighbours. The first takes the
     new token from registers and writes it to its page. The last of a row's chunks to arrive joins them.
     """
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     work = tl.program_id(0) // KV_HEADS
@@ -164,7 +166,7 @@ def decode_rows(
         other=0.0,
     )
     old = length - 1
-    if TURN:
+    if ROTARY:
         half = (kdim + KEY_DIM // 2) % KEY_DIM
         sign = tl.where(kdim < KEY_DIM // 2, -1.0, 1.0)
         cosine = tl.load(cosines + old * KEY_DIM + kdim, mask=in_key, other=0.0).to(tl.float32)
@@ -177,12 +179,12 @@ def decode_rows(
         turned = q.to(tl.float32) * cosine[None, :] + q_half.to(tl.float32) * sine[None, :]
         q = turned.to(q.dtype)
     new_k = tl.load(key + row64 * key_token + head * key_head + kdim, mask=in_key, other=0.0)
-    if TURN:
+    if ROTARY:
         k_half = tl.load(key + row64 * key_token + head * key_head + half, mask=in_key, other=0.0)
         turned_k = new_k.to(tl.float32) * cosine + k_half.to(tl.float32) * sine
         new_k = turned_k.to(new_k.dtype)
     new_v = tl.load(value + row64 * value_token + head * value_head + vdim, mask=in_value, other=0.0)
-    newest = chunk == 0  # whose sums the new token, still in registers, is part of
+    newest = chunk == 0  # its sums include the new token, still in registers
     score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale2
     if SOFTCAP:
         score = softcap * LOG2_E * (2.0 * tl.sigmoid(2.0 * score / (softcap * LOG2_E)) - 1.0)
@@ -237,7 +239,7 @@ def decode_rows(
         total = total * fade + tl.sum(weights, 1)
         acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         top = higher
-    if newest:  # last, so that no load has to wait for it; nobody reads it in this step
+    if newest:  # last, so that no load waits for it; no program reads it in this step
         slot = tl.load(pages + old // PAGE).to(tl.int64) * PAGE + old % PAGE
         tl.store(keys + (slot * KV_HEADS + head) * KEY_DIM + kdim, new_k, mask=in_key)
         tl.store(values + (slot * KV_HEADS + head) * VALUE_DIM + vdim, new_v, mask=in_value)
@@ -252,7 +254,7 @@ def decode_rows(
         tl.store(parts + part[:, None] * VALUE_DIM + vdim[None, :], acc, mask=out_keep)
         tl.store(tops + part, top, mask=in_group)
         tl.store(sums + part, total, mask=in_group)
-        tl.debug_barrier()  # every thread's stores come before the one that counts
+        tl.debug_barrier()  # every thread's stores come before the counter
         counter = arrived + row * KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel") < chunks - 1:
             return
@@ -288,7 +290,7 @@ def prefill_blocks(
     keys,
     values,
     table,
-    blocks,  # [blocks, 4]: first token, row of the table, place of that token in its request, tokens; 0: none
+    blocks,  # [blocks, 4]: first token, row of the table, position of that token, tokens; 0: none
     out,  # [tokens, heads, value_dim], contiguous
     sinks,
     scale2,
@@ -310,9 +312,9 @@ def prefill_blocks(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One program per block of a chunk's tokens and KV head. All keys, its own too, are read from the pages.
+    """Attend prefill chunks, one program per block of tokens and KV head; all keys are read from pages.
 
-    A block whose place is before 0 sees nothing and answers zeros: padding.
+    A block with a position below 0 is padding: it attends to nothing and writes zeros.
     """
     block = blocks + tl.program_id(0) * 4
     head = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Triton kernels around the model: inputs from the step's numbers, and the best token of every row."""
+"""Triton kernels around the model: step inputs, the best token of every row, fused norms and gates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import triton.language as tl
 def prepare_inputs(
     source,  # [tokens]: a token id; or -1 - slot, whose newest token it is
     position,  # [tokens]
-    wanted,  # [samples]: whose logits are needed, by place among the tokens
-    patch_at,  # [patches]: where in the flat table a page is new; -1: nowhere
+    wanted,  # [samples]: tokens whose logits are needed
+    patch_at,  # [patches]: index of a new page in the flat table; -1: none
     patch_page,
     newest,  # [slots]: the last token of each
     table,
@@ -45,10 +45,10 @@ def best_of_span(
     vocabulary,
     row_stride,
     SPAN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The first of the largest logits of a span; what is not a number counts as infinite."""
-    if EARLY:
+    """Find the first of the largest logits of a span; NaN counts as infinite."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -73,9 +73,9 @@ def best_of_row(
     chosen,  # [rows]: the token; -1 - token where the logits were not finite
     spans,
     SPANS_PAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -94,7 +94,7 @@ def best_of_row(
 def embed_norm(
     ids,  # [rows], int64
     embedding,  # [vocabulary, SIZE]
-    residual,  # [rows, SIZE]: becomes the rows of the ids
+    residual,  # [rows, SIZE]: receives the embeddings
     weight,  # [SIZE]
     out,  # [rows, SIZE]: their norm
     epsilon,
@@ -123,7 +123,7 @@ def add_norm(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
 ):
-    """Rounds where the model's own modules round: after the sum, and before the weight."""
+    """Add, normalize and scale; round where the model's modules round: after the sum, before the weight."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, SIZE_PAD)
     here = at < SIZE
@@ -139,7 +139,7 @@ def add_norm(
 
 @triton.jit
 def silu_times(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
-    """out [rows, width] = silu(gate) * up."""
+    """Compute out [rows, width] = silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = at < width

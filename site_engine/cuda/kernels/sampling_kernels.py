@@ -1,4 +1,4 @@
-"""A Triton kernel that draws a row's next token by its own rules and number, as `sampler.py` does."""
+"""Triton kernel that samples a row's next token by its rules and its random number, as `sampler.py` does."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["rows"])  # eager steps have any number: compile once
-def draw(
+def sample_rows(
     logits,  # [rows, vocabulary]
-    rules,  # [5, rows], 32 bits each: temperature (0: leave the row), top_k, top_p, min_p, the number drawn
+    rules,  # [5, rows], 32 bits each: temperature (0: leave the row), top_k, top_p, min_p, the random number
     owner,  # [rows]: the slot that a row's token belongs to
     newest,  # [slots]
-    chosen,  # [rows]: the best token; becomes the drawn one; negative: the logits were not finite
+    chosen,  # [rows]: the best token; replaced by the sampled one; negative: the logits were not finite
     vocabulary,
     row_stride,
     rows,
     SPAN: tl.constexpr,
     SPANS_PAD: tl.constexpr,
     BITS: tl.constexpr,  # of a logit
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One program per row. What top-k and top-p leave is found by the least logit, two bits at a time."""
-    if EARLY:
+    """Sample one row per program; top-k and top-p find the lowest kept logit, two bits at a time."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
@@ -54,12 +54,14 @@ def draw(
         sums = tl.where(spans == span, tl.sum(weights, 0), sums)
     ends = tl.cumsum(sums.to(tl.float64), 0)
     target = number * tl.max(ends, 0)
-    before = tl.max(tl.where(ends <= target, ends, 0.0), 0)  # the weight of the spans before the number's own
+    before = tl.max(
+        tl.where(ends <= target, ends, 0.0), 0
+    )  # weight of the spans before the one that holds the target
     span = tl.sum((ends <= target).to(tl.int32), 0)
     place, weights = _span(its, span * SPAN, vocabulary, top, scale, least, min_p, SPAN, BITS)
     beyond = (before + tl.cumsum(weights, 0).to(tl.float64) > target) & (weights > 0)
     token = tl.min(tl.where(beyond, place, vocabulary), 0)
-    last = tl.max(tl.where(weights > 0, place, 0), 0)  # where rounding leaves the number past the end
+    last = tl.max(tl.where(weights > 0, place, 0), 0)  # if rounding leaves the target past the end
     token = tl.where(token < vocabulary, token, last)
     tl.store(newest + tl.load(owner + row), token)
     tl.store(chosen + row, token)
@@ -67,7 +69,7 @@ def draw(
 
 @triton.jit
 def _least(its, vocabulary, top, scale, floor, goal, SPAN: tl.constexpr, BITS: tl.constexpr):
-    """The highest rank at or above which the weights, of those from `floor` on, reach the goal."""
+    """Return the highest rank at or above which the weights from `floor` on reach `goal`."""
     low = tl.full([], -(1 << (BITS - 1)), tl.int32)
     step = tl.full([], 1 << (BITS - 2), tl.int32)
     for _ in range(BITS // 2):
@@ -80,7 +82,7 @@ def _least(its, vocabulary, top, scale, floor, goal, SPAN: tl.constexpr, BITS: t
 
 @triton.jit
 def _masses(its, vocabulary, top, scale, floor, low, step, SPAN: tl.constexpr, BITS: tl.constexpr):
-    """The sums of weights at or above the ranks one, two and three steps over `low`; no scale: each is 1."""
+    """Return the weights at or above the ranks one, two and three steps over `low`; without scale, counts."""
     one = tl.zeros([SPAN], tl.float32)
     two = tl.zeros([SPAN], tl.float32)
     three = tl.zeros([SPAN], tl.float32)
@@ -98,7 +100,7 @@ def _masses(its, vocabulary, top, scale, floor, low, step, SPAN: tl.constexpr, B
 
 @triton.jit
 def _span(its, at, vocabulary, top, scale, least, min_p, SPAN: tl.constexpr, BITS: tl.constexpr):
-    """Places of a span and their weights relative to the best's; 0 where a rule forbids."""
+    """Return the tokens of a span and their weights relative to the best one; 0 where a rule forbids."""
     place = at + tl.arange(0, SPAN)
     here = place < vocabulary
     values = tl.load(its + place, mask=here, other=0.0).to(tl.float32)
@@ -109,7 +111,7 @@ def _span(its, at, vocabulary, top, scale, least, min_p, SPAN: tl.constexpr, BIT
 
 @triton.jit
 def _rank(values, BITS: tl.constexpr):
-    """Integers in the order of the numbers."""
+    """Map floats to integers of the same order."""
     bits = values.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return ordered >> (32 - BITS)

@@ -1,4 +1,4 @@
-"""Triton kernels of a decode step with few rows, where nearly all the time is reading weights."""
+"""Triton GEMM kernels for decode steps of few rows, whose time is nearly all spent reading weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LINE = tl.constexpr(64)  # numbers of two bytes in a line of the cache
 
 
 @triton.jit
-def thin_product(
+def skinny_gemm_rows(
     x,  # [rows, depth]
     weight,  # [columns, depth]; GATED: the gate's rows, then the up projection's
     bias,  # [columns], only if BIAS
@@ -25,10 +25,10 @@ def thin_product(
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,  # every part is whole blocks
-    EARLY: tl.constexpr,  # launched while the kernel before still runs: wait for it here
-    AHEAD: tl.constexpr,  # lines of 128 bytes of each weight row that are fetched before `x` is there
+    PDL: tl.constexpr,  # programmatic dependent launch: wait for the kernel before here
+    PREFETCH: tl.constexpr,  # 128-byte lines of each weight row fetched before `x` is ready
 ):
-    """out = x weight^T, program (block of columns, part). Rounds where the model's own modules round."""
+    """Compute out = x weight^T per block of columns and part, rounding where the model's modules round."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.arange(0, ROWS_PAD)
     k = tl.arange(0, DEPTH)
@@ -36,10 +36,10 @@ def thin_product(
     real = m < rows
     begin = tl.program_id(1) * part_depth
     end = tl.minimum(begin + part_depth, depth)
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            line = tl.minimum(begin + tl.arange(0, AHEAD) * LINE, depth - 1)
+        if PREFETCH > 0:
+            line = tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, depth - 1)
             lines = weight + tl.where(exists, n, 0)[:, None] * depth + line[None, :]
             _fetch(lines)
             if GATED:
@@ -79,7 +79,7 @@ def thin_product(
 
 @triton.jit
 def _fetch(lines):
-    """Bring lines of memory into the cache, and wait for nothing."""
+    """Prefetch lines of memory into the L2 cache without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -96,14 +96,14 @@ def add_parts_norm(
     PARTS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """As `add_norm`, for a product that comes in parts."""
+    """Add and normalize as `add_norm` does, for a product that comes in parts."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     at = tl.arange(0, SIZE_PAD)
     here = at < SIZE
     scale = tl.load(weight + at, mask=here, other=0.0)
-    if EARLY:  # what comes next must not crowd the product that is waited for here
+    if PDL:  # the next kernel must not crowd the product that is waited for here
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     before = tl.load(residual + row + at, mask=here, other=0.0)

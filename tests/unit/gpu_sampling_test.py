@@ -40,9 +40,9 @@ def drawn(requests: list[Request], logits: torch.Tensor, span: int = 128) -> lis
     table.fill(rules, np.arange(count, dtype=np.int32), [len(request.tokens) for request in requests])
     chosen = logits.float().argmax(-1).int()
     newest = torch.full((count,), -1, dtype=torch.int32)
-    sampling_kernels.draw[(count,)](
+    sampling_kernels.sample_rows[(count,)](
         logits, torch.from_numpy(rules).flatten(), torch.arange(count, dtype=torch.int32), newest, chosen,
-        VOCAB, logits.stride(0), count, SPAN=span, SPANS_PAD=4, BITS=8 * logits.element_size(), EARLY=False,
+        VOCAB, logits.stride(0), count, SPAN=span, SPANS_PAD=4, BITS=8 * logits.element_size(), PDL=False,
     )  # fmt: skip
     ruled = [row for row, request in enumerate(requests) if not request.sampling.greedy]
     assert newest[ruled].tolist() == chosen[ruled].tolist()
