@@ -154,10 +154,10 @@ def test_it_lives_shows_load_where_it_is_and_explains_a_query(
     federation.recorded_once([request_id])
     page.type("#request-id", request_id)
     page.key("Enter", 13)
-    page.until("document.querySelector('#story tr.chosen') !== null", "the explanation")
-    story = page.text("#story")
+    page.until("document.querySelector('#decision tr.chosen') !== null", "the explanation")
+    explanation = page.text("#decision")
     for word in ("answered", "Attempt 1", "earliest finish", "60 response", "to the first token"):
-        assert word in story
+        assert word in explanation
     federation.wait_until_idle()
 
 
@@ -276,8 +276,8 @@ def test_a_newcomer_finds_the_hot_cloud_since_when_why_and_takes_the_site_out(
     federation.recorded_once(request_ids[:1])
     page.type("#request-id", request_ids[0])
     page.key("Enter", 13)
-    page.until("document.querySelector('#story tr.chosen') !== null", "the chosen site and its estimate")
-    assert hot in page.text("#story tr.chosen")
+    page.until("document.querySelector('#decision tr.chosen') !== null", "the chosen site and its estimate")
+    assert hot in page.text("#decision tr.chosen")
     # 4. out safely: Drain says first what it costs, and warns that nobody else takes the queries now
     page.run(f"{row(hot)}.querySelector('.acts button').click()")
     page.until("document.querySelector('#preview .risk') !== null", "the warning")

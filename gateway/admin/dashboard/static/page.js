@@ -1,26 +1,27 @@
-// The page: a feed of one snapshot a second, drawn as it comes unless it is paused or nobody looks.
-import { ActDialog } from "./act.js";
+// The page: receives a snapshot a second and draws it, unless the page is paused or hidden.
+import { ActDialog } from "./act_dialog.js";
+import { request } from "./api.js";
 import { Plot, spark } from "./plot.js";
-import { SiteTable } from "./sites.js";
-import { explain } from "./story.js";
-import { ask, clock, el, mark, number, percent, put, rate, seconds, several, svg } from "./words.js";
+import { explain } from "./query.js";
+import { clock, el, number, percent, plural, rate, seconds, setClass, setText, svg } from "./render.js";
+import { SiteTable } from "./site_table.js";
 
-const KEPT = 900, LATE_S = 3.5, SLOW_REFRESH_MS = 30000;
+const MAX_SAMPLES = 900, LATE_S = 3.5, REFRESH_MS = 30000;
 const $ = (id) => document.getElementById(id);
 
 const TILES = [
-  { what: "Output tokens/s", name: "output_per_s", text: (t) => rate(t.output_per_s) },
-  { what: "Input tokens/s", name: "input_per_s", text: (t) => rate(t.input_per_s) },
-  { what: "In flight", name: "in_flight", text: (t) => number(t.in_flight) },
-  { what: "Queued", name: "queued", text: (t) => number(t.queued) },
-  { what: "First token p95, worst", name: "ttft_p95_s", text: (t) => seconds(t.ttft_p95_s), extra: (t) => t.ttft_site, level: (t) => over(t.ttft_p95_s, 10, 30) },
-  { what: "Errors/min", name: "errors_per_min", text: (t) => number(t.errors_per_min), extra: (t) => `of ${number(t.ended_per_min)}`, level: (t) => over(t.errors_per_min / (t.ended_per_min || 1), 0.01, 0.05) },
-  { what: "Token headroom", name: "headroom", text: (t) => percent(t.headroom), level: (t) => (t.headroom == null ? "" : over(1 - t.headroom, 0.8, 0.95)) },
+  { title: "Output tokens/s", name: "output_per_s", text: (t) => rate(t.output_per_s) },
+  { title: "Input tokens/s", name: "input_per_s", text: (t) => rate(t.input_per_s) },
+  { title: "In flight", name: "in_flight", text: (t) => number(t.in_flight) },
+  { title: "Queued", name: "queued", text: (t) => number(t.queued) },
+  { title: "First token p95, worst", name: "ttft_p95_s", text: (t) => seconds(t.ttft_p95_s), extra: (t) => t.ttft_site, level: (t) => over(t.ttft_p95_s, 10, 30) },
+  { title: "Errors/min", name: "errors_per_min", text: (t) => number(t.errors_per_min), extra: (t) => `of ${number(t.ended_per_min)}`, level: (t) => over(t.errors_per_min / (t.ended_per_min || 1), 0.01, 0.05) },
+  { title: "Token headroom", name: "headroom", text: (t) => percent(t.headroom), level: (t) => (t.headroom == null ? "" : over(1 - t.headroom, 0.8, 0.95)) },
 ];
 
-const page = { minutes: 15, heard: 0, paused: false };
-const act = new ActDialog();
-const table = new SiteTable($("site-table"), $("filter"), (site, verb) => act.open(site, verb));
+const page = { minutes: 15, updatedMs: 0, paused: false };
+const dialog = new ActDialog();
+const table = new SiteTable($("site-table"), $("filter"), (site, verb) => dialog.open(site, verb));
 const plots = [new Plot($("served"), "areas", "Output tokens served per second by cloud"), new Plot($("load"), "lines", "Outstanding token load by site, as a part of its capacity")];
 
 function over(value, warn, bad) {
@@ -31,19 +32,19 @@ function over(value, warn, bad) {
 // ---- figures
 
 function trim(columns) {
-  const by = columns.at.length - KEPT;
-  columns.at.splice(0, by);
-  for (const { name } of TILES) columns[name].splice(0, by);
+  const excess = columns.at.length - MAX_SAMPLES;
+  columns.at.splice(0, excess);
+  for (const { name } of TILES) columns[name].splice(0, excess);
   for (const group of [columns.clouds, columns.load]) {
     for (const name of Object.keys(group)) {
-      group[name].splice(0, by);
+      group[name].splice(0, excess);
       if (group[name].every((value) => value == null)) delete group[name];
     }
   }
 }
 
-// A snapshot, or what came while the feed was cut off, goes behind what is there.
-function join(columns, later) {
+// Append a snapshot, or the samples missed while the feed was interrupted.
+function append(columns, later) {
   const before = columns.at.length;
   columns.at.push(...later.at);
   for (const { name } of TILES) columns[name].push(...later[name]);
@@ -51,7 +52,7 @@ function join(columns, later) {
     for (const name of Object.keys(later[group])) columns[group][name] ??= Array(before).fill(null);
     for (const name of Object.keys(columns[group])) columns[group][name].push(...(later[group][name] ?? Array(later.at.length).fill(null)));
   }
-  if (columns.at.length > KEPT) trim(columns);
+  if (columns.at.length > MAX_SAMPLES) trim(columns);
 }
 
 function asColumns({ at, totals, clouds, sites }) {
@@ -67,49 +68,49 @@ function draw() {
   const { snapshot, columns } = page;
   drawBanner();
   document.title = { calm: "Mico", degraded: "▲ Mico: degraded", critical: "▲▲ Mico: critical" }[snapshot.banner.level];
-  put($("replica"), `Seen from ${snapshot.replica}; queries of ${snapshot.replicas.join(", ")}.`);
+  setText($("replica"), `Seen from ${snapshot.replica}; queries of ${snapshot.replicas.join(", ")}.`);
   drawTiles(snapshot.totals, columns);
   drawPlots();
   table.show(snapshot.sites, snapshot.events);
-  put($("pools"), poolsText(snapshot.pools));
+  setText($("pools"), poolsText(snapshot.pools));
   drawEvents(snapshot.events);
   drawRoutes(snapshot);
 }
 
 function drawBanner() {
-  const { snapshot, heard, paused } = page;
-  const quiet = heard ? (performance.now() - heard) / 1000 : 0, late = quiet > LATE_S;
-  const since = `no update for ${Math.round(quiet)} s`, at = snapshot && clock(snapshot.at);
+  const { snapshot, updatedMs, paused } = page;
+  const silent = updatedMs ? (performance.now() - updatedMs) / 1000 : 0, late = silent > LATE_S;
+  const since = `no update for ${Math.round(silent)} s`, at = snapshot && clock(snapshot.at);
   document.body.classList.toggle("late-page", late);
-  mark($("feed"), late ? "feed late" : "feed");
-  put($("feed"), late ? since : paused ? "paused" : snapshot ? `live, ${at}` : "connecting");
+  setClass($("feed"), late ? "feed late" : "feed");
+  setText($("feed"), late ? since : paused ? "paused" : snapshot ? `live, ${at}` : "connecting");
   if (!snapshot) return;
   const text = late ? `STALE: ${since}. What follows is as of ${at}.` : snapshot.banner.text;
-  put($("banner"), text);
-  mark($("banner"), `banner ${late ? "late" : snapshot.banner.level}`);
-  // Read out when more than its figures changed.
-  const words = text.replace(/\d+/g, "");
-  if (page.words !== words) put($("said"), text);
-  page.words = words;
+  setText($("banner"), text);
+  setClass($("banner"), `banner ${late ? "late" : snapshot.banner.level}`);
+  // Announced when more than its figures changed.
+  const wording = text.replace(/\d+/g, "");
+  if (page.announced !== wording) setText($("status"), text);
+  page.announced = wording;
 }
 
 function drawTiles(totals, columns) {
   const list = $("tiles");
   if (!list.firstChild) {
-    list.append(...TILES.map(({ what }) => el("li", {}, el("div", { className: "what" }, what), el("div", { className: "value" }, el("span"), el("small")), svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" }))));
+    list.append(...TILES.map(({ title }) => el("li", {}, el("div", { className: "what" }, title), el("div", { className: "value" }, el("span"), el("small")), svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" }))));
   }
   TILES.forEach((tile, i) => {
     const item = list.children[i];
-    mark(item, tile.level?.(totals) ?? "");
-    put(item.children[1].firstChild, tile.text(totals));
+    setClass(item, tile.level?.(totals) ?? "");
+    setText(item.children[1].firstChild, tile.text(totals));
     const more = item.children[1].lastChild;
-    put(more, (more.title = tile.extra?.(totals) ?? ""));
+    setText(more, (more.title = tile.extra?.(totals) ?? ""));
     spark(item.children[2], columns[tile.name]);
   });
 }
 
 function drawPlots() {
-  const columns = page.minutes === 15 ? page.columns : page.slow;
+  const columns = page.minutes === 15 ? page.columns : page.history;
   if (!columns) return;
   plots[0].show(columns.at, columns.clouds, page.minutes);
   plots[1].show(columns.at, columns.load, page.minutes);
@@ -128,14 +129,14 @@ function drawEvents(events) {
 }
 
 function drawRoutes({ routes, quality }) {
-  rows("routes", routes.map(({ reason, site, attempts }) => [reason, site, number(attempts)]), "No query ended in the last 5 minutes.");
-  put($("quality"), quality
-    ? `${several(quality.answers, "answer")}: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended. Forecast by ${quality.source.replaceAll(":", ", ")}.`
+  fill("routes", routes.map(({ reason, site, attempts }) => [reason, site, number(attempts)]), "No query ended in the last 5 minutes.");
+  setText($("quality"), quality
+    ? `${plural(quality.answers, "answer")}: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended. Forecast by ${quality.source.replaceAll(":", ", ")}.`
     : "No answer to compare with.");
 }
 
-// A table's body, if it changed; the classes of its heads are those of its cells.
-function rows(id, cells, none) {
+// Fill a table if it changed; cells take the classes of their column heads.
+function fill(id, cells, none) {
   const { tBodies: [body], tHead: { rows: [{ cells: heads }] } } = $(id), key = JSON.stringify(cells);
   if (body.key === key) return;
   body.key = key;
@@ -144,20 +145,20 @@ function rows(id, cells, none) {
 }
 
 function poolsText(pools) {
-  const wrong = pools.filter((pool) => pool.machines !== pool.desired);
-  return wrong.length ? "Machines asked for: " + wrong.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired}`).join(", ") : "";
+  const resizing = pools.filter((pool) => pool.machines !== pool.desired);
+  return resizing.length ? "Machines asked for: " + resizing.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired}`).join(", ") : "";
 }
 
 async function drawRecords() {
   if (page.paused || document.hidden || !page.snapshot) return;
   try {
-    const { data } = await ask("batches?limit=5");
-    rows("batches", data.map(({ id, tenant, status, request_counts: { completed, failed, total } }) => [id, tenant, status, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`]), "No batch was submitted.");
-    const { quotas } = await ask("quotas");
+    const { data } = await request("batches?limit=5");
+    fill("batches", data.map(({ id, tenant, status, request_counts: { completed, failed, total } }) => [id, tenant, status, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`]), "No batch was submitted.");
+    const { quotas } = await request("quotas");
     quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
-    rows("quotas", quotas.slice(0, 8).map(({ scope, subject, kind, amount, in_use }) => [`${scope} ${subject}`, kind.replaceAll("_", " "), `${number(in_use)} of ${number(amount)}`, percent(amount ? in_use / amount : 1)]), "No tenant or key has a quota.");
+    fill("quotas", quotas.slice(0, 8).map(({ scope, subject, kind, amount, in_use }) => [`${scope} ${subject}`, kind.replaceAll("_", " "), `${number(in_use)} of ${number(amount)}`, percent(amount ? in_use / amount : 1)]), "No tenant or key has a quota.");
   } catch {
-    // The feed says whether the gateway is there.
+    // The feed shows whether the gateway responds.
   }
 }
 
@@ -168,43 +169,43 @@ function listen() {
   const feed = (page.feed = new EventSource("/admin/stream"));
   feed.addEventListener("history", (event) => {
     const { resumed, columns } = JSON.parse(event.data);
-    if (resumed && page.columns) join(page.columns, columns);
+    if (resumed && page.columns) append(page.columns, columns);
     else page.columns = columns;
   });
   feed.addEventListener("snapshot", (event) => {
     const snapshot = JSON.parse(event.data);
-    page.heard = performance.now();
-    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) join(page.columns, asColumns(snapshot));
+    page.updatedMs = performance.now();
+    if (!page.columns.at.length || snapshot.at > page.columns.at.at(-1)) append(page.columns, asColumns(snapshot));
     const first = !page.snapshot;
     page.snapshot = snapshot;
     draw();
     if (first) drawRecords();
   });
   feed.addEventListener("error", () => {
-    if (feed.readyState === EventSource.CLOSED) setTimeout(enter, 2000);
+    if (feed.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
   });
 }
 
-async function loadSlow() {
+async function loadHistory() {
   if (page.minutes === 15) return drawPlots();
   try {
-    page.slow = await ask(`history?minutes=${page.minutes}`);
+    page.history = await request(`history?minutes=${page.minutes}`);
     if (!page.paused) drawPlots();
   } catch {
-    // as above
+    // The feed shows whether the gateway responds.
   }
 }
 
 // ---- sessions
 
-async function enter() {
+async function connect() {
   try {
-    const { who, may_act } = await ask("session");
+    const { who, may_act } = await request("session");
     document.body.classList.toggle("view-only", !may_act);
     if (who) listen();
     else if (!signIn.open) signIn.showModal();
   } catch {
-    setTimeout(enter, 2000);
+    setTimeout(connect, 2000);
   }
 }
 
@@ -212,37 +213,37 @@ const signIn = $("sign-in");
 signIn.addEventListener("cancel", (event) => event.preventDefault());
 signIn.addEventListener("submit", async (event) => {
   event.preventDefault();
-  const said = signIn.querySelector(".error");
-  said.textContent = "";
+  const message = signIn.querySelector(".error");
+  message.textContent = "";
   try {
-    await ask("session", { method: "POST", body: { key: $("key").value, view_only: $("view-only").checked } });
+    await request("session", { method: "POST", body: { key: $("key").value, view_only: $("view-only").checked } });
     $("key").value = "";
     signIn.close();
-    await enter();
+    await connect();
     followHash();
   } catch (error) {
-    said.textContent = error.message;
+    message.textContent = error.message;
   }
 });
 $("leave").addEventListener("click", async () => {
   page.feed?.close();
-  await ask("session", { method: "DELETE" });
+  await request("session", { method: "DELETE" });
   location.reload();
 });
 
-// ---- what a person does
+// ---- controls
 
 for (const button of $("windows").children) {
   button.addEventListener("click", () => {
     page.minutes = Number(button.dataset.minutes);
     for (const each of $("windows").children) each.setAttribute("aria-pressed", each === button);
-    loadSlow();
+    loadHistory();
   });
 }
 $("pause").addEventListener("click", () => {
   page.paused = !page.paused;
   $("pause").setAttribute("aria-pressed", page.paused);
-  put($("pause"), page.paused ? "Go on" : "Pause");
+  setText($("pause"), page.paused ? "Go on" : "Pause");
   drawBanner();
   draw();
 });
@@ -254,11 +255,11 @@ function followHash() {
   const id = new URLSearchParams(location.hash.slice(1)).get("request");
   if (!id) return;
   $("request-id").value = id;
-  explain(id, $("story"));
+  explain(id, $("decision"));
 }
 addEventListener("hashchange", followHash);
 document.addEventListener("visibilitychange", draw);
 setInterval(drawBanner, 1000);
-setInterval(loadSlow, SLOW_REFRESH_MS);
-setInterval(drawRecords, SLOW_REFRESH_MS / 3);
-enter().then(() => page.feed && followHash());
+setInterval(loadHistory, REFRESH_MS);
+setInterval(drawRecords, REFRESH_MS / 3);
+connect().then(() => page.feed && followHash());

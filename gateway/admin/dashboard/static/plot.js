@@ -1,15 +1,15 @@
-// Plots as inline SVG: a spark line, stacked areas, lines against a limit. Each has a table behind it.
-import { clock, el, number, percent, put, rate, svg } from "./words.js";
+// Plots as inline SVG: spark lines, stacked areas, lines against a limit. Each plot has a table of its values.
+import { clock, el, number, percent, rate, setText, svg } from "./render.js";
 
 const HEIGHT = 210, LEFT = 44, RIGHT = 8, TOP = 8, BOTTOM = 20;
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 4", "12 4", "1 2", "6 2 1 2"];
 const NAMED_LINES = 8;
 
 export function spark(svgElement, values) {
-  const thin = buckets(values, 90), known = thin.filter((value) => value != null);
+  const sampled = buckets(values, 90), known = sampled.filter((value) => value != null);
   if (known.length < 2) return svgElement.replaceChildren();
   const low = Math.min(0, ...known), high = Math.max(...known, low + 1e-9);
-  const points = thin.map((value, i) => (value == null ? null : [(i / (thin.length - 1)) * 100, 27 - ((value - low) / (high - low)) * 24]));
+  const points = sampled.map((value, i) => (value == null ? null : [(i / (sampled.length - 1)) * 100, 27 - ((value - low) / (high - low)) * 24]));
   const line = path(points);
   if (!svgElement.firstChild) {
     svgElement.append(svg("path", { class: "spark-area" }), svg("path", { class: "spark" }));
@@ -75,7 +75,7 @@ export class Plot {
     return HEIGHT - BOTTOM - (value / high) * (HEIGHT - TOP - BOTTOM);
   }
 
-  // Equal steps of about three pixels, and the samples of each.
+  // Equal steps of about three pixels, each with its range of samples.
   steps() {
     const count = Math.max(20, Math.round((this.width - LEFT - RIGHT) / 3));
     const size = Math.max((this.end - this.start) / count, this.minutes > 15 ? 60 : 1);
@@ -130,20 +130,20 @@ export class Plot {
     return high;
   }
 
-  // All other series lie between the least and the greatest of them.
+  // Draw all other series as one band between their minimum and maximum.
   band(parts, steps, names, high) {
     const series = names.map((name) => this.series[name]);
     const top = [], bottom = [];
     for (const { x, to } of steps) {
-      let low = Infinity, most = -Infinity;
+      let low = Infinity, highest = -Infinity;
       for (const values of series) {
         const value = values[to - 1];
         if (value == null) continue;
         if (value < low) low = value;
-        if (value > most) most = value;
+        if (value > highest) highest = value;
       }
-      if (most < low) continue;
-      top.push([x, this.y(Math.min(most, high), high)]);
+      if (highest < low) continue;
+      top.push([x, this.y(Math.min(highest, high), high)]);
       bottom.push([x, this.y(Math.min(low, high), high)]);
     }
     parts.append(svg("path", { class: "rest", d: between(top, bottom) }));
@@ -178,7 +178,7 @@ export class Plot {
       const more = names.length - shown.length;
       if (more) this.legend.append(el("li", {}, `${more} less loaded: grey`));
     }
-    shown.forEach((name, i) => put(this.legend.children[i].querySelector("b"), this.format(this.series[name].at(-1))));
+    shown.forEach((name, i) => setText(this.legend.children[i].querySelector("b"), this.format(this.series[name].at(-1))));
     const now = shown.map((name) => `${name} ${this.format(this.series[name].at(-1))}`).join(", ");
     this.svg.setAttribute("aria-label", `${this.what}. Now: ${now || "nothing"}. Arrow keys move through time.`);
   }
@@ -252,7 +252,7 @@ function between(top, bottom) {
   return top.length ? `${path(top)}L${path(bottom.reverse()).slice(1)}Z` : "";
 }
 
-// A number as text costs more than drawing it: to a quarter of a pixel, each is written once.
+// Formatting a coordinate costs more than drawing it: rounded to quarter pixels, each is formatted once.
 const TEXTS = [];
 
 function quarters(value) {
@@ -260,10 +260,10 @@ function quarters(value) {
   return (TEXTS[n] ??= String(n / 4));
 }
 
-function buckets(values, most) {
-  if (values.length <= most) return values;
-  const size = values.length / most;
-  return Array.from({ length: most }, (_, i) => peak(values, Math.floor(i * size), Math.floor((i + 1) * size)));
+function buckets(values, count) {
+  if (values.length <= count) return values;
+  const size = values.length / count;
+  return Array.from({ length: count }, (_, i) => peak(values, Math.floor(i * size), Math.floor((i + 1) * size)));
 }
 
 function peak(values, from, to) {
@@ -278,7 +278,7 @@ function mean(values, from, to) {
   return to > from ? sum / (to - from) : 0;
 }
 
-// The least of 1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8 times a power of ten that covers the value: four even ticks.
+// Return the smallest of 1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8 times a power of ten that covers the value: four even ticks.
 function nice(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return power * ([1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8].find((step) => step * power >= value - 1e-9) ?? 10);

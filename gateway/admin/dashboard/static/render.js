@@ -1,4 +1,4 @@
-// Elements and figures as text. Nothing here is ever parsed as HTML.
+// Elements, and figures as text. Nothing here parses text as HTML.
 
 export function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -19,13 +19,13 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Writes only what changed, into the text that is there: a table of a hundred sites is redrawn every second.
-export function put(element, text) {
+// Sets an element's text if it changed: a table of a hundred sites is redrawn every second.
+export function setText(element, text) {
   if (!element.firstChild) element.append("");
   if (element.firstChild.data !== text) element.firstChild.data = text;
 }
 
-export function mark(element, className) {
+export function setClass(element, className) {
   if (element.className !== className) element.className = className;
 }
 
@@ -39,7 +39,7 @@ export function number(value, digits = 0) {
   return NUMBERS[digits].format(value);
 }
 
-export function several(value, one, many = one + "s") {
+export function plural(value, one, many = one + "s") {
   return `${number(value)} ${value === 1 ? one : many}`;
 }
 
@@ -60,15 +60,4 @@ export function seconds(value) {
 
 export function clock(unix, withSeconds = true) {
   return TIMES[Number(withSeconds)].format(unix * 1000);
-}
-
-// One request of the operator's API. Throws an Error whose message a person can act on.
-export async function ask(path, options = {}) {
-  const { body, ...rest } = options;
-  const headers = { "content-type": "application/json" };
-  const sent = body === undefined ? undefined : JSON.stringify(body);
-  const response = await fetch("/admin/api/" + path, { ...rest, headers, body: sent });
-  const answer = await response.json().catch(() => ({}));
-  if (response.ok) return answer;
-  throw new Error(answer.error?.message ?? `The gateway answered ${response.status}.`);
 }

@@ -1,7 +1,7 @@
-// The table of sites: one row each, kept and updated in place, sorted by any column.
-import { clock, el, mark, number, percent, put, rate, seconds } from "./words.js";
+// The table of sites: one row for each, updated in place, sortable by any column.
+import { clock, el, number, percent, rate, seconds, setClass, setText } from "./render.js";
 
-const DAY_S = 86400, TURNS = 5;
+const DAY_S = 86400, FILL_TURNS = 5;
 const COLUMNS = [
   { title: "Site", key: (s) => s.name, type: "name" },
   { title: "State", key: (s) => s.state, type: "state" },
@@ -27,7 +27,7 @@ export class SiteTable {
     this.act = act;
     this.rows = new Map();
     this.turn = 0;
-    this.sight = new IntersectionObserver((changes) => changes.forEach((c) => (c.target.inSight = c.isIntersecting)), { rootMargin: "200px" });
+    this.visibility = new IntersectionObserver((changes) => changes.forEach((c) => (c.target.isVisible = c.isIntersecting)), { rootMargin: "200px" });
     this.order = { column: 0, down: false };
     Object.assign(this, { sites: [], events: [] });
     this.buildHead();
@@ -61,16 +61,16 @@ export class SiteTable {
   show(sites, events = this.events) {
     Object.assign(this, { sites, events });
     this.filter.hidden = sites.length < 12;
-    const wanted = this.filter.value.trim().toLowerCase();
-    const shown = sites.filter((s) => !wanted || `${s.name} ${s.cloud} ${s.region} ${s.state}`.toLowerCase().includes(wanted));
+    const search = this.filter.value.trim().toLowerCase();
+    const shown = sites.filter((s) => !search || `${s.name} ${s.cloud} ${s.region} ${s.state}`.toLowerCase().includes(search));
     const { key } = COLUMNS[this.order.column];
     const sign = this.order.down ? -1 : 1;
     shown.sort((a, b) => sign * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0) || (a.name < b.name ? -1 : 1));
     this.turn++;
     shown.forEach((site, i) => {
       const row = this.row(site.name);
-      // Rows out of sight are filled in turns: they are most of the work.
-      if (row.tr.inSight !== false || row.site?.state !== site.state || (this.turn + i) % TURNS === 0) this.fill(row, site);
+      // Invisible rows are filled in turns: they are most of the work.
+      if (row.tr.isVisible !== false || row.site?.state !== site.state || (this.turn + i) % FILL_TURNS === 0) this.fill(row, site);
       if (this.body.rows[i] !== row.tr) this.body.insertBefore(row.tr, this.body.rows[i] ?? null);
     });
     while (this.body.rows.length > shown.length) this.body.lastChild.remove();
@@ -86,10 +86,10 @@ export class SiteTable {
     const cells = COLUMNS.map((column) => {
       const cell = el("td", { "data-label": column.title, className: column.keep ? "n keep" : "n" });
       if (column.type === "name") {
-        mark(cell, "name keep");
+        setClass(cell, "name keep");
         cell.append(el("span", {}, name), el("small"));
       } else if (column.type === "state") {
-        mark(cell, "keep");
+        setClass(cell, "keep");
         cell.append(el("span", { className: "badge" }), el("small"));
       } else if (column.type === "bar") {
         cell.append(el("span", {}, el("b"), el("small")), el("progress", { max: 1, ariaLabel: `Token load of ${name}` }));
@@ -99,19 +99,19 @@ export class SiteTable {
     const first = el("button", { type: "button" });
     const more = el("button", { type: "button", ariaLabel: `More acts for ${name}`, title: "Pause, weight, models…" }, "⋯");
     const row = { tr: null, cells, first, site: null };
-    first.addEventListener("click", () => this.act(row.site, row.held ? "resume" : "drain"));
+    first.addEventListener("click", () => this.act(row.site, row.onHold ? "resume" : "drain"));
     more.addEventListener("click", () => this.act(row.site, "pause"));
     row.tr = el("tr", {}, ...cells, el("td", { className: "keep acting" }, el("div", { className: "acts" }, first, more)));
-    this.sight.observe(row.tr);
+    this.visibility.observe(row.tr);
     return row;
   }
 
   fill(row, site) {
     row.site = site;
-    row.held = site.state === "draining" || site.state === "paused";
-    mark(row.tr, site.state);
+    row.onHold = site.state === "draining" || site.state === "paused";
+    setClass(row.tr, site.state);
     COLUMNS.forEach((column, i) => {
-      if (column.text) put(row.cells[i], column.text(site));
+      if (column.text) setText(row.cells[i], column.text(site));
     });
     const pinned = site.pinned_off.length ? ` · off: ${site.pinned_off.join(", ")}` : "";
     const pool = site.pool ? ` · pool ${site.pool}` : "";
@@ -119,23 +119,23 @@ export class SiteTable {
     const certificate = left == null || left > DAY_S / 4 ? "" : left < 0 ? " · ▲ certificate over" : ` · ▲ certificate ${Math.ceil(left / 3600)} h`;
     const where = `${site.cloud} · ${site.region}${pool}${pinned}${certificate}`;
     if (row.where !== where) row.cells[0].title = `${site.name}\n${where}`;
-    put(row.cells[0].lastChild, (row.where = where));
-    put(row.cells[1].firstChild, site.state);
-    mark(row.cells[1].firstChild, `badge ${site.state}`);
-    // Events come newest first: the first of its state is how it became so.
+    setText(row.cells[0].lastChild, (row.where = where));
+    setText(row.cells[1].firstChild, site.state);
+    setClass(row.cells[1].firstChild, `badge ${site.state}`);
+    // Events come newest first: a site's first state event led to its state.
     const since = site.state !== "ready" && this.events.find((event) => event.kind === "state" && event.site === site.name);
-    put(row.cells[1].lastChild, since ? `since ${clock(since.at, false)}` : "");
+    setText(row.cells[1].lastChild, since ? `since ${clock(since.at, false)}` : "");
     this.fillBar(row.cells[2], site);
-    put(row.first, row.held ? "Resume" : "Drain");
+    setText(row.first, row.onHold ? "Resume" : "Drain");
     row.first.title = row.first.ariaLabel = `${row.first.textContent} ${site.name}`;
   }
 
   fillBar(bar, site) {
     const [text, progress] = bar.children;
     const load = site.load ?? 0;
-    mark(bar, "bar" + (load >= 0.9 ? " hot" : load >= 0.7 ? " warm" : ""));
+    setClass(bar, "bar" + (load >= 0.9 ? " hot" : load >= 0.7 ? " warm" : ""));
     progress.value = Math.min(1, load);
-    put(text.firstChild, percent(site.load));
-    put(text.lastChild, site.load == null ? "unmeasured" : `${number(site.outstanding_tokens)} / ${number(site.capacity_tokens)}`);
+    setText(text.firstChild, percent(site.load));
+    setText(text.lastChild, site.load == null ? "unmeasured" : `${number(site.outstanding_tokens)} / ${number(site.capacity_tokens)}`);
   }
 }

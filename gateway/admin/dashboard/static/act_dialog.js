@@ -1,8 +1,9 @@
-// One act of an operator: what it would do is shown in numbers before it is done.
-import { ask, el, percent, seconds, several } from "./words.js";
+// The dialog for an operator's act: shows the predicted effect before the act is sent.
+import { request } from "./api.js";
+import { el, percent, plural, seconds } from "./render.js";
 
 const VERBS = { drain: "Drain", pause: "Pause", resume: "Resume", weight: "Weight", "pin-off": "Take a model off", unpin: "Put a model back" };
-const MEANS = {
+const EFFECTS = {
   drain: "No new queries; what runs there finishes.",
   pause: "No new queries; what still runs after that time moves to other sites.",
   resume: "It takes queries again.",
@@ -27,25 +28,25 @@ export class ActDialog {
     $("act-title").textContent = site.name;
     $("reason").value = "";
     $("until").value = "0";
-    $("verbs").replaceChildren($("verbs").firstElementChild, ...Object.keys(VERBS).filter((each) => this.fits(each)).map((each) => this.radio(each, each === verb)));
-    this.choose(verb);
+    $("verbs").replaceChildren($("verbs").firstElementChild, ...Object.keys(VERBS).filter((each) => this.allows(each)).map((each) => this.radio(each, each === verb)));
+    this.select(verb);
     this.dialog.showModal();
     $("reason").focus();
   }
 
-  fits(verb) {
-    const held = this.site.state === "draining" || this.site.state === "paused";
-    if (verb === "resume") return held;
+  allows(verb) {
+    const onHold = this.site.state === "draining" || this.site.state === "paused";
+    if (verb === "resume") return onHold;
     return verb === "unpin" ? this.site.pinned_off.length > 0 : true;
   }
 
   radio(verb, checked) {
     const input = el("input", { type: "radio", name: "verb", value: verb, checked });
-    input.addEventListener("change", () => this.choose(verb));
+    input.addEventListener("change", () => this.select(verb));
     return el("label", {}, input, VERBS[verb]);
   }
 
-  choose(verb) {
+  select(verb) {
     this.verb = verb;
     for (const part of this.dialog.querySelectorAll("[data-for]")) part.hidden = !part.dataset.for.split(" ").includes(verb);
     const models = verb === "unpin" ? this.site.pinned_off : this.site.models.filter((model) => !this.site.pinned_off.includes(model));
@@ -55,36 +56,36 @@ export class ActDialog {
   }
 
   body(more) {
-    const sent = { reason: $("reason").value, ...more };
-    if (this.verb === "weight") sent.weight = Number($("weight").value);
-    if (this.verb === "pin-off" || this.verb === "unpin") sent.model = $("model").value;
-    if (this.verb === "pause") sent.within_s = Number($("within").value);
-    if (!["resume", "unpin"].includes(this.verb)) sent.for_s = Number($("until").value);
-    return sent;
+    const body = { reason: $("reason").value, ...more };
+    if (this.verb === "weight") body.weight = Number($("weight").value);
+    if (this.verb === "pin-off" || this.verb === "unpin") body.model = $("model").value;
+    if (this.verb === "pause") body.within_s = Number($("within").value);
+    if (!["resume", "unpin"].includes(this.verb)) body.for_s = Number($("until").value);
+    return body;
   }
 
   post(more) {
-    return ask(`sites/${encodeURIComponent(this.site.name)}/${this.verb}`, { method: "POST", body: this.body(more) });
+    return request(`sites/${encodeURIComponent(this.site.name)}/${this.verb}`, { method: "POST", body: this.body(more) });
   }
 
   async preview() {
     const verb = this.verb;
     try {
       const { preview } = await this.post({ dry_run: true });
-      if (verb === this.verb) this.tell(preview);
+      if (verb === this.verb) this.show(preview);
     } catch (error) {
       $("preview").replaceChildren(el("p", { className: "risk" }, error.message));
     }
   }
 
-  tell(preview) {
-    const said = [MEANS[this.verb], preview.text[0].toUpperCase() + preview.text.slice(1)];
+  show(preview) {
+    const lines = [EFFECTS[this.verb], preview.text[0].toUpperCase() + preview.text.slice(1)];
     if (["drain", "pause"].includes(this.verb) && preview.left) {
-      said.push(`${several(preview.left, "query is", "queries are")} left there` + (preview.empty_in_s ? `, empty in ${seconds(preview.empty_in_s)}.` : "."));
+      lines.push(`${plural(preview.left, "query is", "queries are")} left there` + (preview.empty_in_s ? `, empty in ${seconds(preview.empty_in_s)}.` : "."));
     }
     const moved = preview.shares.filter((share) => share.before !== share.after).slice(0, 5);
-    if (moved.length) said.push("Expected share: " + moved.map((s) => `${s.site} ${percent(s.before)} → ${percent(s.after)}`).join(", ") + ".");
-    $("preview").replaceChildren(...preview.warnings.map((text) => el("p", { className: "risk" }, text)), ...said.map((text) => el("p", {}, text)));
+    if (moved.length) lines.push("Expected share: " + moved.map((s) => `${s.site} ${percent(s.before)} → ${percent(s.after)}`).join(", ") + ".");
+    $("preview").replaceChildren(...preview.warnings.map((text) => el("p", { className: "risk" }, text)), ...lines.map((text) => el("p", {}, text)));
     $("yes").classList.toggle("risky", preview.warnings.length > 0);
   }
 
