@@ -209,3 +209,20 @@ def jsonl(*lines: Any) -> bytes:
 
 async def asked_at_least(here: Replica, count: int) -> None:
     await until(lambda: len(here.asked) >= count, f"{count} lines reached a site")
+
+
+def answers_by_id(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines), "a line was answered twice"
+    return found
+
+
+async def until_two_are_held(here: Replica, batch_id: str) -> int:
+    """Wait until only the lines that the two sites hold back run. Return the number of outcomes."""
+    async with asyncio.timeout(60):
+        while True:
+            counts = (await here.sdk().batches.retrieve(batch_id)).request_counts
+            assert counts is not None
+            if here.held == 2 and counts.completed == len(here.asked) - 2:
+                return counts.completed
+            await asyncio.sleep(0.01)

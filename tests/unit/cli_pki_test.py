@@ -14,8 +14,8 @@ import pytest
 from gateway.security.pki import invitation
 from gateway.security.pki.authority import Authority
 from gateway.store.store import open_store
-from mico.cli import main
 from mico.commands.doctor import Verdict, check_certificates
+from tests.support.command_line import run
 
 
 @pytest.fixture(autouse=True)
@@ -24,12 +24,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = main(arguments)
-    out, err = capsys.readouterr()
-    return status, out, err
 
 
 def test_an_invitation_is_for_one_site_and_goes_to_stdout_alone(

@@ -17,14 +17,14 @@ from gateway.errors import TooMany
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.store.store import open_store
-from tests.support.batch_replica import CALLERS, Replica, asked_at_least, chat_line, jsonl, replica
-from tests.support.fakes.federation import until
-
-
-def by_id(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    found = {line["custom_id"]: line for line in lines}
-    assert len(found) == len(lines), "a line was answered twice"
-    return found
+from tests.support.batch_replica import (
+    CALLERS,
+    answers_by_id,
+    asked_at_least,
+    chat_line,
+    jsonl,
+    replica,
+)
 
 
 def test_a_batch_is_answered_in_openais_shapes(url: str) -> None:
@@ -50,7 +50,7 @@ def test_a_batch_is_answered_in_openais_shapes(url: str) -> None:
             assert done.request_counts.model_dump() == {"total": 30, "completed": 30, "failed": 0}
             assert done.in_progress_at and done.finalizing_at and done.completed_at
 
-            lines = by_id(await here.lines(done.output_file_id))
+            lines = answers_by_id(await here.lines(done.output_file_id))
             for number in range(30):
                 line = lines[f"c-{number}"]
                 assert line.keys() == {"id", "custom_id", "response", "error"} and line["error"] is None
@@ -103,107 +103,6 @@ def test_text_completions_with_several_prompts_are_one_line(url: str) -> None:
     asyncio.run(main())
 
 
-def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> None:
-    """The first replica dies with half of its lines in flight; its finished lines do not run again."""
-
-    async def main() -> None:
-        async with replica(url, name="r1") as first:
-            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(40))))
-            await asked_at_least(first, 15)
-            first.open.clear()
-            finished = await settled(first, batch_id)
-            await first.die()
-            async with replica(url, name="r2") as second:
-                done = await second.ended(batch_id)
-                lines = by_id(await second.lines(done.output_file_id))
-                assert sorted(lines) == sorted(f"c-{number}" for number in range(40))
-                assert done.request_counts.completed == 40
-                assert len(second.asked) == 40 - finished
-                assert len(set(second.asked)) == len(second.asked)
-            first.open.set()
-
-    asyncio.run(main())
-
-
-def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It lost its lease while lines ran: their outcomes are dropped and the running ones are cancelled."""
-
-    async def main() -> None:
-        async with replica(url, name="r1") as first:
-            runner: Any = first.batches.runner
-            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(20))))
-            await asked_at_least(first, 5)
-            first.open.clear()
-            finished = await settled(first, batch_id)
-            ledger, lease = runner._context.ledger, runner._context.ledger.lease
-
-            async def away(*_: object) -> None:
-                raise OperationalError("", {}, OSError("the database is away"))
-
-            monkeypatch.setattr(ledger, "lease", away)
-            async with replica(url, name="r2") as second:
-                done = await second.ended(batch_id)
-                monkeypatch.setattr(ledger, "lease", lease)
-                first.open.set()
-                await until(lambda: runner.running_lines == 0, "nothing of it runs any more")
-                assert len(by_id(await second.lines(done.output_file_id))) == 20
-                assert len(second.asked) == 20 - finished
-                assert await second.sdk().batches.retrieve(batch_id) == done
-
-    asyncio.run(main())
-
-
-def test_an_answer_that_was_not_written_down_yet_is_not_asked_for_again(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The replica ends while its database is coming back."""
-
-    async def main() -> None:
-        tried = asyncio.Event()
-        async with replica(url, name="r1") as first:
-            ledger: Any = first.batches.runner._context.ledger
-            write = ledger.write
-
-            async def away(*_: object) -> None:
-                monkeypatch.setattr(ledger, "write", write)
-                tried.set()
-                raise OperationalError("", {}, OSError("the database is away"))
-
-            monkeypatch.setattr(ledger, "write", away)
-            batch_id = await first.submit(jsonl(chat_line(0)))
-            await tried.wait()
-            await first.batches.runner.close()
-        async with replica(url, name="r2") as second:
-            done = await second.ended(batch_id)
-            assert (done.status, done.request_counts.completed) == ("completed", 1)
-            assert (len(first.asked), second.asked) == (1, [])
-
-    asyncio.run(main())
-
-
-def test_a_batch_that_ended_keeps_its_files_though_nobody_here_heard_of_it(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        async with replica(url) as here:
-            runner: Any = here.batches.runner
-            ledger, end, told = runner._context.ledger, runner._context.ledger.end, list[bool]()
-
-            async def unheard(*given: Any, **values: Any) -> None:
-                told.append(await end(*given, **values))
-                raise OperationalError("", {}, OSError("the connection broke after the commit"))
-
-            monkeypatch.setattr(ledger, "end", unheard)
-            done = await here.ended(await here.submit(jsonl(chat_line(0))))
-            await until(lambda: not runner._jobs, "the batch is let go of")
-            assert (done.status, told) == ("completed", [True])
-            assert len(await here.lines(done.output_file_id)) == 1
-
-    asyncio.run(main())
-
-
 def test_a_look_that_goes_wrong_is_not_the_last(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with replica(url) as here:
@@ -221,31 +120,6 @@ def test_a_look_that_goes_wrong_is_not_the_last(url: str, monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
-async def settled(here: Replica, batch_id: str) -> int:
-    """Wait until only the lines that the two sites hold back run. Return the number of outcomes."""
-    async with asyncio.timeout(60):
-        while True:
-            counts = (await here.sdk().batches.retrieve(batch_id)).request_counts
-            assert counts is not None
-            if here.held == 2 and counts.completed == len(here.asked) - 2:
-                return counts.completed
-            await asyncio.sleep(0.01)
-
-
-def test_a_replica_that_ends_hands_its_batch_on_at_once(url: str) -> None:
-    async def main() -> None:
-        async with replica(url, name="r1") as first:
-            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(60))))
-            await asked_at_least(first, 10)
-        async with replica(url, name="r2") as second:
-            done = await second.ended(batch_id)
-            lines = by_id(await second.lines(done.output_file_id))
-            assert len(lines) == 60
-            assert len(first.asked) + len(second.asked) == 60
-
-    asyncio.run(main())
-
-
 def test_cancelling_keeps_what_is_finished(url: str) -> None:
     async def main() -> None:
         async with replica(url) as here:
@@ -256,8 +130,8 @@ def test_cancelling_keeps_what_is_finished(url: str) -> None:
             assert Batch.model_validate_json(raw.content, strict=True).status == "cancelling"
             done = await here.ended(batch_id)
             assert (done.status, done.request_counts.total) == ("cancelled", 50)
-            answered = by_id(await here.lines(done.output_file_id))
-            rest = by_id(await here.lines(done.error_file_id))
+            answered = answers_by_id(await here.lines(done.output_file_id))
+            rest = answers_by_id(await here.lines(done.error_file_id))
             assert answered and not answered.keys() & rest.keys()
             assert len(answered) + len(rest) == 50
             assert {line["error"]["code"] for line in rest.values()} == {"batch_cancelled"}
@@ -286,33 +160,6 @@ def test_a_batch_that_is_cancelled_while_it_is_read_counts_its_lines(
             counts = done.request_counts
             assert (done.status, counts.total, counts.completed, counts.failed) == ("cancelled", 2, 0, 2)
             assert len(await here.lines(done.error_file_id)) == 2
-
-    asyncio.run(main())
-
-
-def test_nobody_sees_the_files_of_an_end_that_was_not_written_down(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The replica that takes over from one that died in between writes new files."""
-
-    async def main() -> None:
-        async with replica(url, name="r1") as first:
-            ledger: Any = first.batches.runner._context.ledger
-            reached = asyncio.Event()
-
-            async def dies(*_: object, **__: object) -> None:
-                reached.set()
-                raise OperationalError("", {}, OSError("this process is dead"))
-
-            monkeypatch.setattr(ledger, "end", dies)
-            batch_id = await first.submit(jsonl(chat_line(0), chat_line(1, temperature=9)))
-            await reached.wait()
-            await first.die()
-            async with replica(url, name="r2") as second:
-                done = await second.ended(batch_id)
-                assert done.status == "completed"
-                listed = (await second.raw("GET", "/v1/files?purpose=batch_output")).json()["data"]
-                assert {file["id"] for file in listed} == {done.output_file_id, done.error_file_id}
 
     asyncio.run(main())
 
@@ -440,7 +287,7 @@ def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
 
             monkeypatch.setattr(ledger, "write", sometimes)
             done = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(12)))))
-            lines = by_id(await here.lines(done.output_file_id))
+            lines = answers_by_id(await here.lines(done.output_file_id))
             assert (len(lines), len(here.asked), next(away, None)) == (12, 12, None)
             assert all(line["id"].endswith("-1") for line in lines.values())  # each ran once before
 
@@ -465,7 +312,7 @@ def test_a_batch_waits_while_no_site_is_there_and_expires(url: str, monkeypatch:
             here.pass_time(86_400.0)
             done = await here.ended(batch_id)
             assert (done.status, done.output_file_id) == ("expired", None)
-            rest = by_id(await here.lines(done.error_file_id))
+            rest = answers_by_id(await here.lines(done.error_file_id))
             assert {line["error"]["code"] for line in rest.values()} == {"batch_expired"}
             assert len(rest) == 2 and here.asked == []
             monkeypatch.setattr("gateway.http.batches.WINDOW_S", -1.0)

@@ -1,0 +1,188 @@
+"""A whole site process in front of a server, linked to a gateway over real gRPC, on good days and bad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support import metric_pages
+from tests.support.remote_site import Scene, chat, run
+from tests.support.site_gateway import assign
+from wire import federation_pb2 as pb
+
+
+def test_answers_stream_with_the_servers_counts() -> None:
+    async def scenario(here: Scene) -> None:
+        session = here.session
+        assert (here.hello.engine, here.hello.slots) == ("openai", 4)
+        assert [(each.id, each.context_tokens) for each in here.hello.models] == [("letters", 64)]
+        assert list(here.hello.models[0].features) == ["chat", "resume_text"]
+        assert "unknown server, load from an estimate" in here.hello.version
+        await session.send(**assign("text", "abc", max_tokens=5))
+        await session.send(**chat("chat", "hello", max_tokens=3, n=2, temperature=0.5, stop=["!"]))
+        assert await session.finished("text") == pb.Delta.LENGTH
+        assert await session.finished("chat", 1) == await session.finished("chat", 0) == pb.Delta.LENGTH
+        assert session.text("text") == "abcab"
+        assert [session.text("chat", index) for index in (0, 1)] == ["hel", "hel"]
+        assert session.deltas("text")[-1].completion_tokens == 5
+        assert sum(session.deltas("chat", index)[-1].completion_tokens for index in (0, 1)) == 6
+        counted = [each for each in session.said("accepted") if each.attempt_id == "text"]
+        assert [each.prompt_tokens for each in counted] == [1, 7]  # guessed, then counted
+        (asked,) = (each for each in here.server.asked if "messages" in each)
+        assert (asked["stop"], asked["messages"]) == (["!"], [{"role": "user", "content": "hello"}])
+        await here.load(tokens_total=11, running=0)
+
+    run(scenario)
+
+
+def test_a_server_that_counts_nothing_is_counted_by_chunks() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**assign("a", "abc", max_tokens=5, echo=True))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert here.session.deltas("a")[-1].completion_tokens == 5
+        assert here.session.text("a") == "abc" + "abcab"
+
+    run(scenario, counts=False)
+
+
+def test_connections_are_used_again() -> None:
+    async def scenario(here: Scene) -> None:
+        before = here.server.connections
+        for number in range(5):
+            await here.session.send(**assign(str(number)))
+            await here.session.finished(str(number))
+        assert here.server.connections <= before + 1
+
+    run(scenario)
+
+
+def test_a_request_on_a_closed_connection_is_sent_again() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.drops = 1
+        await here.session.send(**assign("a"))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        here.server.drops = 2
+        await here.session.send(**assign("b"))
+        assert (await here.refused("b")).reason == pb.Rejected.INTERNAL
+
+    run(scenario)
+
+
+def test_a_server_that_lists_no_models_serves_the_one_that_is_configured() -> None:
+    async def scenario(here: Scene) -> None:
+        assert [each.id for each in here.hello.models] == ["letters"]
+        assert here.hello.models[0].context_tokens == 99
+        await here.session.send(**assign("a"))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert here.server.asked[0]["model"] == "some/folder"
+
+    run(
+        scenario,
+        models=(),
+        settings={"model": "some/folder", "served_model": "letters", "context_tokens": 99},
+    )
+
+
+def test_what_was_not_sent_can_be_released_and_what_was_can_not() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.go.clear()
+        for name in "abcd":
+            await here.session.send(**assign(name, max_tokens=9))
+        await here.session.heard("accepted", 4)
+        await here.session.until(lambda: here.session.text("a") and here.session.text("b"))
+        await here.load(pending=2)
+        await here.session.send(release=pb.Release(release_id="r", attempt_ids=list("abcd")))
+        (released,) = await here.session.heard("released")
+        assert list(released.attempt_ids) == ["c", "d"]
+        here.server.go.set()
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert len(here.server.asked) == 2
+
+    run(scenario, settings={"slots": 2})
+
+
+def test_load_is_the_servers_own_word_where_it_gives_one() -> None:
+    async def scenario(here: Scene) -> None:
+        assert "(vllm, load from its metrics)" in here.hello.version
+        assert here.hello.kv_capacity_tokens == 16_000
+        known = {"chat", "logprobs", "tools", "guided", "resume_text", "resume_chat"}
+        assert set(here.hello.models[0].features) == known
+        here.server.running, here.server.waiting = 3, 5
+        load = await here.load(pending=5, running=3)
+        assert load.kv_free_tokens == 12_000
+        assert load.token_load > 0
+        await here.session.send(**assign("a", top_k=5))
+        await here.server.until(lambda: here.server.asked)
+        asked = here.server.asked[0]
+        assert asked["top_k"] == 5
+        assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+        here.server.metrics = metric_pages.SOMEBODY  # after an update
+        await here.session.until(lambda: [load.pending for load in here.session.said("load")[-1:]] == [0])
+
+    run(scenario, metrics=metric_pages.VLLM)
+
+
+def test_what_the_server_may_drop_silently_is_refused() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**assign("a", top_k=5))
+        refused = await here.refused("a")
+        assert (refused.reason, refused.param) == (pb.Rejected.UNSUPPORTED, "top_k")
+        body = assign("b")["assign"]
+        body.resume.CopyFrom(pb.ResumeFrom(token_ids=[1], text_chars=1))  # from an older gateway: no text
+        await here.session.send(assign=body)
+        assert (await here.refused("b")).reason == pb.Rejected.UNSUPPORTED
+        assert here.server.asked == []
+
+
+def test_a_prompt_of_twice_the_context_does_not_reach_the_server() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**assign("a", "x" * 600))
+        refused = await here.refused("a")
+        assert (refused.reason, refused.param) == (pb.Rejected.CONTEXT_LENGTH, "prompt")
+        await here.session.send(**assign("b", "x" * 300))  # may fit: the server knows
+        await here.session.finished("b")
+        assert len(here.server.asked) == 1
+
+    run(scenario)
+
+
+def resumed(attempt_id: str, prompt: str, text: str, tokens: int, **sampling: Any) -> dict[str, pb.Assign]:
+    body = assign(attempt_id, prompt, **sampling)["assign"]
+    body.resume.CopyFrom(pb.ResumeFrom(text=text, text_chars=len(text), tokens=tokens))
+    return {"assign": body}
+
+
+def test_an_answer_begun_elsewhere_goes_on_after_its_text() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**resumed("a", "abcde", "abc", 3, max_tokens=8))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        asked = here.server.asked[0]
+        assert (asked["prompt"], asked["max_tokens"]) == ("abcdeabc", 5)
+        assert here.session.text("a") == "deabc"
+        assert here.session.deltas("a")[-1].completion_tokens == 8
+        assert [each.prompt_tokens for each in here.session.said("accepted")][-1] == 7 - 3
+
+    run(scenario)
+
+
+def test_an_answer_that_broke_off_after_its_last_token_only_ends() -> None:
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**resumed("a", "abcde", "abc", 3, max_tokens=3))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        assert (here.session.text("a"), here.session.deltas("a")[-1].completion_tokens) == ("", 3)
+        assert here.server.asked == []
+
+    run(scenario)
+
+    run(scenario)
+
+
+def test_a_providers_allowance_is_kept() -> None:
+    async def scenario(here: Scene) -> None:
+        for name in "abcd":
+            await here.session.send(**assign(name))
+        await here.session.finished("a")
+        await here.session.finished("b")
+        await here.load(pending=2)
+        assert len(here.server.asked) == 2
+
+    run(scenario, settings={"requests_per_min": 2})

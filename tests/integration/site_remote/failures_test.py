@@ -1,0 +1,201 @@
+"""A foreign server that breaks, hangs or refuses: the site counts, retries or leaves it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from site_engine.errors import ConfigError
+from site_engine.remote_site import serve
+from tests.support.openai_server import Mood, openai_server
+from tests.support.remote_site import Scene, config, run
+from tests.support.site_gateway import Gateway, assign, serving
+from wire import federation_pb2 as pb
+
+
+async def cut_off(here: Scene) -> None:
+    """After its first text."""
+    here.server.go.clear()
+    await here.session.send(**assign("a", max_tokens=50))
+    await here.session.until(lambda: here.session.text("a"))
+    await here.session.send(cancel=pb.Cancel(attempt_id="a"))
+    assert await here.session.finished("a") == pb.Delta.CANCELLED
+
+
+def test_a_cancel_closes_the_stream_at_the_server() -> None:
+    async def scenario(here: Scene) -> None:
+        await cut_off(here)
+        assert here.session.deltas("a")[-1].completion_tokens == 1
+        await here.server.until(lambda: here.server.left == 1 and here.server.running == 0)
+
+    run(scenario)
+
+
+def test_an_answer_that_is_cut_off_is_counted_as_far_as_the_server_told() -> None:
+    async def scenario(here: Scene) -> None:
+        await cut_off(here)
+        counted = [each.prompt_tokens for each in here.session.said("accepted")]
+        assert counted == [1, 7]  # guessed, then counted
+
+    run(scenario, owner="vllm")
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [
+        (Mood.FAILING, pb.Rejected.INTERNAL),
+        (Mood.GARBAGE, pb.Rejected.INTERNAL),
+        (Mood.FULL, pb.Rejected.FULL),
+        (Mood.TOO_LONG, pb.Rejected.CONTEXT_LENGTH),
+        (Mood.INVALID, pb.Rejected.INVALID),
+    ],
+)
+def test_before_the_first_word_a_failure_is_a_refusal_with_its_reason(mood: Mood, reason: int) -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.mood = mood
+        await here.session.send(**assign("a"))
+        refused = await here.refused("a")
+        assert refused.reason == reason
+        assert refused.message
+        here.server.mood = Mood.ANSWERING
+        if mood is Mood.FULL:  # it is left alone as long as it asked
+            await here.session.send(**assign("b"))
+            assert "left alone" in (await here.refused("b")).message
+        else:
+            await here.session.send(**assign("b"))
+            assert await here.session.finished("b") == pb.Delta.LENGTH
+
+    run(scenario)
+
+
+def test_half_a_stream_is_a_failed_answer() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.mood = Mood.HALF
+        await here.session.send(**assign("a", max_tokens=9))
+        assert await here.session.finished("a") == pb.Delta.FAILED
+        last = here.session.deltas("a")[-1]
+        assert (here.session.text("a"), last.completion_tokens) == ("a", 1)
+        assert "broke off" in last.error
+
+    run(scenario)
+
+
+def test_a_server_that_hangs_is_given_up() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.mood = Mood.SILENT
+        await here.session.send(**assign("a"))
+        assert (await here.refused("a")).reason == pb.Rejected.INTERNAL
+        await here.server.until(lambda: here.server.left == 1)
+
+    run(scenario, settings={"silence_s": 0.1})
+
+
+def test_a_deadline_ends_an_answer() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.go.clear()
+        body = assign("a", max_tokens=9)["assign"]
+        body.deadline_s = 40.0
+        await here.session.send(assign=body)
+        await here.session.until(lambda: here.session.text("a"))
+        asyncio.get_running_loop().time = lambda: time.monotonic() + 40.0  # type: ignore[method-assign]
+        assert await here.session.finished("a") == pb.Delta.FAILED
+        assert "deadline" in here.session.deltas("a")[-1].error
+        await here.server.until(lambda: here.server.left == 1)
+
+    run(scenario)
+
+
+def test_a_killed_server_fails_what_it_had_and_the_site_comes_back_with_it() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.go.clear()
+        for name in "abc":
+            await here.session.send(**assign(name, max_tokens=9))
+        await here.session.until(lambda: here.session.text("a") and here.session.text("b"))
+        await here.load(pending=1)
+        await here.server.die()
+        assert await here.session.finished("a") == await here.session.finished("b") == pb.Delta.FAILED
+        assert (await here.refused("c")).reason == pb.Rejected.INTERNAL
+        await here.session.over.wait()
+        assert here.session.log[-1].WhichOneof("body") == "bye"
+        here.server.go.set()
+        here.server.models = ("letters", "more")  # as it may be after an update
+        await here.server.start()
+        again = await here.gateway.joined()
+        hello = await again.welcome()
+        assert [each.id for each in hello.models] == ["letters", "more"]
+        await again.send(**assign("d"))
+        assert await again.finished("d") == pb.Delta.LENGTH
+
+    run(scenario, settings={"slots": 2})
+
+
+def test_a_server_that_lives_but_fails_every_answer_is_left() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.mood = Mood.FAILING
+        for name in "abc":
+            await here.session.send(**assign(name))
+        await here.session.over.wait()
+        assert "answers in a row failed" in here.session.log[-1].bye.reason
+        assert len(here.session.said("rejected")) == 3
+
+    run(scenario)
+
+
+def test_the_key_goes_with_every_request_and_a_wrong_one_is_named(tmp_path: Any) -> None:
+    secret = tmp_path / "key"
+    secret.write_text("sk-1\n")
+
+    async def scenario(here: Scene) -> None:
+        await here.session.send(**assign("a"))
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+
+    run(scenario, settings={"key_file": secret}, key="sk-1")
+
+    async def wrong() -> None:
+        async with openai_server(key="sk-2") as server, serving(Gateway()) as gateway:
+            with pytest.raises(ConfigError, match="wants a key"):
+                await serve(config(server, gateway))
+            with pytest.raises(ConfigError, match="the server has letters"):
+                await serve(config(server, gateway, model="other", key_file=secret_of("sk-2")))
+
+    def secret_of(key: str) -> Any:
+        secret.write_text(key)
+        return secret
+
+    asyncio.run(wrong())
+
+
+def test_a_site_waits_for_its_server_and_a_signal_ends_the_wait() -> None:
+    async def scenario() -> None:
+        async with openai_server() as server, serving(Gateway()) as gateway:
+            await server.die()
+            site = asyncio.create_task(serve(config(server, gateway)))
+            await server.start()
+            session = await gateway.joined()
+            await session.welcome()
+            await server.die()
+            await session.over.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await site == 0
+            await server.start()
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_drains() -> None:
+    async def scenario(here: Scene) -> None:
+        here.server.go.clear()
+        await here.session.send(**assign("a", max_tokens=9))
+        await here.session.until(lambda: here.session.text("a"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await here.session.heard("draining")
+        here.server.go.set()
+        assert await here.session.finished("a") == pb.Delta.LENGTH
+        await here.session.over.wait()
+
+    run(scenario)

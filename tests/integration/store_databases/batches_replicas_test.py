@@ -1,0 +1,161 @@
+"""A batch outlives replicas: another one goes on, and nothing is asked or written twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from tests.support.batch_replica import (
+    answers_by_id,
+    asked_at_least,
+    chat_line,
+    jsonl,
+    replica,
+    until_two_are_held,
+)
+from tests.support.fakes.federation import until
+
+
+def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> None:
+    """The first replica dies with half of its lines in flight; its finished lines do not run again."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(40))))
+            await asked_at_least(first, 15)
+            first.open.clear()
+            finished = await until_two_are_held(first, batch_id)
+            await first.die()
+            async with replica(url, name="r2") as second:
+                done = await second.ended(batch_id)
+                lines = answers_by_id(await second.lines(done.output_file_id))
+                assert sorted(lines) == sorted(f"c-{number}" for number in range(40))
+                assert done.request_counts.completed == 40
+                assert len(second.asked) == 40 - finished
+                assert len(set(second.asked)) == len(second.asked)
+            first.open.set()
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lost its lease while lines ran: their outcomes are dropped and the running ones are cancelled."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            runner: Any = first.batches.runner
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(20))))
+            await asked_at_least(first, 5)
+            first.open.clear()
+            finished = await until_two_are_held(first, batch_id)
+            ledger, lease = runner._context.ledger, runner._context.ledger.lease
+
+            async def away(*_: object) -> None:
+                raise OperationalError("", {}, OSError("the database is away"))
+
+            monkeypatch.setattr(ledger, "lease", away)
+            async with replica(url, name="r2") as second:
+                done = await second.ended(batch_id)
+                monkeypatch.setattr(ledger, "lease", lease)
+                first.open.set()
+                await until(lambda: runner.running_lines == 0, "nothing of it runs any more")
+                assert len(answers_by_id(await second.lines(done.output_file_id))) == 20
+                assert len(second.asked) == 20 - finished
+                assert await second.sdk().batches.retrieve(batch_id) == done
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_was_not_written_down_yet_is_not_asked_for_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica ends while its database is coming back."""
+
+    async def main() -> None:
+        tried = asyncio.Event()
+        async with replica(url, name="r1") as first:
+            ledger: Any = first.batches.runner._context.ledger
+            write = ledger.write
+
+            async def away(*_: object) -> None:
+                monkeypatch.setattr(ledger, "write", write)
+                tried.set()
+                raise OperationalError("", {}, OSError("the database is away"))
+
+            monkeypatch.setattr(ledger, "write", away)
+            batch_id = await first.submit(jsonl(chat_line(0)))
+            await tried.wait()
+            await first.batches.runner.close()
+        async with replica(url, name="r2") as second:
+            done = await second.ended(batch_id)
+            assert (done.status, done.request_counts.completed) == ("completed", 1)
+            assert (len(first.asked), second.asked) == (1, [])
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_ended_keeps_its_files_though_nobody_here_heard_of_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with replica(url) as here:
+            runner: Any = here.batches.runner
+            ledger, end, told = runner._context.ledger, runner._context.ledger.end, list[bool]()
+
+            async def unheard(*given: Any, **values: Any) -> None:
+                told.append(await end(*given, **values))
+                raise OperationalError("", {}, OSError("the connection broke after the commit"))
+
+            monkeypatch.setattr(ledger, "end", unheard)
+            done = await here.ended(await here.submit(jsonl(chat_line(0))))
+            await until(lambda: not runner._jobs, "the batch is let go of")
+            assert (done.status, told) == ("completed", [True])
+            assert len(await here.lines(done.output_file_id)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_ends_hands_its_batch_on_at_once(url: str) -> None:
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            batch_id = await first.submit(jsonl(*(chat_line(number) for number in range(60))))
+            await asked_at_least(first, 10)
+        async with replica(url, name="r2") as second:
+            done = await second.ended(batch_id)
+            lines = answers_by_id(await second.lines(done.output_file_id))
+            assert len(lines) == 60
+            assert len(first.asked) + len(second.asked) == 60
+
+    asyncio.run(main())
+
+
+def test_nobody_sees_the_files_of_an_end_that_was_not_written_down(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica that takes over from one that died in between writes new files."""
+
+    async def main() -> None:
+        async with replica(url, name="r1") as first:
+            ledger: Any = first.batches.runner._context.ledger
+            reached = asyncio.Event()
+
+            async def dies(*_: object, **__: object) -> None:
+                reached.set()
+                raise OperationalError("", {}, OSError("this process is dead"))
+
+            monkeypatch.setattr(ledger, "end", dies)
+            batch_id = await first.submit(jsonl(chat_line(0), chat_line(1, temperature=9)))
+            await reached.wait()
+            await first.die()
+            async with replica(url, name="r2") as second:
+                done = await second.ended(batch_id)
+                assert done.status == "completed"
+                listed = (await second.raw("GET", "/v1/files?purpose=batch_output")).json()["data"]
+                assert {file["id"] for file in listed} == {done.output_file_id, done.error_file_id}
+
+    asyncio.run(main())
