@@ -146,5 +146,6 @@ class LocalFederation:
 def not_idle(site: dict[str, Any]) -> list[str]:
     counters = {name: site[name] for name in ("running", "pending", "assigned", "kv_reserved_tokens")}
     counters["token_load"] = round(site["token_load"], 3)
-    counters["kv_used_tokens"] = site["kv_capacity_tokens"] - site["kv_free_tokens"]
+    if site["state"] != "down":  # a site that has left has no free pages, and holds none
+        counters["kv_used_tokens"] = site["kv_capacity_tokens"] - site["kv_free_tokens"]
     return [f"{name}={value}" for name, value in counters.items() if value]
