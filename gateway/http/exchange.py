@@ -22,10 +22,10 @@ from gateway.telemetry.logs import REQUEST_ID, REQUEST_LINE, RequestLine
 AnyRequest = Request[Any, Any, State]
 log = logging.getLogger(__name__)
 
-REQUEST_ID_LIMIT_CHARS = 128
+MAX_REQUEST_ID_CHARS = 128
 _LOGGED_HEADERS = (b"openai-organization", b"openai-project", b"user-agent")
 _LOGGED_PREFIX = b"x-stainless-"
-_LOGGED_LIMIT_CHARS = 200
+_MAX_LOGGED_CHARS = 200
 _ALWAYS = [(b"x-content-type-options", b"nosniff")]
 _ALWAYS_OVER_TLS = [*_ALWAYS, (b"strict-transport-security", b"max-age=31536000")]
 
@@ -119,7 +119,7 @@ class ExchangeMiddleware:
     def _start(self, scope: Scope) -> Exchange:
         query_id = self._new_id()
         sent = header(scope, b"x-request-id")
-        valid = 0 < len(sent) <= REQUEST_ID_LIMIT_CHARS and sent.isascii() and sent.isprintable()
+        valid = 0 < len(sent) <= MAX_REQUEST_ID_CHARS and sent.isascii() and sent.isprintable()
         return Exchange(sent if valid else query_id, query_id, self._clock())
 
     def _headers(self, exchange: Exchange) -> list[tuple[bytes, bytes]]:
@@ -150,7 +150,7 @@ class ExchangeMiddleware:
 
 def _client_headers(scope: Scope) -> dict[str, str]:
     return {
-        name.decode("latin-1"): value.decode("latin-1")[:_LOGGED_LIMIT_CHARS]
+        name.decode("latin-1"): value.decode("latin-1")[:_MAX_LOGGED_CHARS]
         for name, value in scope["headers"]
         if name in _LOGGED_HEADERS or name.startswith(_LOGGED_PREFIX)
     }

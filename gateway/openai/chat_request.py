@@ -7,13 +7,13 @@ import msgspec
 from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.response_format import read_format
-from gateway.openai.sampling import COUNT_LIMIT, read_priority, read_sampling, refuse_unsupported
+from gateway.openai.sampling import MAX_COUNT, read_priority, read_sampling, refuse_unsupported
 from gateway.openai.tools import read_tools
 from gateway.prompt import Chat, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOP_LOGPROBS_LIMIT = 20
-MESSAGES_LIMIT = 4096
+MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 4096
 _UNSUPPORTED_FIELDS = frozenset(
     {"functions", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"}
 )
@@ -36,14 +36,14 @@ def read_chat(fields: Fields) -> GenerationRequest:
 
 def _max_tokens(fields: Fields) -> tuple[str, int | None]:
     """Return the name of the field that applies and its value. Both are checked; the newer one wins."""
-    old = fields.integer("max_tokens", 1, COUNT_LIMIT, None)
-    new = fields.integer("max_completion_tokens", 1, COUNT_LIMIT, None)
+    old = fields.integer("max_tokens", 1, MAX_COUNT, None)
+    new = fields.integer("max_completion_tokens", 1, MAX_COUNT, None)
     return ("max_tokens", old) if new is None else ("max_completion_tokens", new)
 
 
 def _logprobs(fields: Fields) -> int | None:
     enabled = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", 0, TOP_LOGPROBS_LIMIT, None)
+    top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, None)
     if top is not None and not enabled:
         fields.refuse("top_logprobs", "is only allowed with 'logprobs': true")
     return (top or 0) if enabled else None
@@ -63,8 +63,8 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
     items = fields.items("messages")
     if fields.raw("messages") == []:
         fields.refuse("messages", "must hold at least one message")
-    if len(items) > MESSAGES_LIMIT:
-        fields.refuse("messages", f"holds at most {MESSAGES_LIMIT} messages, got {len(items)}")
+    if len(items) > MAX_MESSAGES:
+        fields.refuse("messages", f"holds at most {MAX_MESSAGES} messages, got {len(items)}")
         return ()
     messages = (fields.nested(f"messages.{number}", item) for number, item in enumerate(items))
     return tuple(_message(message) for message in messages if message is not None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.sampling import (
-    CHOICES_LIMIT,
-    COUNT_LIMIT,
+    MAX_CHOICES,
+    MAX_COUNT,
     read_priority,
     read_sampling,
     refuse_unsupported,
@@ -15,26 +15,26 @@ from gateway.openai.sampling import (
 from gateway.prompt import Prompt
 
 DEFAULT_MAX_TOKENS = 16
-LOGPROBS_LIMIT = 5
+MAX_LOGPROBS = 5
 
 
 def read_completion(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
     prompts = _prompts(fields)
-    max_tokens = fields.integer("max_tokens", 0, COUNT_LIMIT, DEFAULT_MAX_TOKENS)
+    max_tokens = fields.integer("max_tokens", 0, MAX_COUNT, DEFAULT_MAX_TOKENS)
     refuse_unsupported(fields, frozenset({"suffix", "response_format"}))
-    logprobs = fields.integer("logprobs", 0, LOGPROBS_LIMIT, None)
+    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, None)
     sampling = read_sampling(
         fields, max_tokens=max_tokens, logprobs=logprobs, echo_prompt=fields.flag("echo")
     )
-    if fields.integer("best_of", 1, CHOICES_LIMIT, sampling.n) != sampling.n:
+    if fields.integer("best_of", 1, MAX_CHOICES, sampling.n) != sampling.n:
         fields.refuse("best_of", f"can only equal 'n', which is {sampling.n}", UNSUPPORTED)
     request = GenerationRequest(
         model, prompts, sampling, "max_tokens", read_stream_options(fields), read_priority(fields)
     )
-    if request.choices > CHOICES_LIMIT:
+    if request.choices > MAX_CHOICES:
         fields.refuse(
-            "prompt", f"and 'n' ask for {request.choices} choices; one request gives at most {CHOICES_LIMIT}"
+            "prompt", f"and 'n' ask for {request.choices} choices; one request gives at most {MAX_CHOICES}"
         )
     return request
 

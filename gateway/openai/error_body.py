@@ -13,7 +13,7 @@ import msgspec
 
 from gateway import errors
 
-RETRY_AFTER_LIMIT_S = 120.0
+MAX_RETRY_AFTER_S = 120.0
 """OpenAI's SDK does not retry at all when it is told to wait longer."""
 
 Header = tuple[bytes, bytes]
@@ -57,10 +57,10 @@ _ERROR_KINDS: dict[type[errors.MicoError], ErrorKind] = {
     errors.NotFound: ErrorKind(404, INVALID_REQUEST, "not_found"),
     errors.TooMany: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", wait_s=1.0),
     errors.BudgetSpent: ErrorKind(
-        429, "insufficient_quota", "insufficient_quota", wait_s=RETRY_AFTER_LIMIT_S, headers=_USELESS_AGAIN
+        429, "insufficient_quota", "insufficient_quota", wait_s=MAX_RETRY_AFTER_S, headers=_USELESS_AGAIN
     ),
     errors.AboveQuota: ErrorKind(
-        429, "rate_limit_error", "rate_limit_exceeded", wait_s=RETRY_AFTER_LIMIT_S, headers=_USELESS_AGAIN
+        429, "rate_limit_error", "rate_limit_exceeded", wait_s=MAX_RETRY_AFTER_S, headers=_USELESS_AGAIN
     ),
     errors.ClientMistake: ErrorKind(400, INVALID_REQUEST, None),
     errors.Overloaded: ErrorKind(503, SERVER_ERROR, "overloaded", wait_s=1.0),
@@ -105,7 +105,7 @@ def _translate_tree(exc: errors.MicoError) -> ErrorResponse:
 
 def retry_after(wait_s: float) -> tuple[Header, ...]:
     """Return both headers: whole seconds for everyone, milliseconds for OpenAI's SDK, which prefers them."""
-    capped_s = min(max(wait_s, 0.001), RETRY_AFTER_LIMIT_S)
+    capped_s = min(max(wait_s, 0.001), MAX_RETRY_AFTER_S)
     return (
         (b"retry-after", b"%d" % math.ceil(capped_s)),
         (b"retry-after-ms", b"%d" % math.ceil(capped_s * 1000)),

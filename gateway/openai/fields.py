@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar
 from gateway.errors import BadRequest
 from gateway.wording import several
 
-PROBLEMS_LIMIT = 10
-ECHO_LIMIT_CHARS = 200
+MAX_PROBLEMS = 10
+MAX_ECHO_CHARS = 200
 
 D = TypeVar("D")
 
@@ -38,7 +38,7 @@ class Problems:
         self._omitted = 0
 
     def add(self, param: str, message: str, code: str = WRONG_VALUE) -> None:
-        if len(self._problems) < PROBLEMS_LIMIT:
+        if len(self._problems) < MAX_PROBLEMS:
             self._problems.append(FieldProblem(param, message, code))
         else:
             self._omitted += 1
@@ -54,14 +54,14 @@ class Problems:
 
 
 def echo(value: object) -> str:
-    """Return `value` as text for an error message, at most ECHO_LIMIT_CHARS long."""
+    """Return `value` as text for an error message, at most MAX_ECHO_CHARS long."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     try:
-        text = repr(value[:ECHO_LIMIT_CHARS] if isinstance(value, str) else value)
+        text = repr(value[:MAX_ECHO_CHARS] if isinstance(value, str) else value)
     except ValueError:  # an integer too long for Python to write
         return "an enormous number"
-    return text if len(text) <= ECHO_LIMIT_CHARS else text[: ECHO_LIMIT_CHARS - 1] + "…"
+    return text if len(text) <= MAX_ECHO_CHARS else text[: MAX_ECHO_CHARS - 1] + "…"
 
 
 def whole_number(value: object) -> int | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from gateway.domain import Sampling
 from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo, whole_number
 
-CHOICES_LIMIT = 128
-STOPS_LIMIT = 4
-STOP_IDS_LIMIT = 64
-BIASES_LIMIT = 1024
-COUNT_LIMIT = 2**31 - 1
-TOKEN_ID_LIMIT = 2**32 - 1
+MAX_CHOICES = 128
+MAX_STOPS = 4
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIASES = 1024
+MAX_COUNT = 2**31 - 1
+MAX_TOKEN_ID = 2**32 - 1
 
 IGNORED_FIELDS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -68,7 +68,7 @@ def read_sampling(
 ) -> Sampling:
     if not fields.present(SAMPLING_FIELDS):
         return Sampling(max_tokens, logprobs=logprobs, echo=echo_prompt, guided_json=guided_json)
-    min_tokens = fields.integer("min_tokens", 0, COUNT_LIMIT, 0)
+    min_tokens = fields.integer("min_tokens", 0, MAX_COUNT, 0)
     if max_tokens is not None and min_tokens > max_tokens:
         fields.refuse(
             "min_tokens", f"must not be above the {max_tokens} tokens asked for at most, got {min_tokens}"
@@ -76,10 +76,10 @@ def read_sampling(
     seed = fields.integer("seed", -(2**63), 2**64 - 1, None)
     return Sampling(
         max_tokens=max_tokens,
-        n=fields.integer("n", 1, CHOICES_LIMIT, 1),
+        n=fields.integer("n", 1, MAX_CHOICES, 1),
         temperature=fields.number("temperature", 0, 2, 1.0),
         top_p=fields.number("top_p", 0, 1, 1.0),
-        top_k=max(fields.integer("top_k", -1, COUNT_LIMIT, 0), 0),
+        top_k=max(fields.integer("top_k", -1, MAX_COUNT, 0), 0),
         min_p=fields.number("min_p", 0, 1, 0.0),
         presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
         frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
@@ -111,8 +111,8 @@ def refuse_unsupported(fields: Fields, names: frozenset[str] = frozenset()) -> N
 def _stop(fields: Fields) -> tuple[str, ...]:
     value = fields.raw("stop")
     items = [value] if isinstance(value, str) else fields.items("stop")
-    if len(items) > STOPS_LIMIT:
-        fields.refuse("stop", f"holds at most {STOPS_LIMIT} strings, got {len(items)}")
+    if len(items) > MAX_STOPS:
+        fields.refuse("stop", f"holds at most {MAX_STOPS} strings, got {len(items)}")
         return ()
     for number, item in enumerate(items):
         if not isinstance(item, str) or not item:
@@ -124,8 +124,8 @@ def _stop(fields: Fields) -> tuple[str, ...]:
 
 def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
     items = fields.items("stop_token_ids")
-    if len(items) > STOP_IDS_LIMIT:
-        fields.refuse("stop_token_ids", f"holds at most {STOP_IDS_LIMIT} ids, got {len(items)}")
+    if len(items) > MAX_STOP_TOKEN_IDS:
+        fields.refuse("stop_token_ids", f"holds at most {MAX_STOP_TOKEN_IDS} ids, got {len(items)}")
         return ()
     return token_ids(fields, "stop_token_ids", items)
 
@@ -135,7 +135,7 @@ def token_ids(fields: Fields, name: str, items: list[object]) -> tuple[int, ...]
     ids: list[int] = []
     for number, item in enumerate(items):
         token = whole_number(item)
-        if token is None or not 0 <= token <= TOKEN_ID_LIMIT:
+        if token is None or not 0 <= token <= MAX_TOKEN_ID:
             fields.refuse(f"{name}.{number}", f"must be a token id, got {echo(item)}", WRONG_TYPE)
             break
         ids.append(token)
@@ -147,8 +147,8 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
     if biases is None:
         return {}
     names = biases.unread()
-    if len(names) > BIASES_LIMIT:
-        fields.refuse("logit_bias", f"holds at most {BIASES_LIMIT} tokens, got {len(names)}")
+    if len(names) > MAX_LOGIT_BIASES:
+        fields.refuse("logit_bias", f"holds at most {MAX_LOGIT_BIASES} tokens, got {len(names)}")
         return {}
     return {
         token: biases.number(name, -100, 100, 0.0)
@@ -158,7 +158,7 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
 
 
 def _read_token_id(biases: Fields, name: str) -> int | None:
-    if name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) <= TOKEN_ID_LIMIT:
+    if name.isascii() and name.isdecimal() and len(name) <= 10 and int(name) <= MAX_TOKEN_ID:
         return int(name)
     biases.refuse(name[:20], "is not a token id", WRONG_TYPE)
     return None

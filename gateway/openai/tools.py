@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 
-TOOLS_LIMIT = 128
+MAX_TOOLS = 128
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NAME_RULE = "has 1 to 64 letters, digits, underscores and dashes"
 
@@ -33,8 +33,8 @@ def read_tools(fields: Fields) -> Tools:
     items = fields.items("tools")
     if fields.raw("tools") == []:
         fields.refuse("tools", "must not be empty; leave it out instead")
-    if len(items) > TOOLS_LIMIT:
-        fields.refuse("tools", f"holds at most {TOOLS_LIMIT} functions, got {len(items)}")
+    if len(items) > MAX_TOOLS:
+        fields.refuse("tools", f"holds at most {MAX_TOOLS} functions, got {len(items)}")
         items = []
     read = [_tool(fields.nested(f"tools.{number}", item)) for number, item in enumerate(items)]
     names = [str(function["name"]) for function in read if function["name"]]

@@ -14,7 +14,7 @@ from gateway.http.body import decode
 from gateway.openai import sampling, tools
 from gateway.openai.chat_request import read_chat
 from gateway.openai.completion_request import read_completion
-from gateway.openai.fields import PROBLEMS_LIMIT, Fields, Problems, echo, whole_number
+from gateway.openai.fields import MAX_PROBLEMS, Fields, Problems, echo, whole_number
 from gateway.openai.request import GenerationRequest
 
 scalars = (
@@ -101,7 +101,7 @@ def test_a_body_is_read_within_bounds_or_refused_by_name(reader: Any, body: dict
     except BadRequest as refusal:
         assert refusal.param
         assert refusal.code
-        assert len(refusal.message) <= PROBLEMS_LIMIT * 450
+        assert len(refusal.message) <= MAX_PROBLEMS * 450
 
 
 @pytest.mark.parametrize("reader", [read_chat, read_completion])
@@ -143,7 +143,7 @@ def test_nothing_else_is_an_integer(value: Any) -> None:
 
 def test_problems_beyond_the_limit_are_counted() -> None:
     problems = Problems()
-    for number in range(PROBLEMS_LIMIT + 2):
+    for number in range(MAX_PROBLEMS + 2):
         problems.add(f"field_{number}", "is wrong")
     with pytest.raises(BadRequest) as refusal:
         problems.raise_any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import BadRequest
-from gateway.openai.fields import PROBLEMS_LIMIT, Fields, Problems
+from gateway.openai.fields import MAX_PROBLEMS, Fields, Problems
 from gateway.wording import several
 from mico.commands.federation import site_row
 
@@ -21,7 +21,7 @@ def test_one_is_one(number: float, said: str) -> None:
 
 def test_one_problem_that_is_not_shown_is_one() -> None:
     problems = Problems()
-    for number in range(PROBLEMS_LIMIT + 1):
+    for number in range(MAX_PROBLEMS + 1):
         Fields({}, problems).refuse(f"field_{number}", "is wrong")
     with pytest.raises(BadRequest, match=r" 1 more problem is not shown\.$"):
         problems.raise_any()
