@@ -125,17 +125,9 @@ async def kill_a_site(federation: Federation, options: argparse.Namespace) -> di
     os.kill(victim.pid, signal.SIGKILL)
     ended = await asyncio.gather(*asked, return_exceptions=True)
     answers = [each for each in ended if isinstance(each, Answered)]
-    command = [
-        sys.executable,
-        "-m",
-        "mico",
-        "--folder",
-        str(federation.folder.path),
-        "up",
-        "--detach",
-        "--json",
-    ]
-    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    mico = (sys.executable, "-m", "mico", "--folder", str(federation.folder.path))
+    restart = [*mico, "up", "--detach", "--json"]
+    await asyncio.to_thread(subprocess.run, restart, check=True, capture_output=True)
 
     async def back() -> bool:
         return await federation.ready(victim.name)

@@ -268,7 +268,7 @@ def run(options: argparse.Namespace, folder: Path, database_url: str | None) -> 
             restart_dead(here.folder, here.running)
         printed, _ = running.communicate(timeout=WITHIN_S)
         total_s = time.monotonic() - began
-        restart_dead(here.folder, here.running)  # what the killed one had not stored is in its journal
+        restart_dead(here.folder, here.running)  # rows that the killed one had not stored are in its journal
         wait_for_usage(here, batch_id, options.prompts)
         checked = check(out, folder / "out.errors.jsonl", options.prompts, here, batch_id)
         wrong = differ_alone(here, sdk, out, texts, options.max_tokens)

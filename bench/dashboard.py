@@ -311,7 +311,7 @@ def measure(sites: int, minutes: int) -> dict[str, Any]:
             assert browser.complaints == [], browser.complaints
         alone = cores(process, CPU_S)
         with listeners(root, PAGES):
-            wait(5.0)  # what they are told at first is not what they cost
+            wait(5.0)  # the first snapshots are not counted
             open_pages = cores(process, CPU_S)
     found["cores_alone"], found["cores_with_pages"] = round(alone, 4), round(open_pages, 4)
     found["core_percent_of_pages"] = round(100 * (open_pages - alone), 2)

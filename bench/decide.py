@@ -104,7 +104,7 @@ def main() -> None:
     if not quiet:
         for sites, each_us in decisions.items():
             print(f"{sites:5} sites: {each_us:7.1f} µs a decision")
-        print(f"one site's news: {result['news_us']:.1f} µs")
+        print(f"one site's update: {result['news_us']:.1f} µs")
         print(f"1,000 queries over 1,000 sites jointly: {result['window_ms']:.1f} ms")
     print(json.dumps(result))
 

@@ -119,7 +119,7 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Run
     for name in options.peer:
         model = copy.deepcopy(plain)
         contenders[name] = partial(_run_peer, name, model, limits, clock)
-    # on a GPU ours makes the graphs of all shapes that it will meet
+    # on a GPU the engine captures the graphs of all shapes of the run
     contenders["mico"](work(-1) if served.device.type == "cuda" else work(-1)[:2])
     failed = _drop_failing(contenders, work(-1)[:2])
     runs: dict[str, list[Run]] = {name: [] for name in contenders}
@@ -224,7 +224,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--workload", choices=sorted(SHAPES), default="alpaca")
     parser.add_argument("--runner", choices=RUNNERS, default="packed", help="all but packed: padded batches")
-    parser.add_argument("--order", choices=sorted(ORDERS), default="arrival", help="in which ours start")
+    parser.add_argument("--order", choices=sorted(ORDERS), default="arrival", help="of the engine's queries")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--slots", type=int, default=256, help="requests that run at once")
     parser.add_argument("--token-budget", type=int, default=8192, help="tokens of one iteration")

@@ -52,7 +52,7 @@ def plain_model(folder: str) -> Any:
     return model
 
 
-# ---- how many tokens a second
+# ---- tokens a second
 
 
 class Pass(NamedTuple):
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=400_000)
     parser.add_argument("--sampling", default="greedy", help=f"some of {', '.join(SAMPLINGS)}")
     parser.add_argument("--order", default="arrival", help=f"some of {', '.join(ORDERS)}")
-    parser.add_argument("--peer-queries", type=int, default=0, help="so many for transformers, too; slow")
+    parser.add_argument("--peer-queries", type=int, default=0, help="also run by transformers; slow")
     parser.add_argument("--peer-workload", default="alpaca", choices=sorted(SHAPES))
     asked = parser.parse_args()
     do = asked.do.split(",")

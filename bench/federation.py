@@ -271,7 +271,7 @@ def main() -> int:
         "--data", type=Path, required=True, help="alpaca_like.jsonl.zst, or lines of that form"
     )
     parser.add_argument("--base-url", default="http://127.0.0.1:8080/v1")
-    parser.add_argument("--key", help="default: what `mico up` left in .mico/key")
+    parser.add_argument("--key", help="default: the key that `mico up` wrote to .mico/key")
     parser.add_argument("--served-model", help="default: the first one listed")
     parser.add_argument("--model", type=Path, help="folder of the same weights, to compare greedy texts")
     parser.add_argument("--count", type=int, default=200)

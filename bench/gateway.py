@@ -34,7 +34,7 @@ UNARY_TOKENS = 16
 STREAM_TOKENS = 150
 SHORT_STREAM_TOKENS = 16
 STREAMS = 100
-# Beyond, client and upstream would be what is measured on two cores. No multiple of the upstream's iterations
+# At a higher rate two cores would measure client and upstream. No multiple of the upstream's iterations
 # a second, so that streams begin in every phase of them.
 MAX_STREAMS_PER_S = 100.7
 ABORTS = 20

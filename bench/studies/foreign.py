@@ -190,7 +190,7 @@ def main() -> int:
     parser.add_argument("--server", type=foreign, action="append", required=True)
     parser.add_argument("--model", type=Path, default=demo_model.FOLDER, help="of the native site")
     parser.add_argument("--count", type=int, default=24, help="different prompts")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is asked through the gateway")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions through the gateway")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     found = asyncio.run(run(parser.parse_args()))

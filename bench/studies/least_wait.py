@@ -144,7 +144,7 @@ def least(
     """
     intervals, many = int(each.start.max()) + 1, len(each.wait_s)
     steps = np.arange(intervals)
-    # how far starts are ahead of the capacity, one more variable an interval: before + started - capacity
+    # starts ahead of the capacity, one more variable an interval: before + started - capacity
     balance = coo_matrix((each.work, (each.start, np.arange(many))), (intervals, many))
     change = coo_matrix((np.ones(intervals - 1), (steps[1:], steps[:-1])), (intervals, intervals))
     change = change - coo_matrix((np.ones(intervals), (steps, steps)), (intervals, intervals))
@@ -214,7 +214,7 @@ def table(of: Crowd) -> Iterator[tuple[str, Bound]]:
     interval_s = float(waits.max()) / INTERVALS
     intervals = ceil((of.arrival_s[-1] + 1.6 * waits.max()) / interval_s) + 2
     each = starts(of, interval_s, intervals)
-    fair = np.zeros(intervals)  # the longest wait of who came then
+    fair = np.zeros(intervals)  # the longest wait of an interval's arrivals
     np.maximum.at(fair, (of.arrival_s / interval_s).astype(np.intp), waits)
     fcfs = bound_of(of, waits)
     yield "first come first served", fcfs

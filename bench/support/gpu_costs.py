@@ -22,7 +22,7 @@ from site_engine.model.attention_context import Scoring
 ROWS = 256
 STAGGER = 24  # iterations until all requests have begun
 SETTLING = 2  # iterations in which those before are still waited for
-LATER_LAYERS = 8  # kernels are timed over so many layers' pages, so that none stays in the cache
+LATER_LAYERS = 8  # kernels are timed over the pages of several layers, so that none stays in the cache
 
 
 def seconds() -> float:

@@ -10,7 +10,7 @@ CHUNK_BYTES = 64 * 1024
 
 
 class Relay:
-    """Forwards to `target_port`. `held` stops both ways, `up_held` only what the dialler sends."""
+    """Forwards to `target_port`. `held` stops both ways, `up_held` only the dialler's side."""
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port

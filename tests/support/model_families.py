@@ -79,7 +79,7 @@ def tiny_config(model_type: str) -> Any:
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
     try:  # one layer of each kind where there are two
         return made(**known, layer_types=(kinds * 2)[:2]) if kinds else made(**known)
-    except Exception:  # noqa: BLE001 - some derive their kinds from other sizes and refuse to be told
+    except Exception:  # noqa: BLE001 - some derive their kinds from other sizes and reject given ones
         return made(**known)
 
 

@@ -97,7 +97,7 @@ class PostgresServer:
     def _signal_all(self, how: signal.Signals) -> None:
         assert self._process is not None
         server = self._process.pid
-        os.kill(server, how)  # first of all: it begins no session any more
+        os.kill(server, how)  # first, so that it begins no session any more
         children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
         for pid in map(int, children):
             with suppress(ProcessLookupError):  # a session may end in between
