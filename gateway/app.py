@@ -73,9 +73,7 @@ class Core(NamedTuple):
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then drain the queries in flight for at most `drain_s`; return the exit
-    code.
-    """
+    """Serve until SIGTERM or SIGINT, drain queries in flight for at most `drain_s`; return the exit code."""
     logs.configure(config.log_level)
     try:
         import uvloop
@@ -152,9 +150,7 @@ async def _core(
     publisher = SnapshotPublisher(directory, config.name, clock=clock, history_store=store.snapshots)
 
     def record(outcome: Outcome) -> None:
-        """Record usage before the end of the answer is sent; observers run after that and can cost no
-        record.
-        """
+        """Record usage before the answer's end is sent; observers run later and can cost no record."""
         store.recorder.record(outcome, directory.cloud_of(outcome.site))
         loop.call_soon(observe, outcome)
 
@@ -220,9 +216,7 @@ async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
 
 @asynccontextmanager
 async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
-    """Run what operators read and act through: the publisher, the orders and the exchange between
-    replicas.
-    """
+    """Run the parts behind the operator's API: publisher, orders and the replicas' exchange."""
     query_context, publisher = core.query_context, core.publisher
     order_service = OrderService(
         store.orders, query_context.directory, query_context.federation.links, publisher
@@ -262,9 +256,7 @@ def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:
-    """Load the forecaster; without a usable model the histogram of past answers forecasts, under its own
-    name.
-    """
+    """Load the forecaster; without a usable model return the histogram of past answers."""
     try:
         return HotReloadForecaster(config.predictor)
     except ArtifactError:

@@ -42,8 +42,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order in force until it is lifted or `until_at` has passed. Queries move at `move_at`, if it
-    is set.
+    """An order in force until it is lifted or `until_at` has passed.
+
+    Queries move at `move_at`, if it is set.
     """
 
     site: str

@@ -13,8 +13,9 @@ MAX_EVENTS = 200
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event. `at` is unix time; `kind` is state, operator, offload or failover; `who` is set for
-    operators only.
+    """One event.
+
+    `at` is unix time; `kind` is state, operator, offload or failover; `who` is set for operators only.
     """
 
     at: float

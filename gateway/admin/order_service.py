@@ -112,9 +112,7 @@ class OrderService:
                 log.exception("a refresh of the orders went wrong in an unforeseen way")
 
     async def _refresh(self) -> None:
-        """Read and apply the orders, one refresh at a time: an older one must not undo an order given
-        meanwhile.
-        """
+        """Read and apply the orders, one refresh at a time: an older one must not undo a newer order."""
         async with self._refreshing:
             try:
                 async with asyncio.timeout(REFRESH_TIMEOUT_S):

@@ -62,8 +62,9 @@ def preview(action: Action, sites: Sequence[SiteView]) -> Preview:
 
 
 def applied(action: Action, site: SiteView) -> SiteView:
-    """Return the site after the act. An order can hold back a ready site; it does not make a down site
-    ready.
+    """Return the site after the act.
+
+    An order can hold back a ready site; it does not make a down site ready.
     """
     on_hold = site.state in (SiteState.DRAINING, SiteState.PAUSED)
     match action.verb:

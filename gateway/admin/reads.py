@@ -77,8 +77,9 @@ def history_of(publisher: SnapshotPublisher, window: str) -> dict[str, Any]:
 
 
 def event_dicts(history: SiteHistory) -> list[dict[str, Any]]:
-    """Return events of the site and acts on it, newest first. Either `replica` (saw it) or `who` (did it) is
-    set.
+    """Return events of the site and acts on it, newest first.
+
+    Either `replica` (saw it) or `who` (did it) is set.
     """
     seen = [{**msgspec.structs.asdict(event), "who": ""} for event in history.events]
     done = [{**asdict(event_of(entry)), "id": entry.id, "replica": ""} for entry in history.entries]

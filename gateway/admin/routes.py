@@ -25,8 +25,9 @@ from gateway.telemetry.publisher import SnapshotPublisher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdminContext:
-    """The parts of the gateway that the operator's API uses. `still_valid` looks a key up by its id, without
-    I/O.
+    """The parts of the gateway that the operator's API uses.
+
+    `still_valid` looks a key up by its id, without I/O.
     """
 
     directory: Directory

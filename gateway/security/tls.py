@@ -57,8 +57,8 @@ class CertificateFiles:
         return self._pair
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for HTTP. Every handshake checks the files; a new pair is served from the
-        next one on.
+        """Return the context for HTTP. A handshake checks the files; a new pair holds from the next one
+        on.
         """
         context, loaded = _context(*self._paths), self.pair()
 
@@ -88,8 +88,9 @@ def _context(chain: Path, key: Path) -> ssl.SSLContext:
 
 
 def grpc_credentials(source: CertKeySource, clients: bytes | None = None) -> Any:
-    """Return the credentials of a gRPC port. With `clients`, the PEM of an authority, clients need its
-    certificate.
+    """Return the credentials of a gRPC port.
+
+    With `clients`, the PEM of an authority, clients need its certificate.
     """
     shown = source.pair()
 

@@ -30,8 +30,9 @@ REFRESH_TIMEOUT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RegisteredSite:
-    """The newest certificate of a site. Whatever was issued to the site by `revoked_at` is void. Unix
-    times.
+    """The newest certificate of a site.
+
+    Whatever was issued to the site by `revoked_at` is void. Unix times.
     """
 
     site: str
@@ -62,9 +63,7 @@ class CertificateRegistry:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def revoked_until(self, site: str) -> float:
-        """Return the time up to which whatever was issued to the site is void; -inf if nothing was
-        revoked.
-        """
+        """Return the time until which whatever was issued to the site is void; -inf if none."""
         known = self._known.get(site)
         return float("-inf") if known is None or known.revoked_at is None else known.revoked_at
 
@@ -76,8 +75,9 @@ class CertificateRegistry:
     async def record_issued(
         self, site: str, *, serial: str, issued_at: float, expires_at: float, renewal: bool
     ) -> None:
-        """Record a certificate before it is handed out. Raises StoreUnavailable: an unrecorded one is
-        not listed.
+        """Record a certificate before it is handed out.
+
+        Raises StoreUnavailable: an unrecorded one is not listed.
         """
         count = table.c.renewals + 1 if renewal else 0
         new = {"serial": serial, "issued_at": issued_at, "expires_at": expires_at}

@@ -122,8 +122,6 @@ def _schema(connection: Connection) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the driver's message: never the statement, its values or the URL's
-    password.
-    """
+    """Return the first line of the driver's message: no statement, values or password."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     return next(iter(str(cause).splitlines()), "") or type(cause).__name__

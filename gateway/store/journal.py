@@ -28,15 +28,17 @@ class JournalFull(OSError):
 
 
 class Journal:
-    """The journal of one process at a time. Methods run in one thread, except `read` and `sync`: they
-    use no state.
+    """The journal of one process at a time.
+
+    Methods run in one thread, except `read` and `sync`: they use no state.
     """
 
     def __init__(
         self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES, limit_bytes: int = LIMIT_BYTES
     ) -> None:
-        """Open the folder and the segments found in it. Raises JournalTaken when another process uses
-        the folder.
+        """Open the folder and the segments found in it.
+
+        Raises JournalTaken when another process uses the folder.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -54,8 +56,9 @@ class Journal:
         self.lines = sum(segment.lines for segment in self._sealed.values())
 
     def append(self, line: bytes) -> None:
-        """Append a line that ends with its only newline. Raises OSError if the disk refuses,
-        JournalFull at the limit.
+        """Append a line that ends with its only newline.
+
+        Raises OSError if the disk refuses, JournalFull at the limit.
         """
         if self.size_bytes + len(line) > self.limit_bytes:
             raise JournalFull(f"the journal holds its limit of {self.limit_bytes} bytes")
@@ -92,8 +95,9 @@ class Journal:
         return paths
 
     def sync(self, paths: Iterable[Path]) -> None:
-        """Block until the segments are on disk. A missing segment was stored and removed: it needs no
-        sync.
+        """Block until the segments are on disk.
+
+        A missing segment was stored and removed: it needs no sync.
         """
         for path in (*paths, self.folder):
             with suppress(FileNotFoundError):
@@ -109,8 +113,9 @@ class Journal:
         return list(self._sealed)
 
     def read(self, path: Path) -> list[bytes]:
-        """Return the whole lines of a sealed segment. A torn last line was never acknowledged and is
-        left out.
+        """Return the whole lines of a sealed segment.
+
+        A torn last line was never acknowledged and is left out.
         """
         try:
             *lines, torn = path.read_bytes().split(b"\n")

@@ -61,9 +61,7 @@ class StoredKey(NamedTuple):
 
 
 class Marker(NamedTuple):
-    """Fingerprint of the table: differs after any key was created, changed, revoked or deleted, or its
-    tenant changed.
-    """
+    """Fingerprint of the table: differs after any change of a key or of its tenant."""
 
     keys: int
     revoked: int

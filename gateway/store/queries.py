@@ -60,8 +60,9 @@ class Reads:
         self._engine = engine
 
     async def explain(self, any_id: str) -> list[ExplainedQuery]:
-        """Find queries by request id, query id or the answer's id, newest first. A reused request id
-        finds several.
+        """Find queries by request id, query id or the answer's id, newest first.
+
+        A reused request id finds several.
         """
         query_id = any_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
         named = or_(usage.c.request_id == any_id, usage.c.query_id == query_id)

@@ -81,8 +81,9 @@ class QuotaTable:
     async def set_quotas(
         self, scope: Scope, subject: str, amounts: Mapping[Kind, int | None], act: Act
     ) -> list[Quota]:
-        """Set some quotas of a tenant or a key; None lifts one. Takes effect within seconds. Raises
-        UnknownSubject.
+        """Set some quotas of a tenant or a key; None lifts one.
+
+        Takes effect within seconds. Raises UnknownSubject.
         """
         now = self._clock()
         async with self._engine.begin() as connection:

@@ -27,8 +27,9 @@ PAUSE_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RetentionPeriods:
-    """How long rows are kept, in days. A decision is about five times as large as the usage that it
-    explains.
+    """How long rows are kept, in days.
+
+    A decision is about five times as large as the usage that it explains.
     """
 
     usage_days: float = 400.0

@@ -1,6 +1,7 @@
-"""The slices of quotas in the database: one round of a replica renews its lease and settles what it holds.
+"""Store the slices of quotas: in one round a replica renews its lease and settles its slices.
 
-Whoever changes slices of a quota holds the lock on its row. Does not decide who gets what: quotas/shares.py.
+A transaction that changes slices of a quota locks the quota's row. Does not compute the slices:
+quotas/shares.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -26,20 +27,20 @@ from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import quota_slices, quotas, replicas
 
 LEASE_S: Final = 15.0
-"""A replica that has not renewed for so long is gone; its slices are free after the longest window more."""
+"""A replica that has not renewed for this long is gone; its slices are free after one more WINDOW_S."""
 ROUND_TIMEOUT_S: Final = 5.0
-LIMITS_AT_ONCE: Final = 200
+LIMITS_PER_TRANSACTION: Final = 200
 GONE: Final = ""
-"""In the place of a replica's name: what those that are gone have used of the month."""
+"""Stands for a replica's name in rows with the month's use by replicas that are gone."""
 
 _ID = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
 _LIMIT_ID = quotas.c.scope, quotas.c.subject, quotas.c.kind
 
-# What every round asks, twice a second: to put a statement together costs more than to execute it.
+# Statements of every round, twice a second: building one costs more than executing it.
 _MARK = select(func.count(), func.coalesce(func.sum(quotas.c.stamp), 0)).select_from(quotas)
 _LIMITS = select(quotas)
 _REPLICAS = select(replicas)
-_HUNGRY = select(*_ID).where(quota_slices.c.want > quota_slices.c.amount).distinct()
+_SHORT = select(*_ID).where(quota_slices.c.want > quota_slices.c.amount).distinct()
 _LOCKED = (
     select(quotas)
     .where(tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True)))
@@ -49,7 +50,7 @@ _LOCKED = (
 _SLICES = select(quota_slices).where(tuple_(*_ID).in_(bindparam("ids", expanding=True)))
 _RENEWED = (
     update(replicas)
-    .where(replicas.c.name == bindparam("ours"), replicas.c.boot_id == bindparam("boot"))
+    .where(replicas.c.name == bindparam("own"), replicas.c.boot_id == bindparam("boot"))
     .values(expires_at=bindparam("until"))
 )
 _DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())")
@@ -59,11 +60,11 @@ T = TypeVar("T")
 ClaimOf = Callable[[LimitId], Claim | None]
 
 
-class _Seen(NamedTuple):
-    """What a round finds before it settles anything."""
+class _RoundState(NamedTuple):
+    """State that a round reads before it settles: live replicas, limits in short supply, quotas."""
 
     alive: list[str]
-    hungry: list[LimitId]
+    short: list[LimitId]
     mark: tuple[int, int]
     limits: dict[LimitId, int] | None
 
@@ -73,7 +74,7 @@ class SlicesAway(StoreUnavailable, SlicesUnavailable):
 
 
 class SliceTable:
-    """Every method raises SlicesAway when the database does not answer in time."""
+    """Slices by replica. Every method raises SlicesAway when the database does not answer in time."""
 
     def __init__(
         self,
@@ -97,93 +98,96 @@ class SliceTable:
         return self._lease_s
 
     async def join(self) -> list[PreviousSlice]:
-        """Take this name, and what the process before this one held under it."""
+        """Take over this name, and return the slices that the previous process held under it."""
 
         async def work(connection: AsyncConnection) -> list[PreviousSlice]:
             await self._renew(connection, take=True)
-            mine = select(quota_slices).where(quota_slices.c.replica == self._name)
-            found = [*await connection.execute(mine)]
+            own = select(quota_slices).where(quota_slices.c.replica == self._name)
+            found = [*await connection.execute(own)]
             now = self._clock()
             return [
                 PreviousSlice(id_of(row), row.amount, row.used, row.used_at)
                 for row in found
-                if row.period in (0, _period(row.kind, now))
+                if not row.period or (row.kind == Kind.MONTH and row.period == month_of(now))
             ]
 
         return await self._transaction(work)
 
     async def leave(self) -> None:
-        """What is held and not used is free at once; what is used, when it can no longer count."""
+        """Release the unused part of the slices now; the used part is free when it no longer counts."""
 
         async def work(connection: AsyncConnection) -> None:
-            mine = replicas.c.name == self._name, replicas.c.boot_id == self._boot_id
+            own = replicas.c.name == self._name, replicas.c.boot_id == self._boot_id
             now = await self._database_time(connection)
-            left = await connection.execute(update(replicas).where(*mine).values(expires_at=now))
+            left = await connection.execute(update(replicas).where(*own).values(expires_at=now))
             if left.rowcount:
-                held = update(quota_slices).where(quota_slices.c.replica == self._name)
-                await connection.execute(held.values(amount=quota_slices.c.used, want=0))
+                slices = update(quota_slices).where(quota_slices.c.replica == self._name)
+                await connection.execute(slices.values(amount=quota_slices.c.used, want=0))
 
         await self._transaction(work)
 
     def rename(self) -> None:
-        """Another process goes by this name: it keeps it."""
+        """Continue under another name, because another process uses this one."""
         self._name = f"{self._name}.{self._boot_id[:8]}"
 
     async def limits(self) -> dict[LimitId, int]:
-        """As they are now; the next round says whether they have changed since."""
+        """Return all limits; later rounds report changes since this call."""
 
         async def work(connection: AsyncConnection) -> tuple[tuple[int, int], dict[LimitId, int]]:
             return await _mark(connection), await _limits(connection)
 
-        self._mark, found = await self._transaction(work)  # only now: what did not arrive is asked for again
+        self._mark, found = await self._transaction(work)  # set only on success: a failed read is repeated
         return found
 
     async def round(self, unsettled: Iterable[LimitId], claim_of: ClaimOf) -> LeaseRound:
-        """Renew the lease; settle the slices that are unsettled here, or that others are short of.
+        """Renew the lease; settle the limits that are `unsettled` here or of which another replica is short.
 
         Raises NameTaken.
         """
-        now, ours = self._clock(), set(unsettled)
+        now, own = self._clock(), set(unsettled)
 
-        async def first(connection: AsyncConnection) -> tuple[_Seen, list[LimitId], list[GrantedSlice]]:
-            seen = await self._look(connection)
-            wanted = sorted(ours.union(seen.hungry))
-            part = wanted[:LIMITS_AT_ONCE]
-            return seen, wanted, await self._settle(connection, part, claim_of, seen.alive, now)
+        async def first(connection: AsyncConnection) -> tuple[_RoundState, list[LimitId], list[GrantedSlice]]:
+            state = await self._read_state(connection)
+            wanted = sorted(own.union(state.short))
+            chunk = wanted[:LIMITS_PER_TRANSACTION]
+            return state, wanted, await self._settle(connection, chunk, claim_of, state.alive, now)
 
-        seen, wanted, grants = await self._transaction(first)
-        for start in range(LIMITS_AT_ONCE, len(wanted), LIMITS_AT_ONCE):
-            part = wanted[start : start + LIMITS_AT_ONCE]
+        state, wanted, grants = await self._transaction(first)
+        for start in range(LIMITS_PER_TRANSACTION, len(wanted), LIMITS_PER_TRANSACTION):
+            chunk = wanted[start : start + LIMITS_PER_TRANSACTION]
 
-            async def work(connection: AsyncConnection, part: list[LimitId] = part) -> list[GrantedSlice]:
+            async def work(connection: AsyncConnection, chunk: list[LimitId] = chunk) -> list[GrantedSlice]:
                 if connection.dialect.name == "sqlite":
                     await self._renew(connection)
-                return await self._settle(connection, part, claim_of, seen.alive, now)
+                return await self._settle(connection, chunk, claim_of, state.alive, now)
 
             grants += await self._transaction(work)
-        self._mark = seen.mark
-        return LeaseRound(len(seen.alive), grants, seen.limits)
+        self._mark = state.mark
+        return LeaseRound(len(state.alive), grants, state.limits)
 
-    async def _look(self, connection: AsyncConnection) -> _Seen:
+    async def _read_state(self, connection: AsyncConnection) -> _RoundState:
         now = await self._renew(connection)
         found = [*await connection.execute(_REPLICAS)]
         if any(row.expires_at + WINDOW_S < now for row in found):
-            await self._bury(connection, now)
+            await self._remove_gone_replicas(connection, now)
         alive = sorted({self._name, *(row.name for row in found if row.expires_at >= now)})
-        hungry = [id_of(row) for row in await connection.execute(_HUNGRY)]
+        short = [id_of(row) for row in await connection.execute(_SHORT)]
         mark = await _mark(connection)
-        return _Seen(alive, hungry, mark, None if mark == self._mark else await _limits(connection))
+        return _RoundState(alive, short, mark, None if mark == self._mark else await _limits(connection))
 
     async def _renew(self, connection: AsyncConnection, *, take: bool = False) -> float:
-        """The time of the database. A write comes first: on SQLite it is the lock."""
+        """Renew the lease and return the database's time.
+
+        Writes first: on SQLite the write takes the lock.
+        """
         now = await self._database_time(connection)
         until = now + self._lease_s
-        held = {"ours": self._name, "boot": self._boot_id, "until": until}
-        if (await connection.execute(_RENEWED, held)).rowcount:
+        values = {"own": self._name, "boot": self._boot_id, "until": until}
+        if (await connection.execute(_RENEWED, values)).rowcount:
             return now
-        values = {"name": self._name, "boot_id": self._boot_id, "expires_at": until}
+        row = {"name": self._name, "boot_id": self._boot_id, "expires_at": until}
         into = upsert(self._engine.dialect.name, replicas, ("boot_id", "expires_at") if take else ())
-        if (await connection.execute(into.returning(replicas.c.name), values)).first() is None:
+        if (await connection.execute(into.returning(replicas.c.name), row)).first() is None:
             raise NameTaken(self._name)
         return now
 
@@ -198,7 +202,9 @@ class SliceTable:
         if not ids:
             return []
         limits = {id_of(row): row.amount for row in await connection.execute(_LOCKED, {"ids": ids})}
-        rows = await self._rows(connection, ids)
+        rows: dict[LimitId, list[Row[Any]]] = defaultdict(list)
+        for row in await connection.execute(_SLICES, {"ids": ids}):
+            rows[id_of(row)].append(row)
         grants = []
         for limit_id, limit in limits.items():
             claim = claim_of(limit_id)
@@ -211,8 +217,8 @@ class SliceTable:
     def _grant(
         self, limit_id: LimitId, limit: int, claim: Claim, rows: list[Row[Any]], alive: list[str]
     ) -> GrantedSlice:
-        mine = next((row for row in rows if row.replica == self._name), None)
-        if mine is None:  # nothing is written down: what was held is not ours any more
+        own = next((row for row in rows if row.replica == self._name), None)
+        if own is None:  # no row: this replica does not hold the slice any more
             claim = claim._replace(ceiling=0)
         others = [_slice(row, claim.period, alive) for row in rows if row.replica != self._name]
         return GrantedSlice(limit_id, claim, granted(limit, self._name, claim, others, alive))
@@ -229,27 +235,19 @@ class SliceTable:
             "want": claim.want,
         }
 
-    async def _rows(
-        self, connection: AsyncConnection, ids: Sequence[LimitId]
-    ) -> Mapping[LimitId, list[Row[Any]]]:
-        found: dict[LimitId, list[Row[Any]]] = defaultdict(list)
-        for row in await connection.execute(_SLICES, {"ids": ids}):
-            found[id_of(row)].append(row)
-        return found
-
-    async def _bury(self, connection: AsyncConnection, now: float) -> None:
-        """Replicas that are gone for longer than any minute: of their slices only the month's use is kept."""
+    async def _remove_gone_replicas(self, connection: AsyncConnection, now: float) -> None:
+        """Remove replicas gone for longer than WINDOW_S; of their slices keep only the month's use."""
         await connection.execute(delete(replicas).where(replicas.c.expires_at + WINDOW_S < now))
-        left = quota_slices.c.replica.not_in(select(replicas.c.name)), quota_slices.c.replica != GONE
-        rows = await connection.execute(delete(quota_slices).where(*left).returning(quota_slices))
+        orphaned = quota_slices.c.replica.not_in(select(replicas.c.name)), quota_slices.c.replica != GONE
+        rows = await connection.execute(delete(quota_slices).where(*orphaned).returning(quota_slices))
         for row in [*rows]:
             if row.kind == Kind.MONTH:
-                await self._keep_spent(connection, row)
+                await self._add_month_use(connection, row)
 
-    async def _keep_spent(self, connection: AsyncConnection, row: Row[Any]) -> None:
+    async def _add_month_use(self, connection: AsyncConnection, row: Row[Any]) -> None:
         into = upsert(self._engine.dialect.name, quota_slices, ())
-        nothing = {**row._mapping, "replica": GONE, "amount": 0, "used": 0, "want": 0}
-        await connection.execute(into, nothing)
+        empty = {**row._mapping, "replica": GONE, "amount": 0, "used": 0, "want": 0}
+        await connection.execute(into, empty)
         kept = quota_slices.c
         same = kept.scope == row.scope, kept.subject == row.subject, kept.kind == row.kind
         used = func.coalesce(
@@ -264,7 +262,7 @@ class SliceTable:
         )
 
     async def _database_time(self, connection: AsyncConnection) -> float:
-        """One clock for all replicas; of SQLite they share the machine's."""
+        """Return the time of the one clock that all replicas share: on SQLite the machine's."""
         if self._engine.dialect.name == "sqlite":
             return self._clock()
         return float(await connection.scalar(_DATABASE_TIME) or 0.0)
@@ -289,11 +287,12 @@ async def _limits(connection: AsyncConnection) -> dict[LimitId, int]:
 
 
 def id_of(row: Any) -> LimitId:
+    """Return the id of the limit that a row is of."""
     return LimitId(Scope(row.scope), row.subject, Kind(row.kind))
 
 
 def upsert(dialect: str, into: Table, changed: Iterable[str]) -> Insert:
-    """INSERT that changes these columns of a row which is there already; with none it leaves it alone."""
+    """Return an INSERT that updates the `changed` columns of an existing row; with none it skips the row."""
     insert = sqlite.insert(into) if dialect == "sqlite" else postgresql.insert(into)
     names = [*changed]
     if not names:
@@ -305,11 +304,7 @@ def upsert(dialect: str, into: Table, changed: Iterable[str]) -> Insert:
 
 
 def _slice(row: Row[Any], period: int, alive: Sequence[str]) -> Slice:
-    """As it counts now: what another month has used counts no more, what is held counts on."""
+    """Convert a row: use of another month no longer counts, the held amount does."""
     past = row.period != period
     amount = 0 if past and row.replica == GONE else row.amount
     return Slice(row.replica, amount, 0 if past else row.used, row.want, row.replica in alive)
-
-
-def _period(kind: str, now: float) -> int:
-    return month_of(now) if kind == Kind.MONTH else 0

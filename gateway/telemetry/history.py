@@ -93,9 +93,7 @@ def fold(samples: Sequence[Sample], at: float) -> Sample:
 
 
 def columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the samples by column, each as long as `at`: a third of the bytes, in the form that plots
-    use.
-    """
+    """Return the samples by column, as plots use them; a third of the bytes of rows."""
     found: dict[str, Any] = {"at": [sample.at for sample in samples]}
     for name in SCALARS:
         found[name] = [getattr(sample, name) for sample in samples]

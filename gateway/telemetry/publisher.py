@@ -92,8 +92,9 @@ class SnapshotPublisher:
         self.snapshot: Snapshot | None = None
 
     async def start(self) -> None:
-        """Restore the last day's history, then publish every second. Without a stored history plots start
-        empty.
+        """Restore the last day's history, then publish every second.
+
+        Without a stored history plots start empty.
         """
         if self._history_store is not None:
             try:

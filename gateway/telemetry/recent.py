@@ -21,8 +21,9 @@ MAX_QUERIES = 2_000
 
 
 class EndedQuery(NamedTuple):
-    """The figures of one query that ended. `at` is unix time; `forecast` is (source, p50, p90, actual
-    tokens).
+    """The figures of one query that ended.
+
+    `at` is unix time; `forecast` is (source, p50, p90, actual tokens).
     """
 
     at: float
@@ -85,9 +86,7 @@ class Move(NamedTuple):
 
 
 class SortedValues:
-    """Values kept in order, so that each snapshot reads quantiles without sorting, which would block
-    the loop.
-    """
+    """Values kept in order: sorting them for every snapshot would block the event loop."""
 
     def __init__(self) -> None:
         self._values: list[float] = []

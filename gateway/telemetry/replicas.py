@@ -116,8 +116,9 @@ class SummaryExchange:
         self._last_move_at: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Exchange summaries until cancelled. While the database is away the page shows this replica
-        alone.
+        """Exchange summaries until cancelled.
+
+        While the database is away the page shows this replica alone.
         """
         while True:
             try:

@@ -93,8 +93,9 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The federation at one moment. `replica` built it from the queries of all `replicas`; `at` is unix
-    time.
+    """The federation at one moment.
+
+    `replica` built it from the queries of all `replicas`; `at` is unix time.
     """
 
     seq: int
@@ -168,9 +169,7 @@ class Rates:
 
 
 def shown_state(site: Site, now_s: float) -> SiteState:
-    """Return the state to display: stale if the figures are old, because the site is neither idle nor
-    busy then.
-    """
+    """Return the state to display: stale if the figures are old, since the load is unknown then."""
     silent = now_s - site.load.received_s > STALE_SHOWN_AFTER_S
     return SiteState.STALE if silent and site.state is not SiteState.DOWN else site.state
 

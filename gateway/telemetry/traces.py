@@ -27,8 +27,8 @@ EXPORT_TIMEOUT_S = 5
 
 
 def exporter(url: str) -> SpanProcessor:
-    """Return a processor that sends spans to an OTLP/HTTP collector from its own thread, and drops late
-    ones.
+    """Return a processor that sends spans to an OTLP/HTTP collector from its own thread; late ones are
+    dropped.
     """
     endpoint = f"{url.rstrip('/')}/v1/traces"
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))

@@ -65,8 +65,9 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, name: str, now: datetime) -> Authority:
-        """Create an authority. Raises PkiError when the folder has one: replacing it would lock out
-        every site.
+        """Create an authority.
+
+        Raises PkiError when the folder has one: replacing it would lock out every site.
         """
         if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
             raise PkiError(f"{folder} holds an authority already")
