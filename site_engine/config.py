@@ -1,6 +1,6 @@
 """The configuration of one site process: a TOML file, then MICO_SITE_* of the environment, then keywords.
 
-One frozen object; what it refuses it names. A secret is never part of its `repr`.
+One frozen object; an error names the setting. A secret is never part of its `repr`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from site_engine.errors import ConfigError
 
 PREFIX = "MICO_SITE_"
 SLOTS = 32
-"""Where neither a person nor a GPU says more."""
+"""Default without a GPU."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINES = ("native", "openai")
@@ -41,7 +41,7 @@ class SiteConfig:
     """Without `tls`, links are plain text: for one machine or a private network."""
 
     site: str  # unique among the sites, stable over restarts; absent: the pool's name and the machine's
-    pool: str = ""  # of machines that a cloud makes alike: what the gateway may have more or fewer of
+    pool: str = ""  # of alike machines, of which the gateway may have more or fewer
     cloud: str = "on-prem"
     region: str = "local"
     gateways: tuple[str, ...]  # host:port of every gateway known; the others are learned from these
@@ -49,11 +49,11 @@ class SiteConfig:
     token_file: Path | None = None  # read instead of `token`
     tls: bool = False  # with the system's authorities, unless tls_ca names others
     tls_ca: Path | None = None
-    tls_cert: Path | None = None  # with tls_key: who this site is, instead of a token
+    tls_cert: Path | None = None  # with tls_key: the identity of this site, instead of a token
     tls_key: Path | None = None
     identity: Path | None = None  # a folder: the site makes its key there and gets its certificates itself
-    enrol_at: str = ""  # host:port where it asks for the first one; `gateways` then take certificates
-    join_secret: str = field(default="", repr=False)  # what it asks with, of `mico pki invite`
+    enrol_at: str = ""  # host:port that issues the first one; `gateways` then take certificates
+    join_secret: str = field(default="", repr=False)  # authorizes the request, made by `mico pki invite`
     join_secret_file: Path | None = None
 
     engine: str = "native"  # or openai: a server that runs already, at `url`
@@ -61,13 +61,13 @@ class SiteConfig:
     key_env: str = ""  # the environment variable that holds the server's key
     key_file: Path | None = None  # read instead
     context_tokens: int | None = None  # of the server's models, where it does not say
-    metrics: bool = True  # whether its metrics page tells its load; off behind a load balancer
-    silence_s: float = 120.0  # a server that says nothing for so long in an answer has hung
-    requests_per_min: int | None = None  # what a provider allows
+    metrics: bool = True  # whether to read its load from its metrics; off behind a load balancer
+    silence_s: float = 120.0  # of a server within an answer, after which it has hung
+    requests_per_min: int | None = None  # a provider's limit
     tokens_per_min: int | None = None
 
     model: str = ""  # a folder or a Hub id; of a server: one of its models, empty for all
-    served_model: str = ""  # what clients call it; empty: the model's own name
+    served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     threads: int | None = None  # of the CPU for the model; absent: all cores
@@ -76,14 +76,16 @@ class SiteConfig:
     page_size: int = 16  # tokens in a page of keys and values
     kv_tokens: int | None = None  # room for keys and values; absent: measured
     max_pending: int = 1024
-    share_prefixes: bool = False  # between tenants too: faster, but times then tell what others have asked
+    share_prefixes: bool = False  # between tenants too: faster, but times then reveal prompts of others
     iteration_floor_s: float = 0.0  # makes a site slower than its machine
 
     input_usd_per_mtok: float = 0.0
     output_usd_per_mtok: float = 0.0
     drain_s: float = 25.0  # how long running answers may take when the process is told to end
     log_level: str = "info"
-    otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
+    otlp_url: str = (
+        ""  # collector of traces, such as http://collector:4318; empty: none. Needs the extra otel
+    )
 
     def __post_init__(self) -> None:
         _require(self.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
@@ -114,17 +116,17 @@ class SiteConfig:
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
 
     def secret(self) -> str:
-        """The token, from its file if there is one. Raises ConfigError if that cannot be read or is empty."""
+        """Return the token, from its file if there is one. Raises ConfigError if that is unreadable."""
         return self.token if self.token_file is None else _read("token_file", self.token_file)
 
     def invitation(self) -> str:
-        """The join secret, empty if there is none. Raises ConfigError."""
+        """Return the join secret, empty if there is none. Raises ConfigError."""
         if self.join_secret_file is None:
             return self.join_secret
         return _read("join_secret_file", self.join_secret_file)
 
     def server_key(self, environ: Mapping[str, str]) -> str:
-        """The key that the server asks for, empty if none is configured. Raises ConfigError."""
+        """Return the server's key, empty if none is configured. Raises ConfigError."""
         if self.key_file is not None:
             return _read("key_file", self.key_file)
         _require(not self.key_env or bool(environ.get(self.key_env)), "key_env", f"{self.key_env} is not set")
@@ -140,11 +142,14 @@ class SiteConfig:
 
 
 def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> SiteConfig:
-    """Later sources win; an override of None is no override. Raises ConfigError that names the setting."""
+    """Load a configuration: later sources win, an override of None is none. Raises ConfigError."""
     settings: dict[str, Any] = {}
+    in_environment = {
+        name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)
+    }
     for origin, values in (
-        (str(path), _toml(path)),
-        ("the environment", _environment(environ)),
+        (str(path), {} if path is None else _toml(path)),
+        ("the environment", in_environment),
         ("the command line", {name: value for name, value in overrides.items() if value is not None}),
     ):
         for name, value in values.items():
@@ -160,19 +165,11 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
     return SiteConfig(**settings)
 
 
-def _toml(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {}
+def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path}: {exc}") from exc
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)
-    }
 
 
 def _known(name: str, origin: str) -> str:
@@ -191,49 +188,49 @@ def _parsed(name: str, value: Any) -> Any:
         raise ConfigError(f"{name} cannot be{shown}: {exc}") from exc
 
 
-def _text(value: Any) -> str:
+def parse_text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError("it must be text")
     return value
 
 
-def _whole(value: Any) -> int:
+def parse_int(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError("it must be a whole number")
     return int(value)
 
 
-def _number(value: Any) -> float:
+def parse_float(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError("it must be a number")
     return float(value)
 
 
-def _switch(value: Any) -> bool:
+def parse_bool(value: Any) -> bool:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).lower() not in words:
         raise ValueError("it must be true or false")
     return words[str(value).lower()]
 
 
-def _path(value: Any) -> Path:
+def parse_path(value: Any) -> Path:
     return Path(value).expanduser()
 
 
-def _addresses(value: Any) -> tuple[str, ...]:
-    """A list, or text with commas; each once."""
-    parts = value.split(",") if isinstance(value, str) else [_text(each) for each in value]
+def parse_addresses(value: Any) -> tuple[str, ...]:
+    """Parse a list, or text with commas, of addresses; keep each once."""
+    parts = value.split(",") if isinstance(value, str) else [parse_text(each) for each in value]
     return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
 _BY_TYPE: dict[str, Callable[[Any], Any]] = {
-    "str": _text,
-    "int": _whole,
-    "int | None": _whole,
-    "float": _number,
-    "bool": _switch,
-    "Path | None": _path,
-    "tuple[str, ...]": _addresses,
+    "str": parse_text,
+    "int": parse_int,
+    "int | None": parse_int,
+    "float": parse_float,
+    "bool": parse_bool,
+    "Path | None": parse_path,
+    "tuple[str, ...]": parse_addresses,
 }
 _PARSERS = {each.name: _BY_TYPE[str(each.type)] for each in fields(SiteConfig)}
 

@@ -1,9 +1,9 @@
-"""What can go wrong at a site, and who is told.
+"""The errors of a site, and their recipients.
 
     SiteError
     ├── ConfigError         the configuration cannot be used: the person who starts the site
     ├── NotServed           this attempt cannot be served here: the gateway, as a Rejected
-    ├── WrongMessage        a gateway message that makes no sense: the log; the message is dropped
+    ├── WrongMessage        an invalid message of a gateway: the log; the message is dropped
     ├── LinkLost            a stream to a gateway is over or silent: the log; the link dials again
     ├── ModelNotSupported   the engine would not serve this model exactly: the start, as a ConfigError
     └── EngineBroken        the engine cannot go on: every open attempt as FAILED; the process ends
@@ -17,7 +17,7 @@ from enum import Enum
 
 
 class Reason(Enum):
-    """Why an attempt was not taken; the names of `Rejected.Reason` in wire/federation.proto."""
+    """The reason why an attempt was refused; the names of `Rejected.Reason` in wire/federation.proto."""
 
     FULL = "FULL"
     DRAINING = "DRAINING"
@@ -29,7 +29,7 @@ class Reason(Enum):
 
 
 class SiteError(Exception):
-    """Anything this package raises on purpose."""
+    """Base of everything that this package raises on purpose."""
 
 
 class ConfigError(SiteError):

@@ -1,6 +1,6 @@
-"""What crosses the federation link, as frozen values: the site's side of wire/federation.proto.
+"""Messages of the federation link as frozen values: the site's side of wire/federation.proto.
 
-Does not know protobuf; `codec.py` converts.
+Does not know protobuf; `federation/codec.py` converts.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokenPrompt
 class Assign:
     """One attempt. `deadline_s` counts from its arrival; None means no deadline.
 
-    Of an answer begun elsewhere `resumed` are its tokens, or empty where they are unknown: then it goes on
-    after `resumed_text`, which is all that the client has, and `resumed_tokens` is the count so far.
+    `resumed`: the tokens of an answer begun elsewhere, empty where they are unknown. Then it goes on after
+    `resumed_text`, which is all that the client has, and `resumed_tokens` is the count so far.
 
     `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
     """
@@ -80,10 +80,10 @@ class Assign:
     resumed_chars: int = 0
     resumed_text: str = ""
     resumed_tokens: int = 0
-    resumed_calls: int = 0  # calls of functions begun, and of the last of them so many characters
+    resumed_calls: int = 0  # calls of functions begun, and the characters of the last one's arguments
     resumed_argument_chars: int = 0
     guided_json: str = ""
-    request_id: str = ""  # what the client knows it by
+    request_id: str = ""  # the id that the client knows
     traceparent: str = ""
 
     @property
@@ -93,7 +93,7 @@ class Assign:
 
     @property
     def by_text(self) -> bool:
-        """Whether it goes on after a text whose tokens are unknown."""
+        """Whether the answer goes on after a text whose tokens are unknown."""
         return bool(self.resumed_text) and not self.resumed
 
 

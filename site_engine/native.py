@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SLOTS_ON_GPU = 256
-"""As many as the decode steps of an H200 were measured with (bench/results/gpu.md)."""
+"""The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
 
 
 class Loaded(NamedTuple):
-    """What takes long to make: an engine with its model, and what has to be known of them."""
+    """An engine with its model, which take long to load, and the facts of them that a site announces."""
 
     engine: Engine
     tokenizer: Any
@@ -66,22 +66,22 @@ class NativeEngine:
         self._engine_thread.release(groups, reply)
 
     def request_load(self) -> None:
-        self._engine_thread.ask_load()
+        self._engine_thread.request_load()
 
 
 def load_engine(config: SiteConfig) -> Loaded:
-    """The native engine with the model of `config`. Raises ConfigError that says why it cannot be served."""
+    """Load the native engine with the model of `config`. Raises ConfigError with the reason if it can't."""
     import torch
-    from transformers.utils import logging as chatter
+    from transformers.utils import logging as hf_logging
 
     from site_engine.engine.build import build_engine
     from site_engine.engine.settings import EngineSettings
     from site_engine.engine.warmup import warm_up
     from site_engine.model import loader
 
-    chatter.disable_progress_bar()
-    chatter.disable_default_handler()  # its lines become ours
-    chatter.enable_propagation()
+    hf_logging.disable_progress_bar()
+    hf_logging.disable_default_handler()  # its lines become ours
+    hf_logging.enable_propagation()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.device.startswith("cuda") and not torch.cuda.is_available():
@@ -117,12 +117,12 @@ def load_engine(config: SiteConfig) -> Loaded:
 
 
 def slots_on(device: str, config: SiteConfig) -> int:
-    most = SLOTS_ON_GPU if device.startswith("cuda") else SLOTS
-    return config.slots or min(most, config.token_budget or most)
+    max_slots = SLOTS_ON_GPU if device.startswith("cuda") else SLOTS
+    return config.slots or min(max_slots, config.token_budget or max_slots)
 
 
 def grammars_of(loaded: Loaded) -> Grammars | None:
-    """None, and a warning, where answers can't be held to a grammar: queries that ask for it are refused."""
+    """Make the grammars of a model; None, with a warning, if it can't have any: such queries are refused."""
     from site_engine.text.grammar import Grammars, GrammarsUnavailable
 
     try:

@@ -1,4 +1,4 @@
-"""What this process says it is."""
+"""The version that this process reports."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class EngineThread:
         """Release groups whose requests all still wait; reply, group by group, whether it was released."""
         self._ask(partial(self._release, groups, reply))
 
-    def ask_load(self) -> None:
+    def request_load(self) -> None:
         self._ask(self._want_load)
 
     def _ask(self, operation: Callable[[], None]) -> None:

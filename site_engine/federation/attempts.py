@@ -134,7 +134,7 @@ class Attempts:
         _set_parsers(attempt, prepared)
         for index, choice in enumerate(attempt.choices):
             self._routes[choice.request_id] = Route(self, attempt_id, index)
-        return [_request(attempt, prepared, index) for index in range(len(attempt.choices))]
+        return [engine_request(attempt, prepared, index) for index in range(len(attempt.choices))]
 
     def refused(self, attempt_id: str, refusal: NotServed) -> None:
         """End an attempt with a Rejected. The client of a chat knows the engine's `prompt` as `messages`."""
@@ -160,12 +160,12 @@ class Attempts:
         if output.prompt_tokens:
             self._correct_prompt_tokens(attempt, output.prompt_tokens)
         choice = attempt.choices[index]
-        begins = not choice.started and _begins_answer(output)
+        begins = not choice.started and begins_answer(output)
         choice.started = choice.started or begins
         if choice.parser is not None:
-            output = _parse_calls(choice, choice.parser, output)
+            output = separate_calls(choice, choice.parser, output)
         self.outbox.delta(
-            _delta(attempt_id, index, output, attempt.echo if begins else "", attempt.count_offset),
+            to_delta(attempt_id, index, output, attempt.echo if begins else "", attempt.count_offset),
             urgent=begins or output.finish is not None,
         )
         if output.finish is not None:
@@ -231,7 +231,7 @@ class Attempts:
             self._routes.pop(choice.request_id, None)
 
 
-def _request(attempt: _Attempt, prepared: Prepared, index: int) -> Request:
+def engine_request(attempt: _Attempt, prepared: Prepared, index: int) -> Request:
     assign = attempt.assign
     return Request(
         id=attempt.choices[index].request_id,
@@ -261,7 +261,7 @@ def _set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
         choice.forced = tools is not None and tools.choice is ToolChoice.NAMED
 
 
-def _parse_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:
+def separate_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:
     """Separate calls from text. An engine that stops by itself after a call has stopped for the call."""
     text, calls = parser.feed(output.text)
     if output.finish in {Finish.STOP, Finish.LENGTH}:
@@ -275,13 +275,13 @@ def _parse_calls(choice: _Choice, parser: ToolParser, output: Output) -> Output:
     )
 
 
-def _begins_answer(output: Output) -> bool:
+def begins_answer(output: Output) -> bool:
     """Return whether an answer begins here; an answer without tokens begins with its finish."""
     content = output.token_ids or output.text or output.tool_calls
     return bool(content) or output.finish in {Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS}
 
 
-def _delta(attempt_id: str, index: int, output: Output, echo: str, count_offset: int) -> Delta:
+def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offset: int) -> Delta:
     return Delta(
         attempt_id=attempt_id,
         index=index,

@@ -46,10 +46,10 @@ class _Metrics:
 async def discover(server: Server, config: SiteConfig) -> Discovery:
     """Discover the server. Raises ServerLost while it is away, ConfigError if waiting won't help."""
     health, _ = await server.get(HEALTH_PATH)
-    listed = await _listed(server, config, healthy=health == 200)
-    wanted = _wanted(listed, config)
-    metrics = await _metrics(server, listed, config)
-    models = tuple(_model(each, metrics.dialect, config) for each in wanted)
+    listed = await list_models(server, config, healthy=health == 200)
+    wanted = select_models(listed, config)
+    metrics = await find_metrics(server, listed, config)
+    models = tuple(to_model(each, metrics.dialect, config) for each in wanted)
     context_tokens = min(each.context_tokens for each in models)
     source = "its metrics" if metrics.load else f"an estimate: {metrics.reason}"
     slots = config.slots or SLOTS
@@ -61,7 +61,7 @@ async def discover(server: Server, config: SiteConfig) -> Discovery:
         kv_capacity_tokens=capacity or slots * context_tokens,
         slots=slots,
         max_pending=config.max_pending,
-        max_prompt_tokens=_max_context(wanted, config),
+        max_prompt_tokens=max_context_tokens(wanted, config),
         requests_per_min=config.requests_per_min,
         tokens_per_min=config.tokens_per_min,
     )
@@ -86,7 +86,7 @@ async def check_alive(server: Server, path: str) -> None:
         raise ServerLost(f"{server.root}{path} answers {status}")
 
 
-async def _listed(server: Server, config: SiteConfig, *, healthy: bool) -> list[dict[str, Any]]:
+async def list_models(server: Server, config: SiteConfig, *, healthy: bool) -> list[dict[str, Any]]:
     status, body = await server.get(MODELS_PATH)
     if status in {401, 403}:
         raise ConfigError(f"the server at {server.root} wants a key ({status}); set key_env or key_file")
@@ -105,7 +105,7 @@ async def _listed(server: Server, config: SiteConfig, *, healthy: bool) -> list[
     return listed
 
 
-def _wanted(listed: list[dict[str, Any]], config: SiteConfig) -> list[dict[str, Any]]:
+def select_models(listed: list[dict[str, Any]], config: SiteConfig) -> list[dict[str, Any]]:
     ids = [str(each["id"]) for each in listed]
     wanted = [each for each in listed if config.model in {"", each["id"]}]
     if not wanted:
@@ -117,19 +117,19 @@ def _wanted(listed: list[dict[str, Any]], config: SiteConfig) -> list[dict[str, 
     return wanted
 
 
-async def _metrics(server: Server, listed: list[dict[str, Any]], config: SiteConfig) -> _Metrics:
+async def find_metrics(server: Server, listed: list[dict[str, Any]], config: SiteConfig) -> _Metrics:
     owners = {str(each.get("owned_by")) for each in listed}
     if not config.metrics:
         return _Metrics(recognize(owners, ()), None, "metrics is off")
     status, body = await server.get(METRICS_PATH)
     samples = parse_metrics(body.decode(errors="replace")) if status == 200 else {}
-    metrics = _read_metrics(recognize(owners, samples), samples, status)
+    metrics = read_metrics(recognize(owners, samples), samples, status)
     if metrics.load is None:
         log.warning("load is estimated from what passes through: %s", metrics.reason)
     return metrics
 
 
-def _read_metrics(dialect: Dialect, samples: dict[str, list[Sample]], status: int) -> _Metrics:
+def read_metrics(dialect: Dialect, samples: dict[str, list[Sample]], status: int) -> _Metrics:
     if status != 200:
         return _Metrics(dialect, None, f"{METRICS_PATH} answers {status}")
     if dialect.metric_names is None:
@@ -141,8 +141,8 @@ def _read_metrics(dialect: Dialect, samples: dict[str, list[Sample]], status: in
         return _Metrics(dialect, None, f"the metrics of {dialect.name} have changed: {exc}")
 
 
-def _model(listed: dict[str, Any], dialect: Dialect, config: SiteConfig) -> Model:
-    context_tokens = config.context_tokens or _context(listed)
+def to_model(listed: dict[str, Any], dialect: Dialect, config: SiteConfig) -> Model:
+    context_tokens = config.context_tokens or context_tokens_of(listed)
     if context_tokens is None:
         context_tokens = DEFAULT_CONTEXT_TOKENS
         log.warning("the server does not say the context of %s: %d", listed["id"], context_tokens)
@@ -155,13 +155,13 @@ def _model(listed: dict[str, Any], dialect: Dialect, config: SiteConfig) -> Mode
     )
 
 
-def _max_context(wanted: list[dict[str, Any]], config: SiteConfig) -> int | None:
+def max_context_tokens(wanted: list[dict[str, Any]], config: SiteConfig) -> int | None:
     """Return the longest context of any model; None where it was only assumed."""
-    contexts = [config.context_tokens or _context(each) for each in wanted]
+    contexts = [config.context_tokens or context_tokens_of(each) for each in wanted]
     return max((each for each in contexts if each is not None), default=None) if all(contexts) else None
 
 
-def _context(listed: dict[str, Any]) -> int | None:
+def context_tokens_of(listed: dict[str, Any]) -> int | None:
     """Return the context of a listed model, as vLLM, SGLang, Mico, providers or llama.cpp name it."""
     meta = listed.get("meta") if isinstance(listed.get("meta"), dict) else {}
     known = (

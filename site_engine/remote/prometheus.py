@@ -79,7 +79,7 @@ def server_load(metrics: Mapping[str, Sequence[Sample]], names: MetricNames) -> 
         waiting=_total(_first(metrics, names.waiting)),
         kv_usage=None if usage is None else min(1.0, max(0.0, _sum(usage) / len(usage))),
         kv_capacity_tokens=_total(_first(metrics, names.capacity))
-        or _label_products(metrics, names.capacity_of),
+        or label_products(metrics, names.capacity_of),
         tokens_total=_total(_first(metrics, names.generated)),
         prompt_tokens_total=_total(_first(metrics, names.prompted)),
     )
@@ -97,7 +97,7 @@ def _total(found: Sequence[Sample] | None) -> int | None:
     return None if found is None else round(_sum(found))
 
 
-def _label_products(
+def label_products(
     metrics: Mapping[str, Sequence[Sample]], source: tuple[str, Sequence[str]] | None
 ) -> int | None:
     """Sum over engines the product of labels, such as block_size x num_gpu_blocks."""

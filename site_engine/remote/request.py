@@ -27,21 +27,21 @@ class HttpRequest(NamedTuple):
 
 def build_request(assign: Assign, model: str, dialect: Dialect) -> HttpRequest:
     """Build the request; `model` as the server calls it. Raises NotServed with the field in question."""
-    _check(assign, dialect)
+    check_honoured(assign, dialect)
     assign = continue_from_text(assign, dialect)
     body: dict[str, Any] = {
         "model": model,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **_sampling(assign.sampling, dialect),
+        **sampling_fields(assign.sampling, dialect),
     }
     if dialect.continuous_usage:
         body["stream_options"]["continuous_usage_stats"] = True
     if assign.choices > 1:
         body["n"] = assign.choices
     if isinstance(assign.prompt, ChatPrompt):
-        body["messages"] = [_message(each) for each in assign.prompt.messages]
-        body |= _tools(assign.prompt.tools) | _response_format(assign.guided_json)
+        body["messages"] = [message_fields(each) for each in assign.prompt.messages]
+        body |= tool_fields(assign.prompt.tools) | response_format(assign.guided_json)
         if assign.resumed_text:
             body |= dialect.continue_fields or {}
         if assign.sampling.logprobs is not None:
@@ -67,7 +67,7 @@ def guess_tokens(assign: Assign) -> int:
     return len(assign.prompt.token_ids)
 
 
-def _check(assign: Assign, dialect: Dialect) -> None:
+def check_honoured(assign: Assign, dialect: Dialect) -> None:
     for param, is_wanted in (
         ("tools", assign.tools is not None),
         ("response_format", bool(assign.guided_json)),
@@ -82,7 +82,7 @@ def _check(assign: Assign, dialect: Dialect) -> None:
         raise _unsupported("this site has no log probabilities of the prompt", "echo")
 
 
-def _sampling(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
+def sampling_fields(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
     neutral = Sampling()
     fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     for name in ("max_tokens", "presence_penalty", "frequency_penalty", "seed"):
@@ -94,10 +94,10 @@ def _sampling(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
         fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.logprobs is not None and not dialect.logprobs:
         raise _unsupported("log probabilities of this server are not passed on", "logprobs")
-    return fields | _extra_fields(sampling, neutral, dialect)
+    return fields | extra_fields(sampling, neutral, dialect)
 
 
-def _extra_fields(sampling: Sampling, neutral: Sampling, dialect: Dialect) -> dict[str, Any]:
+def extra_fields(sampling: Sampling, neutral: Sampling, dialect: Dialect) -> dict[str, Any]:
     """Return the fields that OpenAI does not have. Refuse one that the server may drop silently."""
     extras: dict[str, Any] = {}
     for name in ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"):
@@ -110,7 +110,7 @@ def _extra_fields(sampling: Sampling, neutral: Sampling, dialect: Dialect) -> di
     return extras
 
 
-def _response_format(schema: str) -> dict[str, Any]:
+def response_format(schema: str) -> dict[str, Any]:
     if not schema:
         return {}
     parsed = json.loads(schema)
@@ -120,7 +120,7 @@ def _response_format(schema: str) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
-def _tools(tools: Tools | None) -> dict[str, Any]:
+def tool_fields(tools: Tools | None) -> dict[str, Any]:
     if tools is None:
         return {}
     choice: Any = tools.choice.value
@@ -130,7 +130,7 @@ def _tools(tools: Tools | None) -> dict[str, Any]:
     return fields | {"parallel_tool_calls": False} if tools.single else fields
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
+def message_fields(message: ChatMessage) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
         fields["name"] = message.name

@@ -22,12 +22,12 @@ def continue_from_text(assign: Assign, dialect: Dialect) -> Assign:
         )
     if not assign.resumed_text:
         return replace(assign, resumed=(), resumed_tokens=0)  # the client has nothing yet: it begins anew
-    _check_sampling(assign.sampling, assign.resumed_text)
-    prompt = _prompt(assign, dialect)
+    check_sampling(assign.sampling, assign.resumed_text)
+    prompt = continued_prompt(assign, dialect)
     return replace(assign, prompt=prompt, sampling=assign.sampling.after(assign.resumed_tokens))
 
 
-def _prompt(assign: Assign, dialect: Dialect) -> TextPrompt | ChatPrompt:
+def continued_prompt(assign: Assign, dialect: Dialect) -> TextPrompt | ChatPrompt:
     prompt, text = assign.prompt, assign.resumed_text
     if isinstance(prompt, TextPrompt):
         return TextPrompt(prompt.text + text)
@@ -48,7 +48,7 @@ def _prompt(assign: Assign, dialect: Dialect) -> TextPrompt | ChatPrompt:
     return replace(prompt, messages=(*prompt.messages, ChatMessage("assistant", text)))
 
 
-def _check_sampling(sampling: Sampling, text: str) -> None:
+def check_sampling(sampling: Sampling, text: str) -> None:
     neutral = Sampling()
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         if getattr(sampling, name) != getattr(neutral, name):

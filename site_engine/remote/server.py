@@ -116,14 +116,14 @@ class Server:
 
 def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> ServerRefused:
     """Translate a response other than 200 into the refusal of an attempt."""
-    message, code, param = _error(body)
+    message, code, param = parse_error(body)
     text = f"the server answered {status}: {message}"
     if status in {400, 413, 422}:
         too_long = status == 413 or _CONTEXT.search(f"{code} {message}")
         reason = Reason.CONTEXT_LENGTH if too_long else Reason.INVALID
         return ServerRefused(NotServed(reason, message, param))
     if status in {408, 429, 503}:
-        return ServerRefused(NotServed(Reason.FULL, text), _retry_after_s(headers))
+        return ServerRefused(NotServed(Reason.FULL, text), retry_after_s_of(headers))
     if status in {404, 405, 501}:
         return ServerRefused(NotServed(Reason.UNSUPPORTED, text, param))
     if status in {401, 403}:
@@ -131,7 +131,7 @@ def server_refused(status: int, body: bytes, headers: Mapping[str, str]) -> Serv
     return ServerRefused(NotServed(Reason.INTERNAL, text))
 
 
-def _error(body: bytes) -> tuple[str, str, str]:
+def parse_error(body: bytes) -> tuple[str, str, str]:
     """Return message, code and field from the shapes of error that servers use; else the body's beginning."""
     try:
         found: Any = json.loads(body)
@@ -146,7 +146,7 @@ def _error(body: bytes) -> tuple[str, str, str]:
     return str(message)[:1000], code, str(found.get("param") or "")
 
 
-def _retry_after_s(headers: Mapping[str, str]) -> float:
+def retry_after_s_of(headers: Mapping[str, str]) -> float:
     try:
         seconds = float(headers.get("retry-after", ""))
     except ValueError:

@@ -30,7 +30,7 @@ class _ChatLogprob(_TopLogprob):
 
 
 class _Logprobs(msgspec.Struct):
-    """`content` from chats; the other three from completions."""
+    """`content` of chats; the other three of completions."""
 
     content: list[_ChatLogprob] | None = None
     tokens: list[str] | None = None
@@ -169,12 +169,15 @@ class ResponseStream:
             raise MalformedStream(f"choice {choice.index} was not asked for")
         progress = self._choices[choice.index]
         text = choice.text or (choice.delta.content if choice.delta else None) or ""
-        calls = tuple(map(_call, (choice.delta.tool_calls if choice.delta else None) or ()))
+        calls = []
+        for each in (choice.delta.tool_calls if choice.delta else None) or ():
+            function = each.function or _Function()
+            calls.append(ToolCall(each.index, each.id or "", function.name or "", function.arguments or ""))
         if choice.finish_reason:
             progress.finish = _FINISHES.get(choice.finish_reason, Finish.STOP)
         if not text and not calls and choice.logprobs is None:
             return
-        logprobs = () if choice.logprobs is None else _logprobs(choice.logprobs)
+        logprobs = () if choice.logprobs is None else parse_logprobs(choice.logprobs)
         progress.tokens += max(1, len(logprobs))
         self.started = True
         request_id = self._request_ids[choice.index]
@@ -184,7 +187,7 @@ class ResponseStream:
                 text,
                 logprobs=logprobs,
                 completion_tokens=progress.tokens,
-                tool_calls=calls,
+                tool_calls=tuple(calls),
             )
         )
 
@@ -199,31 +202,28 @@ class ResponseStream:
             self._choices[0].tokens = max(self._choices[0].tokens, self._total)
 
 
-def _call(call: _Call) -> ToolCall:
-    function = call.function or _Function()
-    return ToolCall(call.index, call.id or "", function.name or "", function.arguments or "")
-
-
-def _logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:
+def parse_logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:
     if found.content is not None:
         return tuple(
-            TokenLogprob(each.token, _raw(each), each.logprob, tuple(map(_top, each.top_logprobs)))
+            TokenLogprob(
+                each.token,
+                _raw(each),
+                each.logprob,
+                tuple(TokenLogprob(top.token, _raw(top), top.logprob) for top in each.top_logprobs),
+            )
             for each in found.content
         )
     tokens, logprobs = found.tokens or [], found.token_logprobs or []
     tops = found.top_logprobs or [None] * len(tokens)
     return tuple(
-        TokenLogprob(token, token.encode(), logprob, _alternatives(top or {}))
+        TokenLogprob(
+            token,
+            token.encode(),
+            logprob,
+            tuple(TokenLogprob(name, name.encode(), value) for name, value in (top or {}).items()),
+        )
         for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
     )
-
-
-def _alternatives(top: Mapping[str, float]) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(token, token.encode(), logprob) for token, logprob in top.items())
-
-
-def _top(each: _TopLogprob) -> TokenLogprob:
-    return TokenLogprob(each.token, _raw(each), each.logprob)
 
 
 def _raw(each: _TopLogprob) -> bytes:

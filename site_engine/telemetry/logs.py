@@ -1,4 +1,4 @@
-"""One JSON object per line on stderr: when, how bad, who, what, and the fault if there is one."""
+"""Log one JSON object per line on stderr: time, level, site, logger, message, and a traceback if any."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonLines(logging.Formatter):
-    """`site` is written on every line, because the lines of many sites end up together. So is `extra`."""
+    """Writes `site` on every line, since lines of many sites end up together, and the fields of `extra`."""
 
     def __init__(self, site: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(level: str, site: str) -> None:
-    """Replaces what the process logged with before; libraries speak up from warnings on."""
+    """Replace the process's log handlers; libraries log from warnings on."""
     stderr = logging.StreamHandler(sys.stderr)
     stderr.setFormatter(JsonLines(site))
     logging.basicConfig(level=logging.WARNING, handlers=[stderr], force=True)

@@ -1,6 +1,6 @@
-"""Spans of an attempt at its site, made when it has ended from the engine's times: queue, prefill, decode.
+"""Record spans of an attempt that has ended, from the engine's times: queue, prefill, decode.
 
-Imports the extra `otel`; only `app.py` imports this, and only where traces are wanted.
+Needs the extra `otel`: only `attempt_log.py` imports this, and only if a collector is configured.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from opentelemetry.util.types import AttributeValue
 from site_engine.core.request import Output
 from site_engine.messages import Assign
 
-EXPORT_WITHIN_S = 5
+EXPORT_TIMEOUT_S = 5
 
 
 def exporter(url: str) -> SpanProcessor:
-    """To a collector of OTLP over HTTP, in a thread of its own; what it does not take in time is dropped."""
+    """Export to a collector of OTLP over HTTP, from a thread of its own; drop spans not taken in time."""
     endpoint = f"{url.rstrip('/')}/v1/traces"
-    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_WITHIN_S))
+    return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
 
 
 class Traces:
@@ -47,7 +47,7 @@ class Traces:
             return
         parent = TraceContextTextMapPropagator().extract({"traceparent": assign.traceparent})
         finish = output.finish.name.lower() if output.finish else ""
-        about: dict[str, AttributeValue] = {
+        attributes: dict[str, AttributeValue] = {
             "mico.request_id": assign.request_id,
             "mico.attempt": assign.attempt_id,
             "mico.choice": index,
@@ -55,10 +55,10 @@ class Traces:
         }
         ended_ns = self._unix_time_ns()
         first_token_ns = ended_ns - int(timings.decode_s * 1e9)
-        planned_ns = first_token_ns - int(timings.prefill_s * 1e9)
-        taken_ns = planned_ns - int(timings.queued_s * 1e9)
+        scheduled_ns = first_token_ns - int(timings.prefill_s * 1e9)
+        admitted_ns = scheduled_ns - int(timings.queued_s * 1e9)
         whole = self._tracer.start_span(
-            "site", context=parent, kind=SpanKind.SERVER, attributes=about, start_time=taken_ns
+            "site", context=parent, kind=SpanKind.SERVER, attributes=attributes, start_time=admitted_ns
         )
         within = trace.set_span_in_context(whole)
         cached: dict[str, AttributeValue] = {"mico.cached_prompt_tokens": timings.cached_prompt_tokens}
@@ -66,13 +66,13 @@ class Traces:
             "gen_ai.usage.output_tokens": output.completion_tokens,
             "mico.preemptions": timings.preemptions,
         }
-        self._span("queue", within, taken_ns, planned_ns, {})
-        self._span("prefill", within, planned_ns, first_token_ns, cached)
+        self._span("queue", within, admitted_ns, scheduled_ns, {})
+        self._span("prefill", within, scheduled_ns, first_token_ns, cached)
         self._span("decode", within, first_token_ns, ended_ns, written)
         whole.end(end_time=ended_ns)
 
     def close(self) -> None:
-        """Sends what waits; may take EXPORT_WITHIN_S."""
+        """Send waiting spans; may take EXPORT_TIMEOUT_S."""
         self._provider.shutdown()
 
     def _span(
@@ -81,7 +81,7 @@ class Traces:
         within: Context,
         began_ns: int,
         ended_ns: int,
-        about: Mapping[str, AttributeValue],
+        attributes: Mapping[str, AttributeValue],
     ) -> None:
-        span = self._tracer.start_span(name, context=within, attributes=about, start_time=began_ns)
+        span = self._tracer.start_span(name, context=within, attributes=attributes, start_time=began_ns)
         span.end(end_time=ended_ns)

@@ -80,15 +80,15 @@ def guided_source(
     if not tools.forced and schema is None and not tools.strict:
         return ""
     begin, end = (literal(mark) if mark else "" for mark in (form.begin, form.end))
-    rules = _calls(tools, form, begin, end)
+    rules = call_rules(tools, form, begin, end)
     if tools.forced:
         return f"start: calls\n{rules}"
     if schema is not None:
         return f"start: calls | answer\nanswer: {_json(schema)}\n{rules}"
-    return _free_text(tools, form, begin) + rules
+    return free_text_rules(tools, form, begin) + rules
 
 
-def _free_text(tools: Tools, form: Format, begin: str) -> str:
+def free_text_rules(tools: Tools, form: Format, begin: str) -> str:
     """Return the rules of free text in which anything that begins like a call must be one."""
     if not begin:
         return f"start: calls | TEXT\nTEXT: /([^{{ \\t\\n]{_ANYTHING[1:-1]})?/\n"
@@ -98,7 +98,7 @@ def _free_text(tools: Tools, form: Format, begin: str) -> str:
     return f"start: (lead rest){times} TEXT\nlead[lazy]: {_ANYTHING} {begin}\nTEXT: {_ANYTHING}\n"
 
 
-def _calls(tools: Tools, form: Format, begin: str, end: str) -> str:
+def call_rules(tools: Tools, form: Format, begin: str, end: str) -> str:
     """Return the rules `calls`, which begin with `begin`, and `rest`, which follows `begin`."""
     between, opening, closing = (_literal(each) for each in (form.between, form.opening, form.closing))
     if form.is_list:

@@ -24,7 +24,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         return text
 
     table = byte_table(tokenizer)
-    if table is not None and _agrees(table, decode, len(tokenizer)):
+    if table is not None and agrees(table, decode, len(tokenizer)):
         return table
     return DecodingVocabulary(decode, lambda token_id: str(tokenizer.convert_ids_to_tokens(token_id)))
 
@@ -35,7 +35,7 @@ def byte_table(tokenizer: Any) -> ByteVocabulary | None:
     decoder = {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
     if decoder.get("type") != "ByteLevel":
         return None
-    alphabet = _byte_alphabet()
+    alphabet = byte_alphabet()
     names = [str(name) for name in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
     special = set(tokenizer.all_special_ids)
     raws: list[bytes | None] = []
@@ -46,14 +46,14 @@ def byte_table(tokenizer: Any) -> ByteVocabulary | None:
     return ByteVocabulary(raws, names)
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return the printable stand-in of each byte in byte-level vocabularies (GPT-2), by stand-in."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
-def _agrees(table: ByteVocabulary, decode: Callable[[list[int]], str], size: int) -> bool:
+def agrees(table: ByteVocabulary, decode: Callable[[list[int]], str], size: int) -> bool:
     """Compare on random runs of tokens, except for a cut character at the end."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(TRIALS):

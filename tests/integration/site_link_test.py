@@ -20,7 +20,7 @@ def test_a_site_says_who_it_is_and_how_busy() -> None:
             assert hello.models[0].id == "letters"
             assert list(hello.attempts) == []
             await session.heard("load")
-            scene.engine_thread.ask_load()
+            scene.engine_thread.request_load()
             loads = await session.heard("load", 2)
             assert [each.seq for each in loads] == sorted({each.seq for each in loads})
             assert idle(loads[0])

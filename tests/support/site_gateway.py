@@ -166,9 +166,9 @@ class Scene:
         for _ in range(count):
             self.clock.now += 1.0
             heard = asyncio.Event()
-            self.engine_thread.ask_load()
+            self.engine_thread.request_load()
             self.engine_thread.release((), lambda _, heard=heard: heard.set())
-            self.engine_thread.ask_load()
+            self.engine_thread.request_load()
             async with asyncio.timeout(PATIENCE_S):
                 await heard.wait()
 

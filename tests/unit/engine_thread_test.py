@@ -39,7 +39,7 @@ class Desk:
         """One iteration, where a floor keeps the engine from going on by itself."""
         self.clock.now += 1.0
         seen = len(self.loads)
-        self.engine_thread.ask_load()
+        self.engine_thread.request_load()
         self.until(lambda: len(self.loads) > seen)
 
     def submit(self, *requests: Request) -> Admission | NotServed:
@@ -98,7 +98,7 @@ def test_a_cancel_gets_in_while_the_floor_is_waited_for() -> None:
         desk.submit(request("r", tokens=9))
         desk.step()
         desk.engine_thread.cancel(["r"])
-        desk.engine_thread.ask_load()
+        desk.engine_thread.request_load()
         desk.until(lambda: desk.loads[-1].figures.running == 0)  # before the next iteration
         assert desk.finishes() == {}
         desk.step()
