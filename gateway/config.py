@@ -1,4 +1,4 @@
-"""What a gateway process is told: TOML, then environment, then flags; the later wins. Frozen after that."""
+"""The configuration of a gateway: TOML, then environment, then flags; the later wins. Frozen after that."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from gateway.quotas.limits import WhenAway
 from gateway.routing.policies import POLICIES
 
 SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+")
-"""What Kubernetes sets, behind its name, for a service called mico-gateway: nobody meant it for us."""
+"""Names that Kubernetes sets, behind the prefix, for a service called mico-gateway: not settings."""
 LAST_PORT = 65_535
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class ConfigError(Exception):
-    """Names the setting, where it came from and what it should be. Ends a process before it serves."""
+    """Names the setting, its source and the expected value. Ends a process before it serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Ports: HTTP for clients, gRPC for sites. `folder` holds the journal of what the database lacks yet."""
+    """Ports: HTTP for clients, gRPC for sites. `folder` holds the journal of outcomes not yet in the
+    database.
+    """
 
     name: str = "gateway-1"
     host: str = "127.0.0.1"
@@ -109,7 +111,7 @@ class GatewayConfig:
             raise ConfigError(f"mtls_port is {self.mtls_port} as another port is; it needs one of its own")
 
     def tokens(self) -> tuple[str, ...]:
-        """Every token that lets a site in. Raises ConfigError: some door has to open."""
+        """Return every token that lets a site in. Raises ConfigError if no site could join at all."""
         try:
             lines = self.site_token_file.read_text().split() if self.site_token_file else []
         except (OSError, UnicodeDecodeError) as exc:
@@ -125,7 +127,7 @@ def load(
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> GatewayConfig:
-    """Raises ConfigError that names the key, where it came from and what was probably meant."""
+    """Read the configuration. Raises ConfigError with the key, its source and the key probably meant."""
     known = {f.name: str(f.type) for f in fields(GatewayConfig)}
     values: dict[str, Any] = {}
     for source, given in _sources(path, env or {}, overrides or {}):
@@ -157,7 +159,7 @@ def _convert(key: str, kind: str, value: Any, source: str) -> Any:
     try:
         if kind.startswith("tuple"):
             items = value.split(",") if isinstance(value, str) else map(str, value)
-            return tuple(item for item in map(str.strip, items) if item)  # an empty token would let all in
+            return tuple(item for item in map(str.strip, items) if item)  # an empty one lets every site in
         if kind.startswith("Path"):
             return Path(value) if value != "" or "None" not in kind else None
         return _KINDS[kind](value)
@@ -166,7 +168,7 @@ def _convert(key: str, kind: str, value: Any, source: str) -> Any:
 
 
 def _integer(value: Any) -> int:
-    """Nothing of what was written is dropped: no fraction, and true is no number."""
+    """Raises ValueError for a fraction, which would be dropped, and for true, which is no number."""
     number = int(value)
     if isinstance(value, bool) or (isinstance(value, float) and number != value):
         raise ValueError(value)

@@ -1,4 +1,4 @@
-"""The values the gateway thinks in: frozen and plain. Protobuf, JSON and SQL become these at the edge."""
+"""The values of the gateway: frozen and plain. Protobuf, JSON and SQL are converted to these at the edge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Lane(IntEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How to draw tokens; defaults are OpenAI's. `max_tokens` None means as long as the context allows.
+    """Sampling parameters, with OpenAI's defaults. `max_tokens` None means as long as the context allows.
 
     `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
     """
@@ -49,16 +49,16 @@ class Sampling(msgspec.Struct, frozen=True):
 
     @property
     def resumable(self) -> bool:
-        """Whether a broken answer can go on elsewhere from the delivered tokens alone."""
+        """Return whether a failed answer can be resumed elsewhere from the delivered tokens alone."""
         return self.n == 1 and self.logprobs is None and not self.echo
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: the API key and its tenant. `models` and `regions` None means every one of them.
+    """The API key of a request, and its tenant. `models` and `regions` None means every one of them.
 
-    `first_id`: of the keys that replaced one another the first, whose quotas they share; empty: its own id.
-    `best_priority`: no query of the caller goes before others of this priority.
+    `first_id`: the first of the keys that replaced one another, whose quotas they share; empty means its own
+    id. `best_priority`: no query of the caller goes before others of this priority.
     """
 
     key_id: str
@@ -100,7 +100,7 @@ class Query(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What the forecast reads: the last user message, the text, or nothing for token ids."""
+        """Return the text to forecast from: the last user message, the text, or nothing for token ids."""
         if isinstance(self.prompt, Chat):
             return next((m.content for m in reversed(self.prompt.messages) if m.role == "user"), "")
         return self.prompt if isinstance(self.prompt, str) else ""
@@ -111,7 +111,9 @@ class Query(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens_guess(self) -> int:
-        """Until a site has tokenized the prompt: four characters a token, plus four tokens a message."""
+        """Estimate the prompt's length until a site has tokenized it: four characters a token, four tokens a
+        message.
+        """
         if isinstance(self.prompt, Chat):
             messages = sum(4 + len(m.content) // 4 for m in self.prompt.messages)
             return messages + len(self.prompt.tools_json) // 4
@@ -121,7 +123,7 @@ class Query(msgspec.Struct, frozen=True):
 
 
 def needs(prompt: Prompt, sampling: Sampling) -> frozenset[str]:
-    """Features of a model without which this can't be answered."""
+    """Return the features of a model that the query requires."""
     wanted = {
         "logprobs": sampling.logprobs is not None,
         "guided": bool(sampling.guided_json),
@@ -154,7 +156,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class SiteIdentity:
-    """What a site says of itself once, in Hello."""
+    """The description that a site sends once, in Hello."""
 
     name: str
     boot_id: str
@@ -172,7 +174,7 @@ class SiteIdentity:
 
 @dataclass(frozen=True, slots=True)
 class IterationCost:
-    """Seconds of one engine iteration = base + rows, new tokens and KV tokens read, each at its price."""
+    """The cost of one engine iteration in seconds, linear in rows, new tokens and KV tokens read."""
 
     base_s: float = 0.0
     per_row_s: float = 0.0
@@ -187,7 +189,9 @@ class IterationCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A site's own figures. `received_s` is on this gateway's clock; ages are differences on one clock."""
+    """The load that a site reports. `received_s` is on this gateway's clock; ages are differences on one
+    clock.
+    """
 
     seq: int
     received_s: float
@@ -210,7 +214,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What this gateway assigned to a site that the site's last report does not cover yet."""
+    """The load that this gateway has assigned to a site since the site's last report."""
 
     requests: int = 0
     prompt_tokens: float = 0.0
@@ -219,7 +223,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A site as deciding sees it: identity, last report, local credit, and what operators said of it."""
+    """A site as routing sees it: identity, last report, local credit, and the orders of operators."""
 
     identity: SiteIdentity
     state: SiteState
@@ -237,7 +241,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What operators said of a site, in sum. `state` is READY, DRAINING or PAUSED; the default is nothing."""
+    """All orders of operators for a site. `state` is READY, DRAINING or PAUSED; the default is no order."""
 
     state: SiteState = SiteState.READY
     weight: float = 1.0
@@ -257,7 +261,7 @@ class Estimate(msgspec.Struct, frozen=True):
     price_usd: float
     kv_tokens: int
     load_age_s: float
-    cost: float | None = None  # what the policy compared, in its own unit: the least was taken
+    cost: float | None = None  # compared by the policy, in its own unit: the least was taken
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -285,7 +289,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class Finish(StrEnum):
-    """Why a choice ended, in the client's words."""
+    """Why a choice ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -303,7 +307,7 @@ class TokenLogprob:
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """The first thing an answer yields, once the first token is there: from here on the status is 200."""
+    """The first event of an answer, once the first token is there: from here on the HTTP status is 200."""
 
     site: str
     cloud: str
@@ -316,7 +320,7 @@ class Opening(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """News of one call of a function: id and name when it begins, then its arguments piece by piece."""
+    """A part of one function call: id and name when it begins, then its arguments in parts."""
 
     index: int
     id: str = ""
@@ -338,7 +342,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The last thing an answer yields. `completion_tokens` sums the choices; the prompt counts once."""
+    """The last event of an answer. `completion_tokens` sums the choices; the prompt counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -385,8 +389,9 @@ class AttemptFailure(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """What the client has of an answer. `token_ids`: all of them, or none where a site named none.
-    Of calls of functions: how many have begun, and the characters of the last one's arguments.
+    """The part of an answer that the client has. `token_ids`: all of them, or none where a site named none.
+
+    `tool_calls` counts the function calls that have begun, `argument_chars` the arguments of the last one.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -400,7 +405,7 @@ class Resume(NamedTuple):
         return bool(self.text or self.tool_calls)
 
 
-# ---- what really happened ------------------------------------------------------------------------
+# ---- the outcome ---------------------------------------------------------------------------------
 
 
 class Status(StrEnum):
@@ -411,7 +416,7 @@ class Status(StrEnum):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One try of one query on one site, as it ended. `ended` is the finish or the reason it broke."""
+    """One try of one query on one site, for the record. `ended` is "finished" or the cause of the failure."""
 
     decision: Decision
     ended: str
@@ -440,9 +445,9 @@ class Outcome(msgspec.Struct, frozen=True):
     total_s: float
     forecast_s: float | None = None
     traceparent: str = ""
-    mistaken: bool = False  # it ended for what its client asked, or may ask: no failure of ours
+    mistaken: bool = False  # it ended by a mistake or a limit of the client: no failure of the gateway
 
     @property
     def site(self) -> str:
-        """The site that had it last, empty if none."""
+        """Return the site of the last attempt, empty if there was none."""
         return self.attempts[-1].decision.site if self.attempts else ""

@@ -1,4 +1,4 @@
-"""Every way a query can fail, as one tree. `api/problems.py` is the only place that maps it to HTTP.
+"""Every way a query can fail, as one tree. `openai/error_body.py` is the only place that maps it to HTTP.
 
 MicoError
 ├── ClientMistake            4xx, costs no token
@@ -16,14 +16,14 @@ MicoError
 ├── UpstreamFailed           502, a site failed before the first token and no other could take over
 ├── UpstreamLost             in the stream: a site failed after the first token and resuming is impossible
 ├── DeadlinePassed           504
-└── ShuttingDown             503, or in the stream: this gateway ends before the answer does
+└── ShuttingDown             503, or in the stream: this gateway shuts down before the answer is complete
 """
 
 from __future__ import annotations
 
 
 class MicoError(Exception):
-    """Carries a sentence that a person can act on. `param` names the offending field of the request."""
+    """`message` is a sentence that a person can act on. `param` names the offending field of the request."""
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)

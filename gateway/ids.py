@@ -1,4 +1,4 @@
-"""Ids that nobody else has. They are names, not secrets: who knows one can do nothing with it."""
+"""Make unique ids. They are names, not secrets: knowing one grants nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from random import Random
 
 
 def hex_ids() -> Callable[[], str]:
-    """Draws 32 hexadecimal digits a call, from a seed of this process's own.
+    """Return a function that draws 32 hexadecimal digits a call, from a generator seeded for this process.
 
-    Asking the operating system each time costs a system call, which hands the interpreter to another thread.
+    Asking the operating system each time would cost a system call, which switches to another Python thread.
     """
     draw = Random(secrets.randbits(256)).getrandbits
     return lambda: f"{draw(128):032x}"

@@ -1,4 +1,4 @@
-"""What a query asks: a chat, a text, or token ids. The site tokenizes: the gateway has no tokenizer."""
+"""The prompt of a query: a chat, a text, or token ids. The site tokenizes: the gateway has no tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """`tools_json` is OpenAI's array as text, empty where nothing may be called. `tool_choice` is auto (or
+    """`tools_json` is OpenAI's array as text, empty if no function may be called. `tool_choice` is auto (or
     empty), required, or named: then `tool_name` must be called.
     """
 

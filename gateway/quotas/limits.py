@@ -1,4 +1,4 @@
-"""What can be limited, of whom. Pure values."""
+"""The kinds of quotas and their subjects. Pure values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
     @property
     def phrase(self) -> str:
-        """As people say it, behind a number."""
+        """Return the kind as written behind a number."""
         return _PHRASES[self]
 
 
@@ -38,7 +38,7 @@ _PHRASES = {
 
 
 class LimitId(NamedTuple):
-    """`subject` is a tenant's name, or the first id of a key: what replaces a key shares its quotas."""
+    """`subject` is a tenant's name, or the first id of a key: keys that replace it share its quotas."""
 
     scope: Scope
     subject: str
@@ -49,17 +49,17 @@ class LimitId(NamedTuple):
 
 
 class WhenAway(StrEnum):
-    """What happens to callers that have quotas once a lease has run out because the database is away."""
+    """Treatment of callers that have quotas once a lease has run out because the database is away."""
 
     HOLD = "hold"
     REFUSE = "refuse"
 
 
 class Claim(NamedTuple):
-    """What a replica says of its slice of one limit.
+    """The claim of a replica on its slice of one limit.
 
-    It will never use more than `ceiling` within the limit's window, uses `used` now, and could use `want`.
-    `period` is the month that it is of, 0 for what has no calendar.
+    It never uses more than `ceiling` within the limit's window, uses `used` now, and could use `want`.
+    `period` is the month that is counted, 0 for a kind without a calendar.
     """
 
     ceiling: int
@@ -69,8 +69,8 @@ class Claim(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """What is written down for it: `amount` is its own from now on. It should come down to `target` if that
-    is less; `elsewhere` is in use at others.
+    """The slice in the database: the replica owns `amount` from now on, and should shrink to `target` if that
+    is less. `elsewhere` is in use at other replicas.
     """
 
     amount: int

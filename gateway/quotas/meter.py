@@ -1,4 +1,4 @@
-"""How much of a limit is in use here, within its window. Pure; times are unix seconds."""
+"""Count the usage of a limit on this replica, within its window. Pure; times are unix seconds."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Meter(Protocol):
     def take(self, amount: int, now: float) -> None: ...
 
     def give_back(self, amount: int, taken_at: float, now: float) -> None:
-        """What was taken at that time was not needed."""
+        """Return an amount taken at that time that was not needed."""
 
     def until_less(self, amount: int, now: float) -> float:
-        """Seconds until at least `amount` less is in use, if nothing more is taken."""
+        """Return the seconds until at least `amount` less is in use, if nothing more is taken."""
 
     def period(self, now: float) -> int:
-        """The month that it counts, 0 if it has no calendar."""
+        """Return the month that is counted, 0 if the meter has no calendar."""
 
 
 class Minute:
-    """Over the last 60 seconds, by the second: in no 60 seconds is more used than `used` has said."""
+    """Counts the last 60 seconds, by the second: in no 60 seconds is the usage above what `used` returned."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, int] = {}  # in order
@@ -62,10 +62,10 @@ class Minute:
         return 0
 
 
-class Now:
-    """What runs at this moment."""
+class Concurrent:
+    """Counts what runs now."""
 
-    SOON_S = 1.0
+    RETRY_AFTER_S = 1.0
 
     def __init__(self) -> None:
         self._live = 0
@@ -80,14 +80,14 @@ class Now:
         self._live -= amount
 
     def until_less(self, amount: int, now: float) -> float:
-        return self.SOON_S
+        return self.RETRY_AFTER_S
 
     def period(self, now: float) -> int:
         return 0
 
 
 class Month:
-    """Since the first of the month, in UTC."""
+    """Counts since the first of the month, in UTC."""
 
     def __init__(self) -> None:
         self._period = 0
@@ -124,5 +124,5 @@ def next_month(now: float) -> float:
 
 def meter_of(kind: Kind) -> Meter:
     if kind is Kind.QUERIES:
-        return Now()
+        return Concurrent()
     return Month() if kind is Kind.MONTH else Minute()

@@ -1,7 +1,7 @@
-"""How one quota is shared out between replicas. Pure: every replica works it out alike for itself.
+"""Share one quota between replicas. Pure: every replica computes the same shares for itself.
 
-Each holds a slice, and never has more in use within the quota's window than its slice. Slices add up to the
-quota at most: one grows only by what is free, and another shrinks only by what it does not use. So the
+Each replica holds a slice, and never has more in use within the quota's window than its slice. Slices add up
+to the quota at most: a slice grows only by what is free, and shrinks only by what it does not use. So the
 replicas together never use more than the quota, whatever each of them knows of the others.
 """
 
@@ -13,11 +13,13 @@ from typing import NamedTuple
 from gateway.quotas.limits import Claim, Grant
 
 STANDING_PARTS = 20
-"""A replica where nothing is asked wants this part of its even share, so that a first query need not wait."""
+"""An idle replica wants this fraction (one part in so many) of its even share, so that a first query need not
+wait.
+"""
 
 
 class Slice(NamedTuple):
-    """As written down for a replica. One that is not `alive` holds it and wants nothing."""
+    """The slice of a replica in the database. A replica that is not `alive` holds it and wants nothing."""
 
     replica: str
     amount: int
@@ -27,7 +29,7 @@ class Slice(NamedTuple):
 
 
 def fair_shares(limit: int, wants: Mapping[str, int]) -> dict[str, int]:
-    """Wants as far as they go, the small ones first; what nobody wants is shared out evenly."""
+    """Grant the wants, small ones first, as far as the limit goes; share the rest evenly."""
     shares: dict[str, int] = {}
     left, waiting = max(0, limit), sorted(wants, key=lambda name: (wants[name], name))
     for place, name in enumerate(waiting):
@@ -41,7 +43,7 @@ def fair_shares(limit: int, wants: Mapping[str, int]) -> dict[str, int]:
 
 
 def granted(limit: int, me: str, claim: Claim, others: Sequence[Slice], alive: Sequence[str]) -> Grant:
-    """What becomes of my slice, given what is written down for all the others. `alive`: who may share."""
+    """Return the new slice of replica `me`, given those of all others. `alive`: the replicas that share."""
     wants = dict.fromkeys(alive, 0) | {each.replica: each.want for each in others if each.alive}
     lost = sum(each.amount for each in others if not each.alive)
     target = fair_shares(limit - lost, wants | {me: claim.want})[me]
