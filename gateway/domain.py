@@ -111,9 +111,7 @@ class Query(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens_guess(self) -> int:
-        """Estimate the prompt's length until a site has tokenized it: four characters a token, four tokens a
-        message.
-        """
+        """Guess the prompt's length before a site counts it: 4 characters a token, 4 tokens a message."""
         if isinstance(self.prompt, Chat):
             messages = sum(4 + len(m.content) // 4 for m in self.prompt.messages)
             return messages + len(self.prompt.tools_json) // 4
@@ -189,9 +187,7 @@ class IterationCost:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The load that a site reports. `received_s` is on this gateway's clock; ages are differences on one
-    clock.
-    """
+    """The load that a site reports. `received_s` is on this gateway's clock; so are ages."""
 
     seq: int
     received_s: float
@@ -391,7 +387,7 @@ class AttemptFailure(NamedTuple):
 class Resume(NamedTuple):
     """The part of an answer that the client has. `token_ids`: all of them, or none where a site named none.
 
-    `tool_calls` counts the function calls that have begun, `argument_chars` the arguments of the last one.
+    `tool_calls` counts the function calls that have begun, `argument_chars` the last one's arguments.
     """
 
     token_ids: tuple[int, ...] = ()

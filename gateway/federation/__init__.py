@@ -1,1 +1,1 @@
-"""The gateway's end of the federation link: who has joined, how busy they are, and what runs there."""
+"""The gateway's end of the federation link: the joined sites, their load, and their live attempts."""

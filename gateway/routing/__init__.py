@@ -1,1 +1,1 @@
-"""Deciding: pure functions on frozen values. No I/O, no clock, no randomness but a seeded argument."""
+"""Routing decisions: pure functions on frozen values. No I/O, no clock; randomness is a seeded argument."""

@@ -1,4 +1,4 @@
-"""What a policy is given and what it answers."""
+"""The input and the output of a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.routing.fleet import Figures, Numbers
 
 
 class Candidates(NamedTuple):
-    """The sites that may serve a demand: vectors over the whole fleet, `may[i]` is whether site `i` may."""
+    """The sites that can serve a demand: vectors over the whole fleet; `may[i]` is whether site `i` can."""
 
     sites: list[Site]
     may: NDArray[np.bool_]
@@ -25,11 +25,11 @@ class Candidates(NamedTuple):
 
     @property
     def places(self) -> NDArray[np.intp]:
-        """Those that may; never empty."""
+        """Return the indices of the sites that can serve the demand; never empty."""
         return np.flatnonzero(self.may)
 
     def least(self, cost: Numbers, turn: int) -> int:
-        """The cheapest; equals go in turn, so that equal sites share equally."""
+        """Return the index of the cheapest site; ties go in turn, so that equal sites share equally."""
         costs = np.where(self.may, cost, np.inf)
         first = int(costs.argmin())
         equals = costs == costs[first]
@@ -38,7 +38,9 @@ class Candidates(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which site of the fleet, and why, in words an operator reads. `cost`: what was compared, by site."""
+    """The index of the chosen site, and the reason in words for operators. `cost` `[sites]`: the values
+    compared.
+    """
 
     place: int
     reason: str
@@ -46,4 +48,5 @@ class Choice(NamedTuple):
 
 
 Policy = Callable[[Demand, Candidates, int], Choice]
-"""(demand, candidates, turn) → choice. Never without candidates; `turn` counts decisions and seeds draws."""
+"""(demand, candidates, turn) → choice. There is always a candidate; `turn` counts decisions and seeds draws.
+"""

@@ -1,4 +1,4 @@
-"""Filter, estimate, pick: one decision, with everything needed to explain it."""
+"""Decide on a site: filter, estimate, pick; keep everything needed to explain the decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deciding knows of a query."""
+"""The requirements of a query, as routing sees them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from predictor.forecast import Forecast
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One attempt to be placed. `forecast` is of the tokens still to come, already capped by max_tokens.
+    """One attempt to be placed. `response_tokens` are those still to come, already capped by max_tokens.
 
-    `kv_tokens` is the room it reserves: the prompt (with what a resumed answer has so far) and the 90%
-    quantile of each choice. `regions` None means every one. Worked out once per query, not once per site.
+    `kv_tokens` is the KV room to reserve: the prompt (with the delivered part of a resumed answer) and the
+    90% quantile of each choice. `regions` None means every one. Computed once per query, not once per site.
     """
 
     model: str
@@ -36,7 +36,9 @@ class Demand:
         needs: frozenset[str] = frozenset(),
         regions: frozenset[str] | None = None,
     ) -> Demand:
-        """`delivered` tokens of the answer exist: they are prompt now; the forecast is of the rest."""
+        """Build a demand. `delivered` tokens of the answer exist: they count as prompt, the forecast as the
+        rest.
+        """
         capped = forecast if sampling.max_tokens is None else forecast.capped(sampling.max_tokens)
         rest = capped.quantile(0.9, delivered) - delivered
         return Demand(

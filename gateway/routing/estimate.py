@@ -1,8 +1,9 @@
-"""A forecast on sites: when would this demand start there, when would it finish, what would it cost.
+"""Estimate when a demand would start and finish on each site, and its price there.
 
-A site waits for slots and for KV, not for sums of tokens, so the wait follows the predicted remaining lengths
-of what runs there. Figures are the sites' own last reports plus this gateway's assignments since then. A
-report's age never shortens a wait: what may have finished meanwhile is not counted as finished.
+A demand waits for slots and for KV, not for sums of tokens, so the wait follows the predicted remaining
+lengths of the running requests. The figures are the sites' last reports plus this gateway's assignments since
+then. The age of a report never shortens a wait: requests that may have finished meanwhile are not counted as
+finished.
 
 Every function takes one demand and many sites, or many demands and one site, or as many demands as sites.
 """
@@ -20,7 +21,7 @@ from gateway.routing.fleet import PROMPT_TOKEN_WORK, REMAINING_VALUES, Figures, 
 
 
 class Sizes(NamedTuple):
-    """Tokens of one demand, or of one for each site."""
+    """The tokens of one demand, or of one demand for each site."""
 
     prompt_tokens: Numbers | float
     response_tokens: Numbers | float
@@ -38,7 +39,7 @@ class Estimates(NamedTuple):
 
 
 def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
-    """One for each site."""
+    """Return one estimate for each site. `remaining` is `[sites, REMAINING_VALUES]`."""
     prompt, response = size.prompt_tokens, size.response_tokens
     more_s = at.per_kv_token_s * prompt
     iteration_s = at.iteration_s + more_s
@@ -49,11 +50,13 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
 
 
 def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numbers:
-    """Until a slot and the KV reservation are free: a running request frees both when it ends.
+    """Return the iterations until a slot and the KV reservation are free. A running request frees both at its
+    end.
 
-    As many must end as there are too many; those beyond the running ones pass through the slots evenly. Of
-    what is pending only a part starts before a demand that is smaller than most, and takes KV and time: were
-    it all, small ones would flee from long queues, which they pass by, to each other.
+    `_must_end` requests must end first; those beyond the running ones pass through the slots evenly. Only a
+    part of the pending requests starts before a demand that is smaller than most, and takes KV and time: if
+    all were counted, small demands would avoid long queues, in which they overtake the others, and crowd each
+    other.
     """
     if not np.count_nonzero(_must_end(size, at, at.kv_room_tokens) > 0.0):  # a quarter of the time of `any`
         return np.zeros(len(at.slots))
@@ -67,14 +70,14 @@ def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numb
 
 
 def _must_end(size: Sizes, at: Figures, kv_room_tokens: Numbers) -> Numbers:
-    """How many requests, before there is a slot and so much KV."""
+    """Return the number of requests that must end before a slot and the demand's KV are free."""
     for_kv = np.minimum((size.kv_tokens - kv_room_tokens) / at.kv_each_tokens, at.held)
     must_end: Numbers = np.maximum(at.too_many, for_kv)
     return must_end
 
 
 def _order(size: Sizes) -> Numbers:
-    """As `fleet.size`."""
+    """Compute `fleet.size` for vectors."""
     length = np.maximum(1.0, size.response_tokens)
     ordered: Numbers = np.sqrt(length * (length + PROMPT_TOKEN_WORK * size.prompt_tokens))
     return ordered
@@ -107,7 +110,7 @@ def estimate_at(
 
 
 def of_demands(demands: list[Demand]) -> Sizes:
-    """One for each site of a vector."""
+    """Return the sizes of many demands, one for each site of a vector."""
     rows: NDArray[np.float64] = np.array(
         [(each.prompt_tokens, each.response_tokens, each.kv_tokens) for each in demands], dtype=float
     ).reshape(len(demands), 3)

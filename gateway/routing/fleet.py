@@ -1,5 +1,5 @@
-"""The sites as columns of numbers, brought up to date one site at a time: a decision over a thousand sites is
-then a few dozen vector operations.
+"""The sites as columns of numbers, updated one site at a time: a decision over a thousand sites is then a few
+dozen vector operations.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from gateway.domain import Credit, Site, SiteState
 Numbers = NDArray[np.float64]
 
 UNKNOWN_SECONDS_PER_TOKEN = 0.05
-"""Assumed of a site that has measured nothing yet: until their first answers, sites differ by price alone."""
+"""Assumed for a site without measurements: until their first answers, such sites differ by price alone."""
 REMAINING_VALUES = 64
-"""At most so many in a report."""
+"""The largest number of remaining lengths in a report."""
 PROMPT_TOKEN_WORK = 0.02
-"""What computing a prompt token takes beside a response token, as a site orders what waits."""
-KNOWN = 1e9
-"""Next to what is pending any demand is large: nothing of it starts later."""
-MOST_REMEMBERED = 1_000
-"""Of different demands, each of which costs a look at every site."""
+"""The work of a prompt token in relation to a response token, by which a site orders its queue."""
+ALL_AHEAD = 1e9
+"""For `per_pending_size`: any demand is large beside the pending ones, so that all of them start before it.
+"""
+MAX_CACHED = 1_000
+"""Kinds of demands whose mask of serving sites is cached: each costs a pass over every site."""
 
 
 class Figures(NamedTuple):
-    """What deciding reads of sites, one number each. What was assigned since the report counts as pending."""
+    """The inputs of a decision, each `[sites]`. Assignments since the report count as pending."""
 
-    heard_s: Numbers  # when the last report came; never, of a site that takes nothing
+    heard_s: Numbers  # time of the last report; -inf for a site that takes no work
     slots: Numbers
     running: Numbers
     held: Numbers  # running and pending
-    iteration_s: Numbers  # with one row more
-    prefill_s: Numbers  # of what is pending or begun, with the way there and back and one iteration
-    running_tokens: Numbers  # expected of what runs, and of what is pending
+    iteration_s: Numbers  # with one more row
+    prefill_s: Numbers  # of pending and unfinished prompts, with the round trip and one iteration
+    running_tokens: Numbers  # expected of running requests; the next of pending ones
     pending_tokens: Numbers
-    pending_kv_tokens: Numbers  # those and their prompts
-    per_pending_size: Numbers  # one over the size of what is pending; none where what starts before is known
-    too_many: Numbers  # how many of those must end before one more has a slot
+    pending_kv_tokens: Numbers  # these and their prompts
+    per_pending_size: Numbers  # 1 / size of the pending requests; ALL_AHEAD where the part ahead is known
+    too_many: Numbers  # requests that must end before one more has a slot
     per_remaining: Numbers  # requests that one value of `remaining` stands for
-    kv_room_tokens: Numbers  # not held, promised or expected by what is pending; may be negative
-    kv_each_tokens: Numbers  # what a request that ends gives back
+    kv_room_tokens: Numbers  # not used, reserved or expected by pending requests; may be negative
+    kv_each_tokens: Numbers  # freed by a request that ends
     per_token_s: Numbers
     per_kv_token_s: Numbers
     token_load: Numbers
@@ -53,15 +54,18 @@ class Figures(NamedTuple):
 
 
 def size(prompt_tokens: float, response_tokens: float) -> float:
-    """By which a site orders what waits: the geometric mean of the answer's length and the work it is."""
+    """Return the size by which a site orders its queue: the geometric mean of the answer's length and its
+    work.
+    """
     length = max(1.0, response_tokens)
     return sqrt(length * (length + PROMPT_TOKEN_WORK * prompt_tokens))
 
 
 def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tuple[float, ...]:
-    """One site's, in the order of `Figures`. `credit`: what to count as pending beyond the report.
+    """Return the figures of one site, in the order of `Figures`. `credit` counts as pending beyond the
+    report.
 
-    `known_ahead`: the part of what is pending that starts before the demand, where it is known.
+    `known_ahead`: the part of the pending requests that starts before the demand, where it is known.
     """
     share_ahead = 1.0 if known_ahead is None else known_ahead
     load, identity, cost = site.load, site.identity, site.load.iteration
@@ -73,7 +77,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     fitted_s = cost.seconds(rows, rows, used)
     iteration_s = fitted_s or load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
     kept = used + load.kv_reserved_tokens
-    begun_tokens = max(0, load.unread_tokens - load.running)  # beyond the one of each that its iteration has
+    begun_tokens = max(0, load.unread_tokens - load.running)  # beyond one token per request
     room = identity.kv_capacity_tokens - kept - prompt_tokens - response_tokens
     return (
         load.received_s if site.state is SiteState.READY and site.weight > 0 else -inf,
@@ -85,7 +89,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         sum(load.running_remaining) * load.running_weight,
         response_tokens,
         prompt_tokens + response_tokens,
-        pending / size(prompt_tokens, response_tokens) if known_ahead is None else KNOWN,
+        pending / size(prompt_tokens, response_tokens) if known_ahead is None else ALL_AHEAD,
         held + 1 - slots,
         load.running_weight,
         room if identity.kv_capacity_tokens > 0 else inf,
@@ -100,7 +104,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
 
 
 def remaining_row(site: Site) -> Numbers:
-    """The predicted remaining lengths of what runs, ascending, padded with the last one."""
+    """Return the predicted remaining lengths of running requests, ascending, padded with the last one."""
     row = np.empty(REMAINING_VALUES)
     _write_remaining(row, site)
     return row
@@ -120,7 +124,7 @@ class Fleet:
         self._places: dict[str, int] = {}
         self._values = np.zeros((len(Figures._fields), 8))
         self._remaining = np.zeros((8, REMAINING_VALUES))
-        self._figures: Figures | None = None  # views of `_values` as long as no site comes or goes
+        self._figures: Figures | None = None  # views of `_values`; made anew when a site joins or leaves
         self._serving: dict[tuple[str, frozenset[str], frozenset[str] | None], NDArray[np.bool_]] = {}
 
     @staticmethod
@@ -144,7 +148,7 @@ class Fleet:
         return self._places.get(name)
 
     def put(self, site: Site) -> None:
-        """A new site, or news of one."""
+        """Add or update a site."""
         place = self._places.get(site.name)
         if place is None:
             place = self._places[site.name] = len(self.sites)
@@ -163,7 +167,7 @@ class Fleet:
         self._values[:, place] = figures(site, site.credit)
 
     def remove(self, name: str) -> None:
-        """The last site takes the place of the one that is gone."""
+        """Remove a site; the last one takes its column."""
         place, last = self._places.pop(name), self.sites.pop()
         if last.name != name:
             self.sites[place] = last
@@ -179,10 +183,10 @@ class Fleet:
     def serving(
         self, model: str, needs: frozenset[str], regions: frozenset[str] | None = None
     ) -> NDArray[np.bool_]:
-        """Which sites serve the model with these features, in these regions."""
+        """Return a mask `[sites]` of those that serve the model with these features, in these regions."""
         known = self._serving.get((model, needs, regions))
         if known is None:
-            if len(self._serving) >= MOST_REMEMBERED:
+            if len(self._serving) >= MAX_CACHED:
                 self._serving.clear()
             known = np.array([_serves(site, model, needs, regions) for site in self.sites], dtype=bool)
             self._serving[model, needs, regions] = known

@@ -1,4 +1,4 @@
-"""Which pending queries an idle site should take from others. The negotiation is federation/offloading.py."""
+"""Choose the pending queries that an idle site takes from others. `federation/offloading.py` negotiates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gateway.routing.failover import MAX_MOVES
 from gateway.routing.filters import why_not
 from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_row
 
-LEAST_GAIN_S = 0.05
-LEAST_GAIN_SHARE = 0.2
+MIN_GAIN_S = 0.05
+MIN_GAIN_SHARE = 0.2
 """A move must save this much time, and this share of the wait: estimates err, and moving is not free."""
 ROUND_TRIPS = 1.5
-"""To the donor: one to ask it and hear its answer, and the half that its estimate has too much, because what
-waits there is there already. The way to the bidder is in the estimate there.
+"""Round trips to the donor: one to ask and to be answered, and the half that its estimate has too much,
+because the pending query is already there. The way to the bidder is part of the bidder's estimate.
 """
 ROUNDING_S = 1e-6
-"""Two ways to add up the same seconds differ by less."""
+"""Two ways to add up the same seconds differ by less than this."""
 
 
 class Pending(NamedTuple):
-    """An attempt that was assigned to `site` and has not started there, as far as this gateway knows."""
+    """An attempt assigned to `site` that has not started there, as far as this gateway knows."""
 
     attempt_id: str
     site: str
@@ -37,8 +37,8 @@ class Pending(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What waits at one site. `beaten_by`: of each that has to wait there, prompt and response tokens and
-    when it has to finish elsewhere for a move to be worth it, at the latest, whichever of the others moved.
+    """The queue of one site. `beaten_by`: for each query that waits there, its prompt and response tokens,
+    and the latest finish elsewhere, in seconds, at which a move is worth it, whichever of the others moved.
     """
 
     donor: Site
@@ -46,24 +46,27 @@ class Offer(NamedTuple):
 
 
 def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
-    """Of any choice of them, the k-th by length has at most (k - 1)/k of what waits there before it."""
+    """Build the offer. Of any choice of demands, the k-th by length has at most (k - 1)/k of the queue before
+    it.
+    """
     by_length = sorted(demands, key=lambda demand: demand.response_tokens)
     here = estimates(of_demands(by_length), *_columns([(donor, k / (k + 1)) for k in range(len(by_length))]))
-    latest_s = (here.finish_s - _least_s(here.wait_s) - ROUND_TRIPS * donor.rtt_s).tolist()
+    latest_s = (here.finish_s - _min_gain_s(here.wait_s) - ROUND_TRIPS * donor.rtt_s).tolist()
     rows = zip(by_length, here.wait_s.tolist(), latest_s, strict=True)
     return Offer(
         donor, [(each.prompt_tokens, each.response_tokens, by_s) for each, wait_s, by_s in rows if wait_s > 0]
     )
 
 
-def _least_s(wait_s: Numbers) -> Numbers:
-    """What a move has to save."""
-    return np.maximum(LEAST_GAIN_S, LEAST_GAIN_SHARE * wait_s)
+def _min_gain_s(wait_s: Numbers) -> Numbers:
+    """Return the seconds that a move must save at least."""
+    return np.maximum(MIN_GAIN_S, MIN_GAIN_SHARE * wait_s)
 
 
 def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
-    """The sites where anything could gain by moving to the bidder, if it started there at once. Bids are many
-    and most end here, so this looks at plain numbers.
+    """Return the donors with a query that could gain by moving to the bidder, if it started there at once.
+
+    Bids are many and most end here, so this compares plain numbers.
     """
     place, at = fleet.place(bidder), fleet.figures
     if place is None or at.slots[place] <= at.held[place]:
@@ -82,7 +85,9 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
 
 
 def crowded(fleet: Fleet) -> list[int]:
-    """The places of sites where one more query would have to wait: only these have something to give."""
+    """Return the indices of the sites where one more query would have to wait: only these have queries to
+    give.
+    """
     places: list[int] = np.flatnonzero(is_crowded(fleet.figures, slice(None))).tolist()
     return places
 
@@ -92,10 +97,11 @@ def is_crowded(at: Figures, places: int | slice) -> NDArray[np.bool_]:
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:
-    """The attempts that would finish sooner at the bidder, as far as it has room. Of chats the greatest gain
-    per token of the answer first: who gains the most seconds is who waits last, the long ones, and they would
-    keep the few slots of a small site from many short ones. Then lines of batches, the greatest gain first:
-    a batch is done when its longest is.
+    """Return the attempts that would finish sooner at the bidder, as far as it has room.
+
+    Interactive queries come first, by gain per token of the answer: by seconds alone, the long ones, which
+    wait longest, would take the few slots of a small site from many short ones. Then lines of batches, by
+    gain: a batch is done when its longest line is.
     """
     place = fleet.place(bidder)
     if place is None or not pending:
@@ -120,7 +126,7 @@ def _may_move(each: Pending, bidder: Site, fleet: Fleet, now_s: float) -> bool:
 
 
 def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
-    """Seconds saved by each move, way included; 0 where it is not worth it. Who need not wait stays."""
+    """Return the seconds saved by each move, round trips included; 0 where no move is worth it."""
     size = of_demands([each.demand for each in movable])
     donors = {
         each.site: fleet.sites[place] for each in movable if (place := fleet.place(each.site)) is not None
@@ -129,11 +135,11 @@ def _gains_s(bidder: Site, movable: Sequence[Pending], fleet: Fleet) -> Numbers:
     there = estimates(size, *_columns([(bidder, 1.0)]))
     way_s = ROUND_TRIPS * np.array([donors[each.site].rtt_s for each in movable])
     gains_s = here.finish_s - there.finish_s - way_s
-    return np.where((here.wait_s > 0.0) & (gains_s > _least_s(here.wait_s)), gains_s, 0.0)
+    return np.where((here.wait_s > 0.0) & (gains_s > _min_gain_s(here.wait_s)), gains_s, 0.0)
 
 
 def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
-    """Of what waits at each attempt's site the part that starts before it: a site starts short ones first."""
+    """Return the site of each attempt, and the part of its queue that starts before it: short ones first."""
     shares = [("", 0.0)] * len(movable)
     by_length = sorted(range(len(movable)), key=lambda i: movable[i].demand.response_tokens)
     counts = Counter(each.site for each in movable)
@@ -146,7 +152,7 @@ def _shares_ahead(movable: Sequence[Pending]) -> list[tuple[str, float]]:
 
 
 def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
-    """Each is counted against the bidder before the next is looked at; the first that would wait ends it."""
+    """Return the first attempts that would start at once. Each counts against the bidder before the next."""
     if not chosen:
         return []
     credit, rows = bidder.credit, []
@@ -164,6 +170,6 @@ def _that_start_at_once(bidder: Site, chosen: list[Pending]) -> list[Pending]:
 
 
 def _columns(sites: Sequence[tuple[Site, float]]) -> tuple[Figures, Numbers]:
-    """The figures of sites with a share of what waits there ahead, one for each demand of a vector."""
+    """Return the figures of sites, each with a share of its queue ahead, one for each demand of a vector."""
     values = np.array([figures(site, site.credit, share) for site, share in sites])
     return Figures(*values.T), np.array([remaining_row(site) for site, _ in sites])

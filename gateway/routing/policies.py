@@ -1,4 +1,4 @@
-"""How to pick among candidates. One signature: production, benchmarks and the simulator run the same code."""
+"""The routing policies. One signature: production, benchmarks and the simulator run the same code."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from gateway.routing.fleet import Numbers
 from gateway.wording import several
 
 CROWDING = 16.0
-"""What a query costs the others of a site that has one request per slot, in its own decode times; three times
-as much at two requests per slot, and next to nothing while most slots are free.
+"""The cost of a query to the others of a site that has one request per slot, in multiples of its own decode
+time; three times as much at two requests per slot, and next to nothing while most slots are free.
 
-Counted by heads, at the speed of the fastest candidate, so that crowding weighs alike on fast and slow
-sites: were it weighed by each site's own speed, fast sites would build up queues while slow ones have slots
-free, and once all have queues, a slow site is for long answers, which a wait delays least per token.
-Measured: docs/decisions/routing-cost.md.
+Counted per request, at the speed of the fastest candidate, so that crowding weighs alike on fast and slow
+sites: weighed by each site's own speed, fast sites would build up queues while slow ones have slots free; and
+once all have queues, a slow site is for long answers, which a wait delays least per token. Measured:
+docs/decisions/routing-cost.md.
 """
 FIRST_TOKEN = 6.0
-"""A second until the first token weighs so much more than one between tokens."""
+"""Weight of a second until the first token, in seconds between tokens, added to the finish."""
 REPORTS_EVERY_S = 1.5
-"""An older report than this is one that was missed: a site reports every change, and every second anyway."""
+"""A report older than this means that one was missed: a site reports every change, and every second anyway.
+"""
 STALE_PENALTY = 1.0
 """Seconds added per second of a report's age beyond that."""
 USD_PER_SECOND = {Lane.INTERACTIVE: 0.001, Lane.BATCH: 0.0001}
-"""One second of waiting is worth this much: turns a difference in price into seconds. Nobody waits for a line
-of a batch: it goes where it is cheap, and its first token counts for no more than another.
+"""The worth of one second of waiting, which converts prices to seconds. Nobody waits for a line of a batch:
+it goes where it is cheap, and its first token counts no more than another.
 """
 
 
 def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """Least expected completion; a late first token, crowding, price and missed reports count in seconds."""
+    """Pick the least completion time; a late first token, crowding, price and missed reports add to it."""
     found, at = candidates.estimates, candidates.at
     fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
     crowding_s = (CROWDING * demand.response_tokens * fastest_s) * _crowding(candidates)
@@ -65,7 +66,7 @@ def least_requests(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 
 def power_of_two(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """The less loaded of two sites drawn by `turn` (Mitzenmacher 2001)."""
+    """Pick the less loaded of two sites drawn by `turn` (Mitzenmacher 2001)."""
     places, held = candidates.places, requests_per_slot(candidates)
     first = _scramble(turn) % len(places)
     second = (first + 1 + _scramble(turn + 1) % max(1, len(places) - 1)) % len(places)
@@ -75,14 +76,14 @@ def power_of_two(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 
 def least_tokens(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """The least sum of predicted tokens (M_k of the MICO paper, section 3.3) whatever a site's size."""
+    """Pick the least sum of predicted tokens (M_k of the MICO paper, section 3.3), whatever a site's size."""
     tokens = candidates.at.token_load
     place = candidates.least(tokens, turn)
     return Choice(place, f"fewest predicted tokens: {tokens[place]:.0f}", tokens)
 
 
 def token_balanced(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    """A window of one (see window.py): the least predicted tokens in proportion to speed."""
+    """Assign a window of one (see window.py): pick the least predicted tokens in proportion to speed."""
     per_speed = candidates.at.token_load * candidates.estimates.iteration_s / candidates.at.slots
     place = candidates.least(per_speed, turn)
     return Choice(
@@ -97,8 +98,8 @@ def shortest_wait(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 
 def _crowding(candidates: Candidates) -> Numbers:
-    """Grows with the square while slots are free, so that no site fills up before the others, and evenly
-    beyond: who waits there is delayed by each that comes.
+    """Return the square of requests per slot while slots are free, so that no site fills up before the
+    others, and a linear function beyond: each further request delays those that wait.
     """
     held = requests_per_slot(candidates)
     squared, full = held * held, held >= 1.0
@@ -110,7 +111,7 @@ def requests_per_slot(candidates: Candidates) -> Numbers:
 
 
 def _scramble(turn: int) -> int:
-    """A fixed hash of a counter (Knuth's multiplier): reproducible draws without state."""
+    """Hash a counter (Knuth's multiplier): reproducible draws without state."""
     return (turn * 2654435761 & 0xFFFFFFFF) >> 7
 
 

@@ -1,4 +1,4 @@
-"""A window of queries assigned jointly: the MICO paper's algorithm (section 3.3), linear in the queries."""
+"""Assign a window of queries jointly: the MICO paper's algorithm (section 3.3), linear in the queries."""
 
 from __future__ import annotations
 
@@ -95,11 +95,12 @@ def assign(
     *,
     buckets: int = BUCKETS,
 ) -> list[int]:
-    """For each query the index of its site. `lengths`: predicted tokens; `loads`: M_k before this window.
+    """Return the index of the site of each query. `lengths`: predicted tokens; `loads`: M_k before this
+    window.
 
     Queries are grouped by bucket of length, longest group first. A group is spread evenly, in proportion to
-    the sites' speeds; one that does not come out even borrows from the next. Within a group the site with the
-    least M_k for its speed is served first, so that it gets the longest.
+    the sites' speeds; a group that cannot be spread evenly borrows from the next. Within a group the site
+    with the least M_k for its speed is served first, so that it gets the longest.
     """
     tokens = list(loads) if loads is not None else [0.0] * len(speeds)
     sites = [0] * len(lengths)
@@ -112,9 +113,9 @@ def assign(
 
 
 def _groups(lengths: Sequence[float], sites: int, buckets: int) -> Iterator[list[int]]:
-    """Queries by bucket, longest first, each group filled up from the next to a multiple of the sites."""
+    """Yield the queries by bucket, longest first, each filled from the next to a multiple of the sites."""
     by_bucket: list[list[int]] = [[] for _ in range(buckets)]
-    width = (max(lengths, default=0.0) or 1.0) / buckets  # of lines that will be refused nothing is expected
+    width = (max(lengths, default=0.0) or 1.0) / buckets  # lines that will be refused have length 0
     for query, length in enumerate(lengths):
         by_bucket[min(buckets - 1, int(length / width))].append(query)
     by_bucket.reverse()
@@ -128,7 +129,7 @@ def _groups(lengths: Sequence[float], sites: int, buckets: int) -> Iterator[list
 
 
 def _turns(count: int, speeds: Sequence[float], order: Sequence[int]) -> Iterator[int]:
-    """`count` turns in rounds over the sites in `order`; each gets its share by speed, give or take one."""
+    """Yield `count` sites, in rounds over `order`; each gets its share by speed, give or take one."""
     exact = [count * speed / sum(speeds) for speed in speeds]
     left = [int(share) for share in exact]
     short = count - sum(left)
