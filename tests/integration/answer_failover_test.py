@@ -6,14 +6,13 @@ import asyncio
 
 import pytest
 
-from gateway.domain import AnswerEvent, Opening, Status, Usage
+from gateway.domain import Opening, Status, Usage
 from gateway.errors import (
     Overloaded,
     UpstreamFailed,
     UpstreamLost,
 )
-from gateway.query.answer import answer
-from tests.support.answers import assigned_site, collect, run, text_of
+from tests.support.answers import assigned_site, collect, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, until
 from wire import federation_pb2 as pb
 
@@ -73,13 +72,7 @@ def test_a_site_lost_before_the_first_token_is_replaced_unnoticed() -> None:
 def test_a_site_lost_in_mid_answer_is_resumed_from_what_the_client_has() -> None:
     async def scenario(here: Scene) -> None:
         sites = [await here.site("a"), await here.site("b")]
-        pieces: list[AnswerEvent] = []
-
-        async def read() -> None:
-            async for piece in answer(here.gateway, here.query()):
-                pieces.append(piece)
-
-        task = asyncio.create_task(read())
+        task, pieces = start_answer(here, here.query())
         dying, assign = await assigned_site(here, *sites)
         await dying.step(assign, "Hel", 3)
         await until(lambda: text_of(pieces) == "Hel", "the first part")
@@ -117,13 +110,7 @@ def test_an_answer_without_token_ids_goes_on_from_its_text() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
         site.names_tokens = False
-        pieces: list[AnswerEvent] = []
-
-        async def read() -> None:
-            async for piece in answer(here.gateway, here.query()):
-                pieces.append(piece)
-
-        task = asyncio.create_task(read())
+        task, pieces = start_answer(here, here.query())
         assign = await site.assigned()
         await here.site("old")
         other = await here.site("b", features=("chat", "resume_text", "resume_chat"))
@@ -179,13 +166,7 @@ def test_a_site_that_refuses_to_go_on_is_not_the_clients_mistake() -> None:
 def test_an_answer_does_not_go_on_at_a_site_that_can_not_resume() -> None:
     async def scenario(here: Scene) -> None:
         dying = await here.site("a")
-        pieces: list[AnswerEvent] = []
-
-        async def read() -> None:
-            async for piece in answer(here.gateway, here.query()):
-                pieces.append(piece)
-
-        task = asyncio.create_task(read())
+        task, pieces = start_answer(here, here.query())
         assign = await dying.assigned()
         other = await here.site("b", features=("chat",))
         await dying.step(assign, "Hel", 3)

@@ -10,9 +10,8 @@ from gateway.domain import AnswerEvent, Status
 from gateway.errors import (
     UpstreamFailed,
 )
-from gateway.query.answer import answer
 from gateway.routing.failover import MAX_MOVES
-from tests.support.answers import assigned_site, collect, run, text_of
+from tests.support.answers import assigned_site, collect, run, start_answer, text_of
 from tests.support.fakes.federation import Scene, ScriptedSite, until
 from wire import federation_pb2 as pb
 
@@ -102,13 +101,7 @@ def test_a_burst_on_one_old_report_spreads_over_equal_sites() -> None:
 def test_a_release_of_what_has_started_does_not_start_the_answer_again() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
-        pieces: list[AnswerEvent] = []
-
-        async def read() -> None:
-            async for piece in answer(here.gateway, here.query()):
-                pieces.append(piece)
-
-        task = asyncio.create_task(read())
+        task, pieces = start_answer(here, here.query())
         assign = await site.assigned()
         await site.step(assign, "Hel", 3)
         await site.send(released=pb.Released(release_id="nobody asked", attempt_ids=[assign.attempt_id]))

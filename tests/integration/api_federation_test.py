@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import openai
 import pytest
 
 from gateway.domain import Status
-from gateway.http.backend import Backend, Readiness
-from gateway.query.answer import answer
-from tests.support.fakes.edge import CALLERS, KEY, Edge, Script, on_loopback
+from tests.support.answers import backend_of
+from tests.support.fakes.edge import KEY, Edge, Script, on_loopback
 from tests.support.fakes.federation import Scene, scene, until
 from wire import federation_pb2 as pb
 
@@ -23,19 +21,14 @@ ASK = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 def play(scenario: Callable[[Scene, Edge, int], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), scene() as here:
-            backend = Backend(
-                answer=partial(answer, here.gateway),
-                models=lambda: list(here.gateway.directory.served.values()),
-                authenticate=CALLERS.get,
-                ready=lambda: Readiness(True, ""),
-                version="0",
-                clock=here.gateway.clock,
-            )
-            async with on_loopback(Script(), backend) as (edge, port):
-                await scenario(here, edge, port)
-                await here.gateway.wait_settled()
-                await until(here.nothing_is_left, "all counters at zero")
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            scene() as here,
+            on_loopback(Script(), backend_of(here)) as (edge, port),
+        ):
+            await scenario(here, edge, port)
+            await here.gateway.wait_settled()
+            await until(here.nothing_is_left, "all counters at zero")
 
     asyncio.run(main())
 

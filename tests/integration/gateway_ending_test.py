@@ -10,7 +10,6 @@ import signal
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -24,30 +23,24 @@ from gateway.config import GatewayConfig
 from gateway.domain import Status
 from gateway.federation.server import Federation
 from gateway.federation.site_auth import Refusal
-from gateway.http.backend import Backend, Readiness
-from gateway.query.answer import answer
 from gateway.store.store import open_store
 from tests.support.announced import CLIENTS, SITES, port_of
-from tests.support.fakes.edge import CALLERS, Edge, Script, chat_body, error_of, on_loopback
+from tests.support.answers import backend_of
+from tests.support.fakes.edge import Edge, Script, chat_body, error_of, on_loopback
 from tests.support.fakes.federation import DEADLINE_S, TOKEN, Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
 
 def play(scenario: Callable[[Scene, Edge], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), scene() as here:
-            backend = Backend(
-                answer=partial(answer, here.gateway),
-                models=lambda: list(here.gateway.directory.served.values()),
-                authenticate=CALLERS.get,
-                ready=lambda: Readiness(True, ""),
-                version="0",
-                clock=here.gateway.clock,
-            )
-            async with on_loopback(Script(), backend) as (edge, _):
-                await scenario(here, edge)
-                await here.gateway.wait_settled()
-                await until(here.nothing_is_left, "all counters at zero")
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            scene() as here,
+            on_loopback(Script(), backend_of(here)) as (edge, _),
+        ):
+            await scenario(here, edge)
+            await here.gateway.wait_settled()
+            await until(here.nothing_is_left, "all counters at zero")
 
     asyncio.run(main())
 

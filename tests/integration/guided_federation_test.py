@@ -16,15 +16,14 @@ import torch
 import transformers
 from pydantic import BaseModel, Field
 
-from gateway.http.backend import Backend, Readiness
-from gateway.query.answer import answer
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
 from site_engine.native import Loaded
-from tests.support.fakes.edge import CALLERS, Edge, Script, on_loopback
+from tests.support.answers import backend_of
+from tests.support.fakes.edge import Edge, Script, on_loopback
 from tests.support.fakes.federation import TOKEN, Scene, scene, until
 from tests.support.model_families import random_model
 from tests.support.tool_models import tool_tokenizer
@@ -124,24 +123,19 @@ class Stage:
 
 def play(scenario: Callable[[Stage], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), scene() as here:
-            backend = Backend(
-                answer=partial(answer, here.gateway),
-                models=lambda: list(here.gateway.directory.served.values()),
-                authenticate=CALLERS.get,
-                ready=lambda: Readiness(True, ""),
-                version="0",
-                clock=here.gateway.clock,
-            )
-            async with on_loopback(Script(), backend) as (edge, _):
-                stage = Stage(here, edge)
-                try:
-                    await scenario(stage)
-                    await here.gateway.wait_settled()
-                    await until(here.nothing_is_left, "all counters at zero")
-                finally:
-                    for name in list(stage.sites):
-                        await stage.end(name)
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            scene() as here,
+            on_loopback(Script(), backend_of(here)) as (edge, _),
+        ):
+            stage = Stage(here, edge)
+            try:
+                await scenario(stage)
+                await here.gateway.wait_settled()
+                await until(here.nothing_is_left, "all counters at zero")
+            finally:
+                for name in list(stage.sites):
+                    await stage.end(name)
 
     asyncio.run(main())
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
-from gateway.domain import Caller, Delta, Finish, Opening, Query, Status, Usage
+from gateway.domain import Caller, Delta, Finish, Opening, Status, Usage
 from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany
 from gateway.http.rate_headers import duration
-from gateway.query.answer import answer
 from gateway.quotas.ledger import QuotaLedger, QuotaStatus
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
 from gateway.telemetry.recent import is_failure
+from tests.support.answers import collect
 from tests.support.fakes.edge import Edge, error_of, fail, run
 from tests.support.fakes.federation import Scene, scene, until
 
@@ -38,15 +37,11 @@ def used(scene: Scene, kind: Kind) -> int:
     return scene.gateway.quotas.in_use(LimitId(Scope.TENANT, TENANT, kind))
 
 
-async def gather(scene: Scene, query: Query) -> list[Any]:
-    return [piece async for piece in answer(scene.gateway, query)]
-
-
 def test_tokens_are_reserved_before_the_answer_and_settled_on_what_it_took() -> None:
     async def main() -> None:
         async with scene(quotas=quotas_of(tokens_per_min=1_000, requests_per_min=10)) as here:
             site = await here.site("a")
-            asking = asyncio.create_task(gather(here, here.query()))
+            asking = asyncio.create_task(collect(here, here.query()))
             assign = await site.assigned()
             guess = here.query().prompt_tokens_guess
             assert used(here, Kind.TOKENS) == guess + FORECAST_P90
@@ -63,10 +58,10 @@ def test_what_does_not_fit_is_refused_before_a_site_hears_of_it() -> None:
     async def main() -> None:
         async with scene(quotas=quotas_of(tokens_per_min=100)) as here:
             site = await here.site("a")
-            first = asyncio.create_task(gather(here, here.query()))
+            first = asyncio.create_task(collect(here, here.query()))
             assign = await site.assigned()
             with pytest.raises(TooMany, match=r"100 tokens per minute of tenant 'tenant-1'") as refusal:
-                await gather(here, here.query())
+                await collect(here, here.query())
             assert refusal.value.retry_after_s is not None and 0 < refusal.value.retry_after_s <= 61
             assert site.inbox.empty()
             await site.finish(assign, "x", 1)
@@ -83,10 +78,10 @@ def test_places_are_free_again_whatever_way_a_query_ends() -> None:
         async with scene(quotas=quotas_of(concurrent_queries=2)) as here:
             site = await here.site("a")
             for end in ("finish", "leave", "fail"):
-                asking = [asyncio.create_task(gather(here, here.query())) for _ in range(2)]
+                asking = [asyncio.create_task(collect(here, here.query())) for _ in range(2)]
                 assigns = [await site.assigned() for _ in asking]
                 with pytest.raises(TooMany, match="2 concurrent queries"):
-                    await gather(here, here.query())
+                    await collect(here, here.query())
                 for task, assign in zip(asking, assigns, strict=True):
                     if end == "finish":
                         await site.finish(assign, "x", 1)
@@ -107,7 +102,7 @@ def test_an_answer_longer_than_forecast_is_topped_up_and_in_the_end_cut() -> Non
     async def main() -> None:
         async with scene(quotas=quotas_of(tokens_per_min=200)) as here:
             site = await here.site("a")
-            asking = asyncio.create_task(gather(here, here.query()))
+            asking = asyncio.create_task(collect(here, here.query()))
             assign = await site.assigned()
             await site.step(assign, "a" * 150, 150)
             await until(lambda: used(here, Kind.TOKENS) > 150)
@@ -144,7 +139,7 @@ def test_a_slice_that_is_short_is_asked_for_once_and_the_query_goes_on() -> None
         quotas._limits[tokens].ceiling = 0
         async with scene(quotas=quotas, lease_more=lease_more) as here:
             site = await here.site("a")
-            asking = asyncio.create_task(gather(here, here.query()))
+            asking = asyncio.create_task(collect(here, here.query()))
             await site.finish(await site.assigned(), "x", 1)
             await asking
 
@@ -156,13 +151,13 @@ def test_one_tenant_does_not_fill_the_gateway() -> None:
     async def main() -> None:
         async with scene(max_live=10) as here:
             site = await here.site("a", slots=20)
-            flood = [asyncio.create_task(gather(here, here.query())) for _ in range(12)]
+            flood = [asyncio.create_task(collect(here, here.query())) for _ in range(12)]
             await until(lambda: sum(task.done() for task in flood) == 3)
             refusals = [task.exception() for task in flood if task.done()]
             assert all(isinstance(each, Overloaded) and "tenant-1" in each.message for each in refusals)
             assert here.gateway.live_of(TENANT) == 9
             other = here.query(caller=Caller("key-2", "tenant-2"))
-            asking = asyncio.create_task(gather(here, other))
+            asking = asyncio.create_task(collect(here, other))
             await until(lambda: here.gateway.live_of("tenant-2") == 1)
             for _ in range(10):
                 await site.finish(await site.assigned(), "x", 1)
@@ -180,13 +175,13 @@ def test_a_key_may_only_use_sites_of_its_regions() -> None:
             site = await here.site("a")
             outside = Caller("key-2", "tenant-2", regions=frozenset({"elsewhere"}))
             with pytest.raises(Forbidden, match="this key may not use the regions of m: here"):
-                await gather(here, here.query(caller=outside))
+                await collect(here, here.query(caller=outside))
             assert (here.outcomes[-1].status, here.outcomes[-1].mistaken) == (Status.REFUSED, True)
             here.gateway.fleet_complete_s = float("inf")  # a site elsewhere may be on its way back
             with pytest.raises(NoSite, match="this key may not use region here"):
-                await gather(here, here.query(caller=outside))
+                await collect(here, here.query(caller=outside))
             inside = Caller("key-3", "tenant-2", regions=frozenset({"elsewhere", "here"}))
-            asking = asyncio.create_task(gather(here, here.query(caller=inside)))
+            asking = asyncio.create_task(collect(here, here.query(caller=inside)))
             await site.finish(await site.assigned(), "x", 1)
             await asking
 

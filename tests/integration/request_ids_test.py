@@ -7,17 +7,14 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 
-from gateway.http.backend import Backend, Readiness
-from gateway.query.answer import answer
 from gateway.telemetry.logs import JsonFormatter
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.native import Loaded
 from site_engine.telemetry.logs import JsonLines
-from tests.support.fakes.edge import CALLERS, Edge, Script, chat_body, on_loopback
+from tests.support.answers import backend_of
+from tests.support.fakes.edge import Edge, Script, chat_body, on_loopback
 from tests.support.fakes.federation import TOKEN, Scene, scene, until
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
@@ -69,18 +66,10 @@ async def ask(here: Scene, edge: Edge) -> None:
 def test_every_line_about_a_request_names_it() -> None:
     async def main() -> None:
         async with asyncio.timeout(60), scene() as here:
-            backend = Backend(
-                answer=partial(answer, here.gateway),
-                models=lambda: list(here.gateway.directory.served.values()),
-                authenticate=CALLERS.get,
-                ready=lambda: Readiness(True, ""),
-                version="0",
-                clock=here.gateway.clock,
-            )
             config = SiteConfig(site="alpha", model="m", gateways=(here.address,), token=TOKEN)
             loaded = Loaded(FakeEngine(), FakeTokenizer(), "m", "r1", CONTEXT_TOKENS, VOCABULARY)
             site = asyncio.create_task(serve(config, lambda _: loaded))
-            async with on_loopback(Script(), replace(backend)) as (edge, _):
+            async with on_loopback(Script(), backend_of(here)) as (edge, _):
                 await ask(here, edge)
             site.cancel()
             await asyncio.gather(site, return_exceptions=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from gateway.domain import AnswerEvent, Delta, Query
+from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
+from tests.support.fakes.edge import CALLERS
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
 
@@ -35,3 +38,26 @@ async def assigned_site(here: Scene, *sites: ScriptedSite) -> tuple[ScriptedSite
     await until(lambda: any(not site.inbox.empty() for site in sites), "an assignment")
     site = next(site for site in sites if not site.inbox.empty())
     return site, await site.assigned()
+
+
+def start_answer(here: Scene, query: Query) -> tuple[asyncio.Task[None], list[AnswerEvent]]:
+    """Return a task that reads the answer, and the list to which it appends the events as they come."""
+    pieces: list[AnswerEvent] = []
+
+    async def read() -> None:
+        async for piece in answer(here.gateway, query):
+            pieces.append(piece)
+
+    return asyncio.create_task(read()), pieces
+
+
+def backend_of(here: Scene) -> Backend:
+    """Return what the HTTP application needs to serve the gateway's core."""
+    return Backend(
+        answer=partial(answer, here.gateway),
+        models=lambda: list(here.gateway.directory.served.values()),
+        authenticate=CALLERS.get,
+        ready=lambda: Readiness(True, ""),
+        version="0",
+        clock=here.gateway.clock,
+    )
