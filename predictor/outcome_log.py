@@ -62,8 +62,8 @@ def read_files(folder: Path) -> list[bytes]:
     for _ in range(MAX_READ_ATTEMPTS):
         with ExitStack() as stack, suppress(FileNotFoundError):
             opened = [stack.enter_context(file.open("rb")) for file in log_files(folder)]
-            found = [os.fstat(file.fileno()) for file in opened]
-            if list(map(_file_identity, found)) == [
+            status = [os.fstat(file.fileno()) for file in opened]
+            if list(map(_file_identity, status)) == [
                 _file_identity(file.stat()) for file in log_files(folder)
             ]:
                 return [file.read() for file in opened]

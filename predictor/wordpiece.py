@@ -65,12 +65,12 @@ class WordPieceTokenizer:
         while start < len(word):
             mark = "##" if start else ""
             for end in range(len(word), start, -1):
-                found = self._ids.get(mark + word[start:end])
-                if found is not None:
+                piece = self._ids.get(mark + word[start:end])
+                if piece is not None:
                     break
             else:
                 return self._unknown
-            pieces.append(found)
+            pieces.append(piece)
             start = end
         return tuple(pieces)
 

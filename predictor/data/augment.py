@@ -43,7 +43,7 @@ def mix_prompts(texts: Sequence[str], folds: Sequence[int], count: int, seed: in
 
 
 def _mix(first: str, second: str, rng: random.Random) -> str:
-    """One of: the request of one with the material of another, two requests, or one with words left out."""
+    """Return one prompt's request with the other's material, both requests, or one without some words."""
     request, _, own = first.partition("\n\n")
     other_request, _, material = second.partition("\n\n")
     kind = rng.random()
@@ -53,14 +53,10 @@ def _mix(first: str, second: str, rng: random.Random) -> str:
         return _splice(request, other_request, rng) + (f"\n\n{own}" if own else "")
     if kind < 0.6:
         return f"{first} {second}"
-    return _drop_words(first, rng)
+    return " ".join(word for word in first.split(" ") if rng.random() >= WORD_DROPOUT) or first
 
 
 def _splice(first: str, second: str, rng: random.Random) -> str:
-    """The beginning of one and the end of the other."""
+    """Return the beginning of one and the end of the other."""
     left, right = first.split(" "), second.split(" ")
     return " ".join(left[: rng.randint(1, len(left))] + right[rng.randint(0, len(right) - 1) :])
-
-
-def _drop_words(text: str, rng: random.Random) -> str:
-    return " ".join(word for word in text.split(" ") if rng.random() >= WORD_DROPOUT) or text

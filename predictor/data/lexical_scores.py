@@ -43,8 +43,8 @@ class LexicalScorer:
         terms = tf_matrix(bags)
         scores: NDArray[np.float32] = (terms @ self.table).astype(np.float32)
         for fold in range(FOLDS):
-            own = folds == fold
-            scores[own] = terms[own] @ self.fold_tables[fold]
+            members = folds == fold
+            scores[members] = terms[members] @ self.fold_tables[fold]
         return scores
 
 
@@ -119,8 +119,8 @@ def _fit_view(
         fitted = [_fit_ridge(terms, target, known & (folds != fold), penalty) for fold in range(FOLDS)]
         squares = 0.0
         for fold, coefficients in enumerate(fitted):
-            own = known & (folds == fold)
-            squares += float(((terms[own] @ coefficients - target[own]) ** 2).sum())
+            test = known & (folds == fold)
+            squares += float(((terms[test] @ coefficients - target[test]) ** 2).sum())
         if squares < best_error:
             best_penalty, best_error, best = penalty, squares, fitted
     spread = float(known.sum() * np.var(target[known]))

@@ -32,18 +32,17 @@ def scores(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
             np.digitize(prompt, [SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS]).astype(np.float64), lengths
         ),
     }
-    return {name: _score(lengths, estimate) for name, estimate in estimates.items()}
+    figures: dict[str, dict[str, Any]] = {}
+    for name, estimate in estimates.items():
+        spearman = metrics.rank(lengths, estimate)["spearman"]
+        figures[name] = {
+            "spearman": None if spearman is None else round(spearman, 4),
+            "mae": round(metrics.mean_absolute_error(lengths, estimate), 4),
+        }
+    return figures
 
 
 def _group_mean(key: Floats, lengths: NDArray[np.int64]) -> Floats:
     """Return the mean length of the rows with the same key."""
     means: Floats = pd.Series(lengths).groupby(key).transform("mean").to_numpy(dtype=np.float64)
     return means
-
-
-def _score(lengths: NDArray[np.int64], estimate: Floats) -> dict[str, Any]:
-    spearman = metrics.rank(lengths, estimate)["spearman"]
-    return {
-        "spearman": None if spearman is None else round(spearman, 4),
-        "mae": round(metrics.mean_absolute_error(lengths, estimate), 4),
-    }

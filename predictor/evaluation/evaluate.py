@@ -6,7 +6,7 @@ Needs pandas and scipy; not imported in serving.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +29,10 @@ BATCH_QUERIES = 256
 
 
 class Forecasts(NamedTuple):
-    """Probabilities `[rows, ranges]` over the forecaster's edges, and the time per query."""
+    """Probabilities `[rows, ranges]`, the edges of their ranges, and the time per query."""
 
     probabilities: NDArray[np.float64]
+    edges: tuple[int, ...]
     ms_per_query: float
 
 
@@ -56,71 +57,74 @@ def evaluate(
     all_rows = dataset.read_all(data)
     if held_out_only:
         all_rows = dataset.split(all_rows).held_out
-    known = dataset.has_answer(all_rows)
-    frame = all_rows[known].reset_index(drop=True)
+    answered = dataset.has_answer(all_rows)
+    frame = all_rows[answered].reset_index(drop=True)
     if not len(frame):
         raise DataError(f"{data} has no rows to score")
     forecaster = OnnxForecaster(resolve_folder(artifact))
-    whole = forecast_rows(forecaster, all_rows, progress)
-    found = whole._replace(probabilities=whole.probabilities[known.to_numpy()])
-    lexical = forecaster
+    everything = forecast_rows(forecaster, all_rows, progress)
+    forecasts = everything._replace(probabilities=everything.probabilities[answered.to_numpy()])
+    lexical = forecasts
     if forecaster.name != LEXICAL_NAME:
-        lexical = OnnxForecaster(SHIPPED / LEXICAL_NAME)
-    baseline = found if lexical is forecaster else forecast_rows(lexical, frame, progress)
+        lexical = forecast_rows(OnnxForecaster(SHIPPED / LEXICAL_NAME), frame, progress)
     if out is not None:
-        forecast_table(all_rows, whole.probabilities, forecaster.card.edges).to_parquet(out, index=False)
-    groups: list[dict[str, Any]] = []
-    places: dict[str, NDArray[np.int64]] = {}
-    for (source, model), rows in frame.groupby(["source", "model"], sort=True):
-        if len(rows) < min_rows:
-            continue
-        places[f"{source}, {model}"] = own = rows.index.to_numpy(dtype=np.int64)
-        groups.append(
-            {
-                "source": source,
-                "model": model,
-                "rows": len(rows),
-                "known_model": forecaster.knows(str(model)),
-                **scores(rows, found.probabilities[own], forecaster.card.edges),
-                "lexical": summary_scores(rows, baseline.probabilities[own], lexical.card.edges),
-                "peers": baselines.scores(rows),
-                "ceiling": ceiling(frame, rows),
-            }
-        )
+        forecast_table(all_rows, everything.probabilities, everything.edges).to_parquet(out, index=False)
+    groups = [rows for _, rows in frame.groupby(["source", "model"], sort=True) if len(rows) >= min_rows]
     document = {
         "artifact": forecaster.name,
         "digest": forecaster.card.digest,
         "data": data.name,
         "rows": len(frame),
         "held_out_only": held_out_only,
-        "ms_per_query": round(found.ms_per_query, 4),
-        "ms_per_query_lexical": round(baseline.ms_per_query, 4),
-        "groups": groups,
+        "ms_per_query": round(forecasts.ms_per_query, 4),
+        "ms_per_query_lexical": round(lexical.ms_per_query, 4),
+        "groups": [_score_group(frame, rows, forecaster, forecasts, lexical) for rows in groups],
     }
     if report is not None:
         lengths = frame.response_tokens.to_numpy(dtype=np.int64)
-        write_report(report, document, lengths, found.probabilities, forecaster.card.edges, places)
+        positions = {", ".join(_source_and_model(rows)): rows.index.to_numpy() for rows in groups}
+        write_report(report, document, lengths, forecasts.probabilities, forecasts.edges, positions)
     return document
+
+
+def _source_and_model(rows: pd.DataFrame) -> tuple[str, str]:
+    return str(rows.source.iloc[0]), str(rows.model.iloc[0])
+
+
+def _score_group(
+    frame: pd.DataFrame,
+    rows: pd.DataFrame,
+    forecaster: OnnxForecaster,
+    forecasts: Forecasts,
+    lexical: Forecasts,
+) -> dict[str, Any]:
+    index = rows.index.to_numpy(dtype=np.int64)
+    source, model = _source_and_model(rows)
+    return {
+        "source": source,
+        "model": model,
+        "rows": len(rows),
+        "known_model": forecaster.knows(model),
+        **scores(rows, forecasts.probabilities[index], forecasts.edges),
+        "lexical": summary_scores(rows, lexical.probabilities[index], lexical.edges),
+        "peers": baselines.scores(rows),
+        "ceiling": ceiling(frame, rows),
+    }
 
 
 def forecast_rows(forecaster: OnnxForecaster, frame: pd.DataFrame, progress: Progress) -> Forecasts:
     """Forecast every row, in batches, as a gateway would."""
-    parts, took = [], 0.0
-    for number, queries in enumerate(_query_batches(frame)):
-        began = time.perf_counter()
-        parts.append([each.probabilities for each in forecaster.forecast(queries)])
-        took += time.perf_counter() - began
-        if number % 100 == 99:
-            progress(f"{forecaster.name}: {(number + 1) * BATCH_QUERIES} of {len(frame)} rows")
-    probabilities = np.array([each for part in parts for each in part])
-    return Forecasts(probabilities, 1e3 * took / max(1, len(frame)))
-
-
-def _query_batches(frame: pd.DataFrame) -> Iterator[list[Features]]:
     columns = zip(frame.prompt, frame.model, frame.turn, strict=True)
     queries = [Features(prompt, model, int(turn)) for prompt, model, turn in columns]
-    for start in range(0, len(queries), BATCH_QUERIES):
-        yield queries[start : start + BATCH_QUERIES]
+    probabilities, took = [], 0.0
+    for number, start in enumerate(range(0, len(queries), BATCH_QUERIES)):
+        began = time.perf_counter()
+        forecasts = forecaster.forecast(queries[start : start + BATCH_QUERIES])
+        took += time.perf_counter() - began
+        probabilities += [each.probabilities for each in forecasts]
+        if number % 100 == 99:
+            progress(f"{forecaster.name}: {(number + 1) * BATCH_QUERIES} of {len(frame)} rows")
+    return Forecasts(np.array(probabilities), forecaster.card.edges, 1e3 * took / max(1, len(frame)))
 
 
 def forecast_table(
@@ -131,8 +135,8 @@ def forecast_table(
     columns["expected_tokens"] = metrics.expected(probabilities, edges)
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         columns[name] = metrics.quantile(probabilities, edges, share)
-    for longest in MAX_LENGTHS:
-        columns[f"bucket_{longest}"] = metrics.likeliest_bucket(probabilities, edges, longest)
+    for max_length in MAX_LENGTHS:
+        columns[f"bucket_{max_length}"] = metrics.likeliest_bucket(probabilities, edges, max_length)
     return columns
 
 
@@ -143,16 +147,16 @@ def scores(rows: pd.DataFrame, probabilities: NDArray[np.float64], edges: tuple[
     chosen = probabilities[np.arange(len(label)), label]
     bounds = {q: metrics.quantile(probabilities, edges, q) for q in (0.5, 0.9, 0.99)}
     buckets = (
-        metrics.accuracy(lengths, metrics.likeliest_bucket(probabilities, edges, longest), longest)
-        for longest in MAX_LENGTHS
+        metrics.accuracy(lengths, metrics.likeliest_bucket(probabilities, edges, max_length), max_length)
+        for max_length in MAX_LENGTHS
     )
-    found = {
+    figures = {
         **summary_scores(rows, probabilities, edges),
         **{key: value for each in buckets for key, value in each.items()},
         **{f"p{q * 100:.0f}_coverage": metrics.coverage(lengths, bound) for q, bound in bounds.items()},
         "log_loss": float(-np.log(np.maximum(chosen, 1e-12)).mean()),
     }
-    return _rounded(found)
+    return _rounded(figures)
 
 
 def summary_scores(
@@ -187,18 +191,18 @@ def ceiling(frame: pd.DataFrame, rows: pd.DataFrame) -> dict[str, Any] | None:
         return None
     lengths = rows.response_tokens[known].to_numpy(dtype=np.int64)
     estimate = guess[known].to_numpy(dtype=np.float64)
-    right = {
-        f"accuracy_{longest}": float(
+    accuracies = {
+        f"accuracy_{max_length}": float(
             (
-                metrics.true_bucket(lengths, longest)
-                == metrics.true_bucket(estimate.astype(np.int64), longest)
+                metrics.true_bucket(lengths, max_length)
+                == metrics.true_bucket(estimate.astype(np.int64), max_length)
             ).mean()
         )
-        for longest in MAX_LENGTHS
+        for max_length in MAX_LENGTHS
     }
     errors = {"mae": metrics.mean_absolute_error(lengths, estimate)}
-    return _rounded({"rows": int(known.sum()), **metrics.rank(lengths, estimate), **errors, **right})
+    return _rounded({"rows": int(known.sum()), **metrics.rank(lengths, estimate), **errors, **accuracies})
 
 
-def _rounded(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
+def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}

@@ -249,7 +249,10 @@ def _encoder(graph: GraphBuilder, body: State, heads: Sequence[int], query_heads
         state, mask = _merged_embeddings(graph, body, mask)
     else:
         state = _embeddings(graph, body["table"])
-    state = graph.add(state, _positions(graph, body["positions"], state))
+    width = graph.node("Shape", state, start=1, end=2)
+    start = graph.constant("place_start", np.array([0]))
+    positions = graph.node("Slice", graph.constant("places", body["positions"]), start, width)
+    state = graph.add(state, positions)
     state = graph.layer_norm(state, body, "embedding_norm", BERT_EPSILON)
     for layer, own in enumerate(heads):
         if f"layers.{layer}.merge.weight" in body:
@@ -347,10 +350,3 @@ def _embeddings(graph: GraphBuilder, table: Array) -> str:
     rows = graph.node("Cast", graph.node("Gather", quantized, "pieces"), to=TensorProto.FLOAT)
     scales = graph.constant("piece_scale", scale.astype(np.float32))
     return graph.node("Mul", rows, graph.node("Gather", scales, "pieces"))
-
-
-def _positions(graph: GraphBuilder, positions: Array, state: str) -> str:
-    """Add the first rows of the position embeddings, as many as `state` has positions."""
-    width = graph.node("Shape", state, start=1, end=2)
-    start = graph.constant("place_start", np.array([0]))
-    return graph.node("Slice", graph.constant("places", positions), start, width)

@@ -189,14 +189,10 @@ def fit(
     if teachers is not None and config.match:
         matching = _FeatureMatching(net.body.width, teachers.features, device)
     tasks = [task.to(device) for task in (matching, auxiliary) if task is not None]
-    head = [weight for part in (net.head, *tasks) for weight in part.parameters()]
-    groups = [(list(net.body.parameters()), config.body_rate), (head, config.head_rate)]
-    optimizer = ScheduledOptimizer(groups, sampler.batches, config, net.parameters())
-    pieces = torch.tensor(data.pieces, device=device)
+    optimizer = _optimizer(net, tasks, sampler.batches, config)
+    pieces, side, model = (torch.tensor(each, device=device) for each in (data.pieces, data.side, data.model))
     unknown_piece = data.vocabulary.index(UNKNOWN) if config.piece_dropout else 0
-    side = torch.tensor(data.side, device=device)
     noise = config.side_noise / net.head.scale[net.body.width :]
-    model = torch.tensor(data.model, device=device)
     target = _targets(data, edges, config, None if teachers is None else teachers.probabilities, device)
     average = _WeightAverage(net, config.averaged, int(AVERAGED_FROM * config.epochs * sampler.batches))
     for epoch in range(config.epochs):
@@ -209,10 +205,7 @@ def fit(
             masked = torch.rand(len(chosen), device=device) < config.unknown_share
             served = model[chosen].masked_fill(masked, UNKNOWN_MODEL)
             text = _augment(pieces[prompts, : batch.longest], unknown_piece, config)
-            if auxiliary is None:
-                encoded, auxiliary_loss = net.encode(text), torch.zeros((), device=device)
-            else:
-                encoded, auxiliary_loss = auxiliary.encode(net, text, owner, chosen, served)
+            encoded, auxiliary_loss = _encode(net, auxiliary, text, owner, chosen, served)
             logits = net.predict(encoded, features, owner, served)
             losses = functional.cross_entropy(logits, target[chosen].float(), reduction="none")
             loss = (losses * weight).sum() / weight.sum() + config.beside * auxiliary_loss
@@ -224,6 +217,29 @@ def fit(
     average.apply()
     net.eval()
     return net
+
+
+def _optimizer(
+    net: LengthNet, tasks: Sequence[nn.Module], batches: int, config: TrainConfig
+) -> ScheduledOptimizer:
+    """Return an optimizer with a rate for the encoder, and one for the head and the tasks beside it."""
+    head = [weight for part in (net.head, *tasks) for weight in part.parameters()]
+    groups = [(list(net.body.parameters()), config.body_rate), (head, config.head_rate)]
+    return ScheduledOptimizer(groups, batches, config, net.parameters())
+
+
+def _encode(  # noqa: PLR0917 - private, and called once
+    net: LengthNet,
+    auxiliary: AuxiliaryTask | None,
+    text: torch.Tensor,
+    owner: torch.Tensor,
+    rows: torch.Tensor,
+    served: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the encoded prompts and the loss of the auxiliary task, 0 without one."""
+    if auxiliary is None:
+        return net.encode(text), torch.zeros((), device=text.device)
+    return auxiliary.encode(net, text, owner, rows, served)
 
 
 class _WeightAverage:

@@ -96,9 +96,10 @@ def test_the_curve_tells_what_the_forecast_itself_tells(forecast: Forecast) -> N
     assert [point.generated for point in curve] == sorted({point.generated for point in curve})
     for point in curve:
         assert point.expected_remaining == pytest.approx(forecast.expected(point.generated), rel=1e-6)
-        told = forecast.quantile(0.9, point.generated) - point.generated
+        remaining = forecast.quantile(0.9, point.generated) - point.generated
         assert (
-            abs(point.p90_remaining - told) <= 1 or forecast.quantile(0.9, point.generated) in forecast.edges
+            abs(point.p90_remaining - remaining) <= 1
+            or forecast.quantile(0.9, point.generated) in forecast.edges
         )
 
 

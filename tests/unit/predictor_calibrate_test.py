@@ -16,17 +16,19 @@ def distributions(rows: int, seed: int = 2) -> np.ndarray:
     return np.random.default_rng(seed).dirichlet(np.ones(len(EDGES) - 1), rows)
 
 
-def test_bending_keeps_the_median_and_puts_the_p90_where_it_belongs() -> None:
+def test_recalibration_keeps_the_median_and_moves_the_p90() -> None:
     edges = tuple(range(401))
     drawn = np.random.default_rng(2).dirichlet(np.ones(400), 50)
     moved = calibrate.recalibrate(drawn, np.full(50, 0.95))
     assert moved.sum(axis=1) == pytest.approx(np.ones(50))
     for q, before in ((0.5, 0.5), (0.9, 0.5 + 0.4 * 0.4 / 0.45), (0.99, 0.99)):
-        told, was = (metrics.quantile(each, edges, share) for each, share in ((moved, q), (drawn, before)))
-        assert np.abs(told - was).max() <= 2
+        quantiles, raw_quantiles = (
+            metrics.quantile(each, edges, share) for each, share in ((moved, q), (drawn, before))
+        )
+        assert np.abs(quantiles - raw_quantiles).max() <= 2
 
 
-def test_nothing_is_bent_where_the_p90_covers_what_it_says() -> None:
+def test_a_correct_p90_is_not_recalibrated() -> None:
     drawn = distributions(50)
     assert calibrate.recalibrate(drawn, np.full(50, calibrate.P90)) == pytest.approx(drawn)
 
@@ -35,11 +37,11 @@ def test_each_kind_gets_its_own_coverage() -> None:
     random = np.random.default_rng(3)
     source = np.array(["a", "b", "c"])[np.arange(3_000) % 3]
     inputs = (np.eye(3)[np.arange(3_000) % 3] * 3 + random.normal(0, 0.3, (3_000, 3))).astype(np.float32)
-    reached = {"a": 0.97, "b": 0.9, "c": 0.8}
-    within = random.random(3_000) < np.vectorize(reached.get)(source)
+    coverage_of = {"a": 0.97, "b": 0.9, "c": 0.8}
+    within = random.random(3_000) < np.vectorize(coverage_of.get)(source)
     kinds = calibrate.fit_p90_coverage(calibrate.fit_kinds(inputs, source), inputs, within, source)
     found = kinds.expected_coverage(inputs)
-    for each, share in reached.items():
+    for each, share in coverage_of.items():
         assert found[source == each].mean() == pytest.approx(share, abs=0.03)
 
 
@@ -49,10 +51,10 @@ def test_a_shift_makes_the_p90_of_a_model_cover_what_it_says() -> None:
     length = random.integers(1, 381, 4_000)
     stated = np.full(4_000, calibrate.P90)
     shift = calibrate.fit_shift(drawn[:2_000], length[:2_000], edges, stated[:2_000])
-    told = metrics.quantile(
+    quantiles = metrics.quantile(
         calibrate.recalibrate(drawn[2_000:], stated[2_000:] + shift), edges, calibrate.P90
     )
-    assert metrics.coverage(length[2_000:], told) == pytest.approx(0.9, abs=0.02)
+    assert metrics.coverage(length[2_000:], quantiles) == pytest.approx(0.9, abs=0.02)
     few = calibrate.fit_shift(drawn[:10], length[:10], edges, stated[:10])
     assert abs(few) < 0.1
 
@@ -62,11 +64,11 @@ def test_a_shift_knows_that_a_p90_is_a_whole_number() -> None:
     drawn, length = random.dirichlet(np.ones(10) * 3, 4_000), random.integers(1, 21, 4_000)
     stated = np.full(4_000, calibrate.P90)
     shift = calibrate.fit_shift(drawn, length, edges, stated)
-    told = metrics.quantile(calibrate.recalibrate(drawn, stated + shift), edges, calibrate.P90)
-    assert metrics.coverage(length, told) == pytest.approx(0.9, abs=0.003)
+    quantiles = metrics.quantile(calibrate.recalibrate(drawn, stated + shift), edges, calibrate.P90)
+    assert metrics.coverage(length, quantiles) == pytest.approx(0.9, abs=0.003)
 
 
-def test_the_graph_bends_as_training_does() -> None:
+def test_the_graph_recalibrates_as_training_does() -> None:
     random = np.random.default_rng(4)
     views, models, ranges = 3, 2, len(EDGES) - 1
     width = views + features.DENSE_FEATURES
@@ -75,11 +77,11 @@ def test_the_graph_bends_as_training_does() -> None:
     )
     table = random.normal(size=(features.SLOTS, views)).astype(np.float32)
     even = np.ones(models, dtype=np.float32)
-    reached = np.array([0.95, 0.8, 0.88], dtype=np.float32)
+    coverage_of = np.array([0.95, 0.8, 0.88], dtype=np.float32)
     weight = random.normal(size=(3, width)).astype(np.float32)
-    kinds = calibrate.PromptKinds(weight, np.zeros(3, dtype=np.float32), reached)
+    kinds = calibrate.PromptKinds(weight, np.zeros(3, dtype=np.float32), coverage_of)
     graph = onnx_head.with_kinds(export.lexical_graph(table, state, even), kinds)
-    assert onnx_head.read_kinds(graph).p90_coverage == pytest.approx(reached)
+    assert onnx_head.read_kinds(graph).p90_coverage == pytest.approx(coverage_of)
     shift = np.array([0.0, -0.05], dtype=np.float32)
     graph = onnx_head.with_head(graph, state, even, shift)
     assert onnx_head.read_shift(graph) == pytest.approx(shift)

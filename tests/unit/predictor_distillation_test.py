@@ -46,7 +46,7 @@ def chats(model: str, tmp_path_factory: pytest.TempPathFactory) -> TrainingArray
     return teachers.tokenize_chats(data, lm_teacher.ChatTokenizer(model))
 
 
-def test_a_prompt_is_read_as_a_turn_without_a_system_prompt(model: str) -> None:
+def test_a_prompt_is_encoded_as_a_turn_without_a_system_prompt(model: str) -> None:
     tokens = lm_teacher.ChatTokenizer(model)
     rows = tokens.encode_chats(["What is thing 7 ?", "What is " + "a " * 300 + "?"])
     read = [[token for token in row if token] for row in rows.tolist()]
@@ -58,7 +58,7 @@ def test_a_prompt_is_read_as_a_turn_without_a_system_prompt(model: str) -> None:
     assert cut[:5] == tokens.encode(["a a a a a"])[0]
 
 
-def test_padding_and_what_stands_behind_change_nothing_that_is_read(model: str) -> None:
+def test_padding_does_not_change_the_encoding(model: str) -> None:
     body, tokens = lm_teacher.LanguageModelEncoder(model).eval(), lm_teacher.ChatTokenizer(model)
     rows = torch.tensor(tokens.encode_chats(["What is thing 7 ?", "Write a long story about thing 8 ."]))
     with torch.no_grad():
@@ -67,36 +67,36 @@ def test_padding_and_what_stands_behind_change_nothing_that_is_read(model: str) 
     torch.testing.assert_close(both[:1], alone)
 
 
-def test_it_learns_to_ask_what_the_corpus_asks(model: str) -> None:
+def test_generated_prompts_resemble_the_corpus(model: str) -> None:
     frame = pretrained.corpus().drop_duplicates("prompt_id")[::3]
-    texts, said = [f"{text[:-1]} {text[-1]}" for text in frame.prompt], []
+    texts, lines = [f"{text[:-1]} {text[-1]}" for text in frame.prompt], []
     excluded = frozenset(texts[::2])
     generated = synthetic_prompts.generate_prompts(
-        texts, list(frame.source), model, 60, GENERATOR, excluded=excluded, progress=said.append
+        texts, list(frame.source), model, 60, GENERATOR, excluded=excluded, progress=lines.append
     )
     begins = {"stories": "Write a long story about", "questions": "What is"}
     like = [each.text.startswith(begins[each.source]) for each in generated]
     assert len(generated) > 20 and np.mean(like) > 0.9
     assert len({each.text for each in generated}) == len(generated)
     assert {each.text for each in generated} & set(texts) and not {each.text for each in generated} & excluded
-    assert said[-1] == f"{len(generated)} new prompts asked"
+    assert lines[-1] == f"{len(generated)} new prompts asked"
 
 
-def test_asked_prompts_have_rows_of_the_models_of_their_source(chats: TrainingArrays) -> None:
-    made = chats.rows(SYNTHETIC)
-    assert len(made) == 3 * 4 + 2 * 6
-    assert set(chats.length[made]) == {0} and chats.models[0] not in {
-        chats.models[i] for i in chats.model[made]
+def test_generated_prompts_have_rows_of_models_of_their_source(chats: TrainingArrays) -> None:
+    synthetic = chats.rows(SYNTHETIC)
+    assert len(synthetic) == 3 * 4 + 2 * 6
+    assert set(chats.length[synthetic]) == {0} and chats.models[0] not in {
+        chats.models[i] for i in chats.model[synthetic]
     }
     assert [text for text in chats.texts if text.startswith("What is a ")] == list(chats.texts[300 * 2 :][:4])
 
 
-def test_it_foretells_that_stories_are_longer_than_questions(chats: TrainingArrays, model: str) -> None:
-    progress_lines: list[str] = []
-    net = teachers.train_language_model(chats, model, RECIPE, EDGES, "cpu", progress_lines.append)
+def test_it_forecasts_stories_longer_than_questions(chats: TrainingArrays, model: str) -> None:
+    lines: list[str] = []
+    net = teachers.train_language_model(chats, model, RECIPE, EDGES, "cpu", lines.append)
     rows = chats.rows(HELD_OUT)
-    found = torch.softmax(torch.tensor(train_loop.predict_logits(net, chats, rows)), 1).numpy()
-    mean = metrics.expected(found, EDGES)
+    probabilities = torch.softmax(torch.tensor(train_loop.predict_logits(net, chats, rows)), 1).numpy()
+    mean = metrics.expected(probabilities, EDGES)
     story = np.array([chats.texts[prompt].startswith("Write") for prompt in chats.prompt[rows]])
     assert len(rows) > 40 and mean[story].min() > 2 * mean[~story].max()
 
@@ -121,7 +121,7 @@ def test_it_learns_how_answers_begin(chats: TrainingArrays, model: str) -> None:
     assert task.encode(net, *shown[:2], unanswered, shown[3])[1] == 0.0
 
 
-def test_a_fold_left_out_is_not_read(chats: TrainingArrays, model: str) -> None:
+def test_a_held_out_fold_does_not_influence_its_teacher(chats: TrainingArrays, model: str) -> None:
     """Whatever stands in it, the teacher says the same of all the others."""
     assert chats.answers is not None
     held_out = teachers.held_out_fold(chats, 1, 4)
@@ -138,15 +138,15 @@ def test_a_fold_left_out_is_not_read(chats: TrainingArrays, model: str) -> None:
             )
         ),
     )
-    once, said = replace(RECIPE, epochs=1), []
+    once, outputs = replace(RECIPE, epochs=1), []
     for data in (chats, other):
         net = teachers.train_language_model(data.hold_out(held_out), model, once, EDGES, "cpu", silent)
-        said.append(train_loop.predict_logits(net, chats, np.arange(len(chats.prompt))))
+        outputs.append(train_loop.predict_logits(net, chats, np.arange(len(chats.prompt))))
     assert own.sum() > 50
-    np.testing.assert_array_equal(said[0], said[1])
+    np.testing.assert_array_equal(outputs[0], outputs[1])
 
 
-def test_an_epoch_comes_twice_to_a_prompt_that_was_answered(chats: TrainingArrays) -> None:
+def test_an_epoch_draws_an_answered_prompt_twice(chats: TrainingArrays) -> None:
     rows = chats.rows(TRAIN, SYNTHETIC)
     visits = np.where(chats.length > 0, 2, 1)
     draw = train_loop.BatchSampler(chats.pieces, chats.prompt, rows, replace(RECIPE, batch_prompts=7), visits)
@@ -173,36 +173,36 @@ def forecasts(chats: TrainingArrays, noise: float) -> np.ndarray:
     return labels.soft_targets(off.astype(np.int64), EDGES, 0.5).astype(np.float16)
 
 
-def test_the_better_teacher_has_the_bigger_share(chats: TrainingArrays) -> None:
-    said = [forecasts(chats, noise) for noise in (2.0, 0.2)]
-    together = ensemble.fit(said, chats, EDGES)
-    ((worse, better),) = together.weights()
+def test_the_better_teacher_has_the_larger_weight(chats: TrainingArrays) -> None:
+    outputs = [forecasts(chats, noise) for noise in (2.0, 0.2)]
+    mixture = ensemble.fit(outputs, chats, EDGES)
+    ((worse, better),) = mixture.weights()
     assert worse < 0.25 and better > 0.75
-    (worse_factor,), (better_factor,) = together.log_factors.exp().tolist()
+    (worse_factor,), (better_factor,) = mixture.log_factors.exp().tolist()
     assert worse_factor < better_factor
     rows, none = chats.rows(HELD_OUT), [np.zeros(len(chats.pieces), dtype=bool)] * 2
-    found = ensemble.distillation_targets(together, said, chats, none, 0.7)
+    targets = ensemble.distillation_targets(mixture, outputs, chats, none, 0.7)
     label = labels.range_index(chats.length[rows], EDGES)
 
-    def loss(progress_lines: np.ndarray) -> float:
-        return float(-np.log(progress_lines[rows, label].astype(np.float64) + 1e-6).mean())
+    def loss(lines: np.ndarray) -> float:
+        return float(-np.log(lines[rows, label].astype(np.float64) + 1e-6).mean())
 
-    assert loss(found) < min(map(loss, said))
+    assert loss(targets) < min(map(loss, outputs))
 
 
-def test_a_training_prompt_is_mostly_what_those_say_that_never_read_it(chats: TrainingArrays) -> None:
-    said = [forecasts(chats, noise) for noise in (0.3, 0.4)]
+def test_training_targets_are_mostly_from_teachers_that_held_the_prompt_out(chats: TrainingArrays) -> None:
+    outputs = [forecasts(chats, noise) for noise in (0.3, 0.4)]
     held_out = [teachers.held_out_fold(chats, number, 4) for number in range(2)]
-    even = ensemble.fit(said, replace(chats, part=np.full_like(chats.part, TRAIN)), EDGES)
-    found = ensemble.distillation_targets(even, said, chats, held_out, 0.7).astype(np.float64)
-    both = np.mean([each.astype(np.float64) for each in said], axis=0)
+    even = ensemble.fit(outputs, replace(chats, part=np.full_like(chats.part, TRAIN)), EDGES)
+    targets = ensemble.distillation_targets(even, outputs, chats, held_out, 0.7).astype(np.float64)
+    both = np.mean([each.astype(np.float64) for each in outputs], axis=0)
     by_first = held_out[0][chats.prompt] & (chats.part == TRAIN)
-    np.testing.assert_allclose(found[by_first], (0.7 * said[0] + 0.3 * both)[by_first], atol=2e-3)
+    np.testing.assert_allclose(targets[by_first], (0.7 * outputs[0] + 0.3 * both)[by_first], atol=2e-3)
     others = ~(held_out[0] | held_out[1])[chats.prompt] | (chats.part != TRAIN)
-    np.testing.assert_allclose(found[others], both[others], atol=2e-3)
+    np.testing.assert_allclose(targets[others], both[others], atol=2e-3)
 
 
-def test_what_is_no_language_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_a_folder_without_a_language_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         lm_teacher.ChatTokenizer(str(tmp_path))
     with pytest.raises(DataError, match="cannot be read"):

@@ -58,10 +58,10 @@ def test_other_samples_of_one_model_are_the_ceiling(data: Path) -> None:
 
 def test_the_rows_written_are_the_forecasts_served(data: Path, tmp_path: Path) -> None:
     evaluate(data, artifact=LEXICAL, out=tmp_path / "rows.parquet")
-    told, asked = pd.read_parquet(tmp_path / "rows.parquet"), pd.read_parquet(data)
-    assert len(told) == len(asked)
-    queries = [Features(row.prompt, row.model) for row in asked.itertuples()]
-    for row, forecast in zip(told.itertuples(), OnnxForecaster(LEXICAL).forecast(queries), strict=True):
+    written, rows = pd.read_parquet(tmp_path / "rows.parquet"), pd.read_parquet(data)
+    assert len(written) == len(rows)
+    queries = [Features(row.prompt, row.model) for row in rows.itertuples()]
+    for row, forecast in zip(written.itertuples(), OnnxForecaster(LEXICAL).forecast(queries), strict=True):
         assert row.expected_tokens == pytest.approx(forecast.expected(), rel=1e-4)
         assert abs(row.p50 - forecast.quantile(0.5)) <= 1
         assert abs(row.p90 - forecast.quantile(0.9)) <= 1

@@ -31,10 +31,10 @@ def encoder() -> BertModel:
 
 def states(trimmed: networks.TrimmedEncoder, pieces: torch.Tensor) -> torch.Tensor:
     """What the queries of a trimmed encoder are told, without its last normalisation."""
-    told: list[torch.Tensor] = []
-    trimmed.memory_norm.register_forward_hook(lambda _, given, __: told.append(given[0]))
+    captured: list[torch.Tensor] = []
+    trimmed.memory_norm.register_forward_hook(lambda _, given, __: captured.append(given[0]))
     trimmed(pieces)
-    return told[0]
+    return captured[0]
 
 
 def test_trimming_nothing_leaves_the_encoder_as_it_was(encoder: BertModel) -> None:

@@ -59,9 +59,9 @@ def check(folder: Path) -> None:
     forecaster = OnnxForecaster(folder)
     story, question = "Write a long story about thing 7.", "What is thing 7?"
     queries = [Features(story, "brief"), Features(story, "wordy"), Features(question, "brief")]
-    told, wordier, short = (each.expected() for each in forecaster.forecast(queries))
-    assert told == pytest.approx(300, rel=0.3)
-    assert wordier > 1.3 * told
+    longer, wordier, short = (each.expected() for each in forecaster.forecast(queries))
+    assert longer == pytest.approx(300, rel=0.3)
+    assert wordier > 1.3 * longer
     assert short < 40
     assert forecaster.card.trained_on["prompts"]["train"] > 400
     assert (
@@ -82,8 +82,8 @@ def test_it_is_called_as_its_folder_and_never_as_a_shipped_one_by_chance(
     out = tmp_path / "support-desk"
     assert main(["predictor", "train", str(corpus), str(out)]) == 0
     assert f"support-desk is in {out}" in capsys.readouterr().err
-    (told,) = OnnxForecaster(out).forecast([Features("What is thing 7?", "brief")])
-    assert told.source == "support-desk"
+    (forecast,) = OnnxForecaster(out).forecast([Features("What is thing 7?", "brief")])
+    assert forecast.source == "support-desk"
     for shipped in KINDS.values():
         with pytest.raises(DataError, match=f"{shipped} is what a shipped artifact is called"):
             train(corpus, tmp_path / shipped)
@@ -92,17 +92,17 @@ def test_it_is_called_as_its_folder_and_never_as_a_shipped_one_by_chance(
 def test_ranges_are_as_many_and_reach_as_far_as_asked(corpus: Path, tmp_path: Path) -> None:
     card = train(corpus, tmp_path / "even", buckets=10, max_length=500)
     assert card.edges == tuple(range(0, 501, 50))
-    (told,) = OnnxForecaster(tmp_path / "even").forecast(
+    (forecast,) = OnnxForecaster(tmp_path / "even").forecast(
         [Features("Write a long story about thing 7.", "brief")]
     )
-    assert len(told.probabilities) == 10 and told.expected() == pytest.approx(300, rel=0.3)
+    assert len(forecast.probabilities) == 10 and forecast.expected() == pytest.approx(300, rel=0.3)
     assert train(corpus, tmp_path / "grown", max_length=400).edges[-3:] == (290, 344, 400)
     with pytest.raises(DataError, match="50 tokens are not told apart in 51 buckets"):
         train(corpus, tmp_path / "none", buckets=51, max_length=50)
 
 
 def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     card = train(
         corpus,
         tmp_path / "model",
@@ -110,10 +110,10 @@ def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
         encoder=str(encoder),
         distillation=TINY,
         device="cpu",
-        progress=told.append,
+        progress=lines.append,
     )
     assert card.kind == "small"
-    assert any("no answers' texts" in line for line in told)
+    assert any("no answers' texts" in line for line in lines)
     whole, kept = ((folder / "vocab.txt").read_text().split() for folder in (encoder, tmp_path / "model"))
     assert "story" in whole and "##7" in kept and len(kept) < len(whole)
     check(tmp_path / "model")
@@ -121,25 +121,25 @@ def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     kind = {
         "kind": "small",
         "encoder": str(encoder),
         "distillation": TINY,
         "device": "cpu",
-        "progress": told.append,
+        "progress": lines.append,
     }
     frame = pd.read_parquet(corpus)[::5].assign(answer="A story.\n- a thing\n- 7 .")
     frame.to_parquet(tmp_path / "answered.parquet")
     train(tmp_path / "answered.parquet", tmp_path / "model", **kind)
-    (masked,) = (float(line.split()[-1]) for line in told if line.startswith("masked pieces"))
+    (masked,) = (float(line.split()[-1]) for line in lines if line.startswith("masked pieces"))
     assert masked < 2.5  # of 37 pieces, where chance is 3.6
-    assert not any("no answers' texts" in line for line in told)
+    assert not any("no answers' texts" in line for line in lines)
 
 
 @pytest.mark.slow
 def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     (tmp_path / "language").mkdir()
     language = pretrained.language_model_in(tmp_path / "language")
     distillation = replace(
@@ -160,16 +160,16 @@ def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> N
         language_model=str(language),
         distillation=distillation,
         device="cpu",
-        progress=told.append,
+        progress=lines.append,
     )
     check(tmp_path / "model")
     assert card.config["language_model"] == "language"
     assert card.licences["the language model language, a teacher and the asker of made prompts"] == UNSTATED
     assert card.licences[f"the encoder {encoder.name}, where it was begun from"] == UNSTATED
     assert "2 whole ones and 2 language models" in card.notes[-1]
-    asked = next(int(line.split()[0]) for line in told if line.endswith("new prompts asked"))
-    assert f"600 prompts, {asked} asked like them, 40 made of them" in told and asked > 10
-    (weights,) = (line for line in told if line.startswith("teachers' shares"))
+    asked = next(int(line.split()[0]) for line in lines if line.endswith("new prompts asked"))
+    assert f"600 prompts, {asked} asked like them, 40 made of them" in lines and asked > 10
+    (weights,) = (line for line in lines if line.startswith("teachers' shares"))
     assert weights.count(",") >= 4
 
 
@@ -205,5 +205,5 @@ def test_answers_all_of_one_length_can_be_learned_from(corpus: Path, tmp_path: P
     rows, data = pd.read_parquet(corpus), tmp_path / "even.parquet"
     rows.assign(response_tokens=200).to_parquet(data)
     train(data, tmp_path / "model")
-    (told,) = OnnxForecaster(tmp_path / "model").forecast([Features("What is thing 7?", "brief")])
-    assert told.quantile(0.5) == pytest.approx(200, rel=0.2)
+    (forecast,) = OnnxForecaster(tmp_path / "model").forecast([Features("What is thing 7?", "brief")])
+    assert forecast.quantile(0.5) == pytest.approx(200, rel=0.2)

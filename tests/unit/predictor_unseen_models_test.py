@@ -21,15 +21,15 @@ def expected_lengths(forecaster: UnseenModelForecaster, model: str) -> list[floa
     return [each.expected() for each in forecaster.forecast([Features(text, model) for text in QUESTIONS])]
 
 
-def teach(forecaster: UnseenModelForecaster, rounds: int) -> None:
-    """The stranger answers as the wordy model is expected to."""
+def answer_as_wordy(forecaster: UnseenModelForecaster, rounds: int) -> None:
+    """Observe outcomes of the unseen model as if it answered as the wordy model is expected to."""
     for turn in range(rounds):
         text = QUESTIONS[turn % len(QUESTIONS)]
         (like,) = forecaster.forecast([Features(text, WORDY)])
         forecaster.observe(Features(text, UNSEEN_MODEL), like.quantile((0.2, 0.5, 0.8)[turn % 3]))
 
 
-def test_before_any_outcome_a_stranger_is_forecast_as_models_do_on_average(
+def test_before_any_outcome_an_unseen_model_is_forecast_as_the_average_of_models(
     forecaster: UnseenModelForecaster,
 ) -> None:
     (found,) = forecaster.forecast([Features(QUESTIONS[0], UNSEEN_MODEL)])
@@ -37,10 +37,10 @@ def test_before_any_outcome_a_stranger_is_forecast_as_models_do_on_average(
     assert forecaster.nearest_model(UNSEEN_MODEL) is None
 
 
-def test_outcomes_bring_a_stranger_to_the_model_it_is_like(forecaster: UnseenModelForecaster) -> None:
+def test_outcomes_move_an_unseen_model_to_the_nearest_known_one(forecaster: UnseenModelForecaster) -> None:
     truth = expected_lengths(forecaster, WORDY)
     before = expected_lengths(forecaster, UNSEEN_MODEL)
-    teach(forecaster, 24)
+    answer_as_wordy(forecaster, 24)
     after = expected_lengths(forecaster, UNSEEN_MODEL)
     for right, early, late in zip(truth, before, after, strict=True):
         assert abs(late - right) < abs(early - right)
@@ -53,7 +53,7 @@ def test_outcomes_bring_a_stranger_to_the_model_it_is_like(forecaster: UnseenMod
     assert sum(found.probabilities) == pytest.approx(1.0)
 
 
-def test_more_outcomes_make_it_surer_and_better_covered(forecaster: UnseenModelForecaster) -> None:
+def test_more_outcomes_narrow_the_forecast_and_cover_better(forecaster: UnseenModelForecaster) -> None:
     texts = [QUESTIONS[turn % len(QUESTIONS)] for turn in range(60)]
     lengths = [5 + turn % 7 for turn in range(60)]
 
@@ -68,10 +68,10 @@ def test_more_outcomes_make_it_surer_and_better_covered(forecaster: UnseenModelF
     for text, tokens in zip(texts, lengths, strict=True):
         forecaster.observe(Features(text, UNSEEN_MODEL), tokens)
     assert covered() >= loose
-    assert expected_lengths(forecaster, UNSEEN_MODEL)[0] < expected_lengths(forecaster, "another/stranger")[0]
+    assert expected_lengths(forecaster, UNSEEN_MODEL)[0] < expected_lengths(forecaster, "another/unseen")[0]
 
 
-def test_a_model_that_was_trained_on_learns_nothing_here(forecaster: UnseenModelForecaster) -> None:
+def test_outcomes_of_a_known_model_change_nothing(forecaster: UnseenModelForecaster) -> None:
     before = expected_lengths(forecaster, WORDY)
     forecaster.observe(Features(QUESTIONS[0], WORDY), 1)
     assert expected_lengths(forecaster, WORDY) == before
@@ -88,8 +88,8 @@ def test_an_alias_begins_as_its_model_and_moves_when_outcomes_speak_against_it(
     assert min(expected_lengths(forecaster, "mico-demo")) > max(begin)
 
 
-def test_so_many_strangers_are_followed_and_no_more(forecaster: UnseenModelForecaster) -> None:
+def test_a_bounded_number_of_unseen_models_is_tracked(forecaster: UnseenModelForecaster) -> None:
     for number in range(MAX_MODELS + 1):
-        forecaster.observe(Features("Hi", f"stranger {number}"), 10)
-    assert forecaster.nearest_model("stranger 0") is None
-    assert forecaster.nearest_model(f"stranger {MAX_MODELS}") is not None
+        forecaster.observe(Features("Hi", f"unseen {number}"), 10)
+    assert forecaster.nearest_model("unseen 0") is None
+    assert forecaster.nearest_model(f"unseen {MAX_MODELS}") is not None

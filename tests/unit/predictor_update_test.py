@@ -59,9 +59,9 @@ def test_a_new_model_is_learned_from_its_outcomes(tmp_path: Path) -> None:
 def test_after_an_update_the_p90_covers_about_what_it_says(tmp_path: Path) -> None:
     data = outcomes(tmp_path / "outcomes.parquet", 900)
     rows = pd.read_parquet(data)
-    told = OnnxForecaster(LEXICAL).forecast([Features(text, "text-davinci-003") for text in rows.prompt])
+    forecasts = OnnxForecaster(LEXICAL).forecast([Features(text, "text-davinci-003") for text in rows.prompt])
     chance = np.random.default_rng(4).random(len(rows))
-    rows["response_tokens"] = [1 + each.quantile(q) // 2 for each, q in zip(told, chance, strict=True)]
+    rows["response_tokens"] = [1 + each.quantile(q) // 2 for each, q in zip(forecasts, chance, strict=True)]
     rows.to_parquet(data)
     report = update(LEXICAL, data, out=tmp_path / "new", steps=40)
     after = report["outcomes"]["after"]
@@ -275,11 +275,11 @@ def test_of_two_updates_of_one_artifact_the_slower_does_not_undo_the_faster(tmp_
     export(LEXICAL, folder)
     begun: list[str] = []
 
-    def another(told: str) -> None:
+    def interrupt(forecasts: str) -> None:
         if not begun:
-            begun.append(told)
+            begun.append(forecasts)
             update(folder, data, steps=5)
 
     with pytest.raises(ArtifactError, match="another update"):
-        update(folder, data, steps=5, progress=another)
+        update(folder, data, steps=5, progress=interrupt)
     assert len(OnnxForecaster(folder).card.trained_on["updates"]) == 1
