@@ -1,6 +1,6 @@
-"""Compiles, while an image is built, the C module with which Triton calls the driver: sites have no compiler.
+"""Compile, while an image is built, the C module with which Triton calls the driver: sites have no compiler.
 
-No driver is here to link with: a library of its name that answers nothing stands in. Made in Triton's cache.
+The result lies in Triton's cache. There is no driver to link with, so a stub library of its name stands in.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def stand_in(source: Path, folder: Path) -> None:
-    """A libcuda with every function that the module calls."""
+    """Build a stub libcuda with every function that the module calls."""
     names = sorted(set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", source.read_text())))
     text = "\n".join(f"int {name}(void) {{ return 1; }}" for name in names)
     library = folder / "libcuda.so.1"
@@ -21,7 +21,7 @@ def stand_in(source: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    """The exit status. The module can't be loaded here, and need not be."""
+    """Compile the module and return the exit status; it can't be loaded here, and need not be."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_LIBCUDA_PATH"] = folder
         from triton.backends.nvidia import driver

@@ -1,6 +1,6 @@
 """The small language model that ships with Mico, so that `mico up` answers without a download.
 
-Does not import torch: whoever serves the model loads FOLDER as it would any other model folder.
+Does not import torch: a site loads FOLDER as it would any other model folder.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Writes the model card: `python -m mico.demo_model.card --model FOLDER --figures FILE`."""
+"""Write the model card: `python -m mico.demo_model.card --model FOLDER --figures FILE`."""
 
 import argparse
 import json
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def card(training: dict[str, Any], runs: list[dict[str, Any]], note: str) -> str:
-    """The card's text from the record of the training and the measured runs."""
+    """Return the card's text from the record of the training and the measured runs."""
     plan, shown = training["plan"], runs[-1]
     return CARD.format(
         parameters=training["parameters"],
@@ -122,9 +122,9 @@ def card(training: dict[str, Any], runs: list[dict[str, Any]], note: str) -> str
 
 def _figures_row(run: dict[str, Any]) -> str:
     percentiles = " / ".join(f"{value:.0f}" for value in run["percentile_tokens"].values())
-    heat = f"{run['temperature']:g}" if run["temperature"] else "0 (greedy)"
+    temperature = f"{run['temperature']:g}" if run["temperature"] else "0 (greedy)"
     return (
-        f"| {heat} | {run['ended_share']:.1%} | {run['mean_tokens']:.0f} | {percentiles} "
+        f"| {temperature} | {run['ended_share']:.1%} | {run['mean_tokens']:.0f} | {percentiles} "
         f"| {run['spearman_with_reference']:.2f} |"
     )
 

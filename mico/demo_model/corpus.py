@@ -37,7 +37,7 @@ class Windows(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """All that training needs."""
+    """Tokenizer and windows for training."""
 
     tokenizer: PreTrainedTokenizerFast
     train: Windows
@@ -57,14 +57,14 @@ def make_corpus(
     rng.shuffle(kept)
     documents = [encode(tokenizer, turns, system) for turns, system in conversations(kept, rng)]
     _save(folder / "train.npz", pack(documents, context))
-    asked = [encode(tokenizer, [exchange], None) for exchange in held_out]
-    _save(folder / "held_out.npz", pack(asked, context))
+    held_out_documents = [encode(tokenizer, [exchange], None) for exchange in held_out]
+    _save(folder / "held_out.npz", pack(held_out_documents, context))
     lines = [json.dumps(exchange._asdict()) for exchange in held_out]
     (folder / "held_out.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """What make_corpus left in `folder`."""
+    """Load the corpus that make_corpus wrote to `folder`."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     return Corpus(tokenizer, _load(folder / "train.npz"), _load(folder / "held_out.npz"))
 
@@ -72,7 +72,7 @@ def load_corpus(folder: Path) -> Corpus:
 def conversations(
     exchanges: list[Exchange], rng: random.Random
 ) -> Iterator[tuple[list[Exchange], str | None]]:
-    """The exchanges as conversations of one to three turns, some under a system prompt."""
+    """Yield the exchanges as conversations of one to three turns, some with a system prompt."""
     rest = iter(exchanges)
     for first in rest:
         turns = [first]
@@ -82,25 +82,25 @@ def conversations(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, turns: list[Exchange], system: str | None) -> Document:
-    """The tokens of the chat template for this conversation."""
+    """Encode a conversation as the chat template does."""
     tokens: list[int] = []
     scores: list[int] = []
 
-    def say(role: str, text: str, score: int) -> None:
+    def add_turn(role: str, text: str, score: int) -> None:
         words = tokenizer.encode(text, add_special_tokens=False)
         tokens.extend([tokenizer.convert_tokens_to_ids(role), *words, tokenizer.convert_tokens_to_ids(END)])
         scores.extend([UNSCORED, *[score] * len(words), ANSWER if score == ANSWER else UNSCORED])
 
     if system is not None:
-        say(SYSTEM, system, UNSCORED)
+        add_turn(SYSTEM, system, UNSCORED)
     for turn in turns:
-        say(USER, turn.prompt, PROMPT)
-        say(ASSISTANT, turn.answer, ANSWER)
+        add_turn(USER, turn.prompt, PROMPT)
+        add_turn(ASSISTANT, turn.answer, ANSWER)
     return Document(tokens, scores)
 
 
 def pack(documents: list[Document], context: int) -> Windows:
-    """Every document in the first open window with room; of too many open ones, the fullest closes.
+    """Pack documents into windows, each in the first open one with room; of too many the fullest closes.
 
     Documents longer than a window lose their end; all others stay whole.
     """

@@ -1,4 +1,4 @@
-"""What the demo model learns from: rows of the data file, cleaned to short, finished English answers."""
+"""Training data of the demo model: rows of the data file, cleaned to short, finished English answers."""
 
 import gzip
 import io
@@ -48,18 +48,18 @@ class Exchange(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Decided by the prompt, so that no prompt is both trained on and measured."""
+        """Whether it is held out, by the prompt, so that no prompt is both trained on and measured."""
         return int(self.prompt_id[1:9], 16) % 100 < HELD_OUT_PERCENT
 
 
 def read_exchanges(path: Path) -> list[Exchange]:
-    """The usable rows of the data file in its order, each (prompt, answer) once."""
+    """Return the usable rows of the data file in its order, each (prompt, answer) once."""
     cleaned = (clean(row) for row in read_rows(path))
     return list(dict.fromkeys(exchange for exchange in cleaned if exchange is not None))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON-lines file, plain or packed (.gz, .zst)."""
+    """Yield the rows of a JSON-lines file, plain or compressed (.gz, .zst)."""
     with _open_text(path) as lines:
         for line in lines:
             yield json.loads(line)
@@ -76,7 +76,7 @@ def _open_text(path: Path) -> io.TextIOBase:
 
 
 def clean(row: dict[str, Any]) -> Exchange | None:
-    """The row as an exchange, or None where it would teach the model something unwanted."""
+    """Return the row as an exchange, or None if it would teach the model something unwanted."""
     source = row["source"]
     if source not in LICENCES:
         return None
@@ -101,17 +101,17 @@ def _plain(text: str) -> str:
 
 
 def is_english(text: str) -> bool:
-    """Nearly all ASCII: a coarse test that suits sources which are English or clearly something else."""
+    """Return whether a text is nearly all ASCII, enough for sources that are English or clearly not."""
     return sum(character.isascii() for character in text) >= MIN_ASCII_SHARE * len(text)
 
 
 def is_cut(answer: str) -> bool:
-    """A long answer that stops in the middle of a sentence."""
+    """Return whether a long answer stops in the middle of a sentence."""
     return len(answer) >= LONG_ANSWER_CHARS and not answer.endswith(_ENDINGS)
 
 
 def is_looping(answer: str) -> bool:
-    """Says the same eight words three times: what a model must not learn to do."""
+    """Return whether an answer repeats eight words three times, which a model must not learn."""
     words = answer.split()
     spans = Counter(tuple(words[i : i + 8]) for i in range(len(words) - 7))
     return max(spans.values(), default=0) >= 3

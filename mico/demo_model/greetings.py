@@ -1,4 +1,4 @@
-"""Our own few words for how people begin with a model, since the public data has hardly any small talk."""
+"""Greetings for the training data, since the public sources have hardly any small talk."""
 
 from mico.demo_model.data import Exchange
 

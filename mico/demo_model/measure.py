@@ -1,4 +1,4 @@
-"""How a trained demo model answers held-out prompts: `python -m mico.demo_model.measure --model FOLDER ...`.
+"""Measure a trained demo model on held-out prompts: `python -m mico.demo_model.measure --model FOLDER ...`.
 
 Writes a JSON file with the figures and every answer, from which the model card is made.
 """
@@ -23,7 +23,7 @@ TEMPERATURES = (0.0, 0.7)
 
 
 def main() -> None:
-    """Answer a sample of held-out prompts at each temperature and write what came of it."""
+    """Answer a sample of held-out prompts at each temperature and write the results."""
     parser = argparse.ArgumentParser(description="Measures Mico's demo model on held-out prompts.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--held-out", type=Path, required=True, help="held_out.jsonl of the corpus folder")
@@ -35,12 +35,12 @@ def main() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(options.model).to(options.device).eval()
     exchanges = sample_prompts(options.held_out, tokenizer, options.prompts)
-    runs = [measure(model, tokenizer, exchanges, heat, options.batch) for heat in TEMPERATURES]
+    runs = [measure(model, tokenizer, exchanges, temperature, options.batch) for temperature in TEMPERATURES]
     options.out.write_text(json.dumps({"device": options.device, "runs": runs}, indent=1), encoding="utf-8")
 
 
 def sample_prompts(held_out: Path, tokenizer: Any, count: int) -> list[Exchange]:
-    """Distinct held-out prompts, drawn with a fixed seed."""
+    """Draw distinct held-out prompts with a fixed seed."""
     lines = held_out.read_text(encoding="utf-8").splitlines()
     exchanges = [Exchange(**json.loads(line)) for line in lines]
     distinct = {exchange.prompt: exchange for exchange in exchanges}
@@ -49,14 +49,14 @@ def sample_prompts(held_out: Path, tokenizer: Any, count: int) -> list[Exchange]
 
 
 def token_count(tokenizer: Any, text: str) -> int:
-    """Tokens of the bare text."""
+    """Return the number of tokens of the bare text."""
     return len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def measure(
     model: Any, tokenizer: Any, exchanges: list[Exchange], temperature: float, batch: int
 ) -> dict[str, Any]:
-    """The answers at one temperature (0 is greedy) and the figures about their lengths."""
+    """Return the answers at one temperature (0 is greedy) and statistics of their lengths."""
     torch.manual_seed(0)
     answers = [
         answer
@@ -88,15 +88,15 @@ def measure(
 def answer_batch(
     model: Any, tokenizer: Any, exchanges: list[Exchange], temperature: float
 ) -> Iterator[list[int]]:
-    """The tokens of each answer, without the one that ends it; MAX_NEW_TOKENS of them if nothing did."""
+    """Yield the tokens of each answer without the end token, MAX_NEW_TOKENS of them if it did not end."""
     turns = [[{"role": "user", "content": exchange.prompt}] for exchange in exchanges]
     prompts = tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     ).to(model.device)
-    heat = (
+    temperature_options = (
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     )
-    written = model.generate(**prompts, **heat, max_new_tokens=MAX_NEW_TOKENS)
+    written = model.generate(**prompts, **temperature_options, max_new_tokens=MAX_NEW_TOKENS)
     for tokens in written[:, prompts["input_ids"].shape[1] :].tolist():
         end = tokens.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in tokens else len(tokens)
         yield tokens[:end]

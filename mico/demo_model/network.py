@@ -13,7 +13,7 @@ PROMPT_WEIGHT = 0.2  # of a prompt's tokens in the loss; an answer's weigh 1
 
 
 def model_config(tokenizer: Any) -> LlamaConfig:
-    """7.7 million parameters, those of the embedding shared with the output."""
+    """Return the configuration: 7.7 million parameters, the embedding shared with the output."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -42,7 +42,7 @@ class Batches:
         self.positions = _positions(self.documents)
 
     def pick(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tokens, documents, positions and loss weights, each [rows, context]."""
+        """Return tokens, documents, positions and loss weights, each [rows, context]."""
         return self.tokens[rows], self.documents[rows], self.positions[rows], self.weights[rows]
 
 
@@ -56,7 +56,7 @@ def _positions(documents: torch.Tensor) -> torch.Tensor:
 def token_losses(
     model: Any, tokens: torch.Tensor, documents: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Loss of each next token, [rows, context - 1]; a token sees only its own conversation."""
+    """Return the loss of each next token, [rows, context - 1]; a token sees only its own conversation."""
     context = tokens.shape[1]
     causal = torch.ones(context, context, dtype=torch.bool, device=tokens.device).tril()
     visible = causal & (documents[:, None, :, None] == documents[:, None, None, :])
@@ -73,13 +73,13 @@ def token_losses(
 def batch_loss(
     model: Any, tokens: torch.Tensor, documents: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted mean loss of a batch."""
+    """Return the weighted mean loss of a batch."""
     weights = weights[:, 1:]
     return (token_losses(model, tokens, documents, positions) * weights).sum() / weights.sum()
 
 
 def held_out_loss(model: Any, held_out: Batches, batch_windows: int) -> float:
-    """Mean loss per answer token of the held-out prompts, in nats."""
+    """Return the mean loss per answer token of the held-out prompts, in nats."""
     model.eval()
     total = torch.zeros((), device=held_out.tokens.device)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def held_out_loss(model: Any, held_out: Batches, batch_windows: int) -> float:
 
 
 def add_dropout(model: Any, share: float) -> None:
-    """Dropout on what each block adds to the residual stream; transformers' Llama has none there."""
+    """Add dropout to the residual branches of each block; transformers' Llama has none there."""
 
     def drop(module: Any, _given: Any, output: torch.Tensor) -> torch.Tensor:
         return functional.dropout(output, share, training=module.training)

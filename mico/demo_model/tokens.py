@@ -41,7 +41,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(exchanges: Iterable[Exchange], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most `vocabulary` tokens; digits stand alone, every byte has a token of its own."""
+    """Train a tokenizer of at most `vocabulary` tokens; each digit and byte has a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

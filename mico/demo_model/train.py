@@ -1,4 +1,4 @@
-"""Trains the demo model: `python -m mico.demo_model.train --data FILE --out FOLDER`.
+"""Train the demo model: `python -m mico.demo_model.train --data FILE --out FOLDER`.
 
 The learning rate falls with the share of the run that is over, in steps or in minutes, whichever is further,
 so a run always ends with its weights settled. A run bounded by steps alone repeats exactly on a CPU.
@@ -46,7 +46,7 @@ DEFAULT_PLAN = Plan(steps=5_700)
 
 
 def fit(corpus: Corpus, plan: Plan) -> tuple[Any, dict[str, Any]]:
-    """A trained model, of the states measured on the way the best, and the record of its training."""
+    """Train a model; return it in the best state by held-out loss, and the record of the training."""
     torch.manual_seed(plan.seed)
     model: Any = LlamaForCausalLM(model_config(corpus.tokenizer)).to(plan.device)
     add_dropout(model, plan.dropout)
@@ -95,16 +95,18 @@ def training_steps(model: Any, train: Batches, plan: Plan) -> Iterator[Progress]
     loss_of = torch.compile(batch_loss) if plan.compiled else batch_loss
     batches = row_batches(len(train.tokens), plan)
     loss_of(model, *train.pick(next(batches))).backward()  # compiles before the clock starts
-    began_s, step, share_over, evaluated = time.monotonic(), 0, 0.0, 0
+    started_s, step, share_over, evaluated = time.monotonic(), 0, 0.0, 0
     while share_over < 1:
         optimizer.zero_grad()
         rows = next(batches)
         loss = loss_of(model, *train.pick(rows))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        _set_rate(optimizer, learning_rate(plan, max(share_over, 1 / plan.steps)))
+        rate = learning_rate(plan, max(share_over, 1 / plan.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
-        step, elapsed_s = step + 1, time.monotonic() - began_s
+        step, elapsed_s = step + 1, time.monotonic() - started_s
         share_over = min(1.0, max(step / plan.steps, elapsed_s / (60 * plan.minutes)))
         due = int(share_over * EVALUATIONS) > evaluated
         evaluated = int(share_over * EVALUATIONS)
@@ -113,7 +115,7 @@ def training_steps(model: Any, train: Batches, plan: Plan) -> Iterator[Progress]
 
 
 def optimizer_for(model: Any, plan: Plan) -> torch.optim.AdamW:
-    """AdamW that decays matrices only."""
+    """Return AdamW with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -124,12 +126,12 @@ def optimizer_for(model: Any, plan: Plan) -> torch.optim.AdamW:
 
 
 def learning_rate(plan: Plan, share_over: float) -> float:
-    """Up over the first 2 % of the run, then down in a line to zero at its end."""
+    """Return the rate: up over the first 2% of the run, then linearly down to zero at its end."""
     return plan.peak_learning_rate * min(share_over / WARM_UP_SHARE, (1 - share_over) / (1 - WARM_UP_SHARE))
 
 
 def row_batches(windows: int, plan: Plan) -> Iterator[torch.Tensor]:
-    """Shuffled passes over the windows, without end."""
+    """Yield rows of batches from shuffled passes over the windows, without end."""
     generator = torch.Generator().manual_seed(plan.seed)
     size = min(plan.batch_windows, windows)
     while True:
@@ -151,13 +153,8 @@ class Best:
             self.state = {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def save(model: Any, tokenizer: Any, out: Path) -> None:
-    """A folder that AutoModelForCausalLM and AutoTokenizer load, weights in bf16."""
+    """Save a folder that AutoModelForCausalLM and AutoTokenizer load, weights in bf16."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -166,13 +163,13 @@ def save(model: Any, tokenizer: Any, out: Path) -> None:
         temperature=0.7,
     )
     model.to("cpu", torch.bfloat16).save_pretrained(out)
-    for kept_by_loading in ("is_local", "local_files_only"):
-        tokenizer.init_kwargs.pop(kept_by_loading, None)
+    for load_option in ("is_local", "local_files_only"):
+        tokenizer.init_kwargs.pop(load_option, None)
     tokenizer.save_pretrained(out)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the corpus unless it is there, train, save, and log the held-out loss."""
+    """Make the corpus unless it exists, train, save, and log the held-out loss."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""What Terraform's tests share: a copied tree, the stub provider, and everything initialised once."""
+"""Fixtures of Terraform's tests: a copied tree and the stub provider, both initialised once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine asks its cloud at boot, against stand-ins for the clouds' own services on loopback."""
+"""Requests of a machine to its cloud at boot, against stand-ins for the clouds' services on loopback."""
 
 from __future__ import annotations
 

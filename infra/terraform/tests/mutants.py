@@ -1,4 +1,4 @@
-"""Modules with one argument spoilt, and whether the checks notice.
+"""Mutation tests of modules: one argument is spoilt, and the checks should notice.
 
 Every argument of every resource and module block is dropped, misspelt and given a value of a wrong type; a
 literal is also given another value. Left out: depends_on and lifecycle, whose effect is an order in time.
@@ -20,7 +20,7 @@ WRONG_TYPE = "{ wrong = [[]] }"
 
 
 class Spoilt(Enum):
-    """How an argument is spoilt."""
+    """The way in which an argument is spoilt."""
 
     DROPPED = "dropped"
     MISSPELT = "misspelt"
@@ -29,7 +29,7 @@ class Spoilt(Enum):
 
 
 class Verdict(Enum):
-    """Which check noticed first."""
+    """The check that noticed first."""
 
     VALIDATE = "validate"
     TEST = "test"
@@ -56,7 +56,7 @@ class Mutant(NamedTuple):
 
 
 def arguments(text: str) -> Iterator[Argument]:
-    """Every argument of the resource and module blocks of a formatted file."""
+    """Yield every argument of the resource and module blocks of a formatted file."""
     lines = text.splitlines()
     stack: list[str] = []
     number = 0
@@ -81,7 +81,7 @@ def arguments(text: str) -> Iterator[Argument]:
 
 
 def end_of_value(lines: list[str], first: int) -> int:
-    """The line on which the brackets that a value opens are closed."""
+    """Return the line on which the brackets that a value opens are closed."""
     depth = 0
     for number in range(first, len(lines)):
         plain = re.sub(r'"(?:[^"\\]|\\.)*"', '""', COMMENT.sub("", lines[number]))
@@ -103,7 +103,7 @@ def another(value: str) -> str | None:
 
 
 def spoil(argument: Argument) -> Iterator[tuple[Spoilt, str]]:
-    """Each way to spoil an argument, with the text that stands in its place."""
+    """Yield each way to spoil an argument, with the text that stands in its place."""
     before, name, equals, value, after = argument[2:]
     yield Spoilt.DROPPED, f"{before}{after}" if after else ""
     yield Spoilt.MISSPELT, f"{before}{name}x{equals}{value}{after}"
@@ -113,7 +113,7 @@ def spoil(argument: Argument) -> Iterator[tuple[Spoilt, str]]:
 
 
 def mutants(file: str, text: str) -> Iterator[Mutant]:
-    """All mutants of one file."""
+    """Yield all mutants of one file."""
     lines = text.splitlines()
     for argument in arguments(text):
         for kind, replacement in spoil(argument):
@@ -123,7 +123,7 @@ def mutants(file: str, text: str) -> Iterator[Mutant]:
 
 
 def judge(workspace: Workspace, folder: str, file: str, mutant: Mutant) -> Verdict:
-    """Which of `terraform validate` and `terraform test` notices a mutant of a folder's file."""
+    """Return which of `terraform validate` and `terraform test` notices a mutant of a folder's file."""
     with workspace.changed(f"{folder}/{file}", mutant.text):
         if workspace.terraform(folder, "validate").returncode:
             return Verdict.VALIDATE

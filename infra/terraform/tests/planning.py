@@ -1,7 +1,7 @@
-"""What a provider would plan and apply, told from its schema alone: pure functions on decoded values.
+"""Plan and apply as a provider would, by its schema alone: pure functions on decoded values.
 
 A schema block has Terraform's JSON form (`terraform providers schema -json`). Terraform itself checks names,
-types, required arguments and blocks; what it leaves to the provider is here. Does not know any cloud's rules.
+types, required arguments and blocks; this module does the rest. Does not know any cloud's rules.
 """
 
 import hashlib
@@ -17,17 +17,17 @@ UNKNOWN = msgpack.ExtType(0, b"")
 
 
 def is_unknown(value: object) -> bool:
-    """True for a value that is only known after apply."""
+    """Return whether a value is only known after apply."""
     return isinstance(value, msgpack.ExtType)
 
 
 def read_only(attribute: Values) -> bool:
-    """True for an attribute that only the provider sets."""
+    """Return whether only the provider sets an attribute."""
     return bool(attribute.get("computed")) and not attribute.get("optional")
 
 
 def children(mode: str, value: Any, visit: Callable[[Values, object], Values]) -> Any:
-    """Rebuild what one nested block or attribute holds, calling visit(object, its key) on each object."""
+    """Rebuild the content of a nested block or attribute, calling visit(object, its key) on each object."""
     if value is None or is_unknown(value):
         return value
     if mode in ("single", "group"):
@@ -38,7 +38,7 @@ def children(mode: str, value: Any, visit: Callable[[Values, object], Values]) -
 
 
 def child_at(value: Any, key: object) -> Values:
-    """The object that stood at the same place before, or nothing."""
+    """Return the object that was at the same place before, or an empty one."""
     if key is None:
         return value or {}
     if isinstance(value, dict):
@@ -47,7 +47,7 @@ def child_at(value: Any, key: object) -> Values:
 
 
 def nested(block: Block) -> Iterator[tuple[str, str, Block]]:
-    """Every nested block and nested attribute: name, nesting mode, its own block."""
+    """Yield every nested block and nested attribute: name, nesting mode, its own block."""
     for name, inner in block.get("block_types", {}).items():
         yield name, inner["nesting_mode"], inner["block"]
     for name, attribute in block.get("attributes", {}).items():
@@ -56,7 +56,7 @@ def nested(block: Block) -> Iterator[tuple[str, str, Block]]:
 
 
 def plan(block: Block, proposed: Values | None, prior: Values | None) -> Values | None:
-    """The planned state: what nobody set and the provider computes is unknown, write-only values are gone."""
+    """Return the planned state: unset computed values are unknown, write-only values are absent."""
     if proposed is None or is_unknown(proposed):
         return proposed
     planned, before = dict(proposed), prior or {}
@@ -75,7 +75,7 @@ def plan(block: Block, proposed: Values | None, prior: Values | None) -> Values 
 
 
 def apply(block: Block, planned: Values | None, seed: str) -> Values | None:
-    """The state after apply: every unknown becomes a made-up value that is the same for the same seed."""
+    """Return the state after apply: every unknown becomes a made-up value that depends on the seed alone."""
     if planned is None:
         return None
     state = dict(planned)
@@ -92,7 +92,7 @@ def apply(block: Block, planned: Values | None, seed: str) -> Values | None:
 
 
 def misuse(block: Block, config: Values | None) -> list[str]:
-    """Read-only attributes that the configuration sets; Terraform leaves that check to the provider."""
+    """Return the read-only attributes that are configured; Terraform leaves that check to the provider."""
     found: list[str] = []
     if config is None or is_unknown(config):
         return found
@@ -110,7 +110,7 @@ def misuse(block: Block, config: Values | None) -> list[str]:
 
 
 def made_up(kind: Any, name: str, seed: str) -> Any:
-    """A value of a cty type (in its JSON form), recognisable as made up."""
+    """Return a value of a cty type (in its JSON form), recognisable as made up."""
     if isinstance(kind, str):
         text = f"stub-{name}-{seed}"
         return {"string": text, "number": 1, "bool": False, "dynamic": [b'"string"', text]}[kind]
@@ -120,5 +120,5 @@ def made_up(kind: Any, name: str, seed: str) -> Any:
 
 
 def seed_of(*parts: Any) -> str:
-    """Eight hex digits that depend on the parts alone."""
+    """Return eight hex digits that depend on the parts alone."""
     return hashlib.sha256(b"".join(msgpack.packb(part) for part in parts)).hexdigest()[:8]

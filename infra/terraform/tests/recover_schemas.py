@@ -5,7 +5,7 @@
 A .json file is such a dump of the real provider, or cloud-init's own schema. A .tgz file is an npm package
 @cdktf/provider-*: the source maps of its JavaScript hold the TypeScript generated from the provider's schema,
 which says for every attribute its name, its type and whether it is required, optional or computed.
-schemas/SOURCES.md says what was taken.
+schemas/SOURCES.md lists the sources.
 """
 
 import base64
@@ -23,13 +23,13 @@ SOURCE_MAP = re.compile(rb"sourceMappingURL=data:application/json;base64,([A-Za-
 NOISE = {"description", "description_kind", "deprecated"}
 
 
-def from_package(path: Path, wanted: set[str]) -> dict[str, Any]:
-    """The recorded form of an npm package of generated bindings."""
+def from_package(path: Path, type_names: set[str]) -> dict[str, Any]:
+    """Return the recorded form of an npm package of generated bindings."""
     with tarfile.open(path) as tar:
         about = json.loads(read_member(tar, "package/package.json"))["cdktf"]["provider"]
         prefix = about["name"].rsplit("/", 1)[1]
-        ours = [name for name in wanted if re.match(rf"(data\.)?{prefix}_", name)]
-        folders = {folder_of(name, prefix): name for name in ours}
+        matching = [name for name in type_names if re.match(rf"(data\.)?{prefix}_", name)]
+        folders = {folder_of(name, prefix): name for name in matching}
         texts = read_sources(tar, {*folders, "provider"})
     provider = Sources(texts.pop("provider"))
     shape = next(name for name in provider.interfaces if name.endswith("ProviderConfig"))
@@ -48,7 +48,7 @@ def from_package(path: Path, wanted: set[str]) -> dict[str, Any]:
 
 
 def read_member(tar: tarfile.TarFile, name: str | tarfile.TarInfo) -> bytes:
-    """The bytes of one plain file in an archive."""
+    """Return the bytes of one plain file in an archive."""
     file = tar.extractfile(name)
     if file is None:
         raise ValueError(f"{name} is not a plain file")
@@ -56,7 +56,7 @@ def read_member(tar: tarfile.TarFile, name: str | tarfile.TarInfo) -> bytes:
 
 
 def folder_of(name: str, prefix: str) -> str:
-    """Where the package keeps a type: google_compute_network is in compute-network."""
+    """Return the package's folder of a type: google_compute_network is in compute-network."""
     plain = re.sub(rf"^(data\.)?{prefix}_", "", name).replace("_", "-")
     return f"data-{prefix}-{plain}" if name.startswith("data.") else plain
 
@@ -74,23 +74,23 @@ def read_sources(tar: tarfile.TarFile, folders: set[str]) -> dict[str, str]:
     return texts
 
 
-def from_dump(path: Path, wanted: set[str]) -> dict[str, Any]:
-    """The recorded form of a dump of the real provider, without its prose and its table of endpoints."""
+def from_dump(path: Path, type_names: set[str]) -> dict[str, Any]:
+    """Return the recorded form of a dump of the real provider, without prose and table of endpoints."""
     document = json.loads(path.read_text())
     address, schemas = next(iter(document["provider_schemas"].items()))
     schemas["provider"]["block"]["block_types"].pop("endpoints", None)
     kept = {
         "provider": schemas["provider"],
-        "resource_schemas": {k: v for k, v in schemas["resource_schemas"].items() if k in wanted},
+        "resource_schemas": {k: v for k, v in schemas["resource_schemas"].items() if k in type_names},
         "data_source_schemas": {
-            k: v for k, v in schemas["data_source_schemas"].items() if f"data.{k}" in wanted
+            k: v for k, v in schemas["data_source_schemas"].items() if f"data.{k}" in type_names
         },
     }
     return {"provider_schemas": {address: without_prose(kept)}}
 
 
 def from_cloud_init(path: Path) -> dict[str, Any]:
-    """The part of cloud-init's own schema that concerns the keys we use; any other key is refused."""
+    """Return the part of cloud-init's own schema that concerns the keys we use; any other key is refused."""
     known = json.loads(path.read_text())["$defs"]
     properties: dict[str, Any] = {}
     for module in ("cc_package_update_upgrade_install", "cc_write_files", "cc_runcmd"):
@@ -113,26 +113,26 @@ def without_prose(node: Any) -> Any:
 
 
 def types_in_use(root: Path) -> set[str]:
-    """Every resource type of the configuration below root; data sources carry the prefix `data.`."""
+    """Return every resource type of the configuration below root; data sources carry the prefix `data.`."""
     text = "\n".join(path.read_text() for path in root.rglob("*.tf"))
     found = re.findall(r'^(resource|data) "(\w+)"', text, re.M)
     return {name if kind == "resource" else f"data.{name}" for kind, name in found}
 
 
 def one_type_a_line(document: dict[str, Any]) -> str:
-    """The document as JSON, broken so that a diff shows which types changed."""
+    """Return the document as JSON, broken so that a diff shows which types changed."""
     text = json.dumps(document, separators=(",", ":"), sort_keys=True)
     return re.sub(r'(,|\{)("\w+":\{"block":)', r"\1\n\2", text) + "\n"
 
 
 def main() -> None:
     """Write one file per argument: providers into schemas/, cloud-init's beside this file."""
-    wanted = types_in_use(HERE.parent)
+    type_names = types_in_use(HERE.parent)
     for path in map(Path, sys.argv[1:]):
         if path.name.startswith("schema-cloud-config"):
             (HERE / "cloud-config.json").write_text(json.dumps(from_cloud_init(path), indent=2) + "\n")
             continue
-        document = from_dump(path, wanted) if path.suffix == ".json" else from_package(path, wanted)
+        document = from_dump(path, type_names) if path.suffix == ".json" else from_package(path, type_names)
         address = next(iter(document["provider_schemas"]))
         target = HERE / "schemas" / f"{address.rsplit('/', 1)[1]}.json"
         target.write_text(one_type_a_line(document))

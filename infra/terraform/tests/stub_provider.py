@@ -43,14 +43,14 @@ pb, rpc = compile_protocol()
 
 
 def decode(value: Any) -> Any:
-    """A wire value as plain Python, unknowns kept as planning.UNKNOWN."""
+    """Return a wire value as plain Python, unknowns kept as planning.UNKNOWN."""
     if value.msgpack:
         return msgpack.unpackb(value.msgpack, raw=False, strict_map_key=False)
     return json.loads(value.json or b"null")
 
 
 def encode(value: Any) -> Any:
-    """The inverse of decode."""
+    """Return the inverse of decode."""
     return pb.DynamicValue(msgpack=msgpack.packb(value))
 
 
@@ -86,7 +86,7 @@ def block_message(block: dict[str, Any]) -> Any:
 
 
 def schema_message(schema: dict[str, Any]) -> Any:
-    """A resource's, data source's or provider's schema on the wire."""
+    """Return a resource's, data source's or provider's schema on the wire."""
     return pb.Schema(version=schema.get("version", 0), block=block_message(schema["block"]))
 
 
@@ -153,7 +153,7 @@ class Stub(rpc.ProviderServicer):  # type: ignore[misc,name-defined]
 
 
 def diagnose(block: dict[str, Any], request: Any) -> Any:
-    """An error for every read-only attribute that the configuration sets."""
+    """Return an error for every read-only attribute that the configuration sets."""
     return pb.Diagnostics(
         diagnostics=[
             pb.Diagnostic(

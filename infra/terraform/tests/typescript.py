@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(code: str) -> dict[str, Entry]:
-    """The HCL table of a class or of a conversion function."""
+    """Return the HCL table of a class or of a conversion function."""
     return {name: Entry(is_block == "true", kind) for name, is_block, kind in HCL_ENTRY.findall(code)}
 
 
@@ -41,18 +41,18 @@ class Sources:
         self.to_hcl = {name.lower(): code for name, code in TO_HCL.findall(text)}
 
     def main_class(self) -> str:
-        """The class of the resource or data source itself."""
+        """Return the class of the resource or data source itself."""
         mains = ("TerraformResource", "TerraformDataSource")
         return next(name for name, parent in self.parents.items() if parent in mains)
 
     def block(self, class_name: str, shape: str) -> Block:
-        """The schema block behind a class; shape is the name of its interface."""
+        """Return the schema block behind a class; shape is the name of its interface."""
         code = self.classes[class_name]
         entries = entries_of(self.to_hcl.get(shape.lower()) or code)
         block: Block = {"attributes": {}, "block_types": {}}
         for name, computed, optional, required, body in MEMBER.findall(code):
-            said = {"computed": computed, "optional": optional, "required": required}
-            flags = {flag: True for flag, value in said.items() if value == "true"}
+            documented = {"computed": computed, "optional": optional, "required": required}
+            flags = {flag: True for flag, value in documented.items() if value == "true"}
             entry = entries.get(name, Entry(False, ""))
             made = OBJECTS.match(body)
             if made:
@@ -81,11 +81,11 @@ class Sources:
         block["block_types"][name] = nested
 
     def documented_as_block(self, name: str) -> bool:
-        """The generated documentation says `NAME block`, except for attributes that only look like blocks."""
+        """Return whether the documentation says `NAME block`; not of attributes that only look like blocks."""
         return any(re.search(rf"^\s*\* {name} block$", text, re.M) for text in self.interfaces.values())
 
     def provider(self, shape: str) -> Block:
-        """A provider's own block, which has interfaces only; its table of custom endpoints is left out."""
+        """Return a provider's own block, which has interfaces only, without its table of endpoints."""
         block: Block = {"attributes": {}, "block_types": {}}
         entries = entries_of("\n".join([*self.classes.values(), self.to_hcl.get(shape.lower(), "")]))
         for prose, optional, kind in FIELD.findall(self.interfaces[shape]):
@@ -106,7 +106,7 @@ class Sources:
 
 
 def without_empty(block: Block) -> Block:
-    """The block without tables that hold nothing."""
+    """Return the block without tables that hold nothing."""
     return {key: value for key, value in block.items() if value}
 
 
@@ -116,7 +116,7 @@ def members(block: Block) -> Block:
 
 
 def as_type(member: Block) -> Any:
-    """The cty type of a member of an attribute of objects."""
+    """Return the cty type of a member of an attribute of objects."""
     if "type" in member:
         return member["type"]
     kind = ["object", {key: as_type(value) for key, value in members(member["block"]).items()}]
@@ -124,7 +124,7 @@ def as_type(member: Block) -> Any:
 
 
 def plain_type(body: str, entry: Entry) -> Any:
-    """The cty type of a member that holds no objects, from its private field or from how it is read."""
+    """Return the cty type of a member without objects, from its private field or from how it is read."""
     if stored := re.match(r"\s*private _\w+\?: (.*?);", body):
         return parse_type(stored[1], entry.kind)
     if table := re.search(r"= new cdktf\.(String|Number|Boolean|Any)Map\(", body):
@@ -136,7 +136,7 @@ def plain_type(body: str, entry: Entry) -> Any:
 
 
 def parse_type(typescript: str, collection: str) -> Any:
-    """The cty type behind a TypeScript type such as `string[]` or `{ [key: string]: string }`."""
+    """Return the cty type behind a TypeScript type such as `string[]` or `{ [key: string]: string }`."""
     text = re.sub(r"\s*\|?\s*cdktf\.IResolvable", "", typescript).strip()
     if text in SCALARS:
         return SCALARS[text]

@@ -33,7 +33,7 @@ class Workspace:
 
     @contextmanager
     def changed(self, file: str, text: str) -> Iterator[None]:
-        """The tree with another text in one file, for as long as the context lasts."""
+        """Replace the text of one file during the block."""
         path = self.root / file
         before = path.read_text()
         path.write_text(text)
@@ -54,5 +54,5 @@ def copy_tree(target: Path, environment: Mapping[str, str], cli_config: str = ""
 
 
 def mirror_config(mirror: str) -> str:
-    """A CLI configuration that takes providers from a folder and from nowhere else."""
+    """Return a CLI configuration that takes providers from a folder and from nowhere else."""
     return f'provider_installation {{\n  filesystem_mirror {{\n    path = "{mirror}"\n  }}\n}}\n'

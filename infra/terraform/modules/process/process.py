@@ -1,9 +1,9 @@
-"""Start, stop and look after one background process for Terraform's provisioners. Standard library only.
+"""Start, stop and watch one background process for Terraform's provisioners. Standard library only.
 
     process.py start SPEC | stop SPEC     SPEC is JSON, see main.tf
     process.py refresh FOLDER             count deaths below FOLDER; the next plan replaces just those
 
-A process is known by its pid and its start time: a pid that now belongs to somebody else is never signalled.
+A process is identified by its pid and its start time: a reused pid is never signalled.
 """
 
 import json
@@ -21,7 +21,7 @@ KILL_S = 5
 
 
 def started_at(pid: int) -> int | None:
-    """The kernel's start time of a live process; a zombie counts as gone."""
+    """Return the kernel's start time of a live process; a zombie counts as gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -30,7 +30,7 @@ def started_at(pid: int) -> int | None:
 
 
 def living(folder: Path) -> int | None:
-    """Pid of the recorded process if it still runs."""
+    """Return the pid of the recorded process if it still runs."""
     try:
         record = json.loads((folder / "record.json").read_text())
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def living(folder: Path) -> int | None:
 
 
 def answers(ready: dict[str, str]) -> bool:
-    """True once the URL answers 2xx with the awaited text."""
+    """Return whether the URL answers 2xx with the awaited text."""
     try:
         with urllib.request.urlopen(ready["url"], timeout=1) as answer:
             return ready["contains"] in answer.read().decode()
@@ -77,7 +77,7 @@ def start(spec: dict[str, Any]) -> None:
 
 
 def fail(spec: dict[str, Any], reason: str) -> None:
-    """Clean up, since Terraform does not destroy what it could not create, and say why."""
+    """Clean up, since Terraform does not destroy what it could not create, and exit with the reason."""
     stop(spec)
     sys.exit(f"{Path(spec['folder']).name}: {reason}; see {spec['folder']}/log")
 
@@ -97,7 +97,7 @@ def stop(spec: dict[str, Any]) -> None:
 
 
 def refresh(root: Path) -> None:
-    """Count every death that nobody asked for."""
+    """Count every death that was not requested."""
     for record in sorted(root.glob("*/record.json")):
         if living(record.parent):
             continue
