@@ -53,10 +53,11 @@ class RequestFile(NamedTuple):
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Expand each parameter whose type is a NamedTuple, an option group, into the options of its fields.
+    """Expand each option group, a parameter whose type is a NamedTuple, into options of its fields.
 
     Typer derives a command's options from the function's signature and knows no groups. The returned function
-    has the expanded signature, in the same order; `command` receives one tuple per group.
+    has the expanded signature, in the same order, and `command` receives one tuple per group. Every field of
+    a group needs a default.
     """
     signature = inspect.signature(command, eval_str=True)
     groups: dict[str, Any] = {
@@ -74,20 +75,17 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     def parameters() -> Iterator[inspect.Parameter]:
         for name, each in signature.parameters.items():
             if name in groups:
-                yield from _fields_as_parameters(groups[name])
+                group = groups[name]
+                types = get_type_hints(group, include_extras=True)
+                for field, default in group._field_defaults.items():
+                    yield inspect.Parameter(
+                        field,
+                        inspect.Parameter.KEYWORD_ONLY,
+                        default=default,
+                        annotation=types[field],
+                    )
             else:
                 yield each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
 
     vars(expanded)["__signature__"] = signature.replace(parameters=list(parameters()))
     return expanded
-
-
-def _fields_as_parameters(group: Any) -> Iterator[inspect.Parameter]:
-    types = get_type_hints(group, include_extras=True)
-    for name in group._fields:
-        yield inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=group._field_defaults[name],
-            annotation=types[name],
-        )

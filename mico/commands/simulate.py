@@ -156,7 +156,8 @@ def simulate(
     if as_json:
         session.terminal.json({"runs": runs})
     else:
-        _print_table(session, runs)
+        cells = [[_format(row[field]) for field in COLUMNS] for row in runs]
+        session.terminal.table(list(COLUMNS.values()), cells)
 
 
 def _run(session: Session, comparison: Comparison) -> list[dict[str, Any]]:
@@ -175,11 +176,6 @@ def _with_progress(session: Session, rows: Iterable[dict[str, Any]]) -> Iterator
         how = "with" if row["offload"] else "without"
         description = "{trace} at {load:.0%} on {sites} sites, {policy}, {estimator}, {order}".format(**row)
         session.terminal.info(f"{number}: {description}, {how} offload")
-
-
-def _print_table(session: Session, runs: list[dict[str, Any]]) -> None:
-    cells = [[_format(row[field]) for field in COLUMNS] for row in runs]
-    session.terminal.table(list(COLUMNS.values()), cells)
 
 
 def _split(text: str) -> list[str]:

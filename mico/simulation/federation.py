@@ -60,7 +60,18 @@ class Federation:
         self.clock = Clock()
         self._setting = setting
         self._expected = expected
-        self.sites = {spec.name: self._site(spec) for spec in setting.specs}
+        self.sites = {
+            spec.name: SimulatedSite(
+                spec,
+                self.clock,
+                score=setting.score,
+                starving_after_s=setting.starving_after_s,
+                on_first_token=self._first_token,
+                on_end=self._last_token,
+                on_change=self._schedule_report,
+            )
+            for spec in setting.specs
+        }
         self.gateways = [
             Gateway(
                 [spec.seen_by(number) for spec in setting.specs],
@@ -102,17 +113,6 @@ class Federation:
     def _arrive(self, query: Query, rest: Iterator[Query]) -> None:
         self._schedule_next_arrival(rest)
         self.gateways[query.number % len(self.gateways)].arrive(query)
-
-    def _site(self, spec: SiteSpec) -> SimulatedSite:
-        return SimulatedSite(
-            spec,
-            self.clock,
-            score=self._setting.score,
-            starving_after_s=self._setting.starving_after_s,
-            on_first_token=self._first_token,
-            on_end=self._last_token,
-            on_change=self._schedule_report,
-        )
 
     # ---- from a gateway to a site
 

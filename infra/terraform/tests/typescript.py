@@ -81,7 +81,7 @@ class Sources:
         block["block_types"][name] = nested
 
     def documented_as_block(self, name: str) -> bool:
-        """Return whether the documentation says `NAME block`; not of attributes that only look like blocks."""
+        """Return whether the documentation says `NAME block`, as it does not of attributes like blocks."""
         return any(re.search(rf"^\s*\* {name} block$", text, re.M) for text in self.interfaces.values())
 
     def provider(self, shape: str) -> Block:
