@@ -115,7 +115,7 @@ def run_all(options: argparse.Namespace, plain: Any, served: LoadedModel) -> Run
     limits = limits_for(work(0), options.slots, options.token_budget)
     order = ORDERS[options.order]
     engine = make_engine(served, options.runner, limits, clock, order)
-    contenders: dict[str, Contender] = {"mico": lambda asked: run_mico(engine, asked, clock, order.lane)}
+    contenders: dict[str, Contender] = {"mico": lambda queries: run_mico(engine, queries, clock, order.lane)}
     for name in options.peer:
         model = copy.deepcopy(plain)
         contenders[name] = partial(_run_peer, name, model, limits, clock)

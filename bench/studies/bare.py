@@ -121,17 +121,17 @@ def head(asked: Request, number: str, kind: str) -> dict[str, Any]:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    bare, site_door = Bare(), grpc.aio.server()
-    rpc.add_FederationServicer_to_server(bare, site_door)  # type: ignore[no-untyped-call]
-    site_door.add_insecure_port(f"127.0.0.1:{options.grpc_port}")
-    await site_door.start()
+    bare, grpc_server = Bare(), grpc.aio.server()
+    rpc.add_FederationServicer_to_server(bare, grpc_server)  # type: ignore[no-untyped-call]
+    grpc_server.add_insecure_port(f"127.0.0.1:{options.grpc_port}")
+    await grpc_server.start()
     config = uvicorn.Config(
         bare, port=options.http_port, http="httptools", log_config=None, access_log=False, lifespan="off"
     )
     server = uvicorn.Server(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
     await server.serve()
-    await site_door.stop(0)
+    await grpc_server.stop(0)
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def begin(folder: Folder, servers: list[Foreign], model: Path) -> Running:
             "gateways": [f"127.0.0.1:{ports.grpc}"],
             "token_file": str(folder.token_file),
             "slots": SLOTS,
-            "context_tokens": context_tokens,  # some servers don't say, and then read whatever they are sent
+            "context_tokens": context_tokens,  # some servers do not report it and accept any length
         }
         write_private(folder.config(server.name), to_toml(settings))
         process = start_process(folder, server.name, "site")
