@@ -1,4 +1,4 @@
-"""The database's history: `upgrade(url)` takes a database to this program's schema, `downgrade` back."""
+"""Schema migrations: `upgrade(url)` takes a database to this program's schema, `downgrade` back."""
 
 from migrations.run import downgrade, upgrade
 

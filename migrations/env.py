@@ -1,4 +1,4 @@
-"""What Alembic runs around the revisions. `run.py` brings connection, lock and transaction."""
+"""Alembic's environment. `run.py` passes the connection, the lock and the transaction."""
 
 from alembic import context
 

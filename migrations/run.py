@@ -1,4 +1,4 @@
-"""Runs the revisions from the installed package, in one locked transaction: once, if two start."""
+"""Run the revisions from the installed package in one locked transaction: of two processes only one does."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _LOCK: Final = 0x6D69636F
 
 
 def upgrade(url: str, revision: str = "head") -> None:
+    """Migrate the database up to `revision`."""
     _run(url, lambda config: command.upgrade(config, revision))
 
 
 def downgrade(url: str, revision: str = "base") -> None:
+    """Migrate the database down to `revision`."""
     _run(url, lambda config: command.downgrade(config, revision))
 
 
@@ -39,7 +41,7 @@ def _run(url: str, step: Callable[[Config], None]) -> None:
 
 @contextmanager
 def _only_one(database: Path) -> Iterator[None]:
-    """SQLite's own locks do not cover the change to its write-ahead log."""
+    """Lock a file, because SQLite's own locks do not cover the change to its write-ahead log."""
     database.parent.mkdir(parents=True, exist_ok=True)
     with database.with_name(f"{database.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from litestar import Response, get
 from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access, AnyRequest
 from gateway.batches.ledger import Ledger
-from gateway.batches.values import Batch
 from gateway.http.batches import DEFAULT_PAGE, MAX_PAGE, batch_json
 from gateway.http.error_handler import database_errors
 from gateway.http.pagination import list_response, read_page
@@ -22,10 +19,17 @@ def batch_reads(access: Access, ledger: Ledger) -> list[HTTPRouteHandler]:
         page = read_page(request, DEFAULT_PAGE, MAX_PAGE)
         with database_errors(page):
             found = await ledger.list_page(None, page)
-        return list_response([_for_operators(batch) for batch in found], page)
+        return list_response(
+            [
+                {
+                    **batch_json(batch),
+                    "tenant": batch.tenant,
+                    "key_id": batch.key_id,
+                    "leased_by": batch.leased_by,
+                }
+                for batch in found
+            ],
+            page,
+        )
 
     return [batches]
-
-
-def _for_operators(batch: Batch) -> dict[str, Any]:
-    return {**batch_json(batch), "tenant": batch.tenant, "key_id": batch.key_id, "leased_by": batch.leased_by}

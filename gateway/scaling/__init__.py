@@ -1,1 +1,1 @@
-"""How many machines each pool should have, and the clouds' groups that are told so."""
+"""Compute how many machines each pool needs, and resize the clouds' groups of machines."""

@@ -278,12 +278,12 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """Number of records that are not in the database yet."""
+        """Return the number of records that are not in the database yet."""
         return len(self._memory) + (self._journal.lines if self._journal else 0)
 
     @property
     def has_room(self) -> bool:
-        """Whether the gateway may admit new queries."""
+        """Return whether the gateway may admit new queries."""
         if self._journal is None:
             return False
         room = self._journal.size_bytes < self._limit_bytes * (1 - IN_FLIGHT_SHARE)

@@ -27,7 +27,7 @@ PAUSE_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RetentionPeriods:
-    """How long rows are kept, in days.
+    """Days for which rows are kept.
 
     A decision is about five times as large as the usage that it explains.
     """

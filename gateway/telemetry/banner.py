@@ -55,16 +55,12 @@ def _degraded(sites: Sequence[SiteView], totals: Totals) -> list[str]:
     ):
         if named := [site for site in sites if site.state is state]:
             found.append(f"{_names(named)} {text}{_silence(named, state)}{_remaining(named, state)}.")
-    found += [_hot_text(site) for site in _hottest(sites)]
+    hot = sorted((site for site in sites if site.taking), key=lambda site: -(site.load or 0.0))
+    found += [_hot_text(site) for site in hot[:MAX_NAMED] if (site.load or 0.0) >= HOT_LOAD]
     share = totals.errors_per_min / totals.ended_per_min if totals.ended_per_min else 0.0
     if NOTABLE_ERROR_SHARE < share <= CRITICAL_ERROR_SHARE:
         found.append(_errors_text(totals))
     return found
-
-
-def _hottest(sites: Sequence[SiteView]) -> list[SiteView]:
-    hot = [site for site in sites if site.taking and (site.load or 0.0) >= HOT_LOAD]
-    return sorted(hot, key=lambda site: -(site.load or 0.0))[:MAX_NAMED]
 
 
 def _hot_text(site: SiteView) -> str:

@@ -55,7 +55,7 @@ class SiteView:
 
     @property
     def taking(self) -> bool:
-        """Whether the site accepts new queries."""
+        """Return whether the site accepts new queries."""
         return self.state is SiteState.READY and self.weight > 0
 
 

@@ -1,4 +1,4 @@
-"""Tenants and their keys; usage and the decisions behind it."""
+"""Add tenants and their keys, usage, and the decisions behind it."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What operators want of sites, who changed what and why, and a day of figures for the page."""
+"""Add operators' orders, the audit, and a day of history samples for the page."""
 
 import sqlalchemy as sa
 from alembic import op

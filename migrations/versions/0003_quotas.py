@@ -1,4 +1,4 @@
-"""Quotas of tenants and keys, the slices of them that replicas hold; what else a key and a tenant may do."""
+"""Add quotas of tenants and keys, the replicas' slices of quotas, and further rights of keys and tenants."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""The newest certificate of each site, and when what was issued to it before became void."""
+"""Add each site's newest certificate and the time of its last revocation."""
 
 import sqlalchemy as sa
 from alembic import op

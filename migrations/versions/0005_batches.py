@@ -1,4 +1,4 @@
-"""Files in parts, batches, and the lines of batches with what came of each."""
+"""Add files in parts, batches, and the lines of batches with their outcomes."""
 
 import sqlalchemy as sa
 from alembic import op

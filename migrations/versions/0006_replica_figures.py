@@ -1,4 +1,4 @@
-"""What each gateway replica says of its own queries, for the others' pages."""
+"""Add each gateway replica's summary of its own queries, for the pages of the others."""
 
 import sqlalchemy as sa
 from alembic import op

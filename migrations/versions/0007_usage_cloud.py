@@ -1,4 +1,4 @@
-"""The cloud that answered a query, so that usage adds up by cloud when its sites are long gone."""
+"""Add the cloud to usage, so that usage adds up by cloud after sites are gone."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What happened to sites and when, as each gateway replica saw it: it outlives the replica."""
+"""Add site events as each gateway replica saw them, so that they outlive the replica."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What the operator's reads say while the database is away."""
+"""Operators' reads while the database is away."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Scene:
 
 
 async def looking_often(_: float) -> None:
-    """At the certificates: sites have all the time that they need to answer a ping."""
+    """Refresh certificates often, while sites have all the time that they need to answer a ping."""
     await asyncio.sleep(0.01)
 
 
@@ -247,7 +247,7 @@ def test_without_a_certificate_or_with_a_foreign_secret_nobody_is_let_in(tmp_pat
 
 
 def test_a_certificate_is_asked_for_as_the_contract_says(tmp_path: Path) -> None:
-    """One message for one, and of who may not ask nothing is read: neither waited for nor looked at."""
+    """One request gets one answer; of an unauthorized caller no request is read."""
     enrol = pb.DESCRIPTOR.services_by_name["Federation"].methods_by_name["Enrol"]
     assert not (enrol.client_streaming or enrol.server_streaming)
     path = f"/{enrol.containing_service.full_name}/{enrol.name}"
@@ -322,7 +322,7 @@ def test_a_pool_that_is_revoked_is_cut_off_machine_by_machine(tmp_path: Path) ->
 
 
 def test_who_was_revoked_elsewhere_a_moment_ago_gets_nothing_newer(tmp_path: Path) -> None:
-    """Before this replica's next look at the database."""
+    """Even before this replica's next refresh from the database."""
 
     async def scenario(here: Scene) -> None:
         secrets = {name: here.invite(name) for name in ("alpha", "beta")}

@@ -28,7 +28,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class TimedEngine(FakeEngine):
-    """Says how long each part of an answer took."""
+    """An engine that reports how long each part of an answer took."""
 
     def step(self) -> list[Output]:
         timings = Timings(0.25, 0.5, 1.0, 3, 0)

@@ -56,7 +56,7 @@ class Recording(RuleBasedStateMachine):
 
     @rule(torn=st.binary(max_size=20).filter(lambda tail: b"\n" not in tail))
     def crash(self, torn: bytes) -> None:
-        """What a `kill -9` leaves is the folder as the operating system has it at that moment."""
+        """Copy the folder as it is at that moment: that is what `kill -9` leaves."""
         copy = Path(tempfile.mkdtemp())
         shutil.copytree(self.folders[-1], copy, dirs_exist_ok=True)
         self._tear(copy, torn)

@@ -39,14 +39,14 @@ VALUES["type"] = {"prompt", "response"}
 
 
 def scaler(directory: Directory) -> Scaler:
-    """One that has looked once."""
+    """Return a scaler after one round."""
     found = Scaler(lambda: directory.sites, ScalingPlan(), {}, lambda: 0.0)
     asyncio.run(found.look())
     return found
 
 
 def exported() -> dict[str, set[str]]:
-    """Every sample's name with its labels, once a query was offloaded, failed over and answered."""
+    """Return every sample's name with its labels, after a query was offloaded, failed over and answered."""
     directory = Directory()
     models = {"m": Model("m", "1", 100, 0, "test")}
     directory.join(SiteIdentity("a", "boot", "aws", "r", models, slots=4, kv_capacity_tokens=100), 0.0)
@@ -151,7 +151,7 @@ def test_every_alert_says_what_and_where_to_read_on() -> None:
 
 
 def test_prometheus_fires_the_alerts_as_it_should() -> None:
-    """By Prometheus' own tool, over the days in alerts_test.yaml."""
+    """Run Prometheus' own tool over the days in alerts_test.yaml."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("NOT TESTED: what the alerts do. promtool is not on the PATH: apt-get install prometheus")

@@ -1,4 +1,4 @@
-"""What plots are drawn from: bounded, honest about gaps, the same figures however they are laid out."""
+"""Samples of the plots: bounded, with gaps for unmeasured values, equal as rows and as columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators order: it holds a site back, outlives its going and coming, and ends by itself."""
+"""Operators' orders hold a site back, outlive its restart, and end by themselves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_only_lifts_leaves_no_order(verb: Verb) -> None:
 
 
 class SilentBook(OrderTable):
-    """It says once what was ordered, and then nothing more."""
+    """An order table that answers once and then hangs."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -121,7 +121,7 @@ def test_an_order_ends_on_time_though_the_database_is_silent(monkeypatch: pytest
 
 
 class LateBook(SilentBook):
-    """What its second look found comes only when it is let go."""
+    """An order table whose second answer is delayed until the test releases it."""
 
     def __init__(self) -> None:
         self.found: list[Order] = []

@@ -1,4 +1,4 @@
-"""The numbers that are shown before an act: what is left, whether the load fits, who would be refused."""
+"""Predicted effects of acts: remaining capacity, a load that does not fit, models that would be refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the last five minutes say: whose failure it was, what moved and why, how good the forecasts were."""
+"""Aggregates of the last five minutes: failures, moves with their reasons, forecast quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One page for all replicas: counts are summed, the worst waits stand, who is silent is not counted."""
+"""One page for all replicas: counts are summed, the worst waits hold, silent replicas are not counted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUMMARIES = st.builds(
 
 
 class SummaryStore:
-    """A database for as many replicas as use it."""
+    """An in-memory store shared by all replicas of a test."""
 
     def __init__(self) -> None:
         self.rows: dict[str, ReplicaSummary] = {}

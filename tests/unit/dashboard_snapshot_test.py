@@ -1,4 +1,4 @@
-"""What a page is shown of sites: rates from totals, stale as a state, one sentence of how it is."""
+"""Snapshots: rates from totals, stale as a state, one sentence about the federation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How often an address may fail to say who it is; the memory of it is bounded, and others pay nothing."""
+"""An address may fail to authenticate only so often; memory is bounded, and other addresses are not
+delayed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines share writes while a loop runs; none is lost, and none waits behind a warning."""
+"""Log lines share writes while a loop runs; none is lost, and a warning flushes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.telemetry.logs import BufferedHandler, JsonFormatter
 
 
 class Written(io.StringIO):
-    """Counts writes; `gone`: nobody reads any more."""
+    """A stream that counts writes; `gone` makes writes fail, as without a reader."""
 
     writes = 0
     gone = False

@@ -1,4 +1,4 @@
-"""What is exported: names, labels, and figures that follow what happened."""
+"""Exported metrics: names, labels, and values after queries ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway does again and again goes on after an error that nobody foresaw, and says so in the log."""
+"""Periodic work of a gateway continues after an unforeseen error, and logs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENGINE = create_async_engine("sqlite+aiosqlite://")
 
 
 class Once:
-    """Fails in an unforeseen way, then works; `again` is set when it was called again after its failure."""
+    """A call that fails once and then works; `again` is set at the call after the failure."""
 
     def __init__(self, foreseen: int = 0) -> None:
         self.left = foreseen

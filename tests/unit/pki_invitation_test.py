@@ -1,4 +1,4 @@
-"""Join secrets hold for one name and one time; a request for a certificate is believed in its key alone."""
+"""Join secrets are valid for one name and one time; of a certificate request only the key is used."""
 
 from __future__ import annotations
 

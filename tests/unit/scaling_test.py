@@ -1,4 +1,4 @@
-"""How many machines a pool should have: within bounds and budget, not for a passing burst, told to clouds."""
+"""Sizes of pools: within bounds and budget, stable under bursts, applied to the clouds' groups."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_wrong_plan_is_refused_by_name(text: str, complaint: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("said", "fewest"), [("", 1), ("fewest = 0\n", 0)])
 def test_a_pool_is_emptied_only_where_the_plan_says_so(said: str, fewest: int, tmp_path: Path) -> None:
-    """Nothing that is asked of an empty pool shows as load of it."""
+    """Queries for an empty pool are refused and do not count as its load."""
     file = tmp_path / "scaling.toml"
     file.write_text(PLAN.replace("fewest = 1\n", said))
     bounds = {name: pool.bounds() for name, pool in read_plan(file).pool.items()}

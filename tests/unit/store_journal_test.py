@@ -74,7 +74,7 @@ def test_a_disk_that_takes_half_a_line_tears_only_the_end_of_a_segment(
 def test_a_disk_that_fails_as_a_segment_ends_costs_no_other_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is closed whatever `close` says: its number may be that of another one by now."""
+    """The file counts as closed even if `close` fails: another file may have its number by now."""
     journal = Journal(tmp_path)
     journal.append(b"one\n")
     real_close = os.close

@@ -251,7 +251,7 @@ def test_beyond_every_bound_the_loss_is_logged_whole_and_counted(
 
 
 async def stores_a(recorder: Recorder, writer: FakeWriter) -> None:
-    """Of the start after one that left that record in the journal."""
+    """Check that a start stores record a, which the process before left in the journal."""
     assert recorder.pending == 1
     assert await recorder.flush()
     assert list(writer.rows) == ["a"]

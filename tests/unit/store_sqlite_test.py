@@ -81,7 +81,7 @@ def test_what_failed_is_undone(file: Path) -> None:
 
 
 def test_a_statement_that_was_cancelled_while_it_waited_for_the_lock_is_undone(file: Path) -> None:
-    """Its thread goes on with it, and nobody is told that it began a transaction."""
+    """The thread continues the statement, and no caller learns that it began a transaction."""
 
     async def main() -> None:
         ours, other = (

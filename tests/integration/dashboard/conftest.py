@@ -19,7 +19,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks at the database and snapshots, of which there is one a second; each look has its time."""
+    """Refresh orders and snapshots often, with long timeouts."""
     monkeypatch.setattr("gateway.admin.order_service.REFRESH_S", 0.05)
     monkeypatch.setattr("gateway.admin.order_service.REFRESH_TIMEOUT_S", DEADLINE_S)
     monkeypatch.setattr("gateway.telemetry.publisher.SNAPSHOT_INTERVAL_S", 0.05)

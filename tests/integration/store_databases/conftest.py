@@ -19,7 +19,7 @@ _numbers = count(1)
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the keys has its time, however slow the machine is."""
+    """Give a refresh of the keys its time, however slow the machine is."""
     monkeypatch.setattr(keys, "REFRESH_TIMEOUT_S", 60.0)
 
 
@@ -72,8 +72,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def postgres_url(postgres: PostgresServer) -> str:
-    """The same for every test: to make one takes longer than most tests, and a hundred of them a minute to
-    remove.
+    """Return one database for all tests: creating one takes longer than most tests, and removing a
+    hundred a minute.
     """
     postgres.empty("mico", [table.name for table in reversed(metadata.sorted_tables)])
     return postgres.url("mico")

@@ -36,7 +36,7 @@ async def gateway(url: str, folder: Path, name: str) -> AsyncIterator[tuple[Stor
 
 
 async def ask(store: Store, here: Scene, site: ScriptedSite, secret: str) -> bool:
-    """Whether it was answered; False where the quota was used up."""
+    """Return whether the query was answered; False where the quota was used up."""
     await site.report()
     caller = store.keys.authenticate(secret)
     assert caller is not None

@@ -1,4 +1,4 @@
-"""The register of certificates on both databases: one row a site, and revocations reach other replicas."""
+"""The certificate registry on both databases: one row a site, and revocations reach other replicas."""
 
 from __future__ import annotations
 

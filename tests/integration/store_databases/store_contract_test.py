@@ -1,4 +1,4 @@
-"""What the store promises, on every database that it supports."""
+"""The store's contract, on every database that it supports."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_key_expires_without_a_look_at_the_database(url: str, tmp_path: Path) 
 def test_a_change_by_one_process_reaches_another_by_itself(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A command makes and revokes a key beside two replicas, which look when they are asked."""
+    """A command creates and revokes a key beside two replicas that refresh on demand."""
     monkeypatch.setattr(keys, "REFRESH_S", 3_600.0)
     monkeypatch.setattr(keys, "LOOK_AGAIN_S", 60.0)
 

@@ -75,7 +75,7 @@ def test_a_revocation_holds_within_the_time_that_is_promised() -> None:
 
 @contextmanager
 def hurried(recorder: Recorder, timeout_s: float) -> Iterator[None]:
-    """A server that answers, however slowly, is given its time before and afterwards."""
+    """Use short timeouts inside the block only; before and after it a slow server has its time."""
     writer: Any = recorder._writer
     usual_s, writer._timeout_s = writer._timeout_s, timeout_s
     try:
@@ -247,7 +247,7 @@ def test_a_revocation_is_seen_though_every_open_connection_went_silent(
 
 @asynccontextmanager
 async def between(url: str, folder: Path) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Another address of the same server, and what makes the connections that it has by then fall silent."""
+    """Yield another address of the same server, and a function that silences its open connections."""
     socket = ".s.PGSQL.5432"
     behind = Path(url.partition("?host=")[2])
     pipes: list[asyncio.Task[None]] = []

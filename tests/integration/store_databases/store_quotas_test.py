@@ -44,7 +44,7 @@ async def database(url: str, limits: dict[LimitId, int]) -> AsyncIterator[AsyncE
 async def replica(
     engine: AsyncEngine, name: str, *, lease_s: float = 15.0, when_away: WhenAway = WhenAway.HOLD
 ) -> Leases:
-    """Joined and leased once; its rounds are the test's."""
+    """Yield a replica that has joined and leased once; the test runs its rounds."""
     found = Leases(SliceTable(engine, name, lease_s=lease_s), when_away)
     await found.start(background=False)
     return found
@@ -188,7 +188,7 @@ def test_a_quota_that_is_set_later_binds_after_one_round(url: str) -> None:
 
 
 def test_a_round_is_one_short_transaction(url: str) -> None:
-    """There are two a second, on the loop that answers queries."""
+    """Rounds run twice a second, on the event loop that answers queries."""
 
     async def main() -> None:
         async with database(url, {TOKENS: 1_000, MONTH: 5_000, LIVE: 10}) as engine:

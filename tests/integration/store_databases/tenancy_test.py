@@ -184,7 +184,7 @@ def test_a_look_that_makes_no_sense_is_refused(
 
 
 def test_what_no_database_keeps_is_the_operators_mistake(url: str, tmp_path: Path) -> None:
-    """Not a database that is away."""
+    """The answer is a client error, not that the database is away."""
 
     async def main() -> None:
         async with open_store(url, tmp_path) as store:
