@@ -141,8 +141,8 @@ async def _core(
     clock = loop.time
     federation = Federation(settings, directory, clock, credentials.certificates)
     histogram = HistogramForecaster()
-    kept = OutcomeLog(config.outcomes) if config.outcomes else None
-    forecasts = ForecastService(_forecaster(config, histogram), histogram, outcome_log=kept)
+    outcome_log = OutcomeLog(config.outcomes) if config.outcomes else None
+    forecasts = ForecastService(_forecaster(config, histogram), histogram, outcome_log=outcome_log)
     forecasts.start()
 
     metrics = Metrics(directory, lambda: query_context.live)

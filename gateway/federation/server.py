@@ -201,8 +201,8 @@ class Federation(rpc.FederationServicer):
         while link.closing is None:
             if missed >= MISSED_HEARTBEATS:
                 return f"silent for {self._clock() - link.last_heard_s:.1f} s"
-            if objection := self._site_auth.objection(certificate):
-                return objection
+            if invalid_reason := self._site_auth.invalid_reason(certificate):
+                return invalid_reason
             link.ping()
             began_s = self._clock()
             await self._sleep(heartbeat_s)

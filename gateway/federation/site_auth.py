@@ -50,7 +50,7 @@ class Certificates:
     register: Register
     unix_time: Callable[[], float] = time.time
 
-    def objection(self, shown: SiteCertificate) -> str | None:
+    def invalid_reason(self, shown: SiteCertificate) -> str | None:
         """Return why a certificate is no longer valid, None if it is. A link outlives the certificate that it
         began with, as long as a renewed one exists.
         """
@@ -105,10 +105,10 @@ class SiteAuth:
             raise self._failed(context, "the site token is missing or wrong")
         return shown
 
-    def objection(self, shown: SiteCertificate | None) -> str | None:
+    def invalid_reason(self, shown: SiteCertificate | None) -> str | None:
         if shown is None or self.certificates is None:
             return None
-        return self.certificates.objection(shown)
+        return self.certificates.invalid_reason(shown)
 
     async def enrol(self, context: Any, csr: Callable[[], Any]) -> bytes:
         """Issue a certificate to a caller with a valid one, or with a join secret. Raises Refusal."""
@@ -145,8 +145,8 @@ class SiteAuth:
             shown = read_site(pem)
         except PkiError as exc:
             raise self._failed(context, str(exc)) from exc
-        if objection := self.objection(shown):
-            raise self._failed(context, f"{shown.site}: {objection}")
+        if invalid_reason := self.invalid_reason(shown):
+            raise self._failed(context, f"{shown.site}: {invalid_reason}")
         return shown
 
     def _has_token(self, context: Any) -> bool:

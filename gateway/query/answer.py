@@ -304,7 +304,7 @@ class QueryRun:
     # ---- time
 
     async def _in_time(self, work: Awaitable[T]) -> T:
-        """Raises DeadlinePassed, and ShuttingDown when this process can wait no longer."""
+        """Await `work` until the deadline. Raises DeadlinePassed, or ShuttingDown when this process ends."""
         try:
             async with asyncio.timeout(self._time_left_s()) as self.state.wait_timeout:
                 return await work

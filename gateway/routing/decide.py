@@ -59,7 +59,8 @@ def decide(
     )
     reasons = _exclusion_reasons(demand, candidates, now_s, tried, excluded)
     if not np.count_nonzero(candidates.may):
-        return Placement(None, "no site can serve it: " + _joined(reasons), (), reasons)
+        listed = "; ".join(f"{site}: {reason}" for site, reason in sorted(reasons.items()))
+        return Placement(None, f"no site can serve it: {listed or 'no site has joined'}", (), reasons)
     preferred = fleet.place(preferred_site) if preferred_site is not None else None
     if preferred is not None and candidates.may[preferred]:
         choice = Choice(preferred, preference_reason)
@@ -93,7 +94,3 @@ def _exclusion_reasons(
         site.name: excluded.get(site.name) or why_not(demand, site, now_s, tried) or "excluded"
         for site in out
     }
-
-
-def _joined(reasons: dict[str, str]) -> str:
-    return "; ".join(f"{site}: {reason}" for site, reason in sorted(reasons.items())) or "no site has joined"

@@ -71,7 +71,7 @@ def _iterations_until_free(size: Sizes, at: Figures, remaining: Numbers) -> Numb
 
 def _must_end(size: Sizes, at: Figures, kv_room_tokens: Numbers) -> Numbers:
     """Return the number of requests that must end before a slot and the demand's KV are free."""
-    for_kv = np.minimum((size.kv_tokens - kv_room_tokens) / at.kv_each_tokens, at.held)
+    for_kv = np.minimum((size.kv_tokens - kv_room_tokens) / at.kv_each_tokens, at.requests)
     must_end: Numbers = np.maximum(at.too_many, for_kv)
     return must_end
 

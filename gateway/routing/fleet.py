@@ -34,7 +34,7 @@ class Figures(NamedTuple):
     heard_s: Numbers  # time of the last report; -inf for a site that takes no work
     slots: Numbers
     running: Numbers
-    held: Numbers  # running and pending
+    requests: Numbers  # running and pending
     iteration_s: Numbers  # with one more row
     prefill_s: Numbers  # of pending and unfinished prompts, with the round trip and one iteration
     running_tokens: Numbers  # expected of running requests; the next of pending ones
@@ -72,28 +72,28 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     pending = (load.pending + credit.requests) * share_ahead
     prompt_tokens = (load.pending_prompt_tokens + credit.prompt_tokens) * share_ahead
     response_tokens = (load.pending_response_tokens + credit.response_tokens) * share_ahead
-    slots, held = max(1, identity.slots), load.running + pending
-    rows, used = min(slots, held + 1), max(0, identity.kv_capacity_tokens - load.kv_free_tokens)
+    slots, requests = max(1, identity.slots), load.running + pending
+    rows, used = min(slots, requests + 1), max(0, identity.kv_capacity_tokens - load.kv_free_tokens)
     fitted_s = cost.seconds(rows, rows, used)
     iteration_s = fitted_s or load.seconds_per_iteration or UNKNOWN_SECONDS_PER_TOKEN
-    kept = used + load.kv_reserved_tokens
+    occupied = used + load.kv_reserved_tokens
     begun_tokens = max(0, load.unread_tokens - load.running)  # beyond one token per request
-    room = identity.kv_capacity_tokens - kept - prompt_tokens - response_tokens
+    room = identity.kv_capacity_tokens - occupied - prompt_tokens - response_tokens
     return (
         load.received_s if site.state is SiteState.READY and site.weight > 0 else -inf,
         slots,
         load.running,
-        held,
+        requests,
         iteration_s,
         site.rtt_s + iteration_s + cost.per_token_s * (begun_tokens + prompt_tokens),
         sum(load.running_remaining) * load.running_weight,
         response_tokens,
         prompt_tokens + response_tokens,
         pending / size(prompt_tokens, response_tokens) if known_ahead is None else ALL_AHEAD,
-        held + 1 - slots,
+        requests + 1 - slots,
         load.running_weight,
         room if identity.kv_capacity_tokens > 0 else inf,
-        max(1.0, kept / max(1, load.running)),
+        max(1.0, occupied / max(1, load.running)),
         cost.per_token_s,
         cost.per_kv_token_s,
         load.token_load + credit.prompt_tokens + credit.response_tokens,

@@ -69,7 +69,7 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
     Bids are many and most end here, so this compares plain numbers.
     """
     place, at = fleet.place(bidder), fleet.figures
-    if place is None or at.slots[place] <= at.held[place]:
+    if place is None or at.slots[place] <= at.requests[place]:
         return []
     start_s = float(at.prefill_s[place]) - ROUNDING_S
     per_token_s, per_kv_s = float(at.per_token_s[place]), float(at.per_kv_token_s[place])
@@ -107,7 +107,7 @@ def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) ->
     if place is None or not pending:
         return []
     at, site = fleet.figures, fleet.sites[place]
-    room = int(at.slots[place] - at.held[place])
+    room = int(at.slots[place] - at.requests[place])
     movable = [each for each in pending if _may_move(each, site, fleet, now_s)] if room > 0 else []
     if not movable:
         return []

@@ -49,7 +49,7 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     place = candidates.least(cost_s, turn)
     waits = f"waits {found.wait_s[place]:.2f} s, " if found.wait_s[place] > 0 else ""
     promise = f"first token in {found.first_token_s[place]:.2f} s, done in {found.finish_s[place]:.2f} s"
-    crowded = f"{several(at.held[place], 'request')} on {several(at.slots[place], 'slot')}"
+    crowded = f"{several(at.requests[place], 'request')} on {several(at.slots[place], 'slot')}"
     return Choice(place, f"earliest finish, crowding counted: {waits}{promise}, {crowded}", cost_s)
 
 
@@ -59,20 +59,20 @@ def round_robin(demand: Demand, candidates: Candidates, turn: int) -> Choice:
 
 
 def least_requests(demand: Demand, candidates: Candidates, turn: int) -> Choice:
-    held = requests_per_slot(candidates)
-    cost = held / candidates.at.weight
+    per_slot = requests_per_slot(candidates)
+    cost = per_slot / candidates.at.weight
     place = candidates.least(cost, turn)
-    return Choice(place, f"fewest requests per slot: {held[place]:.2f}", cost)
+    return Choice(place, f"fewest requests per slot: {per_slot[place]:.2f}", cost)
 
 
 def power_of_two(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     """Pick the less loaded of two sites drawn by `turn` (Mitzenmacher 2001)."""
-    places, held = candidates.places, requests_per_slot(candidates)
+    places, per_slot = candidates.places, requests_per_slot(candidates)
     first = _scramble(turn) % len(places)
     second = (first + 1 + _scramble(turn + 1) % max(1, len(places) - 1)) % len(places)
     drawn = int(places[first]), int(places[second])
     names = " and ".join(candidates.sites[place].name for place in drawn)
-    return Choice(min(drawn, key=lambda place: float(held[place])), f"the less loaded of {names}")
+    return Choice(min(drawn, key=lambda place: float(per_slot[place])), f"the less loaded of {names}")
 
 
 def least_tokens(demand: Demand, candidates: Candidates, turn: int) -> Choice:
@@ -101,13 +101,13 @@ def _crowding(candidates: Candidates) -> Numbers:
     """Return the square of requests per slot while slots are free, so that no site fills up before the
     others, and a linear function beyond: each further request delays those that wait.
     """
-    held = requests_per_slot(candidates)
-    squared, full = held * held, held >= 1.0
-    return np.where(full, 2.0 * held - 1.0, squared) if np.count_nonzero(full) else squared
+    per_slot = requests_per_slot(candidates)
+    squared, full = per_slot * per_slot, per_slot >= 1.0
+    return np.where(full, 2.0 * per_slot - 1.0, squared) if np.count_nonzero(full) else squared
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:
-    return candidates.at.held / candidates.at.slots
+    return candidates.at.requests / candidates.at.slots
 
 
 def _scramble(turn: int) -> int:

@@ -41,7 +41,7 @@ class AssignmentWindow:
         """Return whether a query that comes now should wait for others. Call once for each query."""
         follows, self._last_arrival_s = now_s - self._last_arrival_s <= WINDOW_S, now_s
         at = fleet.figures
-        return follows and not np.count_nonzero(may(demand, fleet, at, now_s) & (at.held < at.slots))
+        return follows and not np.count_nonzero(may(demand, fleet, at, now_s) & (at.requests < at.slots))
 
     def add(self, entry: WindowEntry) -> bool:
         """Add a query. Return whether it is the first: then `close` is due in `WINDOW_S`."""
