@@ -9,18 +9,15 @@ from collections.abc import Callable
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
-from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener
 from site_engine.errors import ConfigError
-from site_engine.federation.attempts import OnFinish
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
-from site_engine.messages import Hello, Model
-from site_engine.native import Loaded, NativeEngine, grammars_of, load_engine
+from site_engine.messages import Hello, Model, OnFinish
+from site_engine.native import Loaded, NativeEngine, load_engine
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log
-from site_engine.text.tokenize import PromptTokenizer
 from site_engine.version import own_version
 
 log = logging.getLogger(__name__)
@@ -52,28 +49,20 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
     """
     dialer = Dialer.from_config(config)
     loaded = await asyncio.to_thread(load or load_engine, config)
-    async with attempt_log(config) as on_finish:
+    async with attempt_log(config.site, config.otlp_url) as on_finish:
         return await _serve(config, loaded, dialer, on_finish)
 
 
 async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: OnFinish) -> int:
     loop = asyncio.get_running_loop()
-    grammars = await asyncio.to_thread(grammars_of, loaded)
-    tokenizer = PromptTokenizer(loaded.tokenizer, loaded.vocab_size, loop.call_soon_threadsafe, grammars)
-    engine_thread = EngineThread(
-        loaded.engine, loop.call_soon_threadsafe, time.monotonic, config.iteration_floor_s
-    )
-    site = Site(
-        _hello(config, loaded, tokenizer.features),
-        NativeEngine(tokenizer, engine_thread),
-        time.monotonic,
-        config.max_pending,
-        on_finish=on_finish,
-    )
+    floor_s = config.iteration_floor_s
+    engine = await asyncio.to_thread(NativeEngine.from_loaded, loaded, loop.call_soon_threadsafe, floor_s)
+    hello = _hello(config, loaded, engine.features)
+    site = Site(hello, engine, time.monotonic, config.max_pending, on_finish=on_finish)
     links = dialer.links(site)
     shutdown = Shutdown()
     ticking = asyncio.create_task(tick(site))
-    engine_thread.start(Listener(site.outputs, site.load, shutdown.engine_broken))
+    engine.start(Listener(site.outputs, site.load, shutdown.engine_broken))
     try:
         with shutdown.handle_signals(loop):
             links.add(config.gateways)
@@ -82,8 +71,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
     finally:
         ticking.cancel()
         await links.close("the site is ending")
-        tokenizer.close()
-        await asyncio.to_thread(engine_thread.stop)
+        await asyncio.to_thread(engine.stop)
 
 
 def _hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hello:

@@ -10,13 +10,27 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Admission, Grammar, Output, Request
-from site_engine.core.tools import Delivered, ParsedText
+from site_engine.core.request import Admission, Grammar, Output, Request, ToolCall
 from site_engine.errors import NotServed
 from site_engine.messages import Assign
 
 Group: TypeAlias = Sequence[Request]
 """The choices of one attempt: admitted together, released together."""
+
+
+class Delivered(NamedTuple):
+    """The part of a resumed answer that the client has; `argument_chars` are those of the last call begun."""
+
+    chars: int = 0
+    calls: int = 0
+    argument_chars: int = 0
+
+
+class ParsedText(NamedTuple):
+    """Text of an answer without its calls of functions, and the calls."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
 
 
 class ToolParser(Protocol):

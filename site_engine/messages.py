@@ -5,12 +5,22 @@ Does not know protobuf; `federation/codec.py` converts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from enum import StrEnum
+from typing import Any, TypeAlias
 
 from site_engine.core.load import LoadFigures
-from site_engine.core.request import Finish, Lane, RemainingCurve, Sampling, Timings, TokenLogprob, ToolCall
-from site_engine.core.tools import Tools
+from site_engine.core.request import (
+    Finish,
+    Lane,
+    Output,
+    RemainingCurve,
+    Sampling,
+    Timings,
+    TokenLogprob,
+    ToolCall,
+)
 from site_engine.errors import Reason
 
 # ---- from a gateway
@@ -33,6 +43,39 @@ class ChatMessage:
     name: str = ""
     tool_calls_json: str = ""
     tool_call_id: str = ""
+
+
+class ToolChoice(StrEnum):
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions a model may call, as OpenAI's tools array has them. `name` is the one it must call."""
+
+    offered: tuple[Mapping[str, Any], ...]
+    choice: ToolChoice = ToolChoice.AUTO
+    name: str = ""
+    single: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(str(each["function"]["name"]) for each in self.offered)
+
+    @property
+    def forced(self) -> bool:
+        return self.choice is not ToolChoice.AUTO
+
+    @property
+    def strict(self) -> bool:
+        return any(each["function"].get("strict") for each in self.offered)
+
+    @property
+    def callable(self) -> tuple[Mapping[str, Any], ...]:
+        functions = (each["function"] for each in self.offered)
+        return tuple(each for each in functions if not self.name or each["name"] == self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +275,6 @@ class Bye:
 
 FromGateway: TypeAlias = Welcome | Assign | Rejected | Cancel | Release | Drain | Resume | Ping
 FromSite: TypeAlias = Hello | Load | Accepted | Rejected | Step | Bid | Released | Pong | Draining | Bye
+
+OnFinish: TypeAlias = Callable[[Assign, int, Output], None]
+"""Callback for the last output of each choice of an attempt; the number is that of the choice."""

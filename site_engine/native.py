@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.request import Admission
 from site_engine.engine.engine_thread import Engine, EngineThread
-from site_engine.engine_client import Group, Prepared
+from site_engine.engine_client import Group, Listener, Prepared
 from site_engine.errors import ConfigError, ModelNotSupported, NotServed
 from site_engine.messages import Assign
 from site_engine.text.tokenize import PromptTokenizer
@@ -43,6 +43,31 @@ class NativeEngine:
     def __init__(self, tokenizer: PromptTokenizer, engine_thread: EngineThread) -> None:
         self._tokenizer = tokenizer
         self._engine_thread = engine_thread
+
+    @classmethod
+    def from_loaded(
+        cls, loaded: Loaded, post: Callable[[Callable[[], None]], object], floor_s: float = 0.0
+    ) -> NativeEngine:
+        """Join a loaded engine with its tokenizer and grammars. May take a second.
+
+        `post` carries a call to the event loop. Iterations start at least `floor_s` apart.
+        """
+        grammars = grammars_of(loaded)
+        tokenizer = PromptTokenizer(loaded.tokenizer, loaded.vocab_size, post, grammars)
+        return cls(tokenizer, EngineThread(loaded.engine, post, time.monotonic, floor_s))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Features of the model at this site, as Hello names them."""
+        return self._tokenizer.features
+
+    def start(self, listener: Listener) -> None:
+        self._engine_thread.start(listener)
+
+    def stop(self) -> None:
+        """End both threads after the work at hand; what still runs is dropped."""
+        self._tokenizer.close()
+        self._engine_thread.stop()
 
     @property
     def waiting(self) -> int:

@@ -14,10 +14,9 @@ from uuid import uuid4
 
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.engine_client import Listener
-from site_engine.federation.attempts import OnFinish
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
-from site_engine.messages import Hello
+from site_engine.messages import Hello, OnFinish
 from site_engine.remote.discovery import MODELS_PATH, Discovery, check_alive, discover, fetch_load
 from site_engine.remote.engine import RemoteEngine
 from site_engine.remote.prometheus import UnknownMetrics
@@ -49,7 +48,7 @@ async def serve(config: SiteConfig) -> int:
     )
     shutdown = Shutdown()
     try:
-        async with attempt_log(config) as on_finish:
+        async with attempt_log(config.site, config.otlp_url) as on_finish:
             with shutdown.handle_signals(asyncio.get_running_loop()):
                 while True:
                     discovery = await _discover_patiently(server, config, shutdown)

@@ -6,7 +6,7 @@ Does not hold tensors. Does not know the wire.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, StrEnum
 from itertools import pairwise
@@ -271,6 +271,17 @@ class ToolCall:
     id: str = ""
     name: str = ""
     arguments: str = ""
+
+
+def merge_tool_calls(deltas: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+    """Merge neighbouring deltas of one call into one, in their order."""
+    merged: list[ToolCall] = []
+    for delta in deltas:
+        if merged and merged[-1].index == delta.index and not delta.id:
+            merged[-1] = replace(merged[-1], arguments=merged[-1].arguments + delta.arguments)
+        else:
+            merged.append(delta)
+    return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,22 +8,28 @@ broke.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from site_engine.core.request import Admission, Finish, Output, Request
-from site_engine.core.tools import Delivered, ToolChoice
-from site_engine.engine_client import Prepared, ToolParser
+from site_engine.engine_client import Delivered, Prepared, ToolParser
 from site_engine.errors import NotServed
 from site_engine.federation.outbox import Outbox
-from site_engine.messages import Accepted, Assign, ChatPrompt, Delta, Rejected, Release, Released
+from site_engine.messages import (
+    Accepted,
+    Assign,
+    ChatPrompt,
+    Delta,
+    OnFinish,
+    Rejected,
+    Release,
+    Released,
+    ToolChoice,
+)
 
 log = logging.getLogger(__name__)
-
-OnFinish: TypeAlias = Callable[[Assign, int, Output], None]
-"""Callback for the last output of each choice of an attempt."""
 
 
 class Phase(Enum):

@@ -13,7 +13,6 @@ from typing import Any
 
 from site_engine import messages as m
 from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoint, Sampling, TokenLogprob
-from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason, WrongMessage
 from wire import federation_pb2 as pb
 
@@ -153,18 +152,18 @@ def decode_chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
     return m.ChatMessage(body.role, body.content, body.name, body.tool_calls_json, body.tool_call_id)
 
 
-def decode_tools(body: pb.Chat) -> Tools | None:
+def decode_tools(body: pb.Chat) -> m.Tools | None:
     if not body.tools_json:
         return None
     offered = _json(body.tools_json, list, "tools")
     if not all(_is_function(each) for each in offered):
         raise _invalid("every tool is a function with a name", "tools")
-    choice = body.tool_choice or ToolChoice.AUTO
-    if choice not in set(ToolChoice):
+    choice = body.tool_choice or m.ToolChoice.AUTO
+    if choice not in set(m.ToolChoice):
         raise _invalid(f"there is no tool_choice {choice!r}", "tool_choice")
-    name = body.tool_name if choice == ToolChoice.NAMED else ""
-    tools = Tools(tuple(offered), ToolChoice(choice), name, body.single_tool_call)
-    if not offered or (choice == ToolChoice.NAMED and name not in tools.names):
+    name = body.tool_name if choice == m.ToolChoice.NAMED else ""
+    tools = m.Tools(tuple(offered), m.ToolChoice(choice), name, body.single_tool_call)
+    if not offered or (choice == m.ToolChoice.NAMED and name not in tools.names):
         raise _invalid(f"the function {name!r} is not among the tools", "tool_choice")
     return tools
 

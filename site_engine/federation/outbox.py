@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from site_engine.core.tools import merge_tool_calls
+from site_engine.core.request import merge_tool_calls
 from site_engine.messages import Accepted, Bid, Delta, FromSite, Load, Rejected, Released, Step
 
 STEP_INTERVAL_S = 0.02

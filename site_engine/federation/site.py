@@ -16,7 +16,7 @@ from site_engine.core.request import Admission, Output
 from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
-from site_engine.federation.attempts import Attempts, OnFinish, Routes
+from site_engine.federation.attempts import Attempts, Routes
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Site:
         clock: Callable[[], float],
         max_preparing: int,
         *,
-        on_finish: OnFinish = lambda *_: None,
+        on_finish: m.OnFinish = lambda *_: None,
     ) -> None:
         self._on_finish = on_finish
         self._hello = hello

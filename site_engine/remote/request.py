@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from site_engine.core.request import Sampling
-from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason
-from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
+from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt, ToolChoice, Tools
 from site_engine.remote.dialects import Dialect
 from site_engine.remote.resume import continue_from_text
 

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from site_engine.config import SiteConfig
 from site_engine.core.request import Output
 from site_engine.errors import ConfigError
-from site_engine.messages import Assign
+from site_engine.messages import Assign, OnFinish
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def attempt_log(config: SiteConfig) -> AsyncIterator[Callable[[Assign, int, Output], None]]:
+async def attempt_log(site: str, otlp_url: str = "") -> AsyncIterator[OnFinish]:
     """Yield a callback for the last output of each choice.
 
-    Import nothing of OpenTelemetry unless a collector is configured. Raises ConfigError if it is missing.
+    Import nothing of OpenTelemetry unless `otlp_url` names a collector. Raises ConfigError if it is missing.
     """
-    if not config.otlp_url:
+    if not otlp_url:
         yield log_finish
         return
     try:
         from site_engine.telemetry.traces import Traces, exporter
     except ModuleNotFoundError as exc:
         raise ConfigError("otlp_url needs OpenTelemetry: pip install 'mico[otel]'") from exc
-    traces = Traces(config.site, exporter(config.otlp_url))
+    traces = Traces(site, exporter(otlp_url))
 
     def log_and_trace(assign: Assign, index: int, output: Output) -> None:
         log_finish(assign, index, output)

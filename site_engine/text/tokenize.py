@@ -140,7 +140,7 @@ class PromptTokenizer:
             echo = prompt.text if isinstance(prompt, TextPrompt) else str(self._tokenizer.decode(ids))
         calling = None
         if tools is not None and self._form is not None:
-            calling = ToolCallStyle(self._form, tools, self._shown)
+            calling = ToolCallStyle(self._form, tools.names, tools.single, self._shown)
         return Prepared(tuple(ids), echo, grammar=grammar, tool_calling=calling, resumed=resumed)
 
     def _prompt_ids(self, assign: Assign) -> Sequence[int]:

@@ -11,8 +11,8 @@ from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple
 
-from site_engine.core.request import ToolCall
-from site_engine.core.tools import Delivered, ParsedText, Tools, merge_tool_calls
+from site_engine.core.request import ToolCall, merge_tool_calls
+from site_engine.engine_client import Delivered, ParsedText
 from site_engine.text.detokenize import overlap
 from site_engine.text.tool_format import Format
 
@@ -248,7 +248,8 @@ class ToolCallStyle(NamedTuple):
     """How one attempt's model calls functions. `shown`: special tokens that its text has to show."""
 
     form: Format
-    tools: Tools
+    names: Collection[str]
+    single: bool
     shown: Mapping[int, str]
 
     def parser(self, choice: str, delivered: Delivered) -> ToolCallParser:
@@ -258,5 +259,4 @@ class ToolCallStyle(NamedTuple):
             digest = blake2b(f"{choice} {number}".encode(), digest_size=16).hexdigest()
             return self.form.id_prefix + digest[: self.form.id_chars]
 
-        names, single = self.tools.names, self.tools.single
-        return ToolCallParser(self.form, names, single=single, new_id=new_id, delivered=delivered)
+        return ToolCallParser(self.form, self.names, single=self.single, new_id=new_id, delivered=delivered)

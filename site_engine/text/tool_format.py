@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from site_engine.core.tools import Tools
+from site_engine.messages import Tools
 
 _ANYTHING = "/(.|\\n)*/"
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -9,8 +9,8 @@ import pytest
 
 from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, Sampling
-from site_engine.core.tools import ToolChoice, Tools
 from site_engine.errors import NotServed, Reason
+from site_engine.messages import ToolChoice, Tools
 from site_engine.remote.dialects import LLAMA_CPP, SGLANG, UNKNOWN, VLLM, Dialect
 from site_engine.remote.request import build_request, guess_tokens
 from site_engine.remote.server import MAX_RETRY_AFTER_S, server_refused

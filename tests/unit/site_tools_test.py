@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine import messages as m
-from site_engine.core.request import Lane, RemainingCurve, Sampling, ToolCall
-from site_engine.core.tools import Delivered, ToolChoice, Tools, merge_tool_calls
-from site_engine.engine_client import Prepared
+from site_engine.core.request import Lane, RemainingCurve, Sampling, ToolCall, merge_tool_calls
+from site_engine.engine_client import Delivered, Prepared
 from site_engine.errors import NotServed, Reason
+from site_engine.messages import ToolChoice, Tools
 from site_engine.text.grammar import Grammars
 from site_engine.text.tokenize import PromptTokenizer
 from site_engine.text.tool_call_parser import ToolCallParser
