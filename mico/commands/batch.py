@@ -24,7 +24,7 @@ app = typer.Typer(help="Files of queries, answered when there is spare capacity.
 Batch = dict[str, Any]
 POLL_S = 1.0
 UNAVAILABLE_TIMEOUT_S = 180.0
-"""How long to wait for a gateway that restarts."""
+"""Time to wait for a gateway that restarts."""
 FINAL_STATUSES = ("completed", "failed", "expired", "cancelled")
 ENDPOINT = "/v1/chat/completions"
 MAX_FAULTS_SHOWN = 10

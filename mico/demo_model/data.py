@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether it is held out, by the prompt, so that no prompt is both trained on and measured."""
+        """True if it is held out; depends on the prompt, so that none is both trained on and measured."""
         return int(self.prompt_id[1:9], 16) % 100 < HELD_OUT_PERCENT
 
 

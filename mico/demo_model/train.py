@@ -29,7 +29,7 @@ EVALUATIONS = 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How long and how hard to train."""
+    """Length and hyperparameters of a training run."""
 
     steps: int
     minutes: float = 1e6

@@ -20,7 +20,7 @@ Block = dict[str, Any]
 
 
 class Entry(NamedTuple):
-    """How the generated code writes a member as HCL."""
+    """A member as the generated code writes it in HCL."""
 
     is_block: bool
     kind: str  # simple, struct, list, set or map
