@@ -288,7 +288,7 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
         answer=partial(answer, query_context),
         models=lambda: list(query_context.directory.served.values()),
         authenticate=store.keys.authenticate,
-        look_up_key=store.keys.look_again,
+        look_up_key=store.keys.look_up,
         quota_status=query_context.quotas.status,
         ready=ready,
         version=version("mico"),

@@ -135,17 +135,17 @@ class OrderService:
                 link.move_away(self._served_elsewhere(order.site), f"{order.site} was paused by an operator")
 
     def _served_elsewhere(self, site: str) -> set[str]:
-        others = [
+        candidates = [
             other
             for other in self._directory.sites
             if other.name != site and other.state is SiteState.READY and other.weight > 0
         ]
-        mine = next((each.identity for each in self._directory.sites if each.name == site), None)
+        own = next((each.identity for each in self._directory.sites if each.name == site), None)
         return {
             model
-            for other in others
+            for other in candidates
             for model in other.identity.models
-            if model not in other.pinned_off and (mine is None or same_weights(mine, other.identity, model))
+            if model not in other.pinned_off and (own is None or same_weights(own, other.identity, model))
         }
 
     async def _expire_orders(self, now: float) -> None:

@@ -15,7 +15,7 @@ from gateway.admin.order_service import event_of
 from gateway.errors import BadRequest
 from gateway.http.error_handler import database_errors
 from gateway.http.pagination import read_page
-from gateway.store.queries import ExplainedQuery, Reads, SiteHistory
+from gateway.store.queries import ExplainedQuery, OperatorReads, SiteHistory
 from gateway.telemetry.history import columns
 from gateway.telemetry.publisher import SnapshotPublisher
 
@@ -23,7 +23,9 @@ WINDOWS_MIN = (15, 60, 360, 1440)
 DEFAULT_EVENTS, MAX_EVENTS = 100, 1_000
 
 
-def read_routes(access: Access, publisher: SnapshotPublisher, reads: Reads | None) -> list[HTTPRouteHandler]:
+def read_routes(
+    access: Access, publisher: SnapshotPublisher, reads: OperatorReads | None
+) -> list[HTTPRouteHandler]:
     @get("/admin/api/overview")
     async def overview(request: AnyRequest) -> Response[bytes]:
         await access.operator(request)

@@ -18,7 +18,7 @@ from gateway.admin.tenancy import tenancy_routes
 from gateway.domain import Caller
 from gateway.federation.directory import Directory
 from gateway.http.backend import Backend
-from gateway.store.queries import Reads
+from gateway.store.queries import OperatorReads
 from gateway.store.store import Store
 from gateway.telemetry.publisher import SnapshotPublisher
 
@@ -33,7 +33,7 @@ class AdminContext:
     directory: Directory
     publisher: SnapshotPublisher
     order_service: OrderService | None
-    reads: Reads | None
+    reads: OperatorReads | None
     still_valid: Callable[[str], Caller | None]
     session_key: bytes
     store: Store | None = None

@@ -31,7 +31,7 @@ REFRESH_S: Final = 2.0
 REFRESH_TIMEOUT_S: Final = 2.0
 MIN_REFRESH_INTERVAL_S: Final = 0.25
 """Minimum time between two refreshes, however many unknown keys arrive."""
-LOOK_AGAIN_S: Final = 1.0
+LOOK_UP_TIMEOUT_S: Final = 1.0
 BY_COMMAND: Final = Act()
 
 
@@ -80,15 +80,15 @@ class KeyRing:
             return None
         return key.caller
 
-    async def look_again(self, secret: str) -> Caller | None:
+    async def look_up(self, secret: str) -> Caller | None:
         """Authenticate after the next refresh: another process may have created the key a moment ago.
 
-        All waiting callers share one refresh and wait at most LOOK_AGAIN_S. A flood of wrong keys costs the
-        database one small query every MIN_REFRESH_INTERVAL_S.
+        All waiting callers share one refresh and wait at most LOOK_UP_TIMEOUT_S. A flood of wrong keys costs
+        the database one small query every MIN_REFRESH_INTERVAL_S.
         """
         if looks_like_a_secret(secret):
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S):
+                async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
                     await self.next_refresh()
         return self.authenticate(secret)
 
@@ -166,13 +166,13 @@ class KeyRing:
         self.refreshed_at = self._clock()
 
     def _replace_known(self, found: list[StoredKey]) -> None:
-        ours = {key.digest: key for key in found if key.pepper_id == self._pepper.id}
-        foreign = len(found) - len(ours)
+        own = {key.digest: key for key in found if key.pepper_id == self._pepper.id}
+        foreign = len(found) - len(own)
         if foreign > self._foreign:
             logger.error(
                 "%d keys were made with another pepper and do not work here: give all replicas one", foreign
             )
-        self._known, self._foreign = ours, foreign
+        self._known, self._foreign = own, foreign
 
     async def next_refresh(self) -> None:
         """Wait for a refresh that begins after this call."""

@@ -51,7 +51,7 @@ def new_secret() -> str:
 
 
 def looks_like_a_secret(text: str) -> bool:
-    """Return whether the text has the form of our secrets: nothing else needs a look into the database."""
+    """Return whether the text has the form of our secrets: nothing else needs a database query."""
     return len(text) == SECRET_LENGTH and text.isascii() and text.startswith(SECRET_PREFIX)
 
 

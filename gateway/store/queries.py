@@ -53,7 +53,7 @@ class ExplainedQuery:
     attempts: tuple[Attempt, ...]
 
 
-class Reads:
+class OperatorReads:
     """Methods may raise SQLAlchemy's errors: the callers are commands and pages, not queries."""
 
     def __init__(self, engine: AsyncEngine) -> None:

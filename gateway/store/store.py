@@ -13,7 +13,7 @@ from gateway.store.database import check_schema, open_engine
 from gateway.store.keys import KeyRing
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import Pepper
-from gateway.store.queries import Reads
+from gateway.store.queries import OperatorReads
 from gateway.store.quota_table import QuotaTable
 from gateway.store.recorder import Recorder
 from gateway.store.retention import Retention, RetentionPeriods
@@ -30,7 +30,7 @@ class Store:
 
     keys: KeyRing
     recorder: Recorder
-    read: Reads
+    read: OperatorReads
     orders: OrderTable
     snapshots: SnapshotTable
     certificates: CertificateRegistry
@@ -68,7 +68,7 @@ async def open_store(
         yield Store(
             keys=keys,
             recorder=recorder,
-            read=Reads(engine),
+            read=OperatorReads(engine),
             orders=OrderTable(engine),
             snapshots=SnapshotTable(engine),
             certificates=certificates,

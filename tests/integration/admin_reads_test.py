@@ -16,7 +16,7 @@ from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.store.database import open_engine
-from gateway.store.queries import Reads
+from gateway.store.queries import OperatorReads
 from gateway.telemetry.publisher import SnapshotPublisher
 from tests.support.fakes.edge import error_of
 
@@ -33,7 +33,7 @@ def test_a_query_is_not_explained_without_the_database_and_the_page_is_told_so(t
         )
         access = Access(backend, lambda _: None, b"session key")
         app: Any = create_http(
-            backend, read_routes(access, SnapshotPublisher(Directory(), "g1"), Reads(engine))
+            backend, read_routes(access, SnapshotPublisher(Directory(), "g1"), OperatorReads(engine))
         )
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://edge") as http:
             asked = await http.get("/admin/api/decisions/x", headers={"authorization": "Bearer boss"})

@@ -22,7 +22,7 @@ from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.federation.site_auth import Certificates
 from gateway.security.login_limiter import MAX_FAILURES, LoginLimiter
 from gateway.security.pki import invitation
-from gateway.security.pki.authority import CSR_BYTES_MAX, Authority
+from gateway.security.pki.authority import MAX_CSR_BYTES, Authority
 from gateway.security.pki.server_certificate import SelfIssuedCertificate
 from gateway.security.tls import grpc_credentials
 from gateway.store.store import Store, open_store
@@ -269,9 +269,9 @@ def test_a_certificate_is_asked_for_as_the_contract_says(tmp_path: Path) -> None
                 assert await asked.code() is grpc.StatusCode.UNAUTHENTICATED
                 assert await asked.details() == "the join secret is missing or wrong"
             invited = (("authorization", f"Bearer {here.invite('alpha')}"),)
-            asked = stub.Enrol(pb.EnrolRequest(csr=b"-" * (CSR_BYTES_MAX + 1)), metadata=invited)
+            asked = stub.Enrol(pb.EnrolRequest(csr=b"-" * (MAX_CSR_BYTES + 1)), metadata=invited)
             assert await asked.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert f"at most {CSR_BYTES_MAX} are read" in await asked.details()
+            assert f"at most {MAX_CSR_BYTES} are read" in await asked.details()
 
     play(tmp_path, scenario)
 

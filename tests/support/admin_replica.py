@@ -22,7 +22,7 @@ from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.store.database import open_engine
 from gateway.store.orders import OrderTable
-from gateway.store.queries import Reads
+from gateway.store.queries import OperatorReads
 from gateway.store.recorder import Recorder
 from gateway.store.snapshots import SnapshotTable
 from gateway.store.writer import DatabaseWriter
@@ -74,7 +74,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
     publisher = SnapshotPublisher(here.gateway.directory, name, unix_time=unix_time, history_store=snapshots)
     exchange = SummaryExchange(snapshots, name, publisher.summary, publisher.events.add, unix_time=unix_time)
     publisher.replica_summaries = lambda: exchange.summaries
-    reads = Reads(engine)
+    reads = OperatorReads(engine)
     recorder = Recorder(Path(mkdtemp(dir=Path(str(engine.url.database)).parent)), DatabaseWriter(engine))
     await recorder.start()
     publisher.store_event = partial(recorder.record_event, replica=name)

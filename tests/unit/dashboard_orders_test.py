@@ -76,7 +76,7 @@ def test_what_only_lifts_leaves_no_order(verb: Verb) -> None:
     assert order_of(Action(Verb.WEIGHT, "a", "why", weight=100), "ann", 0.0) is None
 
 
-class SilentBook(OrderTable):
+class SilentOrders(OrderTable):
     """An order table that answers once and then hangs."""
 
     def __init__(self, order: Order) -> None:
@@ -103,7 +103,7 @@ def test_an_order_ends_on_time_though_the_database_is_silent(monkeypatch: pytest
 
     async def main() -> None:
         here = directory()
-        book = SilentBook(Order("a", "weight", "50", "ann", "why", given_at=0.0, until_at=100.0))
+        book = SilentOrders(Order("a", "weight", "50", "ann", "why", given_at=0.0, until_at=100.0))
         keeping = order_service.OrderService(
             book, here, {}, SnapshotPublisher(here, "g1"), unix_time=lambda: now[0]
         )
@@ -120,7 +120,7 @@ def test_an_order_ends_on_time_though_the_database_is_silent(monkeypatch: pytest
     asyncio.run(main())
 
 
-class LateBook(SilentBook):
+class LateOrders(SilentOrders):
     """An order table whose second answer is delayed until the test releases it."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def test_a_refresh_that_ends_late_does_not_undo_what_was_ordered_meanwhile(
     monkeypatch.setattr(order_service, "REFRESH_S", 0.0)
 
     async def main() -> None:
-        here, book = directory(), LateBook()
+        here, book = directory(), LateOrders()
         keeping = order_service.OrderService(
             book, here, {}, publisher := SnapshotPublisher(here, "g1"), unix_time=lambda: 0.0
         )

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.security.pki import invitation
-from gateway.security.pki.authority import CSR_BYTES_MAX, SITE_LIFE, Authority, PkiError, read_site
+from gateway.security.pki.authority import MAX_CSR_BYTES, SITE_LIFE, Authority, PkiError, read_site
 from gateway.security.pki.invitation import Invitation
 
 KEY = b"k" * 32
@@ -83,7 +83,7 @@ def test_bad_requests_are_refused_with_the_reason(authority: Authority) -> None:
     body[-8] ^= 1
     for request, reason in (
         (b"", "can't be read"),
-        (b"\xff" * (CSR_BYTES_MAX + 1), "at most"),
+        (b"\xff" * (MAX_CSR_BYTES + 1), "at most"),
         (csr(rsa.generate_private_key(65537, 1024)), "RSA of 2048 bits"),
     ):
         with pytest.raises(PkiError, match=reason):

@@ -30,7 +30,7 @@ SITE_LIFE = timedelta(hours=24)
 SERVER_LIFE = timedelta(days=30)
 SKEW = timedelta(minutes=5)
 """Tolerated lag of the clock of a machine that checks a certificate."""
-CSR_BYTES_MAX = 16 * 1024
+MAX_CSR_BYTES = 16 * 1024
 SITE_URI = "spiffe://mico/site/"
 _MIN_RSA_BITS = 2048
 
@@ -192,8 +192,8 @@ def _builder(
 
 
 def _request(csr_pem: bytes) -> x509.CertificateSigningRequest:
-    if len(csr_pem) > CSR_BYTES_MAX:
-        raise PkiError(f"the request has {len(csr_pem)} bytes, at most {CSR_BYTES_MAX} are read")
+    if len(csr_pem) > MAX_CSR_BYTES:
+        raise PkiError(f"the request has {len(csr_pem)} bytes, at most {MAX_CSR_BYTES} are read")
     try:
         csr = x509.load_pem_x509_csr(csr_pem)
         valid = csr.is_signature_valid

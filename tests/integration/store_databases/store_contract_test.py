@@ -18,7 +18,7 @@ from gateway.store.errors import StoreError
 from gateway.store.keys import REFRESH_S, REFRESH_TIMEOUT_S, KeyRing
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import SECRET_LENGTH, Pepper, new_secret
-from gateway.store.queries import Reads, TotalBy
+from gateway.store.queries import OperatorReads, TotalBy
 from gateway.store.retention import DAY_S, Retention, RetentionPeriods
 from gateway.store.rows import EventRow, event_of, record_of
 from gateway.store.snapshots import ReplicaSummary, SnapshotTable
@@ -81,7 +81,7 @@ def test_a_change_by_one_process_reaches_another_by_itself(
 ) -> None:
     """A command creates and revokes a key beside two replicas that refresh on demand."""
     monkeypatch.setattr(keys, "REFRESH_S", 3_600.0)
-    monkeypatch.setattr(keys, "LOOK_AGAIN_S", 60.0)
+    monkeypatch.setattr(keys, "LOOK_UP_TIMEOUT_S", 60.0)
 
     async def main() -> None:
         pepper = "p" * 32
@@ -93,7 +93,7 @@ def test_a_change_by_one_process_reaches_another_by_itself(
             info, secret = await command.keys.create_key("new")
             assert one.keys.authenticate(secret) is None
             for replica in (one, two):
-                caller = await replica.keys.look_again(secret)
+                caller = await replica.keys.look_up(secret)
                 assert caller is not None and caller.key_id == info.id
             await command.keys.revoke_key(info.id)
             for replica in (one, two):
@@ -109,7 +109,7 @@ def test_a_flood_of_wrong_keys_is_one_query_per_rest(
 ) -> None:
     monkeypatch.setattr(keys, "REFRESH_S", 7_200.0)
     monkeypatch.setattr(keys, "MIN_REFRESH_INTERVAL_S", 3_600.0)
-    monkeypatch.setattr(keys, "LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(keys, "LOOK_UP_TIMEOUT_S", 0.05)
     looks = 0
     real_refresh = KeyRing.refresh
 
@@ -122,7 +122,7 @@ def test_a_flood_of_wrong_keys_is_one_query_per_rest(
         async with open_store(url, tmp_path) as store:
             monkeypatch.setattr(KeyRing, "refresh", counted)
             for _ in range(3):
-                found = await asyncio.gather(*(store.keys.look_again(new_secret()) for _ in range(200)))
+                found = await asyncio.gather(*(store.keys.look_up(new_secret()) for _ in range(200)))
                 assert set(found) == {None}
 
     asyncio.run(main())
@@ -271,12 +271,12 @@ def test_whatever_is_offered_again_stays_one_row(
     async def main() -> None:
         engine = open_engine(url)
         writer = DatabaseWriter(engine)
-        before = await Reads(engine).count_usage()
+        before = await OperatorReads(engine).count_usage()
         run = f"{before}-"
         for batch in offers:
             await writer.write([record_of(outcome(run + str(n), attempts=n % 3, **texts)) for n in batch])
         different = {n for batch in offers for n in batch}
-        assert await Reads(engine).count_usage() == before + len(different)
+        assert await OperatorReads(engine).count_usage() == before + len(different)
         await engine.dispose()
 
     asyncio.run(main())
@@ -341,7 +341,7 @@ def test_events_of_a_site_are_kept_once_and_read_newest_first(url: str) -> None:
         writer = DatabaseWriter(engine)
         await writer.write([record_of(outcome("q")), *rows[:7]])
         await writer.write([*rows, record_of(outcome("q"))])
-        read = Reads(engine)
+        read = OperatorReads(engine)
         assert await read.count_usage() == 1
         found = (await read.site("a", 4)).events
         assert [each.at / DAY_S for each in found] == [4, 4, 3, 3]
@@ -370,7 +370,7 @@ def test_events_of_sites_go_when_they_are_too_old_whoever_sweeps(
         keeping = Retention(engine, RetentionPeriods(site_events_days=10), clock=lambda: 40 * DAY_S)
         assert sum(await asyncio.gather(*(keeping.sweep() for _ in range(4)))) == 30
         assert await keeping.sweep() == 0
-        assert [each.at / DAY_S for each in (await Reads(engine).site("a", 99)).events] == [
+        assert [each.at / DAY_S for each in (await OperatorReads(engine).site("a", 99)).events] == [
             *range(39, 29, -1)
         ]
         await engine.dispose()
@@ -394,7 +394,7 @@ def test_only_what_is_too_old_goes_and_decisions_go_first(
         removed = await asyncio.gather(*(keeping.sweep() for _ in range(4)))
         assert sum(removed) == 20 + 3 * 50
         assert await keeping.sweep() == 0
-        read = Reads(engine)
+        read = OperatorReads(engine)
         assert await read.count_usage() == 40
         assert [len(e.attempts) for n in (19, 20, 49, 50) for e in await read.explain(f"q{n}")] == [0, 0, 3]
         await engine.dispose()

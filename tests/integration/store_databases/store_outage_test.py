@@ -20,7 +20,7 @@ from gateway.store import postgres as postgres_driver
 from gateway.store.database import CONNECTIONS, open_engine
 from gateway.store.errors import StoreUnavailable
 from gateway.store.keys import REFRESH_TIMEOUT_S
-from gateway.store.queries import Reads
+from gateway.store.queries import OperatorReads
 from gateway.store.recorder import Recorder
 from gateway.store.store import open_store
 from gateway.store.writer import DatabaseWriter
@@ -39,12 +39,12 @@ async def stored(recorder: Recorder) -> None:
 
 
 @asynccontextmanager
-async def recording(url: str, folder: Path) -> AsyncIterator[tuple[Recorder, Reads]]:
+async def recording(url: str, folder: Path) -> AsyncIterator[tuple[Recorder, OperatorReads]]:
     engine = open_engine(url)
     recorder = Recorder(folder, DatabaseWriter(engine))
     await recorder.start(background=False)
     try:
-        yield recorder, Reads(engine)
+        yield recorder, OperatorReads(engine)
     finally:
         await recorder.close()
         await engine.dispose()
