@@ -46,7 +46,7 @@ class ToolParser(Protocol):
 
 
 class ToolCalling(Protocol):
-    """How the model of one attempt writes calls of functions."""
+    """The style in which the model of one attempt writes calls of functions."""
 
     @property
     def shown(self) -> Mapping[int, str]:

@@ -136,7 +136,7 @@ class Assign:
 
     @property
     def by_text(self) -> bool:
-        """Whether the answer goes on after a text whose tokens are unknown."""
+        """True if the answer goes on after a text whose tokens are unknown."""
         return bool(self.resumed_text) and not self.resumed
 
 

@@ -38,7 +38,7 @@ OpenChannel = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Enrolment:
-    """Where to request certificates: `first` with the join secret, any of `renewal` with a certificate.
+    """Addresses that issue certificates: `first` by the join secret, each of `renewal` by a certificate.
 
     `ca` is the authority to trust, in PEM; None: the system's.
     """
@@ -74,7 +74,7 @@ class Identity:
 
     @property
     def is_valid(self) -> bool:
-        """Whether there is a certificate that has not expired."""
+        """True if there is a certificate that has not expired."""
         return self._certificate is not None and self._unix_time() < _ends_at(self._certificate)
 
     @property

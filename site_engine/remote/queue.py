@@ -49,7 +49,7 @@ class RemoteRequest:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the client has all the tokens it asked for: a site was lost just before the end."""
+        """True if the client has all the tokens it asked for: a site was lost just before the end."""
         max_tokens = self.first.sampling.max_tokens
         return max_tokens is not None and 0 < max_tokens <= self.http.delivered
 

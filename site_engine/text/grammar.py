@@ -42,7 +42,7 @@ class Guide:
 
     @property
     def ended(self) -> bool:
-        """Whether the grammar is satisfied and nothing can follow."""
+        """True if the grammar is satisfied and nothing can follow."""
         return self.matcher.is_stopped()
 
     @property
@@ -67,7 +67,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        """Raises GrammarsUnavailable."""
+        """Read the tokenizer's vocabulary. Raises GrammarsUnavailable."""
         known = [*eos_token_ids, getattr(tokenizer, "eos_token_id", None)]
         ends = list(dict.fromkeys(each for each in known if each is not None))
         if not ends:

@@ -63,7 +63,7 @@ class PromptTokenizer:
 
     @property
     def chats(self) -> bool:
-        """Whether the model has a chat template."""
+        """True if the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     @property

@@ -245,7 +245,7 @@ class ToolCallParser:
 
 
 class ToolCallStyle(NamedTuple):
-    """How one attempt's model calls functions. `shown`: special tokens that its text has to show."""
+    """The style in which one attempt's model calls functions. `shown`: special tokens to show in its text."""
 
     form: Format
     names: Collection[str]

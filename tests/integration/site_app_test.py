@@ -1,4 +1,4 @@
-"""One site process from start to end: what it says, how it drains, and with which status it leaves."""
+"""One site process from start to end: its messages, its draining, its exit status."""
 
 from __future__ import annotations
 

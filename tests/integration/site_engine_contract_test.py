@@ -1,4 +1,4 @@
-"""What a site counts on from an engine, asked of the other tests' fake and of the native one alike."""
+"""The contract of an engine, checked against the tests' fake and the native one alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A site before gateways, over real gRPC: what it takes, what it gives back, and how it ends."""
+"""A site before gateways, over real gRPC: the attempts it takes, its answers, and its end."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_only_what_has_not_started_is_released() -> None:
     run(scenario())
 
 
-def test_a_slow_reader_holds_nobody_up_and_gets_everything_melted() -> None:
+def test_a_slow_reader_holds_nobody_up_and_gets_everything_merged() -> None:
     wide, tokens = 60_000, 50  # three megabytes of text: more than a stream takes in unread
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Over TLS a server is spoken to by HTTP/2 if it offers that, and who leaves an answer leaves only that."""
+"""HTTP/2 to a server over TLS if it offers that; leaving one answer leaves the others alone."""
 
 from __future__ import annotations
 

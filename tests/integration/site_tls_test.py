@@ -1,4 +1,4 @@
-"""A site proves who it is by certificate, and believes only gateways whose authority it was given."""
+"""A site proves its identity by a certificate, and believes only gateways whose authority it was given."""
 
 from __future__ import annotations
 

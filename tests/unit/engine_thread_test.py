@@ -17,7 +17,7 @@ from tests.support.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
 PATIENCE_S = 60.0
 
 
-class Desk:
+class FakeLoop:
     """The event loop's side, played by the test's own thread."""
 
     def __init__(self, engine: FakeEngine, floor_s: float) -> None:
@@ -61,14 +61,14 @@ class Desk:
 
 
 @contextmanager
-def at_work(engine: FakeEngine, floor_s: float = 0.0) -> Iterator[Desk]:
+def at_work(engine: FakeEngine, floor_s: float = 0.0) -> Iterator[FakeLoop]:
     """With a floor of 1 s the engine goes on only when the test says so: its clock stands still."""
-    desk = Desk(engine, floor_s)
-    desk.engine_thread.start(desk.listener)
+    loop = FakeLoop(engine, floor_s)
+    loop.engine_thread.start(loop.listener)
     try:
-        yield desk
+        yield loop
     finally:
-        desk.engine_thread.stop()
+        loop.engine_thread.stop()
 
 
 def request(name: str, tokens: int = 3, prompt: str = "abc") -> Request:
@@ -76,125 +76,125 @@ def request(name: str, tokens: int = 3, prompt: str = "abc") -> Request:
 
 
 def test_a_request_runs_to_its_end_and_the_engine_falls_idle() -> None:
-    with at_work(FakeEngine()) as desk:
-        assert desk.submit(request("r", tokens=5)) == Admission(0, 5)
-        desk.until(desk.finishes)
-        assert "".join(each.text for each in desk.outputs) == "abcab"
-        desk.until(lambda: desk.loads[-1].figures.running == 0)
-        assert desk.loads[-1].figures.kv_free_tokens == 2 * CONTEXT_TOKENS
+    with at_work(FakeEngine()) as loop:
+        assert loop.submit(request("r", tokens=5)) == Admission(0, 5)
+        loop.until(loop.finishes)
+        assert "".join(each.text for each in loop.outputs) == "abcab"
+        loop.until(lambda: loop.loads[-1].figures.running == 0)
+        assert loop.loads[-1].figures.kv_free_tokens == 2 * CONTEXT_TOKENS
 
 
 def test_a_group_that_does_not_fit_as_a_whole_leaves_nothing_behind() -> None:
     engine = FakeEngine(max_pending=2)
-    with at_work(engine) as desk:
-        answer = desk.submit(*(request(f"r{i}") for i in range(3)))
+    with at_work(engine) as loop:
+        answer = loop.submit(*(request(f"r{i}") for i in range(3)))
         assert isinstance(answer, NotServed)
         assert answer.reason is Reason.FULL
         assert not engine.has_work
 
 
 def test_a_cancel_gets_in_while_the_floor_is_waited_for() -> None:
-    with at_work(FakeEngine(), floor_s=1.0) as desk:
-        desk.submit(request("r", tokens=9))
-        desk.step()
-        desk.engine_thread.cancel(["r"])
-        desk.engine_thread.request_load()
-        desk.until(lambda: desk.loads[-1].figures.running == 0)  # before the next iteration
-        assert desk.finishes() == {}
-        desk.step()
-        assert desk.finishes() == {"r": Finish.CANCELLED}
+    with at_work(FakeEngine(), floor_s=1.0) as loop:
+        loop.submit(request("r", tokens=9))
+        loop.step()
+        loop.engine_thread.cancel(["r"])
+        loop.engine_thread.request_load()
+        loop.until(lambda: loop.loads[-1].figures.running == 0)  # before the next iteration
+        assert loop.finishes() == {}
+        loop.step()
+        assert loop.finishes() == {"r": Finish.CANCELLED}
 
 
 def test_a_group_with_a_started_choice_is_not_given_up_and_loses_nothing() -> None:
-    with at_work(FakeEngine(slots=2), floor_s=1.0) as desk:
-        desk.submit(request("long", tokens=40))
-        desk.step()
-        desk.submit(request("a0"), request("a1"))
-        desk.submit(request("b0"), request("b1"))
-        desk.step()  # a0 has the second slot
-        assert desk.release(("a0", "a1"), ("b0", "b1"), ("b0", "b1")) == [False, True, False]
+    with at_work(FakeEngine(slots=2), floor_s=1.0) as loop:
+        loop.submit(request("long", tokens=40))
+        loop.step()
+        loop.submit(request("a0"), request("a1"))
+        loop.submit(request("b0"), request("b1"))
+        loop.step()  # a0 has the second slot
+        assert loop.release(("a0", "a1"), ("b0", "b1"), ("b0", "b1")) == [False, True, False]
         for _ in range(40):
-            desk.step()
-        assert desk.finishes() == dict.fromkeys(("a0", "a1", "long"), Finish.LENGTH)
+            loop.step()
+        assert loop.finishes() == dict.fromkeys(("a0", "a1", "long"), Finish.LENGTH)
 
 
 def test_unknown_requests_are_nobodys_concern() -> None:
-    with at_work(FakeEngine()) as desk:
-        desk.engine_thread.cancel(["nobody"])
-        assert desk.release(("nobody",)) == [False]
-        assert desk.outputs == []
+    with at_work(FakeEngine()) as loop:
+        loop.engine_thread.cancel(["nobody"])
+        assert loop.release(("nobody",)) == [False]
+        assert loop.outputs == []
 
 
 def test_a_failed_iteration_costs_what_ran_and_keeps_what_waits() -> None:
     engine = FakeEngine(slots=1)
-    with at_work(engine, floor_s=1.0) as desk:
-        desk.submit(request("running", tokens=50))
-        desk.submit(request("waiting"))
-        desk.step()
+    with at_work(engine, floor_s=1.0) as loop:
+        loop.submit(request("running", tokens=50))
+        loop.submit(request("waiting"))
+        loop.step()
         engine.failures.append(RuntimeError("a kernel gave up"))
         for _ in range(5):
-            desk.step()
-        assert desk.finishes() == {"running": Finish.FAILED, "waiting": Finish.LENGTH}
-        failed = next(each for each in desk.outputs if each.finish is Finish.FAILED)
+            loop.step()
+        assert loop.finishes() == {"running": Finish.FAILED, "waiting": Finish.LENGTH}
+        failed = next(each for each in loop.outputs if each.finish is Finish.FAILED)
         assert "a kernel gave up" in failed.error
         assert failed.completion_tokens == 1
-        assert desk.broken == []
+        assert loop.broken == []
 
 
 def test_an_engine_beyond_use_fails_everything_and_says_so() -> None:
     engine = FakeEngine(slots=1, failures=[RuntimeError("device lost")] * 50)
-    with at_work(engine) as desk:
+    with at_work(engine) as loop:
         for name in ("a", "b", "c", "d"):
-            desk.engine_thread.submit([request(name)], lambda answer: None)
-        desk.until(lambda: desk.broken)
-        assert set(desk.finishes()) <= {"a", "b", "c", "d"}
-        assert set(desk.finishes().values()) == {Finish.FAILED}
-        assert "device lost" in desk.broken[0]
-        late = desk.submit(request("late"))
+            loop.engine_thread.submit([request(name)], lambda answer: None)
+        loop.until(lambda: loop.broken)
+        assert set(loop.finishes()) <= {"a", "b", "c", "d"}
+        assert set(loop.finishes().values()) == {Finish.FAILED}
+        assert "device lost" in loop.broken[0]
+        late = loop.submit(request("late"))
         assert isinstance(late, NotServed)
         assert late.reason is Reason.INTERNAL
         assert len(engine.failures) == 50 - MAX_CONSECUTIVE_ERRORS
 
 
 def test_a_dead_device_does_not_look_like_an_idle_site() -> None:
-    with at_work(FakeEngine(slots=1, max_pending=50, dead=True)) as desk:
-        desk.submit(*(request(f"r{i}") for i in range(20)))
-        desk.until(lambda: desk.broken)
-        assert desk.finishes() == dict.fromkeys((f"r{i}" for i in range(20)), Finish.FAILED)
-        assert "no such device" in desk.broken[0]
+    with at_work(FakeEngine(slots=1, max_pending=50, dead=True)) as loop:
+        loop.submit(*(request(f"r{i}") for i in range(20)))
+        loop.until(lambda: loop.broken)
+        assert loop.finishes() == dict.fromkeys((f"r{i}" for i in range(20)), Finish.FAILED)
+        assert "no such device" in loop.broken[0]
 
 
 def test_requests_that_fail_by_themselves_do_not_end_the_site() -> None:
     doomed = {f"r{i}" for i in range(20)}
-    with at_work(FakeEngine(slots=1, max_pending=50, doomed=doomed)) as desk:
-        desk.submit(*(request(name) for name in doomed))
-        desk.submit(request("well"))
-        desk.until(lambda: len(desk.finishes()) == 21)
-        assert desk.finishes()["well"] is Finish.LENGTH
-        assert desk.broken == []
+    with at_work(FakeEngine(slots=1, max_pending=50, doomed=doomed)) as loop:
+        loop.submit(*(request(name) for name in doomed))
+        loop.submit(request("well"))
+        loop.until(lambda: len(loop.finishes()) == 21)
+        assert loop.finishes()["well"] is Finish.LENGTH
+        assert loop.broken == []
 
 
 def test_outputs_of_an_iteration_arrive_in_one_call() -> None:
-    with at_work(FakeEngine(slots=4), floor_s=1.0) as desk:
-        desk.submit(*(request(f"r{i}", tokens=6) for i in range(4)))
-        before = desk.batches
-        desk.step()
-        assert len(desk.outputs) == 4
-        assert desk.batches - before == 1
+    with at_work(FakeEngine(slots=4), floor_s=1.0) as loop:
+        loop.submit(*(request(f"r{i}", tokens=6) for i in range(4)))
+        before = loop.batches
+        loop.step()
+        assert len(loop.outputs) == 4
+        assert loop.batches - before == 1
 
 
 def test_figures_that_follow_an_answer_count_what_was_taken() -> None:
-    with at_work(FakeEngine(slots=1), floor_s=1.0) as desk:
-        desk.submit(request("first", tokens=9))
-        desk.step()
-        desk.submit(request("second"))
-        assert desk.loads[-1].figures.pending == 1
+    with at_work(FakeEngine(slots=1), floor_s=1.0) as loop:
+        loop.submit(request("first", tokens=9))
+        loop.step()
+        loop.submit(request("second"))
+        assert loop.loads[-1].figures.pending == 1
 
 
 @pytest.mark.parametrize("prompt", ["x" * CONTEXT_TOKENS, "x" * (CONTEXT_TOKENS + 9)])
 def test_the_engines_own_refusal_becomes_ours(prompt: str) -> None:
-    with at_work(FakeEngine()) as desk:
-        answer = desk.submit(request("r", prompt=prompt))
+    with at_work(FakeEngine()) as loop:
+        answer = loop.submit(request("r", prompt=prompt))
         assert isinstance(answer, NotServed)
         assert (answer.reason, answer.param) == (Reason.CONTEXT_LENGTH, "prompt")
         assert str(len(prompt)) in answer.message

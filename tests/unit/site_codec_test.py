@@ -1,4 +1,4 @@
-"""What crosses the link: nothing that a gateway sends can raise, and nothing is lost on the way out."""
+"""Messages of the link: no message of a gateway raises, and no field of a site's is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One frozen configuration: where a value comes from, and what is refused in which words."""
+"""One frozen configuration: the sources of its values, and the words of its refusals."""
 
 from __future__ import annotations
 

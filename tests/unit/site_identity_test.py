@@ -1,4 +1,4 @@
-"""The key that a site makes itself, and what a start that was cut short leaves behind."""
+"""The key that a site makes itself, and the files that an interrupted start leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When what is due, and that melting changes no word."""
+"""The times at which messages are due; merging deltas changes no word."""
 
 from __future__ import annotations
 

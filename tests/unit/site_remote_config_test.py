@@ -1,4 +1,4 @@
-"""The settings of a site in front of a server: what is needed, what is refused, and whose key is used."""
+"""The settings of a site in front of a server: required ones, refused ones, and the key in use."""
 
 from __future__ import annotations
 

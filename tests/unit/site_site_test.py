@@ -1,4 +1,4 @@
-"""A site between gateways and engine: when it asks for work, when it reports, and whom it lets in."""
+"""A site between gateways and engine: its bids for work, its load reports, its refusals."""
 
 from __future__ import annotations
 

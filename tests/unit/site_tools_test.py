@@ -1,4 +1,4 @@
-"""Calls of functions at a site: known formats, grammars that force them, and telling them from text."""
+"""Calls of functions at a site: known formats, grammars that force them, and separating them from text."""
 
 from __future__ import annotations
 

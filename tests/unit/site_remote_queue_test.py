@@ -1,4 +1,4 @@
-"""In front of a server tenants take turns by tokens, and are settled with as at a site of our own."""
+"""In front of a server tenants take turns by tokens, and are charged as at a native site."""
 
 from __future__ import annotations
 

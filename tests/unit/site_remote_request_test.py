@@ -1,4 +1,4 @@
-"""What a server is asked for an attempt, and what its refusals mean."""
+"""The HTTP request of an attempt, and the meaning of a server's refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is kept in a server: bounded, never starving, and no more than a provider allows."""
+"""The number of requests in a server: bounded, never starving, within a provider's limits."""
 
 from __future__ import annotations
 
