@@ -155,7 +155,7 @@ def write(
             for name in parts:
                 (folder / (name + NEW_SUFFIX)).unlink(missing_ok=True)
             raise
-        for name in parts:  # the card last: until then it is the fresh one that fits
+        for name in parts:  # the card last: until then the new one fits
             (folder / (name + NEW_SUFFIX)).replace(folder / name)
 
 
@@ -172,6 +172,7 @@ def _exclusive_lock(folder: Path) -> Iterator[None]:
 
 
 def _write_synced(file: Path, content: bytes) -> None:
+    """Write a file, and flush it to disk."""
     with file.open("wb") as stream:
         stream.write(content)
         stream.flush()

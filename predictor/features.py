@@ -172,6 +172,7 @@ def _word_codes(found: list[str]) -> list[int]:
 
 
 def _encode_word(word: str) -> int:
+    """Return a word's code, and cache it."""
     number, sign = word[0].isdigit() * _NUMBER_FLAG, (not word[0].isalnum()) * _SIGN_FLAG
     code = _word_cache[word] = crc32(word.encode("utf-8", "surrogatepass")) | number | sign
     return code

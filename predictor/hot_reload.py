@@ -13,7 +13,7 @@ from predictor.unseen_models import UnseenModelForecaster
 
 
 class HotReloadForecaster:
-    """Serves the artifact of a folder or a shipped one; call `refresh` periodically, off the event loop.
+    """Serves the artifact of a folder or a shipped one; callers run `refresh` regularly, off the event loop.
 
     Refuses a damaged or half-written artifact and keeps the one in force.
     """

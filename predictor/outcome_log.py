@@ -1,4 +1,4 @@
-"""Log recent outcomes with their texts in a folder, for `mico predictor update`, where a gateway is told to.
+"""Log recent outcomes with their texts in a folder, for `mico predictor update`, where one is configured.
 
 Bounded: of two files the older is dropped when the newer is full. Needs nothing but the standard library.
 """
@@ -80,6 +80,7 @@ def parse_rows(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, int]:
+    """Return the device and inode of a file, which a rename does not change."""
     return status.st_dev, status.st_ino
 
 

@@ -73,7 +73,7 @@ class UnseenModelForecaster:
         with self._lock:
             mixtures = [self._mixture_of(query.model) for query in queries]
         owner = np.array(
-            [place for place, (mixture, _) in enumerate(mixtures) for _ in mixture], dtype=np.int64
+            [query for query, (mixture, _) in enumerate(mixtures) for _ in mixture], dtype=np.int64
         )
         rows = np.array([row for mixture, _ in mixtures for row, _ in mixture], dtype=np.int64)
         shares = np.array([share for mixture, _ in mixtures for _, share in mixture])

@@ -131,6 +131,7 @@ def figures(weights: Weights, rows: Outcomes, edges: tuple[int, ...]) -> Figures
 
 
 def _read_served(folder: Path, frame: pd.DataFrame) -> ServedArtifact:
+    """Read the artifact, and add the frame's new models to those it will know."""
     card, graph, vocabulary = artifacts.read(folder)
     known = {name.casefold() for name in (*card.models, *card.aliases)}
     new = {name.casefold(): name for name in sorted(set(frame.model)) if name.casefold() not in known}
@@ -152,6 +153,7 @@ def _split(frame: pd.DataFrame, path: Path) -> Parts:
 
 
 def _encode_rows(served: ServedArtifact, frame: pd.DataFrame, progress: Progress) -> Outcomes:
+    """Encode prompts as the served graph does, and models as rows of its table."""
     prompts = frame.drop_duplicates("prompt_id")
     prompt_index = pd.Series(np.arange(len(prompts)), index=prompts.prompt_id)
     model_row = {name.casefold(): index for index, name in enumerate(served.models)}
@@ -226,6 +228,7 @@ def _read_weights(graph: bytes) -> Weights:
 
 
 def _require_improvement(before: Figures, after: Figures) -> None:
+    """Raise RefusedUpdate unless the log loss on held-out outcomes fell."""
     if after.log_loss >= before.log_loss:
         raise RefusedUpdate(
             f"the artifact stays: on {after.rows} outcomes that were kept aside its log loss is "
@@ -234,6 +237,7 @@ def _require_improvement(before: Figures, after: Figures) -> None:
 
 
 def _require_no_loss(before: Figures, after: Figures, margin: float) -> None:
+    """Raise RefusedUpdate if the accuracy elsewhere fell by more than the margin."""
     if after.accuracy < before.accuracy - margin:
         raise RefusedUpdate(
             f"the artifact stays: elsewhere the accuracy at {ACCURACY_MAX_LENGTH} would fall from "

@@ -60,7 +60,7 @@ def test_of_a_long_text_only_the_ends_are_read() -> None:
     assert len(features.words("a " * 50_000)) <= features.HEAD_CHARS + features.TAIL_CHARS
 
 
-def test_words_of_scripts_without_spaces_are_told_apart() -> None:
+def test_scripts_without_spaces_are_split_by_character() -> None:
     assert features.words("你好, World 2024!") == ["你", "好", ",", "world", "2024", "!"]
 
 

@@ -1,4 +1,4 @@
-"""A forecast is a distribution: whatever its shape, its summaries agree with counting out every length."""
+"""A forecast is a distribution: its summaries agree with enumerating every length, whatever its shape."""
 
 import math
 
@@ -89,7 +89,7 @@ def test_buckets_stay_in_range(forecast: Forecast, max_length: int, buckets: int
 
 
 @given(forecasts())
-def test_the_curve_tells_what_the_forecast_itself_tells(forecast: Forecast) -> None:
+def test_the_curve_agrees_with_the_forecast(forecast: Forecast) -> None:
     curve = forecast.remaining_curve()
     assert 1 <= len(curve) <= CURVE_POINTS
     assert curve[0].generated == 0

@@ -1,4 +1,4 @@
-"""What is known of answers' texts: how they begin, what shape they have, and what is learned from that."""
+"""Answers' texts: their prefixes and shapes are encoded, and can be learned from an encoded prompt."""
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,7 @@ def test_a_corpus_without_texts_has_none() -> None:
     assert extract_answers(pd.Series(["", None]), PIECES) is None
 
 
-def test_shape_and_first_words_can_be_learned_from_what_is_read() -> None:
+def test_shape_and_first_words_can_be_learned_from_encoded_prompts() -> None:
     torch.manual_seed(1)
     prefix = np.zeros((2, PREFIX_PIECES), dtype=np.int64)
     prefix[:, 0] = 6, 7

@@ -1,4 +1,4 @@
-"""Calibration makes coverage what it says, for kinds of prompts that it tells apart by themselves."""
+"""Calibration makes the coverage of the p90 right, by kind of prompt and by served model."""
 
 import numpy as np
 import onnxruntime
@@ -45,7 +45,7 @@ def test_each_kind_gets_its_own_coverage() -> None:
         assert found[source == each].mean() == pytest.approx(share, abs=0.03)
 
 
-def test_a_shift_makes_the_p90_of_a_model_cover_what_it_says() -> None:
+def test_a_shift_makes_the_p90_of_a_model_cover_90_percent() -> None:
     edges, random = tuple(range(0, 401, 4)), np.random.default_rng(6)
     drawn = random.dirichlet(np.ones(100), 4_000)
     length = random.integers(1, 381, 4_000)
@@ -59,7 +59,7 @@ def test_a_shift_makes_the_p90_of_a_model_cover_what_it_says() -> None:
     assert abs(few) < 0.1
 
 
-def test_a_shift_knows_that_a_p90_is_a_whole_number() -> None:
+def test_a_shift_accounts_for_the_p90_being_a_whole_number() -> None:
     edges, random = tuple(range(0, 21, 2)), np.random.default_rng(6)
     drawn, length = random.dirichlet(np.ones(10) * 3, 4_000), random.integers(1, 21, 4_000)
     stated = np.full(4_000, calibrate.P90)

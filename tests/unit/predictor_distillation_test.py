@@ -1,4 +1,4 @@
-"""A language model asks what a corpus asks and teaches lengths; of several teachers the better count more."""
+"""A language model generates prompts like a corpus's and learns lengths; better teachers weigh more."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ GENERATOR = synthetic_prompts.PromptGeneratorConfig(
 
 
 def silent(_: str) -> None:
-    """Takes progress."""
+    """Discard progress."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def chats(model: str, tmp_path_factory: pytest.TempPathFactory) -> TrainingArrays:
-    """The corpus with answers' texts, as a language model reads it, and four asked prompts."""
+    """Return a corpus with answers' texts in a language model's tokens, with four generated prompts."""
     frame = pretrained.corpus()[::2].assign(turn=1, answer="A story .")
     vocabulary = train.read_vocabulary(str(pretrained.encoder_in(tmp_path_factory.mktemp("encoder"))))
     generated = [
@@ -122,7 +122,7 @@ def test_it_learns_how_answers_begin(chats: TrainingArrays, model: str) -> None:
 
 
 def test_a_held_out_fold_does_not_influence_its_teacher(chats: TrainingArrays, model: str) -> None:
-    """Whatever stands in it, the teacher says the same of all the others."""
+    """Whatever the fold contains, the teacher forecasts all rows the same."""
     assert chats.answers is not None
     held_out = teachers.held_out_fold(chats, 1, 4)
     assert 0.1 < held_out[:600].mean() < 0.4
@@ -167,7 +167,7 @@ def test_folds_are_disjoint_and_whole(chats: TrainingArrays) -> None:
 
 
 def forecasts(chats: TrainingArrays, noise: float) -> np.ndarray:
-    """Probabilities of each row around its length, the farther off the noisier."""
+    """Return probabilities of each row around its length, noisier with larger `noise`."""
     random = np.random.default_rng(int(10 * noise))
     off = np.maximum(chats.length, 1) * 2.0 ** random.normal(0, noise, len(chats.length))
     return labels.soft_targets(off.astype(np.int64), EDGES, 0.5).astype(np.float16)

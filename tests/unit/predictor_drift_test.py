@@ -1,4 +1,4 @@
-"""Drift is silent while outcomes are as forecast, and speaks when they are not."""
+"""Drift raises no alarm while outcomes match the forecasts, and raises one when they do not."""
 
 import random
 
@@ -17,6 +17,7 @@ def outcomes(count: int, stretch: float = 1.0, seed: int = 3) -> list[int]:
 
 
 def watched(lengths: list[int]) -> DriftMonitor:
+    """Return a monitor of lengths drawn from the forecast itself, then stretched."""
     watch = DriftMonitor()
     for tokens in lengths:
         watch.observe(EVEN, tokens)

@@ -1,4 +1,4 @@
-"""An evaluation says by source and model how good an artifact is, and leaves rows to check it by."""
+"""An evaluation scores an artifact by source and model, and writes the forecast of every row."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_the_rows_written_are_as_many_as_the_rows_read_and_in_their_order(data: 
 
 
 @pytest.mark.parametrize("column", ["source", "prompt_id", "prompt", "model", "turn", "prompt_tokens"])
-def test_what_is_not_told_of_a_row_costs_no_row(data: Path, tmp_path: Path, column: str) -> None:
+def test_missing_values_cost_no_row(data: Path, tmp_path: Path, column: str) -> None:
     rows = pd.read_parquet(data).assign(turn=1, prompt_tokens=5)
     rows[column] = rows[column].astype(object)
     rows.loc[3, column] = None

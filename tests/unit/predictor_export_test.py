@@ -1,4 +1,4 @@
-"""Training and serving agree: the exported graph says what the trained weights say."""
+"""Training and serving agree: the exported graph computes what the trained weights compute."""
 
 import numpy as np
 import onnxruntime
@@ -29,7 +29,7 @@ def head() -> length_head.LengthHead:
     )
 
 
-def test_the_graph_says_what_the_weights_say(head: length_head.LengthHead) -> None:
+def test_the_graph_computes_what_the_weights_do(head: length_head.LengthHead) -> None:
     random = np.random.default_rng(6)
     table = random.normal(size=(features.SLOTS, VIEWS)).astype(np.float32)
     table[features.PADDING_SLOT] = 0.0

@@ -1,4 +1,4 @@
-"""The fallback follows what a model does, within bounds."""
+"""The fallback follows a model's outcomes, within bounds."""
 
 from predictor import histogram
 from predictor.histogram import HistogramForecaster
@@ -29,7 +29,7 @@ def test_lengths_out_of_range_are_taken_in() -> None:
     assert expected(forecaster, "odd") > 0
 
 
-def test_it_follows_a_model_that_changed_its_ways() -> None:
+def test_it_follows_a_model_whose_lengths_change() -> None:
     forecaster = HistogramForecaster()
     for _ in range(5_000):
         forecaster.observe("model", 1_000)
@@ -38,7 +38,7 @@ def test_it_follows_a_model_that_changed_its_ways() -> None:
     assert expected(forecaster, "model") < 150
 
 
-def test_the_models_least_lately_seen_are_forgotten() -> None:
+def test_the_least_recently_used_models_are_forgotten() -> None:
     forecaster = HistogramForecaster()
     prior = expected(forecaster, "never seen")
     for index in range(histogram.MAX_MODELS + 1):

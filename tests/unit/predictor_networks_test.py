@@ -1,4 +1,4 @@
-"""The small encoder: trimming nothing changes nothing, and the graph reads as the trained net does."""
+"""The small encoder: trimming nothing changes nothing, and the graph encodes as the trained net does."""
 
 import numpy as np
 import onnxruntime
@@ -30,7 +30,7 @@ def encoder() -> BertModel:
 
 
 def states(trimmed: networks.TrimmedEncoder, pieces: torch.Tensor) -> torch.Tensor:
-    """What the queries of a trimmed encoder are told, without its last normalisation."""
+    """Return the states that the queries of a trimmed encoder read, before their normalisation."""
     captured: list[torch.Tensor] = []
     trimmed.memory_norm.register_forward_hook(lambda _, given, __: captured.append(given[0]))
     trimmed(pieces)
@@ -50,7 +50,7 @@ def test_trimming_nothing_leaves_the_encoder_as_it_was(encoder: BertModel) -> No
     assert torch.allclose(kept[real], truth[real], atol=1e-5)
 
 
-def test_merged_neighbours_are_as_many_fewer_and_padding_says_nothing(encoder: BertModel) -> None:
+def test_merging_shortens_the_sequence_and_padding_does_not_matter(encoder: BertModel) -> None:
     torch.manual_seed(4)
     kept = (networks.LayerConfig(2, 16), networks.LayerConfig(2, 16, merged=2))
     config = networks.TrimmedConfig(kept, 2, query_attention=8, query_heads=2, query_hidden=8)
@@ -63,7 +63,7 @@ def test_merged_neighbours_are_as_many_fewer_and_padding_says_nothing(encoder: B
 
 
 @pytest.mark.parametrize("merged", [1, 2, 4])
-def test_the_graph_reads_as_the_net_does(merged: int, encoder: BertModel) -> None:
+def test_the_graph_encodes_as_the_net_does(merged: int, encoder: BertModel) -> None:
     torch.manual_seed(2)
     kept = networks.LayerConfig(2, 16, merged)
     config = networks.TrimmedConfig((kept,), 3, query_attention=16, query_heads=2, query_hidden=24)

@@ -1,4 +1,4 @@
-"""The shipped artifact serves: known models, unknown ones, any text; a damaged one says why it does not."""
+"""A shipped artifact serves known models, unknown ones and any text; a damaged one says why it cannot."""
 
 import json
 import shutil
@@ -30,12 +30,12 @@ def test_the_default_is_one_of_those_shipped() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS.values())
-def test_what_is_shipped_stays_small(name: str) -> None:
+def test_shipped_artifacts_stay_small(name: str) -> None:
     assert sum(file.stat().st_size for file in (SHIPPED / name).iterdir()) < 25e6
 
 
 @pytest.mark.parametrize("word", KINDS)
-def test_one_word_chooses_what_a_gateway_forecasts_with(word: str, tmp_path: Path) -> None:
+def test_a_word_selects_a_shipped_artifact(word: str, tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text(f'predictor = "{word}"\nsite_tokens = ["t"]\n')
     chosen = config.load(file).predictor
@@ -66,7 +66,9 @@ def test_the_demo_model_is_forecast_as_the_model_it_is_an_alias_of(forecaster: O
     assert demo == davinci
 
 
-def test_an_unknown_model_gets_the_pooled_forecast_and_the_source_says_so(forecaster: OnnxForecaster) -> None:
+def test_an_unknown_model_gets_the_average_forecast_and_the_source_names_that(
+    forecaster: OnnxForecaster,
+) -> None:
     (found,) = forecaster.forecast([Features(STORY, "somebody/brand-new-model")])
     assert not forecaster.knows("somebody/brand-new-model")
     assert found.source == f"{forecaster.name}:unknown-model"
@@ -87,7 +89,7 @@ def test_no_queries_give_no_forecasts(forecaster: OnnxForecaster) -> None:
     assert forecaster.forecast([]) == []
 
 
-def test_the_card_says_what_it_was_made_from(forecaster: OnnxForecaster) -> None:
+def test_the_card_names_its_training_data(forecaster: OnnxForecaster) -> None:
     card = forecaster.card
     assert len(card.trained_on["sha256"]) == 64
     assert set(card.trained_on["sources"]) <= set(card.licences)
@@ -95,7 +97,7 @@ def test_the_card_says_what_it_was_made_from(forecaster: OnnxForecaster) -> None
     assert "seed" in card.config
 
 
-def test_a_missing_a_damaged_and_a_foreign_artifact_say_why(tmp_path: Path) -> None:
+def test_missing_damaged_and_foreign_artifacts_are_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"card\.json is missing"):
         onnx_forecaster.load(tmp_path)
     copy = tmp_path / "copy"

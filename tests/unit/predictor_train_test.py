@@ -1,4 +1,4 @@
-"""A model trained on a small corpus serves, by its own card, what the corpus says."""
+"""A model trained on a small corpus serves forecasts that fit the corpus, and its card describes it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_the_lexical_kind(corpus: Path, tmp_path: Path) -> None:
     check(tmp_path / "model")
 
 
-def test_it_is_called_as_its_folder_and_never_as_a_shipped_one_by_chance(
+def test_the_default_name_is_the_folders_and_never_a_shipped_one(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "support-desk"
@@ -89,7 +89,7 @@ def test_it_is_called_as_its_folder_and_never_as_a_shipped_one_by_chance(
             train(corpus, tmp_path / shipped)
 
 
-def test_ranges_are_as_many_and_reach_as_far_as_asked(corpus: Path, tmp_path: Path) -> None:
+def test_buckets_and_max_length_define_the_ranges(corpus: Path, tmp_path: Path) -> None:
     card = train(corpus, tmp_path / "even", buckets=10, max_length=500)
     assert card.edges == tuple(range(0, 501, 50))
     (forecast,) = OnnxForecaster(tmp_path / "even").forecast(
@@ -173,7 +173,7 @@ def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> N
     assert weights.count(",") >= 4
 
 
-def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:
+def test_unusable_input_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs an encoder"):
         train(corpus, tmp_path, kind="small")
     with pytest.raises(DataError, match="lexical learns from no language model"):
@@ -185,7 +185,7 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(corpus: Path, tmp_pat
         train(tmp_path / "bare.parquet", tmp_path / "model")
 
 
-def test_a_corpus_too_small_to_train_on_says_what_is_missing(corpus: Path, tmp_path: Path) -> None:
+def test_a_corpus_too_small_to_train_on_is_refused_with_the_reason(corpus: Path, tmp_path: Path) -> None:
     """Each of these was a traceback from deep inside."""
     rows, data = pd.read_parquet(corpus), tmp_path / "some.parquet"
     for some in (

@@ -1,4 +1,4 @@
-"""A stranger is forecast as the known model that its first outcomes are like, and the forecast says so."""
+"""An unseen model is forecast as the known model nearest to its first outcomes, which the source names."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_outcomes_of_a_known_model_change_nothing(forecaster: UnseenModelForecas
     assert forecaster.nearest_model(WORDY) is None
 
 
-def test_an_alias_begins_as_its_model_and_moves_when_outcomes_speak_against_it(
+def test_an_alias_begins_as_its_model_and_moves_with_its_outcomes(
     forecaster: UnseenModelForecaster,
 ) -> None:
     begin = expected_lengths(forecaster, "mico-demo")

@@ -1,4 +1,4 @@
-"""An artifact learns from outcomes, knows new models by them, and gives way only to a better one."""
+"""An artifact learns from outcomes, knows new models afterwards, and is replaced only by a better one."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ STORY = "Write a story about a fox and a lighthouse."
 
 
 def outcomes(path: Path, count: int, model: str = "terse/model", tokens: int = 4) -> Path:
-    """Answers of a model that always says about as much."""
+    """Write outcomes of a model whose answers all have about the same length."""
     kinds = ("Write a story about {}.", "What is {}?", "List ten facts about {}.")
     rows = [
         {
@@ -56,7 +56,7 @@ def test_a_new_model_is_learned_from_its_outcomes(tmp_path: Path) -> None:
     assert fresh.card.trained_on["updates"][0]["figures"] == report
 
 
-def test_after_an_update_the_p90_covers_about_what_it_says(tmp_path: Path) -> None:
+def test_after_an_update_the_p90_covers_about_90_percent(tmp_path: Path) -> None:
     data = outcomes(tmp_path / "outcomes.parquet", 900)
     rows = pd.read_parquet(data)
     forecasts = OnnxForecaster(LEXICAL).forecast([Features(text, "text-davinci-003") for text in rows.prompt])
@@ -102,7 +102,7 @@ def test_a_loss_elsewhere_is_refused(tmp_path: Path) -> None:
         update(LEXICAL, data, out=tmp_path / "new", elsewhere=elsewhere, margin=-1.0, steps=20)
 
 
-def test_too_few_outcomes_are_said_to_be_too_few(tmp_path: Path) -> None:
+def test_too_few_outcomes_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rows to learn from"):
         update(LEXICAL, outcomes(tmp_path / "outcomes.parquet", 20), out=tmp_path / "new")
 
@@ -121,7 +121,7 @@ def test_a_server_takes_up_the_new_artifact_and_keeps_the_old_beside_a_damaged_o
     assert serving.forecast(query)[0].expected() < before
 
 
-def test_what_a_gateway_kept_is_learned_from_without_a_conversion(tmp_path: Path) -> None:
+def test_an_outcome_log_is_learned_from_without_a_conversion(tmp_path: Path) -> None:
     kept = OutcomeLog(tmp_path / "outcomes")
     rows = pd.read_parquet(outcomes(tmp_path / "same.parquet", 300))
     for row in rows.itertuples():
@@ -133,7 +133,7 @@ def test_what_a_gateway_kept_is_learned_from_without_a_conversion(tmp_path: Path
     assert OnnxForecaster(folder).knows("terse/model")
 
 
-def test_a_folder_of_outcomes_keeps_the_newest_and_goes_on_after_a_restart(
+def test_an_outcome_log_keeps_the_newest_and_continues_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("predictor.outcome_log.MAX_LINES", 10)
@@ -146,12 +146,12 @@ def test_a_folder_of_outcomes_keeps_the_newest_and_goes_on_after_a_restart(
     assert 10 <= len(lengths) <= 20
 
 
-def test_a_folder_without_outcomes_says_how_to_get_some(tmp_path: Path) -> None:
+def test_a_folder_without_outcomes_is_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="start the gateway with"):
         update(LEXICAL, tmp_path)
 
 
-def test_an_outcome_that_was_torn_costs_no_other(tmp_path: Path) -> None:
+def test_a_torn_line_costs_no_other_outcome(tmp_path: Path) -> None:
     """As a full disk or a power cut leaves it: what came behind joined that line, and none was read."""
     folder = tmp_path / "outcomes"
     kept = OutcomeLog(folder)
@@ -164,7 +164,7 @@ def test_an_outcome_that_was_torn_costs_no_other(tmp_path: Path) -> None:
     assert read(folder).response_tokens.tolist() == [1, 2]
 
 
-def test_a_line_that_could_not_be_written_costs_no_other(tmp_path: Path) -> None:
+def test_a_failed_write_costs_no_other_outcome(tmp_path: Path) -> None:
     kept = OutcomeLog(tmp_path)
     (tmp_path / NEWEST).mkdir()
     with pytest.raises(IsADirectoryError):
@@ -197,7 +197,7 @@ def test_outcomes_are_read_whole_while_a_gateway_adds_to_them(
     writing.join()
 
 
-def test_an_update_says_what_it_learned_from_though_more_came_meanwhile(tmp_path: Path) -> None:
+def test_the_card_records_the_outcomes_read_though_more_are_appended_meanwhile(tmp_path: Path) -> None:
     data = outcomes(tmp_path / "outcomes.parquet", 300)
     before = file_digest(data)
 
@@ -208,7 +208,7 @@ def test_an_update_says_what_it_learned_from_though_more_came_meanwhile(tmp_path
     assert OnnxForecaster(tmp_path / "new").card.trained_on["updates"][0]["sha256"] == before
 
 
-def test_another_way_to_write_a_name_is_no_new_model(tmp_path: Path) -> None:
+def test_a_models_name_is_compared_without_case(tmp_path: Path) -> None:
     """A gateway serves `GPT4` as `gpt4`, so that is what an update has to be better than."""
     reports = [
         update(LEXICAL, outcomes(tmp_path / f"{name}.parquet", 300, name), out=tmp_path / name, steps=5)
@@ -219,7 +219,7 @@ def test_another_way_to_write_a_name_is_no_new_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_a_corpus_too_small_to_rehearse_is_said_to_be(tmp_path: Path, rows: int) -> None:
+def test_a_corpus_too_small_to_rehearse_is_refused(tmp_path: Path, rows: int) -> None:
     elsewhere = outcomes(tmp_path / "elsewhere.parquet", 3)
     pd.read_parquet(elsewhere).head(rows).to_parquet(elsewhere)
     with pytest.raises(DataError, match="rows to rehearse"):

@@ -1,4 +1,4 @@
-"""Word pieces: any text gives some, never too many, and a known word is cut where it should be."""
+"""Word pieces: any text gives some, never too many, and known words are split as the vocabulary says."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def cut(text: str) -> list[str]:
         ("", []),
     ],
 )
-def test_words_are_cut_into_their_longest_pieces(text: str, pieces: list[str]) -> None:
+def test_words_are_split_into_their_longest_pieces(text: str, pieces: list[str]) -> None:
     assert cut(text) == pieces
 
 
