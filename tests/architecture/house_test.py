@@ -21,9 +21,11 @@ SOURCES = [
     file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py")) if "_pb2" not in file.name
 ]
 BANNED = {"util", "utils", "common", "helper", "helpers"}
-FUNCTION_LINES = 70
+FUNCTION_LINES = 50
+MAY_BE_LONGER = ("/kernels/", "gateway/app.py", "site_engine/app.py", "migrations/versions/")
+"""A kernel is one function; a process is composed and a revision of the database written in one."""
 FILE_LINES = 450
-USED_ONCE_SHARE = 0.26
+USED_ONCE_SHARE = 0.16
 """Of all functions of the engine's site, those that are private and used once."""
 
 
@@ -42,9 +44,9 @@ def test_no_module_or_class_has_a_name_that_says_nothing() -> None:
     assert modules + classes == []
 
 
-def test_no_function_is_longer_than_seventy_lines() -> None:
+def test_no_function_is_longer_than_fifty_lines() -> None:
     long = [name for name, lines in functions() if lines > FUNCTION_LINES]
-    assert [name for name in long if "/kernels/" not in name] == []  # a kernel is one function
+    assert [name for name in long if not any(part in name for part in MAY_BE_LONGER)] == []
 
 
 def test_no_file_is_longer_than_four_hundred_and_fifty_lines() -> None:

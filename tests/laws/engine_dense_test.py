@@ -29,6 +29,8 @@ from tests.support.engine_models import (
 from tests.support.model_families import random_model, tiny_config
 from tests.support.padded_batch import padded_engine
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 TOO_SHORT = RemainingCurve((RemainingPoint(0, 1.0, 1),))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.support.engine_models import assert_idle, family
 from tests.support.soak import Sample, Soak, growth
+
+pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 

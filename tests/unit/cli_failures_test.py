@@ -23,6 +23,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Path) -> None:
     def start(**settings: object) -> tuple[int, str]:
         given = {"http_port": 0, "grpc_port": 0, "folder": "gw", "database_url": "sqlite:///g.db", **settings}

@@ -41,7 +41,7 @@ VALUES["type"] = {"prompt", "response"}
 def scaler(directory: Directory) -> Scaler:
     """Return a scaler after one round."""
     found = Scaler(lambda: directory.sites, ScalingPlan(), {}, lambda: 0.0)
-    asyncio.run(found.look())
+    asyncio.run(found.reconcile())
     return found
 
 

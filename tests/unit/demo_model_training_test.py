@@ -27,6 +27,8 @@ from mico.demo_model.network import Batches
 from mico.demo_model.tokens import CONTEXT_TOKENS, train_tokenizer
 from mico.demo_model.train import WARM_UP_SHARE, Plan, fit, learning_rate, main
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)  # two threads on a busy machine wait for each other far longer than they compute
 
 EXCHANGES = [Exchange("alpaca", f"p{i:08x}", f"What is {i} and {i}?", f"It is {2 * i}.") for i in range(40)]

@@ -19,6 +19,8 @@ from predictor.onnx_forecaster import Features, OnnxForecaster
 from predictor.outcome_log import NEWEST, OutcomeLog
 from predictor.update.update import HELD_OUT_PERCENT, update
 
+pytestmark = pytest.mark.slow
+
 LEXICAL = SHIPPED / LEXICAL_NAME
 STORY = "Write a story about a fox and a lighthouse."
 
