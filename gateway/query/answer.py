@@ -51,6 +51,7 @@ class QueryRun:
         self.state = context.new_state(query)
 
     async def run(self) -> AsyncGenerator[AnswerEvent, None]:
+        """Yield the events of the answer. An attempt that fails leads to the next try, until none is left."""
         state = self.state
         # No `asyncio.timeout()` around all this: it must not span a `yield` of an async generator. It cancels
         # the task that entered it, and at a `yield` that task runs the consumer's code, not this one: the
