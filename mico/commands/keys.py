@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gateway.store.key_table import KeyInfo
     from gateway.store.store import Store
 
-T = TypeVar("T")
 SECONDS_A_DAY = 86_400.0
 MAX_DAYS = 36_500.0
 MAX_TIME_S = 253_402_300_799.0
