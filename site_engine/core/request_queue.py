@@ -265,10 +265,6 @@ class AdmissionQueue:
         self.response_tokens -= request.expected_remaining()
         if not self._waiting:
             self.response_tokens = 0.0  # no drift from rounding
-        self._unlist(request)
-        return request
-
-    def _unlist(self, request: Request) -> None:
         key = (request.lane, request.priority)
         heaps, work = self._levels[key].heaps, self._levels[key].work
         work[request.tenant] -= request.expected_remaining() + _prompt_work(request)
@@ -282,3 +278,4 @@ class AdmissionQueue:
             del heaps[request.tenant], work[request.tenant]
         if not heaps:
             del self._levels[key]
+        return request

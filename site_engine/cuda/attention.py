@@ -107,7 +107,12 @@ class DeviceContext:
         attention_launch.write(key, value, keys, values, work.slots)
         plain = scoring.window is None and scoring.softcap is None and scoring.sinks is None
         if self._fresh is not None and plain:
-            out[self._fresh.begin :] = _packed(self._fresh, query, key, value, scoring.scale)
+            begin, ends, longest = self._fresh
+            q, k, v = (one[:, begin:].transpose(0, 1) for one in (query, key, value))
+            attend = varlen_attention()
+            out[begin:] = attend(
+                q, k, v, ends, ends, longest, longest, scale=scoring.scale, window_size=(-1, 0)
+            )
         else:
             attention_launch.prefill(query, keys, values, self._table, work.blocks, out, scoring)
 
@@ -116,17 +121,6 @@ class DeviceContext:
 def _supports_pdl() -> bool:
     """Return whether the device has programmatic dependent launch: kernels that overlap the one before."""
     return bool(torch.cuda.get_device_capability() >= (9, 0))
-
-
-def _packed(
-    fresh: FreshPrefill, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    q, k, v = (one[:, fresh.begin :].transpose(0, 1) for one in (query, key, value))
-    ends, longest = fresh.ends, fresh.longest
-    answer: torch.Tensor = varlen_attention()(
-        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0)
-    )
-    return answer
 
 
 @cache

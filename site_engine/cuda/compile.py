@@ -54,9 +54,20 @@ def join(model: nn.Module, names: Sequence[str]) -> int:
     count = 0
     for module in list(model.modules()):
         linears = _linears(module, names)
-        if linears:
-            _replace(module, names, linears)
-            count += 1
+        if not linears:
+            continue
+        count += 1
+        joined, begin = _Joined(), 0
+        weight = torch.cat([one.weight.data for one in linears])
+        bias = torch.cat([one.bias.data for one in linears]) if linears[0].bias is not None else None
+        for at, (name, linear) in enumerate(zip(names, linears, strict=True)):
+            end = begin + linear.out_features
+            part = _Part(joined, begin, end, last=at == len(names) - 1)
+            if at == 0:
+                part.weight = nn.Parameter(weight, requires_grad=False)
+                part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            setattr(module, name, part)
+            begin = end
     return count
 
 
@@ -67,20 +78,6 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     linears = [one for one in found if isinstance(one, nn.Linear)]
     alike = len({(one.in_features, one.bias is None) for one in linears}) == 1
     return linears if alike else []
-
-
-def _replace(module: nn.Module, names: Sequence[str], linears: list[nn.Linear]) -> None:
-    joined, begin = _Joined(), 0
-    weight = torch.cat([one.weight.data for one in linears])
-    bias = torch.cat([one.bias.data for one in linears]) if linears[0].bias is not None else None
-    for at, (name, linear) in enumerate(zip(names, linears, strict=True)):
-        end = begin + linear.out_features
-        part = _Part(joined, begin, end, last=at == len(names) - 1)
-        if at == 0:
-            part.weight = nn.Parameter(weight, requires_grad=False)
-            part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        setattr(module, name, part)
-        begin = end
 
 
 def faster_split(weights: Sequence[torch.Tensor]) -> Callable[[int], bool]:

@@ -89,7 +89,8 @@ class SiteEngine:
         if self._overlapped is None:
             return self._step_synchronous()
         if self._needs_host:
-            self._publish_pending()
+            pending, self._pending = self._pending, None
+            self._publish_step(pending, self._launched_s)
             return self._step_synchronous()
         return self._step_overlapped(self._overlapped)
 
@@ -126,7 +127,10 @@ class SiteEngine:
         if plan:
             try:
                 self._pending = runner.launch(plan)
-                self._advance_launched(plan)
+                self._scheduler.advance(plan)
+                for request, start, length, samples in plan.chunks:
+                    if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
+                        request.state = State.LAST  # its last token is being computed: not planned again
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
                 before = None
@@ -264,10 +268,6 @@ class SiteEngine:
             self._live[chunk.request.id].read_prompt(chunk.start, rows)
         self._publish(logits.sampled, sampled.token_ids, set(sampled.broken), now, sampled.alternatives)
 
-    def _publish_pending(self) -> None:
-        pending, self._pending = self._pending, None
-        self._publish_step(pending, self._launched_s)
-
     def _publish_step(self, step: PendingStep | None, launched_s: float) -> None:
         """Wait for a launched step, publish its tokens and measure it; None publishes nothing."""
         if step is None:
@@ -297,7 +297,7 @@ class SiteEngine:
             if processor is None or processor.request is not request:
                 discarded += 1
                 continue
-            if row in broken:
+            if broken and row in broken:
                 self._fail(processor, "the model's output was not finite")
                 continue
             if request.guide is not None and request.guide.error:
@@ -310,13 +310,6 @@ class SiteEngine:
             if output.finish is not None:
                 self._forget(request)
         return discarded
-
-    def _advance_launched(self, plan: SchedulePlan) -> None:
-        """Count what was launched as computed; do not plan a request again whose last token it computes."""
-        self._scheduler.advance(plan)
-        for request, start, length, samples in plan.chunks:
-            if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
-                request.state = State.LAST
 
     def _isolate(self, plan: SchedulePlan, error: Exception) -> None:
         """Compute the chunks of a failed iteration one by one; fail the requests whose chunk fails alone."""

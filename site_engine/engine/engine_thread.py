@@ -90,17 +90,40 @@ class EngineThread:
         self._thread.join(within_s)
 
     def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
-        self._ask(partial(self._submit, group, reply))
+        """Submit a group, all of its requests or none; reply with the admission or the refusal."""
+
+        def run() -> None:
+            self._calls.append(partial(reply, self._admit(group)))
+            self._load_wanted = True  # older figures, sent after the reply, would not count this request
+
+        self._ask(run)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        self._ask(partial(self._cancel, tuple(request_ids)))
+        """End requests; those that have ended are ignored."""
+        ids = tuple(request_ids)
+
+        def run() -> None:
+            for request_id in ids:
+                if request_id in self._live and not self._broken:
+                    self._engine.cancel(request_id)
+
+        self._ask(run)
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
         """Release groups whose requests all still wait; reply, group by group, whether it was released."""
-        self._ask(partial(self._release, groups, reply))
+
+        def run() -> None:
+            self._calls.append(partial(reply, [self._release_group(group) for group in groups]))
+
+        self._ask(run)
 
     def request_load(self) -> None:
-        self._ask(self._want_load)
+        """Report the load with the next pass."""
+
+        def run() -> None:
+            self._load_wanted = True
+
+        self._ask(run)
 
     def _ask(self, operation: Callable[[], None]) -> None:
         with self._wakeup:
@@ -174,13 +197,6 @@ class EngineThread:
             self._load_s = now
             self._calls.append(partial(self.listener.load, LoadSeen(self._engine.load(), now)))
 
-    def _want_load(self) -> None:
-        self._load_wanted = True
-
-    def _submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
-        self._calls.append(partial(reply, self._admit(group)))
-        self._want_load()  # older figures, sent after the reply, would not count this request
-
     def _admit(self, group: Group) -> Admission | NotServed:
         if self._broken:
             return NotServed(Reason.INTERNAL, f"the engine of this site is broken: {self._broken}")
@@ -199,14 +215,6 @@ class EngineThread:
             return NotServed(Reason.INTERNAL, f"the engine failed to take the request: {_describe(exc)}")
         self._live.update((request.id, _Live(request)) for request in group)
         return answers[0]
-
-    def _cancel(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            if request_id in self._live and not self._broken:
-                self._engine.cancel(request_id)
-
-    def _release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        self._calls.append(partial(reply, [self._release_group(group) for group in groups]))
 
     def _release_group(self, group: Sequence[str]) -> bool:
         """Release all requests of a group or none: resubmit the released ones if another has started."""
@@ -240,14 +248,11 @@ class EngineThread:
         elif failed:
             self._steps_without_token += 1
             if self._steps_without_token >= MAX_STEPS_WITHOUT_TOKEN:
-                self._probe()
-
-    def _probe(self) -> None:
-        self._steps_without_token = 0
-        try:
-            self._engine.submit(Request(PROBE_ID, [0], Sampling(max_tokens=1, temperature=0.0)))
-        except RequestRejected as refused:
-            log.info("the engine could not be probed: %s", refused.message)
+                self._steps_without_token = 0
+                try:
+                    self._engine.submit(Request(PROBE_ID, [0], Sampling(max_tokens=1, temperature=0.0)))
+                except RequestRejected as refused:
+                    log.info("the engine could not be probed: %s", refused.message)
 
     def _after_failure(self, exc: Exception) -> list[Output]:
         """Fail the running requests and keep the waiting ones. Raises EngineBroken after repeated errors."""

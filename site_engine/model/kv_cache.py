@@ -65,7 +65,10 @@ class KVCache:
     def copy_out(self, pages: list[int]) -> list[torch.Tensor]:
         """Copy the keys and values of pages to host memory, layer by layer; pinned if they are on a GPU."""
         index = self._index(pages)
-        return [self._to_host(room.index_select(0, index)) for room in (*self.keys, *self.values)]
+        copies = [room.index_select(0, index) for room in (*self.keys, *self.values)]
+        if self.device.type == "cpu":
+            return copies
+        return [torch.empty(one.shape, dtype=one.dtype, pin_memory=True).copy_(one) for one in copies]
 
     def copy_in(self, kept: list[torch.Tensor], pages: list[int]) -> None:
         """Copy what `copy_out` returned into `pages`."""
@@ -75,11 +78,6 @@ class KVCache:
 
     def _index(self, pages: list[int]) -> torch.Tensor:
         return torch.tensor(pages, dtype=torch.long, device=self.device)
-
-    def _to_host(self, room: torch.Tensor) -> torch.Tensor:
-        if room.device.type == "cpu":
-            return room
-        return torch.empty(room.shape, dtype=room.dtype, pin_memory=True).copy_(room)
 
     def fill(self, pages: list[int], number: float) -> None:
         index = self._index(pages)
