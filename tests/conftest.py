@@ -1,4 +1,4 @@
-"""What has to be settled before any test is drawn, or imports torch or Triton."""
+"""Settings that have to be made before any test is collected or imports torch or Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom, and what a process must not drag in: the contracts and start-up probes."""
+"""The import contracts, and what the start of a process must not load."""
 
 from __future__ import annotations
 

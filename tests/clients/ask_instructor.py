@@ -1,4 +1,4 @@
-"""What clients_test.py asks of instructor; runs in that client's environment."""
+"""The requests that clients_test.py makes with instructor; runs in that client's environment."""
 
 import json
 import os

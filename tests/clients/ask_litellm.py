@@ -1,4 +1,4 @@
-"""What clients_test.py asks of litellm as a library; runs in that client's environment."""
+"""The requests that clients_test.py makes with litellm as a library; runs in that client's environment."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What clients_test.py asks of llm; runs in its environment. llm lists the models it was told of."""
+"""The requests that clients_test.py makes with llm; runs in its environment. llm lists configured models."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What goes wrong around a federation: bad input, clients that vanish, a site that dies. Nothing is kept."""
+"""Accidents around a federation: bad input, clients that vanish, a site that dies. Nothing stays reserved."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def busiest(federation: LocalFederation) -> str | None:
 
 
 def ask(sdk: OpenAI, federation: LocalFederation) -> str:
-    """How the stream ended: its finish reason, or the code of the error that it carried."""
+    """Return the finish reason of a stream, or the code of the error that it carried."""
     query = body(federation, max_tokens=60)
     extra = {"ignore_eos": query.pop("ignore_eos")}
     finish = ""

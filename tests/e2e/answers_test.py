@@ -1,4 +1,4 @@
-"""What a person gets from a running federation: full answers, from every site, the model's own words."""
+"""Answers of a running federation: complete, from every site, in the model's own words."""
 
 from __future__ import annotations
 

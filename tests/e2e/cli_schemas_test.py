@@ -1,4 +1,4 @@
-"""What `--json` prints is a promise: the names and kinds of every read command, against a real federation."""
+"""The names and types of `--json` of every read command are a promise, checked against a real federation."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_every_command_that_reads_has_promised_its_names() -> None:
 
 
 def at(value: Any, path: str) -> Any:
-    """What stands at a path such as `sites[]` or `[].usage`; of a list its first."""
+    """Return the value at a path such as `sites[]` or `[].usage`; of a list the first."""
     for step in path.replace("[]", ".[]").split("."):
         if step == "[]":
             assert value, f"an empty list at {path} shows nothing"

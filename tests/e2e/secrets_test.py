@@ -47,7 +47,7 @@ class Told:
         self.texts[who] = self.texts.get(who, "") + text
 
     def leaks(self) -> set[tuple[str, str]]:
-        """Who said which; also half of a secret is one."""
+        """Return each source with the secret that it leaked; half of a secret counts as one."""
         found = set()
         for name, secret in self.secrets.items():
             half = len(secret) // 2
@@ -64,7 +64,7 @@ class Place:
     environment: dict[str, str]
 
     def mico(self, *arguments: str, **more: str) -> str:
-        """What a command prints; what it says on stderr is heard."""
+        """Return what a command prints to stdout; its stderr is recorded."""
         command = [sys.executable, "-m", "mico", *arguments]
         done = subprocess.run(
             command,
@@ -80,7 +80,7 @@ class Place:
 
     @asynccontextmanager
     async def process(self, name: str, *arguments: str, **more: str) -> AsyncIterator[Path]:
-        """It runs meanwhile; its log is heard when it has ended."""
+        """Run a process within the context; its log is recorded when it has ended."""
         log = self.folder / f"{name}.log"
         with log.open("wb") as file:
             running = await asyncio.create_subprocess_exec(
@@ -109,7 +109,7 @@ def place(tmp_path: Path) -> Place:
 
 
 async def until_said(log: Path, words: str) -> str:
-    """All that was said by then."""
+    """Return the log as soon as it has the words."""
     end = time.monotonic() + PATIENCE_S
     while words not in (said := await asyncio.to_thread(log.read_text)):
         assert time.monotonic() < end, f"{log.name} never said {words!r}:\n{said[-2000:]}"
@@ -237,7 +237,7 @@ async def ask(place: Place, url: str, key: str, server: OpenAIServer) -> None:
 
 
 def offline(place: Place) -> None:
-    """What has no need of a gateway that runs, and a gateway that cannot start."""
+    """Run commands that need no gateway, and a gateway that cannot start."""
     password = place.told.secret("database_password")
     url = {"MICO_DATABASE_URL": f"postgresql://mico:{password}@127.0.0.1:9/mico"}
     key = {"MICO_API_KEY": place.told.secrets["api_key"]}

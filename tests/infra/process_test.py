@@ -53,7 +53,7 @@ def spec(folder: Path, port: int, *command: str, contains: str = "") -> str:
 
 @contextmanager
 def ending(pid: int) -> Iterator[Callable[[], bool]]:
-    """Whether a process that runs now has ended, waiting for it if need be."""
+    """Return whether a process that runs now has ended, waiting for it if need be."""
     handle = os.pidfd_open(pid)
     try:
         yield lambda: bool(select.select([handle], [], [], 10)[0])

@@ -181,7 +181,7 @@ def test_an_answer_does_not_go_on_at_a_site_that_can_not_resume() -> None:
 
 @pytest.mark.parametrize("engine", ["native", "vllm"])
 def test_an_answer_does_not_go_on_with_other_weights(engine: str) -> None:
-    """They would have said something else. What a server has is for its operator to know."""
+    """Other weights would have answered otherwise. Which weights a server has is for its operator to know."""
 
     async def scenario(here: Scene) -> None:
         dying = await here.site("a")

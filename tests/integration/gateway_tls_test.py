@@ -84,7 +84,7 @@ def old_protocols(trust: ssl.SSLContext) -> ssl.SSLContext:
 def test_a_certificate_that_could_not_be_read_is_shown_once_it_can(
     tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What mends the files need not change their time or size, as a chmod does not."""
+    """A repair of the files, such as a chmod, need not change their time or size."""
     chain, key = put(authority, tmp_path)
     files = CertificateFiles(chain, key)
     old = files.pair()

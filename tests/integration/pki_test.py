@@ -362,7 +362,7 @@ def test_who_fails_too_often_is_told_only_that(tmp_path: Path) -> None:
 
 
 async def joining_as(site: str | None, address: str, credentials: Any) -> tuple[grpc.StatusCode, str]:
-    """How the gateway refuses a Hello; None: how it refuses who has said nothing yet.
+    """Return how the gateway refuses a Hello, or with None how it refuses a client that has sent nothing yet.
 
     A Hello that is not read may fail as it is written, and then gRPC forgets what the gateway said.
     """

@@ -29,7 +29,7 @@ class Lines(logging.Handler):
         self.lines.append(json.loads(self.format(record)))
 
     def about_queries(self) -> list[dict[str, object]]:
-        """All but those of links and of the process."""
+        """Return all lines but those of links and of the process."""
         elsewhere = (
             "gateway.federation.server",
             "gateway.federation.link",

@@ -23,7 +23,7 @@ REQUEST = HttpRequest("/v1/completions", {"prompt": "ab", "max_tokens": 3})
 
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
-    """Of a server on 127.0.0.1 whose certificate clients trust by their environment."""
+    """Return the context of a server on 127.0.0.1 whose certificate clients trust by their environment."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "server")])
     now = datetime.datetime.now(datetime.UTC)

@@ -52,7 +52,7 @@ def test_lines_do_not_take_slots_from_each_other_nor_from_a_chat() -> None:
 
 @pytest.mark.parametrize(("lane", "first"), [(Lane.BATCH, 150), (Lane.CHAT, 90)])
 def test_answers_whose_length_is_known_start_by_it(lane: Lane, first: int) -> None:
-    """Of a batch the longest, of chats the shortest; what waits for them is what they take."""
+    """The longest of a batch and the shortest of chats go first."""
     lengths = (120, first, 110, 240 - first)
     engine = engine_for(family("llama").served, slots=1, kv_tokens=1024)
     for at, tokens in enumerate(lengths):

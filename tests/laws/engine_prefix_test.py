@@ -197,7 +197,7 @@ def test_eviction_begins_with_the_longest_unused() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_tenant_cannot_tell_what_another_has_asked(shared: bool) -> None:
-    """Its beginning is computed as if nobody had asked the same, unless the operator lets tenants share."""
+    """A prefix is computed as if nobody had sent the same one, unless the operator lets tenants share."""
     engine = engine_for(family("llama").served, page_size=4, share_prefixes=shared)
     prompt = list(range(1, 30))
     cached = []

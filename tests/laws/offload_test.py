@@ -118,7 +118,7 @@ def test_a_far_site_is_not_asked_for_what_it_starts_before_its_answer_is_here() 
 
 
 def test_a_site_with_a_free_slot_behind_a_long_prompt_wins_nothing() -> None:
-    """Its next iterations go to the prompt that runs there."""
+    """The next iterations of such a site go to the prompt that runs there."""
     bidder, busy = site("idle", running=1), site("busy", running=4, pending=1)
     cost = IterationCost(base_s=0.02, per_token_s=0.001)
     assert wins("idle", [pending(0)], Fleet.of([bidder, busy]), NOW) != []

@@ -1,4 +1,4 @@
-"""Where a gateway listens that chose its ports itself, as its log says."""
+"""Read from its log the ports that a gateway chose itself."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Family:
     plain: Any
 
     def generate(self, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
-        """What transformers answers when the prompt is alone, greedily."""
+        """Return the greedy answer of transformers to the prompt alone."""
         with torch.no_grad():
             whole = self.plain.generate(
                 torch.tensor([prompt]),

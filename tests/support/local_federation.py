@@ -38,7 +38,7 @@ def eventually(holds: Callable[[], Any], what: str, within_s: float = SETTLED_WI
 
 
 def mico(folder: Path, *arguments: str) -> str:
-    """What `mico ARGUMENTS` wrote to stdout; its stderr is part of the failure if there is one."""
+    """Return the stdout of `mico ARGUMENTS`; a failure shows its stderr too."""
     command = [sys.executable, "-m", "mico", "--folder", str(folder), *arguments]
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("MICO_", "OPENAI_"))}
     run = subprocess.run(
@@ -120,7 +120,7 @@ class LocalFederation:
         mico(self.folder.path, "up", "--detach", "--json")
 
     def recorded(self, query_ids: list[str]) -> dict[str, list[ExplainedQuery]]:
-        """What the database says of each query."""
+        """Return the records of each query in the database."""
 
         async def read(store: Store) -> dict[str, list[ExplainedQuery]]:
             return {query_id: await store.read.explain(query_id) for query_id in query_ids}

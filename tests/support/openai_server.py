@@ -197,7 +197,7 @@ class OpenAIServer:
 
 
 def text(asked: dict[str, Any]) -> str:
-    """What it answers to a request."""
+    """Return the text of the answer to a request."""
     read = "".join(_read(asked["messages"])) if "messages" in asked else asked["prompt"]
     period = next(n for n in range(1, len(read) + 1) if read.startswith(read[n:]))
     letters = cycle(read[:period])
@@ -211,7 +211,7 @@ def _read(messages: list[dict[str, str]]) -> list[str]:
 
 
 def _is_begun(asked: dict[str, Any]) -> bool:
-    """Whether there is something of an answer already."""
+    """Return whether the answer has begun."""
     return "messages" in asked and len(_read(asked["messages"])) > 1
 
 

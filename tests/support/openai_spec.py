@@ -92,7 +92,7 @@ ERROR = {
 
 
 def from_file(path: Path) -> dict[str, Any]:
-    """What we serve of a specification; its paths may begin with /v1, or its server's address end with it.
+    """Return the served part of a specification, whose paths or server address may have /v1.
 
     Any refusal of ours has OpenAI's shape of errors.
     """

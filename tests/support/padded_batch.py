@@ -64,7 +64,7 @@ class Columns:
         return int(self.valid[row, self.begin : self.end].sum())
 
     def keep(self, row: int, tokens: int) -> None:
-        """Of a row's tokens only the first ones stay; of an emptied row no number does."""
+        """Keep only the first tokens of a row, and no number of an emptied row."""
         own = self.valid[row, self.begin : self.end]
         own &= own.cumsum(0) <= tokens
         if tokens == 0:
@@ -80,7 +80,7 @@ class Columns:
             self.begin = self.end = 0
 
     def make_room(self, columns: int) -> None:
-        """So many columns after the end: what is in use moves to the front, in larger memory if need be."""
+        """Make room for columns after the end, by moving the used ones to the front or into larger memory."""
         capacity = self.valid.shape[1]
         if self.end + columns <= capacity:
             return
@@ -220,7 +220,7 @@ class PaddedRunner:
             self._seats[row] = entry.request
 
     def _pass(self, columns: Columns, entries: list[ScheduledChunk]) -> list[torch.Tensor]:
-        """Of each entry the wanted logits, [places, vocabulary]; its tokens lie in the last columns."""
+        """Return the requested logits of each entry, `[places, vocabulary]`, from its last columns."""
         width = max(entry.length for entry in entries)
         ids = torch.zeros(columns.rows, width, dtype=torch.long)
         fresh = torch.zeros(columns.rows, width, dtype=torch.bool)

@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(slots=True)
 class Engine:
-    """All paced answers advance together, once an iteration; `flush` follows the emits of an iteration."""
+    """Advance all paced answers together, once an iteration; `flush` follows the emits of an iteration."""
 
     iteration_s: float
     running: set[Job] = field(default_factory=set)

@@ -92,7 +92,7 @@ class Session:
         return "".join(each.text for each in self.deltas(attempt_id, index))
 
     def finish(self, attempt_id: str, index: int = 0) -> int:
-        """How the choice ended, 0 if it has not; twice is a failure."""
+        """Return the finish of the choice, 0 before its end; fail when it ended twice."""
         finishes = [each.finish for each in self.deltas(attempt_id, index) if each.finish]
         assert len(finishes) <= 1, "finished twice"
         return finishes[0] if finishes else 0

@@ -153,7 +153,7 @@ def test_what_is_no_gateway_is_told(text: str) -> None:
 
 
 def test_a_gateway_that_says_nothing_is_away() -> None:
-    """It took its connection and hung: `mico top` heard no key for ten minutes."""
+    """A connection that is accepted and then hangs kept `mico top` deaf to keys for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         url = f"http://127.0.0.1:{hanging.getsockname()[1]}/v1"
         with pytest.raises(GatewayUnavailable, match="does not answer"):
@@ -161,7 +161,7 @@ def test_a_gateway_that_says_nothing_is_away() -> None:
 
 
 def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where HTTP_PROXY is set and NO_PROXY is not, `mico up` never saw its own gateway."""
+    """With HTTP_PROXY set and NO_PROXY not, `mico up` never reached its own gateway."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)

@@ -1,4 +1,4 @@
-"""Where a client setting comes from, and what never leaves the machine by mistake."""
+"""Origins of client settings, and keys that never leave the machine by mistake."""
 
 from __future__ import annotations
 

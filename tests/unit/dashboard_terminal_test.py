@@ -1,4 +1,4 @@
-"""What `mico top` draws and how `mico sites …` reads lengths of time."""
+"""The screen of `mico top`, and the lengths of time that `mico sites …` reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows the demo model learns from, and what becomes of their text."""
+"""The rows that the demo model learns from, and the cleaning of their text."""
 
 import gzip
 import json

@@ -74,7 +74,7 @@ def test_shipped_template_is_the_one_in_the_source(tokenizer: Any) -> None:
 
 
 def test_a_longer_conversation_extends_the_tokens_of_the_shorter(tokenizer: Any) -> None:
-    """What lets a prefix cache serve the next turn."""
+    """This lets a prefix cache serve the next turn."""
     said = [USER, {"role": "assistant", "content": "Apples, pears and plums."}]
     longer = rendered(tokenizer, *said, {"role": "user", "content": "More."}, ask=True)
     asked = tokenizer(rendered(tokenizer, USER, ask=True)).input_ids

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Database(http.server.BaseHTTPRequestHandler):
-    """Of the kind of osv.dev; it knows of one bad version."""
+    """A vulnerability database like osv.dev that knows of one bad version."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -1,4 +1,4 @@
-"""Who goes first, and that nobody waits for ever."""
+"""The order of admission; no request waits for ever."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ RANKED = LOGITS[0].argsort(descending=True).tolist()
 def draws(
     sampling: Sampling, count: int = 300, prompt: tuple[int, ...] = (1,), eos: tuple[int, ...] = ()
 ) -> list[int]:
-    """What a row gives at `count` places of its own."""
+    """Return the tokens of a row at `count` places of its own."""
     sampler = Sampler(eos, torch.device("cpu"))
     requests = [Request(str(at), prompt, sampling) for at in range(count)]
     return sampler.sample(requests, LOGITS.repeat(count, 1)).token_ids

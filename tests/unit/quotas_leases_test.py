@@ -1,4 +1,4 @@
-"""How often leases are renewed: what is given back hurries only where somebody may wait for it."""
+"""The rhythm of lease renewals: a surplus is returned at once only where another replica may wait for it."""
 
 from __future__ import annotations
 

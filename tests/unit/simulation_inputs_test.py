@@ -1,4 +1,4 @@
-"""What the simulator is asked with: sites, loads, estimators, outages; and the command itself."""
+"""Inputs of the simulator: sites, loads, estimators, outages; and the command itself."""
 
 from __future__ import annotations
 

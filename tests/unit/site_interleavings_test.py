@@ -54,7 +54,7 @@ class SlowTokenizer(PromptTokenizer):
 
 @dataclass
 class Seen:
-    """What a gateway was told of one attempt."""
+    """The messages that a gateway received about one attempt."""
 
     assign: m.Assign
     gateway: str

@@ -77,7 +77,7 @@ def prepare(name: str, tools: Tools | None, *turns: m.ChatMessage, schema: str =
 
 
 def follows(prepared: Prepared, name: str, text: str) -> bool:
-    """Whether the text is a whole answer by the grammar."""
+    """Return whether the text is a complete answer by the grammar."""
     assert prepared.grammar is not None
     guide = prepared.grammar.start()
     ids = tool_tokenizer(name).encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""What `--json` prints is what a script can read back, or an error: never the repr of something."""
+"""`--json` prints a value that a script can read back, or an error: never the repr of an object."""
 
 from __future__ import annotations
 

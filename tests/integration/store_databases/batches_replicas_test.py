@@ -44,7 +44,7 @@ def test_another_replica_goes_on_without_repeating_what_is_done(url: str) -> Non
 def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lost its lease while lines ran: their outcomes are dropped and the running ones are cancelled."""
+    """The replica lost its lease while lines ran: their outcomes are dropped, and running ones cancelled."""
 
     async def main() -> None:
         async with replica(url, name="r1") as first:

@@ -197,7 +197,7 @@ class Scene:
         return site
 
     async def heartbeats_until_gone(self, name: str) -> None:
-        """Of a site that answers no pings. Whoever answers them has the time to."""
+        """Send heartbeats until a site that answers no pings is gone; the other sites have time to answer."""
         links: Any = self.gateway.federation.links
         answering = [site.name for site in self.sites if site.answers_pings]
         for _ in range(2 * MISSED_HEARTBEATS):
