@@ -105,10 +105,12 @@ class SnapshotPublisher:
         self.tick()
         self._task = asyncio.create_task(self._tick_for_ever())
 
-    async def restore_events(self, seen_by: Callable[[str, float, int], Awaitable[list[Event]]]) -> None:
+    async def restore_events(
+        self, events_of_replica: Callable[[str, float, int], Awaitable[list[Event]]]
+    ) -> None:
         """Restore the events that this replica saw in the last day, before its restart."""
         try:
-            newest = await seen_by(self.replica, self.unix_time() - RESTORED_S, MAX_EVENTS_SHOWN)
+            newest = await events_of_replica(self.replica, self.unix_time() - RESTORED_S, MAX_EVENTS_SHOWN)
             for event in reversed(newest):
                 self.events.add(event)
         except Exception:
