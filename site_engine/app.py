@@ -27,19 +27,15 @@ def run(config: SiteConfig) -> int:
     """Serve until a signal; return the exit status of the process."""
     logs.set_up(config.log_level, config.site)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve_engine(config))
+        with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+            if config.engine == "native":
+                return runner.run(serve(config))
+            from site_engine.remote_site import serve as serve_remote  # needs no torch
+
+            return runner.run(serve_remote(config))
     except ConfigError as exc:
         log.critical("%s", exc)
         return EXIT_FAILED
-
-
-async def _serve_engine(config: SiteConfig) -> int:
-    if config.engine == "native":
-        return await serve(config)
-    from site_engine.remote_site import serve as serve_remote
-
-    return await serve_remote(config)
 
 
 async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
@@ -57,7 +53,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
     loop = asyncio.get_running_loop()
     floor_s = config.iteration_floor_s
     engine = await asyncio.to_thread(NativeEngine.from_loaded, loaded, loop.call_soon_threadsafe, floor_s)
-    hello = _hello(config, loaded, engine.features)
+    hello = make_hello(config, loaded, engine.features)
     site = Site(hello, engine, time.monotonic, config.max_pending, on_finish=on_finish)
     links = dialer.links(site)
     shutdown = Shutdown()
@@ -74,7 +70,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
         await asyncio.to_thread(engine.stop)
 
 
-def _hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hello:
+def make_hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hello:
     kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
     model = Model(
         id=config.served_model or loaded.name,
@@ -98,7 +94,7 @@ def _hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hel
     )
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:

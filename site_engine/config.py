@@ -154,7 +154,11 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
     ):
         for name, value in values.items():
             known = _known(name, origin)
-            settings[known] = _parsed(known, value)
+            try:
+                settings[known] = _PARSERS[known](value)
+            except (TypeError, ValueError) as exc:
+                shown = "" if known in {"token", "join_secret"} else f" {value!r}"
+                raise ConfigError(f"{known} cannot be{shown}: {exc}") from exc
     if "pool" in settings and "site" not in settings:
         settings["site"] = f"{settings['pool']}-{socket.gethostname().partition('.')[0]}"
     engine_of = "url" if settings.get("engine", "native") != "native" else "model"
@@ -178,14 +182,6 @@ def _known(name: str, origin: str) -> str:
     close = get_close_matches(name, _PARSERS, 1)
     hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(_PARSERS)}"
     raise ConfigError(f"{origin} sets {name}, which is unknown{hint}")
-
-
-def _parsed(name: str, value: Any) -> Any:
-    try:
-        return _PARSERS[name](value)
-    except (TypeError, ValueError) as exc:
-        shown = "" if name in {"token", "join_secret"} else f" {value!r}"
-        raise ConfigError(f"{name} cannot be{shown}: {exc}") from exc
 
 
 def parse_text(value: Any) -> str:

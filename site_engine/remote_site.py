@@ -94,7 +94,7 @@ class Service:
         self._lost = asyncio.Event()
         self._reason = ""
         self._engine = RemoteEngine(server, discovery.profile, time.monotonic)
-        self._site = Site(_hello(config, discovery), self._engine, time.monotonic, 1, on_finish=on_finish)
+        self._site = Site(make_hello(config, discovery), self._engine, time.monotonic, 1, on_finish=on_finish)
         self._engine.listener = Listener(self._site.outputs, self._site.load, self._lose)
 
     async def run(self, dialer: Dialer) -> int | None:
@@ -156,7 +156,7 @@ class Service:
         return False
 
 
-def _hello(config: SiteConfig, discovery: Discovery) -> Hello:
+def make_hello(config: SiteConfig, discovery: Discovery) -> Hello:
     profile = discovery.profile
     return Hello(
         site=config.site,

@@ -59,6 +59,10 @@ class _Attempt:
     count_offset: int = 0  # delivered tokens beyond those that this engine makes of the delivered text
 
     @property
+    def is_unstarted(self) -> bool:
+        return not any(each.started or each.finished for each in self.choices)
+
+    @property
     def open_requests(self) -> list[str]:
         return [choice.request_id for choice in self.choices if not choice.finished]
 
@@ -163,8 +167,10 @@ class Attempts:
         attempt = self._attempts.get(attempt_id)
         if attempt is None or attempt.choices[index].finished:
             return
-        if output.prompt_tokens:
-            self._correct_prompt_tokens(attempt, output.prompt_tokens)
+        counted = output.prompt_tokens  # 0: known before, from the tokenizer
+        if counted and counted != attempt.prompt_tokens and attempt.admission is not None:
+            attempt.prompt_tokens = counted  # the Accepted had a guess: repeat it before the finish
+            self.outbox.put(Accepted(attempt_id, counted, *attempt.admission))
         choice = attempt.choices[index]
         begins = not choice.started and begins_answer(output)
         choice.started = choice.started or begins
@@ -196,7 +202,7 @@ class Attempts:
 
     def release(self, release: Release) -> PendingRelease:
         """Give up the attempts that the engine has not seen; the engine decides on the rest: `released`."""
-        known = [each for each in release.attempt_ids if self._is_unstarted(each)]
+        known = [each for each in release.attempt_ids if each in self and self._attempts[each].is_unstarted]
         given_up = tuple(each for each in known if each in self._preparing)
         for attempt_id in given_up:
             self._forget(attempt_id)
@@ -219,16 +225,6 @@ class Attempts:
             self._forget(attempt_id)
         self.outbox = Outbox()
         return request_ids
-
-    def _is_unstarted(self, attempt_id: str) -> bool:
-        attempt = self._attempts.get(attempt_id)
-        return attempt is not None and not any(each.started or each.finished for each in attempt.choices)
-
-    def _correct_prompt_tokens(self, attempt: _Attempt, prompt_tokens: int) -> None:
-        """Repeat an Accepted that was sent with a guess of the prompt's tokens, before the finish."""
-        if attempt.admission is not None and prompt_tokens != attempt.prompt_tokens:
-            attempt.prompt_tokens = prompt_tokens
-            self.outbox.put(Accepted(attempt.assign.attempt_id, prompt_tokens, *attempt.admission))
 
     def _forget(self, attempt_id: str) -> None:
         self._preparing.discard(attempt_id)

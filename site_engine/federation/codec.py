@@ -93,7 +93,7 @@ def checked_assign(body: pb.Assign) -> m.Assign:
         choices=_in_range("n", body.sampling.n or 1, 1, MAX_CHOICES),
         echo=body.sampling.echo,
         remaining=decode_curve(body.forecast),
-        lane=_lane(body.lane),
+        lane=decode_lane(body.lane),
         priority=body.priority,
         deadline_s=_in_range("deadline_s", body.deadline_s, 0.0, 1e9) or None,
         tenant=body.tenant,
@@ -156,7 +156,7 @@ def decode_tools(body: pb.Chat) -> m.Tools | None:
     if not body.tools_json:
         return None
     offered = _json(body.tools_json, list, "tools")
-    if not all(_is_function(each) for each in offered):
+    if not all(is_function(each) for each in offered):
         raise _invalid("every tool is a function with a name", "tools")
     choice = body.tool_choice or m.ToolChoice.AUTO
     if choice not in set(m.ToolChoice):
@@ -168,7 +168,7 @@ def decode_tools(body: pb.Chat) -> m.Tools | None:
     return tools
 
 
-def _is_function(tool: Any) -> bool:
+def is_function(tool: Any) -> bool:
     function = tool.get("function") if isinstance(tool, dict) else None
     return (
         isinstance(function, dict)
@@ -226,7 +226,7 @@ def decode_curve(body: pb.Forecast) -> RemainingCurve:
     return RemainingCurve(tuple(RemainingPoint(*point) for point in zip(*columns, strict=True)))
 
 
-def _lane(value: int) -> Lane:
+def decode_lane(value: int) -> Lane:
     try:
         return Lane(value)
     except ValueError as exc:

@@ -31,7 +31,7 @@ class Dialer(NamedTuple):
     def from_config(cls, config: SiteConfig) -> Dialer:
         """Make a dialer; warn of links that anybody on the way can read. Raises ConfigError."""
         identity = identity_of(config)
-        fixed = _tls_credentials(config) if config.tls else None
+        fixed = tls_credentials(config) if config.tls else None
         dialer = cls(config.secret(), identity.credentials if identity else lambda: fixed, identity)
         plain_links = [] if config.tls else [each for each in config.gateways if not is_loopback(each)]
         if plain_links:
@@ -73,7 +73,7 @@ def _bytes(path: Path) -> bytes:
         raise ConfigError(f"tls: {exc}") from exc
 
 
-def _tls_credentials(config: SiteConfig) -> Any:
+def tls_credentials(config: SiteConfig) -> Any:
     paths = (config.tls_ca, config.tls_key, config.tls_cert)
     ca, key, cert = (_bytes(path) if path else None for path in paths)
     return grpc.ssl_channel_credentials(ca, key, cert)

@@ -93,7 +93,11 @@ class Link:
             self._failures += 1
             await self._pause()
             if self._gateway in self._site.linked:
-                await self._stand_by()
+                # this address is another name of a replica that is linked: of use only when no link is left
+                log.info("gateway %s is linked through another address than %s", self._gateway, self.address)
+                while self._site.linked and self._bye is None:
+                    self._failures = 1
+                    await self._pause()
 
     def close(self, reason: str) -> None:
         """Send everything that is owed and Bye; `run` returns soon after."""
@@ -119,13 +123,6 @@ class Link:
     def _check_status(self, code: grpc.StatusCode) -> None:
         if code is grpc.StatusCode.UNAUTHENTICATED:
             self._on_unauthenticated()
-
-    async def _stand_by(self) -> None:
-        """Wait until no link is left: this address is another name of a replica that is linked."""
-        log.info("gateway %s is linked through another address than %s", self._gateway, self.address)
-        while self._site.linked and self._bye is None:
-            self._failures = 1
-            await self._pause()
 
     async def _pause(self) -> None:
         if self._bye is not None:

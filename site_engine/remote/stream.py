@@ -149,8 +149,7 @@ class ResponseStream:
         ]
 
     def _event(self, data: bytes, outputs: list[Output]) -> None:
-        if data == b"[DONE]":
-            self.done = True
+        self.done = self.done or data == b"[DONE]"
         if self.done or not data:
             return
         try:
@@ -161,8 +160,17 @@ class ResponseStream:
             raise MalformedStream(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
         for choice in chunk.choices:
             self._choice(choice, outputs)
-        if chunk.usage is not None:
-            self._usage(chunk.usage)
+        usage = chunk.usage
+        if usage is None:
+            return
+        if usage.prompt_tokens:
+            self.prompt_tokens = max(1, usage.prompt_tokens - self.delivered)
+        if usage.completion_tokens is not None:
+            self._total = usage.completion_tokens + self.delivered
+        if usage.prompt_tokens_details is not None:
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        if len(self._choices) == 1 and self._total is not None:
+            self._choices[0].tokens = max(self._choices[0].tokens, self._total)
 
     def _choice(self, choice: _Choice, outputs: list[Output]) -> None:
         if not 0 <= choice.index < len(self._choices):
@@ -190,16 +198,6 @@ class ResponseStream:
                 tool_calls=tuple(calls),
             )
         )
-
-    def _usage(self, usage: _Usage) -> None:
-        if usage.prompt_tokens:
-            self.prompt_tokens = max(1, usage.prompt_tokens - self.delivered)
-        if usage.completion_tokens is not None:
-            self._total = usage.completion_tokens + self.delivered
-        if usage.prompt_tokens_details is not None:
-            self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
-        if len(self._choices) == 1 and self._total is not None:
-            self._choices[0].tokens = max(self._choices[0].tokens, self._total)
 
 
 def parse_logprobs(found: _Logprobs) -> tuple[TokenLogprob, ...]:

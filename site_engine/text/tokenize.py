@@ -179,7 +179,7 @@ class PromptTokenizer:
             raise NotServed(Reason.UNSUPPORTED, NO_TOOLS, "tools")
         tools = {} if prompt.tools is None else {"tools": list(prompt.tools.offered)}
         reads_calls = self._form is not None
-        messages = [_template_message(place, each, reads_calls) for place, each in enumerate(prompt.messages)]
+        messages = [template_message(place, each, reads_calls) for place, each in enumerate(prompt.messages)]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -216,7 +216,7 @@ def _wants_grammar(assign: Assign) -> bool:
     return bool(assign.guided_json) or (tools is not None and (tools.forced or tools.strict))
 
 
-def _template_message(place: int, message: ChatMessage, reads_calls: bool) -> dict[str, Any]:
+def template_message(place: int, message: ChatMessage, reads_calls: bool) -> dict[str, Any]:
     """Return a message as templates expect it, without absent fields.
 
     `reads_calls`: the template reads calls, and their arguments as an object instead of its JSON text.
@@ -226,13 +226,13 @@ def _template_message(place: int, message: ChatMessage, reads_calls: bool) -> di
         fields["name"] = message.name
     if message.tool_calls_json:
         calls = json.loads(message.tool_calls_json)
-        fields["tool_calls"] = [_call_with_object(place, each) for each in calls] if reads_calls else calls
+        fields["tool_calls"] = [call_with_object(place, each) for each in calls] if reads_calls else calls
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
     return fields
 
 
-def _call_with_object(place: int, call: dict[str, Any]) -> dict[str, Any]:
+def call_with_object(place: int, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     try:
         arguments = json.loads(function.get("arguments") or "{}")
