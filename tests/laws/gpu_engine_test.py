@@ -183,7 +183,7 @@ def test_a_token_on_its_way_is_still_to_be_read() -> None:
     """Beside one token of each that runs, a report has what the prompts under way have left."""
     engine = overlapped(family("llama"), token_budget=8)
     for number in range(3):
-        engine.submit(greedy(str(number), [9, 8, 7], 12))
+        engine.submit(greedy(str(number), [9, 8, 7], 8))
     engine.submit(greedy("long", list(range(1, 31)), 4))
     seen = []
     while engine.has_work:
