@@ -141,7 +141,7 @@ class Attempts:
         attempt.echo = prepared.echo
         if attempt.assign.by_text and prepared.resumed:
             attempt.count_offset = attempt.assign.resumed_tokens - len(prepared.resumed)
-        _set_parsers(attempt, prepared)
+        set_parsers(attempt, prepared)
         for index, choice in enumerate(attempt.choices):
             self._routes[choice.request_id] = Route(self, attempt_id, index)
         return [engine_request(attempt, prepared, index) for index in range(len(attempt.choices))]
@@ -253,7 +253,7 @@ def engine_request(attempt: _Attempt, prepared: Prepared, index: int) -> Request
     )
 
 
-def _set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
+def set_parsers(attempt: _Attempt, prepared: Prepared) -> None:
     if prepared.tool_calling is None:
         return
     assign, tools = attempt.assign, attempt.assign.tools

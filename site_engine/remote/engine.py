@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -198,7 +198,10 @@ class RemoteEngine:
                     if request.stream.done:
                         break
                 self._finish(request)
-                await _drain(received)
+                with suppress(TimeoutError):  # read on to its end, so that the connection can be used again
+                    async with asyncio.timeout(LAST_BYTES_S):
+                        async for _ in received:
+                            pass
         except ServerRefused as refused:
             self._turn_away(request, refused)
         except (ServerLost, MalformedStream) as exc:
@@ -334,11 +337,3 @@ def _finishes(request: RemoteRequest, finish: Finish, error: str = "") -> list[O
         )
         for index, each in enumerate(request.choices)
     ]
-
-
-async def _drain(received: AsyncIterator[bytes]) -> None:
-    """Read the stream to its end, so that its connection can be used again."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LAST_BYTES_S):
-            async for _ in received:
-                pass

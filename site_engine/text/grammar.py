@@ -111,7 +111,7 @@ class Grammars:
         if not trial.is_error():
             trial.compute_bitmask()  # some are found too large, or without any answer, by the first token
         if trial.is_error():
-            raise _refusal(trial.get_error(), param)
+            raise to_refusal(trial.get_error(), param)
         return matcher
 
     def _check_round_trip(self, tokenizer: Any) -> None:
@@ -130,7 +130,7 @@ def quoted(text: str) -> str:
     return '"' + "".join(escapes.get(char, char) for char in text) + '"'
 
 
-def _refusal(error: str, param: str) -> NotServed:
+def to_refusal(error: str, param: str) -> NotServed:
     """Translate an error: another engine may implement the schema, but a wrong one is wrong everywhere."""
     reason = Reason.UNSUPPORTED if "nimplemented" in error else Reason.INVALID
     message = error.partition("\n   1 |")[0].partition("\n<state>")[0]  # without our own wrapping
