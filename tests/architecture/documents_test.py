@@ -20,6 +20,10 @@ PROSE = [*DOCUMENTS, *sorted((ROOT / "bench").rglob("*.md")), *sorted((ROOT / "i
 PROGRAM = re.compile(r"python -m ([a-z_][\w.]*)|`((?:bench|tests)\.[a-z_][\w.]*)")
 NAMED_TEST = re.compile(r"`(tests/[\w/]+_test\.py)::(test_\w+)`")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+NAMED_LINK = re.compile(r"\[`([\w./-]+\.\w+)`\]\((?!https?://)([^)#\s]+)")
+QUOTED_PATH = re.compile(r"`(?:\./)?([\w.-]+/[\w./-]*)(?::{1,2}(\w+))?`")
+NAME_IN_PATH = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?` (?:in|of) `([\w./-]+\.py)`")
+PLACEHOLDER = re.compile(r"NAME|NUMBER")
 
 
 def test_the_file_map_names_what_exists_and_all_that_stands_at_the_top() -> None:
@@ -36,6 +40,23 @@ def test_the_file_map_names_what_exists_and_all_that_stands_at_the_top() -> None
 def test_links_lead_somewhere(document: Path) -> None:
     targets = LINK.findall(document.read_text())
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_link_that_shows_a_path_leads_to_it(document: Path) -> None:
+    named = NAMED_LINK.findall(document.read_text())
+    assert [shown for shown, target in named if not f"/{target}".endswith(f"/{shown}")] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_quoted_paths_and_names_in_them_exist(document: Path) -> None:
+    """A path counts as one of the repository if it begins with a folder that stands at its top."""
+    text = document.read_text()
+    quoted = [(path, name) for path, name in QUOTED_PATH.findall(text) if is_ours(path)]
+    assert [path for path, _ in quoted if not (ROOT / path).exists()] == []
+    named = [(path, name) for path, name in quoted if name]
+    named += [(path, name) for name, path in NAME_IN_PATH.findall(text) if is_ours(path)]
+    assert [f"{path}: {name}" for path, name in named if missing_names(ROOT / path, name)] == []
 
 
 @pytest.mark.parametrize("document", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
@@ -68,6 +89,23 @@ def test_every_promise_names_tests_that_exist() -> None:
     assert [row for row in rows if not NAMED_TEST.search(row)] == []
     named = NAMED_TEST.findall(page)
     assert [f"{file}::{name}" for file, name in named if name not in names_of_tests(ROOT / file)] == []
+
+
+def is_ours(path: str) -> bool:
+    top = path.partition("/")[0]
+    return "/" in path and (ROOT / top).is_dir() and not PLACEHOLDER.search(path)
+
+
+def missing_names(file: Path, dotted: str) -> set[str]:
+    """Return the parts of a dotted name that the file neither defines nor assigns."""
+    text = file.read_text()
+    return {
+        name
+        for name in dotted.split(".")
+        if not re.search(
+            rf"^\s*(?:(?:async )?def|class) {name}\b|\b{name}\b(?:: [^=\n]+)? = |^\s+{name}: ", text, re.M
+        )
+    }
 
 
 def names_of_tests(file: Path) -> set[str]:
