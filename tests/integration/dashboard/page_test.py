@@ -63,7 +63,12 @@ def test_when_and_why_a_site_left_is_told_by_every_replica_and_after_a_restart(u
                 await until(lambda: here.gateway.directory.down_reasons, "the site has left")
                 o.publisher.tick()
                 await site.join()
-                o.publisher.tick()
+
+                def is_shown() -> bool:
+                    o.publisher.tick()
+                    return "joined again" in [event.text for event in o.publisher.events.newest()]
+
+                await until(is_shown, "the site is back")
                 await o.act("a", "drain")
                 await until(lambda: o.recorder.pending == 0, "all events stored")
                 for replica in (o, other):
