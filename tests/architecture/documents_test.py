@@ -22,7 +22,7 @@ NAMED_TEST = re.compile(r"`(tests/[\w/]+_test\.py)::(test_\w+)`")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 NAMED_LINK = re.compile(r"\[`([\w./-]+\.\w+)`\]\((?!https?://)([^)#\s]+)")
 QUOTED_PATH = re.compile(r"`(?:\./)?([\w.-]+/[\w./-]*)(?::{1,2}(\w+))?`")
-NAME_IN_PATH = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?` (?:in|of) `([\w./-]+\.py)`")
+NAME_IN_PATH = re.compile(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`\s+(?:in|of)\s+\[?`([\w./-]+\.py)`")
 PLACEHOLDER = re.compile(r"NAME|NUMBER")
 
 
