@@ -93,7 +93,7 @@ def test_every_promise_names_tests_that_exist() -> None:
 
 def is_ours(path: str) -> bool:
     top = path.partition("/")[0]
-    return "/" in path and (ROOT / top).is_dir() and not PLACEHOLDER.search(path)
+    return "/" in path and top != ".." and (ROOT / top).is_dir() and not PLACEHOLDER.search(path)
 
 
 def missing_names(file: Path, dotted: str) -> set[str]:
