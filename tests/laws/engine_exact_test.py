@@ -60,6 +60,7 @@ def test_greedy_tokens_equal_generate_alone(name: str) -> None:
         assert_idle(engine)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

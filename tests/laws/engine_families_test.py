@@ -8,6 +8,7 @@ import torch
 
 from tests.support.model_families import Verdict, try_family
 
+pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
 
 

@@ -94,6 +94,7 @@ def wider(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(objects, arrays, either)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.recursive(leaves, wider, max_leaves=5), st.integers(0, 1000))
 def test_whatever_the_schema_an_answer_that_stops_is_valid(schema: Any, seed: int) -> None:

@@ -227,6 +227,7 @@ def first_tokens_of_the_engine(requests: list[Sent], slots: int) -> tuple[dict[s
     return first, loads
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6000), st.integers(1, 40)), max_size=12),

@@ -53,6 +53,7 @@ def dev(monkeypatch: pytest.MonkeyPatch, url: str) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "dev"), run_name="dev")
 
 
+@pytest.mark.slow
 def test_a_vulnerable_pin_fails_and_clean_ones_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with database() as url:

@@ -203,6 +203,7 @@ def test_a_tenant_is_charged_for_what_it_got_not_for_what_was_expected() -> None
     assert 0.8 < got["long"] / got["short"] < 1.25
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(means=st.lists(st.sampled_from((300, 1_000, 4_000)), min_size=2, max_size=5), seed=st.integers(0, 9))
 def test_tenants_that_all_have_demand_are_served_alike(means: list[int], seed: int) -> None:

@@ -17,6 +17,8 @@ from predictor.training.distillation import ensemble, lm_teacher, synthetic_prom
 from predictor.training.train_loop import TrainConfig
 from tests.support.fakes import pretrained
 
+pytestmark = pytest.mark.slow
+
 EDGES = labels.log_spaced_edges()
 RECIPE = TrainConfig(epochs=4, batch_prompts=32, body_rate=3e-3, head_rate=1e-2, beside=1.0, seed=1)
 GENERATOR = synthetic_prompts.PromptGeneratorConfig(

@@ -20,6 +20,8 @@ from predictor.training.train import train
 from predictor.training.train_loop import TrainConfig
 from tests.support.fakes import pretrained
 
+pytestmark = pytest.mark.slow
+
 ONE_PASS = TrainConfig(epochs=1, batch_prompts=64, body_rate=1e-3, head_rate=1e-2)
 TINY = DistillationConfig(
     encoders=(ONE_PASS,),
@@ -119,7 +121,6 @@ def test_the_small_kind(corpus: Path, encoder: Path, tmp_path: Path) -> None:
     check(tmp_path / "model")
 
 
-@pytest.mark.slow
 def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     kind = {
@@ -137,7 +138,6 @@ def test_teachers_learn_from_the_texts_of_answers(corpus: Path, encoder: Path, t
     assert not any("no answers' texts" in line for line in lines)
 
 
-@pytest.mark.slow
 def test_with_a_language_model(corpus: Path, encoder: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     (tmp_path / "language").mkdir()

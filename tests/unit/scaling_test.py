@@ -223,6 +223,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield client
 
 
+@pytest.mark.slow
 def test_an_auto_scaling_group_of_aws(aws: Any) -> None:
     group = AwsGroup("mico-eu", "eu-central-1")
     assert asyncio.run(group.size()) == 1
