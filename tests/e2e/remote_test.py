@@ -67,7 +67,7 @@ def asked_directly(federation: LocalFederation, prompt: str) -> tuple[str, str, 
 
 def through_the_site(session: Session, attempt_id: str) -> tuple[str, str, int, int]:
     last = session.deltas(attempt_id)[-1]
-    counted = [each for each in session.said("accepted") if each.attempt_id == attempt_id][-1]
+    counted = [each for each in session.received("accepted") if each.attempt_id == attempt_id][-1]
     finish = pb.Delta.Finish.Name(last.finish).lower()
     return session.text(attempt_id), finish, counted.prompt_tokens, last.completion_tokens
 
@@ -79,7 +79,7 @@ def test_greedy_answers_are_those_of_asking_the_server(federation: LocalFederati
         async with serving(Gateway()) as gateway:
             site = asyncio.create_task(serve(in_front(federation, gateway, tmp_path)))
             session = await gateway.linked()
-            hello = session.said("hello")[0]
+            hello = session.received("hello")[0]
             assert [each.id for each in hello.models] == [federation.model]
             assert "(mico, load from an estimate" in hello.version
             for prompt in PROMPTS:

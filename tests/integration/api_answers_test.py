@@ -24,7 +24,7 @@ from tests.support.fakes.edge import (
     get,
     play,
     run,
-    say,
+    scripted,
     text,
 )
 
@@ -69,7 +69,7 @@ def test_tool_calls_is_absent_without_calls() -> None:
 
 @pytest.mark.parametrize("finish", list(Finish))
 def test_finish_reasons_are_openais(finish: Finish) -> None:
-    assert chat_completion(chat(say("x", finish=finish))[0]).choices[0].finish_reason == finish.value
+    assert chat_completion(chat(scripted("x", finish=finish))[0]).choices[0].finish_reason == finish.value
 
 
 def test_an_answer_without_a_finish_reason_is_a_502() -> None:
@@ -86,12 +86,12 @@ def test_an_answer_that_ends_in_any_other_way_is_an_error(pieces: list[Any], str
 
 
 def test_usage_adds_up() -> None:
-    usage = chat(say("a", "b", "c"))[0].json()["usage"]
+    usage = chat(scripted("a", "b", "c"))[0].json()["usage"]
     assert usage == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
 
 def test_logprobs_have_openais_shape() -> None:
-    response, _ = chat(say("Hi", "é"), logprobs=True, top_logprobs=2)
+    response, _ = chat(scripted("Hi", "é"), logprobs=True, top_logprobs=2)
     chat_completion(response)
     logprobs = response.json()["choices"][0]["logprobs"]
     assert logprobs.keys() == {"content", "refusal"}
@@ -113,7 +113,7 @@ def test_the_sdks_parse_raises_on_finish_reason_length() -> None:
         with pytest.raises(openai.LengthFinishReasonError):
             await edge.sdk.chat.completions.parse(**chat_body())
 
-    run(scenario, say("x", finish=Finish.LENGTH))
+    run(scenario, scripted("x", finish=Finish.LENGTH))
 
 
 # ---- text completions ----
@@ -207,7 +207,7 @@ def test_the_index_of_a_choice_is_prompt_times_n_plus_k(stream: bool) -> None:
 def test_one_refused_prompt_refuses_the_request(stream: bool) -> None:
     def answer(query: Query) -> Any:
         failing = fail(ContextTooLong("2000 tokens do not fit into 1024."))
-        return failing(query) if query.prompt == "long" else say("x")(query)
+        return failing(query) if query.prompt == "long" else scripted("x")(query)
 
     response, script = text(answer, prompt=["a", "long", "b"], stream=stream)
     assert error_of(response, 400)["code"] == "context_length_exceeded"
@@ -271,7 +271,7 @@ def test_a_text_completion_has_openais_shape() -> None:
 
 def test_a_streamed_text_completion_has_openais_shape() -> None:
     response, _ = text(
-        say("a", "b", finish=Finish.LENGTH), stream=True, stream_options={"include_usage": True}
+        scripted("a", "b", finish=Finish.LENGTH), stream=True, stream_options={"include_usage": True}
     )
     *chunks, usage = events_of(response.content)
     for chunk in (chunks[-1], usage):  # before the end the reason is null, which the SDK's type does not know

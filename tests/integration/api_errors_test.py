@@ -11,7 +11,7 @@ import pytest
 from gateway import errors
 from gateway.domain import AnswerEvent, Query
 from gateway.openai.error_body import translate
-from tests.support.fakes.edge import MODEL, Edge, chat, chat_body, error_of, fail, run, say
+from tests.support.fakes.edge import MODEL, Edge, chat, chat_body, error_of, fail, run, scripted
 
 TREE = [
     (
@@ -96,7 +96,7 @@ def failing_first(error: errors.MicoError, times: int) -> Any:
     async def answer(query: Query) -> AsyncGenerator[AnswerEvent, None]:
         for failure in failures:
             raise failure
-        async for piece in say("at last")(query):
+        async for piece in scripted("at last")(query):
             yield piece
 
     return answer

@@ -25,7 +25,7 @@ from tests.support.fakes.edge import (
     on_loopback,
     play,
     run,
-    say,
+    scripted,
 )
 
 WITH_USAGE = {"include_usage": True}
@@ -42,14 +42,14 @@ def chunks_of(answer: Any = None, **fields: Any) -> list[dict[str, Any]]:
 
 
 def test_a_stream_is_data_frames_that_end_with_done() -> None:
-    response, _ = chat(say("é\n\ndata: x\r\n", "\u2028 😀"), stream=True)
+    response, _ = chat(scripted("é\n\ndata: x\r\n", "\u2028 😀"), stream=True)
     texts = [event["choices"][0]["delta"].get("content", "") for event in events_of(response.content)]
     assert "".join(texts) == "é\n\ndata: x\r\n\u2028 😀"
 
 
 def test_no_frame_has_what_clients_take_for_the_end_of_a_line() -> None:
     text = 'one\x85two\u2028three\u2029"four\u2028'
-    response, _ = chat(say(text), stream=True, logprobs=True)
+    response, _ = chat(scripted(text), stream=True, logprobs=True)
     events = events_of(response.content)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
     assert response.content.decode().splitlines() == response.content.decode().split("\n")[:-1]
@@ -86,7 +86,7 @@ def test_a_chunk_has_one_choice_under_a_constant_head() -> None:
 def test_every_choice_of_a_stream_ends_once(finish: Finish) -> None:
     last: dict[int, dict[str, Any]] = {}
     ends = []
-    for chunk in chunks_of(say("a", "b", finish=finish), n=2):
+    for chunk in chunks_of(scripted("a", "b", finish=finish), n=2):
         last[chunk["choices"][0]["index"]] = chunk["choices"][0]
         ends += [chunk["choices"][0]["index"]] if chunk["choices"][0]["finish_reason"] else []
     assert sorted(ends) == [0, 1]
@@ -107,7 +107,7 @@ def test_usage_is_absent_unless_requested(fields: dict[str, Any]) -> None:
 
 def test_continuous_usage_grows_in_each_chunk() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = chunks_of(say("a", "b"), n=2, stream_options=options)
+    chunks = chunks_of(scripted("a", "b"), n=2, stream_options=options)
     counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counted == [0, 0, 1, 2, 3, 3, 4, 4, 4]
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {7}
@@ -151,20 +151,20 @@ def test_a_stream_without_a_finish_reason_is_an_error() -> None:
 
 def test_a_character_is_never_split() -> None:
     whole = "naïve 日本語 👩‍👩‍👧 e\u0301"
-    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks_of(say(*whole))]
+    texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks_of(scripted(*whole))]
     assert "".join(texts) == whole
     assert "\ufffd" not in "".join(texts)
 
 
 def test_a_failover_before_the_first_token_shows_only_in_the_attempts() -> None:
-    response, _ = chat(say("x", opening=replace(OPENING, site="beta", attempts=2)), stream=True)
+    response, _ = chat(scripted("x", opening=replace(OPENING, site="beta", attempts=2)), stream=True)
     assert response.headers["x-mico-attempts"] == "2"
     assert response.headers["x-mico-site"] == "beta"
     assert not any("error" in event for event in events_of(response.content))
 
 
 def test_logprobs_come_with_the_text_they_belong_to() -> None:
-    chunks = chunks_of(say("a", "b"), logprobs=True, top_logprobs=1)
+    chunks = chunks_of(scripted("a", "b"), logprobs=True, top_logprobs=1)
     entries = [entry for c in chunks for entry in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
     assert [entry["token"] for entry in entries] == ["a", "b"]
 

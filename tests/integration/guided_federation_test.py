@@ -198,9 +198,9 @@ def test_a_forced_call_has_openais_finish_reason(family: str) -> None:
         assert cut.finish_reason == "length"
         free = (await stage.ask(tools=[WEATHER], max_tokens=10)).choices[0]
         assert free.message.tool_calls is None
-        said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
-        told = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-        await stage.ask(messages=[*ASK["messages"], said, told], tools=[WEATHER], max_tokens=5)
+        called = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+        result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+        await stage.ask(messages=[*ASK["messages"], called, result], tools=[WEATHER], max_tokens=5)
 
     play(scenario)
 
@@ -255,7 +255,7 @@ def test_an_answer_goes_on_at_another_site_in_the_middle_of_its_schema(is_call: 
     forced = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     fields = forced if is_call else {"response_format": AS_PERSON}
 
-    def said(delta: Any) -> str:
+    def content_of(delta: Any) -> str:
         calls = delta.tool_calls or []
         return "".join(call.function.arguments for call in calls) if is_call else delta.content or ""
 
@@ -271,7 +271,7 @@ def test_an_answer_goes_on_at_another_site_in_the_middle_of_its_schema(is_call: 
             delta = chunk.choices[0].delta
             ids += [call.id for call in delta.tool_calls or [] if call.id]
             finish = chunk.choices[0].finish_reason or finish
-            parts.append(said(delta))
+            parts.append(content_of(delta))
             if stage.sites.keys() == {"a", "b"} and len("".join(parts)) > 3:
                 (state,) = stage.here.gateway.live_queries.values()
                 await stage.end(state.current.site.name)

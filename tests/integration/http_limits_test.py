@@ -16,7 +16,17 @@ from gateway.http.app import create_http
 from gateway.http.backend import Readiness
 from gateway.http.server import ConnectionLimits, http_server
 from gateway.security.login_limiter import MAX_FAILURES, LoginLimiter
-from tests.support.fakes.edge import KEY, OPENING, READY, Script, chat_body, error_of, get, in_process, say
+from tests.support.fakes.edge import (
+    KEY,
+    OPENING,
+    READY,
+    Script,
+    chat_body,
+    error_of,
+    get,
+    in_process,
+    scripted,
+)
 
 QUICK = ConnectionLimits(
     connections=3, slow_s=0.5, bytes_per_s=1_000_000, header_bytes=4096, unread_bytes=100_000
@@ -58,7 +68,7 @@ def play(
     readiness: Readiness = READY,
     answer: Answer | None = None,
 ) -> Script:
-    script = Script(answer=answer or say("Hello"), readiness=readiness)
+    script = Script(answer=answer or scripted("Hello"), readiness=readiness)
 
     async def main() -> None:
         async with serving(script, limits) as connect:
@@ -83,7 +93,7 @@ async def answered(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(int(length.partition(b":")[2]))
 
 
-def told(head: bytes) -> list[bytes]:
+def comparable_head(head: bytes) -> list[bytes]:
     """Return the status and the headers, without those that differ from request to request."""
     own = (b"x-request-id", b"date", b"x-mico-", b"openai-processing-ms")
     return [line for line in head.lower().split(b"\r\n") if line and not line.startswith(own)]
@@ -99,7 +109,7 @@ def test_load_balancers_may_ask_by_head_and_get_what_get_says_without_its_body()
             writer.write(f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
             answer = await (reader.readuntil(b"\r\n\r\n") if method == "HEAD" else answered(reader))
             heads.append(answer.partition(b"\r\n\r\n")[0])
-        assert told(heads[0]) == told(heads[1]) == told(heads[2]), path
+        assert comparable_head(heads[0]) == comparable_head(heads[1]) == comparable_head(heads[2]), path
         writer.close()
         return heads[1]
 
@@ -231,7 +241,7 @@ def test_wrong_keys_are_looked_up_only_so_often_and_a_good_one_still_passes() ->
 
     async def main() -> None:
         script = Script(
-            answer=say("Hello"),
+            answer=scripted("Hello"),
             settings={"look_up_key": look_up_key, "login_limiter": LoginLimiter(lambda: 0.0)},
         )
         async with in_process(script) as edge:

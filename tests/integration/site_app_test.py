@@ -55,7 +55,7 @@ def test_a_signal_drains_and_the_process_leaves_in_order() -> None:
             await session.send(**assign("a", max_tokens=60))
             await session.until(lambda: session.text("a"))
             os.kill(os.getpid(), signal.SIGTERM)
-            assert (await session.heard("draining"))[0].reason == "the site is ending (SIGTERM)"
+            assert (await session.wait_for("draining"))[0].reason == "the site is ending (SIGTERM)"
             assert await serving_site == 0
             await session.over.wait()
             assert session.finish("a") == pb.Delta.LENGTH
@@ -74,7 +74,7 @@ def test_what_does_not_end_in_time_is_left_to_the_gateway(hurried: bool) -> None
             await session.send(**assign("a", max_tokens=60))
             await session.until(lambda: session.text("a"))
             os.kill(os.getpid(), signal.SIGINT)
-            await session.heard("draining")
+            await session.wait_for("draining")
             if hurried:
                 os.kill(os.getpid(), signal.SIGINT)
             assert await serving_site == (128 + signal.SIGINT if hurried else 0)
@@ -91,15 +91,15 @@ def test_a_broken_engine_fails_its_attempts_says_bye_and_leaves_with_a_fault() -
             engine = FakeEngine(slots=1)
             serving_site = start(gateway, engine)
             session = await gateway.linked()
-            await session.heard("load")
+            await session.wait_for("load")
             engine.failures += [RuntimeError("device lost")] * 9
             for name in ("a", "b", "c", "d"):
                 await session.send(**assign(name))
             assert await serving_site == 1
             await session.over.wait()
             assert "device lost" in session.log[-1].bye.reason
-            accepted = {each.attempt_id for each in session.said("accepted")}
-            rejected = {each.attempt_id for each in session.said("rejected")}
+            accepted = {each.attempt_id for each in session.received("accepted")}
+            rejected = {each.attempt_id for each in session.received("rejected")}
             assert {session.finish(name) for name in accepted} == {pb.Delta.FAILED}
             assert not accepted & rejected
 

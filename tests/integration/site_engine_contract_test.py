@@ -158,7 +158,7 @@ def test_the_native_engine_answers_a_gateway() -> None:
             await session.send(**assign("a", "hello", max_tokens=5, logprobs=2, echo=True))
             await session.send(**assign("b", "hello", n=2, max_tokens=9, temperature=1.0, seed=3))
             await session.send(**assign("c", "goodbye", max_tokens=50))
-            await session.heard("accepted", 3)
+            await session.wait_for("accepted", 3)
             await session.send(cancel=pb.Cancel(attempt_id="c"))
             assert await session.finished("a") == pb.Delta.LENGTH
             assert await session.finished("b", 0) == await session.finished("b", 1) == pb.Delta.LENGTH
@@ -166,7 +166,9 @@ def test_the_native_engine_answers_a_gateway() -> None:
             check_echo(session.deltas("a"))
             for index in range(2):
                 assert sum(len(each.token_ids) for each in session.deltas("b", index)) == 9
-            await session.until(lambda: [load.kv_free_tokens for load in session.said("load")[-1:]] == [free])
+            await session.until(
+                lambda: [load.kv_free_tokens for load in session.received("load")[-1:]] == [free]
+            )
             assert session.deltas("a")[-1].timings.decode_s >= 0
 
     asyncio.run(scenario())

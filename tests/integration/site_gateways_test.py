@@ -17,7 +17,7 @@ def test_a_lost_link_costs_its_attempts_after_the_grace_only() -> None:
         async with serving(Gateway()) as gateway, site_before(gateway, timeouts=HURRIED) as scene:
             session = await gateway.linked(grace_s=5.0)
             await session.send(**assign("a", max_tokens=50))
-            await session.heard("accepted")
+            await session.wait_for("accepted")
             await scene.step()
             session.hang_up()
             again = await gateway.joined()  # the site is back, but nobody says Welcome
@@ -29,7 +29,7 @@ def test_a_lost_link_costs_its_attempts_after_the_grace_only() -> None:
             await scene.step()
             assert scene.site.live == 0
             assert not scene.engine.has_work
-            assert list((await again.heard("hello"))[0].attempts) == ["a"]
+            assert list((await again.wait_for("hello"))[0].attempts) == ["a"]
 
     run(scenario())
 
@@ -40,7 +40,7 @@ def test_a_gateway_that_is_back_in_time_misses_nothing() -> None:
             first = await gateway.linked(grace_s=50.0)
             await first.send(**assign("a", max_tokens=6))
             await first.send(**assign("b", max_tokens=6))
-            await first.heard("accepted", 2)
+            await first.wait_for("accepted", 2)
             await scene.step(2)
             await first.until(lambda: first.text("a") == "ab" and first.text("b") == "ab")
             first.hang_up()
@@ -48,7 +48,7 @@ def test_a_gateway_that_is_back_in_time_misses_nothing() -> None:
             await scene.step(2)  # goes on meanwhile
             hello = await second.welcome(grace_s=50.0, cancel=["b"])
             assert sorted(hello.attempts) == ["a", "b"]
-            await second.heard("load")
+            await second.wait_for("load")
             await scene.step(2)
             assert await second.finished("a") == pb.Delta.LENGTH
             assert first.text("a") + second.text("a") == "abcabc"
@@ -64,12 +64,12 @@ def test_another_replica_at_the_same_address_does_not_inherit() -> None:
         async with serving(Gateway()) as gateway, site_before(gateway) as scene:
             first = await gateway.linked("east", grace_s=50.0)
             await first.send(**assign("a", max_tokens=6))
-            await first.heard("accepted")
+            await first.wait_for("accepted")
             await scene.step(2)
             first.hang_up()
             second = await gateway.joined()
             await second.welcome("west", cancel=["a"])
-            await second.heard("load")
+            await second.wait_for("load")
             await scene.step(4)
             assert second.deltas("a") == []
             second.hang_up()
@@ -85,13 +85,13 @@ def test_two_gateways_share_a_site_and_hear_their_own() -> None:
             east, west = await one.linked("east"), await two.linked("west")
             await east.send(**assign("same-id", "ab"))
             await west.send(**assign("same-id", "xy"))
-            await east.heard("accepted")
-            await west.heard("accepted")
+            await east.wait_for("accepted")
+            await west.wait_for("accepted")
             await scene.step()
             await east.until(
-                lambda: [load.running for load in east.said("load")[-1:]] == [2]
+                lambda: [load.running for load in east.received("load")[-1:]] == [2]
             )  # the whole load, to each
-            await west.until(lambda: [load.running for load in west.said("load")[-1:]] == [2])
+            await west.until(lambda: [load.running for load in west.received("load")[-1:]] == [2])
             await scene.step(4)
             await east.finished("same-id")
             await west.finished("same-id")
@@ -131,13 +131,13 @@ def test_one_replica_under_two_addresses_has_one_link() -> None:
             site_before(gateway, stepped=False, timeouts=HURRIED) as scene,
         ):
             first = await gateway.linked("east")
-            await first.heard("load")
+            await first.wait_for("load")
             scene.links.add([f"127.0.0.1:{gateway.alias_port}"])
             second = await gateway.linked("east")
             await first.over.wait()
             for count in range(1, 20):
                 await second.send(ping=pb.Ping(nonce=count))
-                await second.heard("pong", count)
+                await second.wait_for("pong", count)
             await second.send(**assign("a"))
             await second.finished("a")
             assert gateway.sessions.empty()  # nobody fights for the place
@@ -164,7 +164,7 @@ def test_a_silent_gateway_is_left_after_three_heartbeats() -> None:
     async def scenario() -> None:
         async with serving(Gateway()) as gateway, site_before(gateway, timeouts=HURRIED):
             session = await gateway.joined()
-            await session.heard("hello")
+            await session.wait_for("hello")
             await session.send(welcome=pb.Welcome(gateway="east", heartbeat_s=0.01))
             assert await gateway.joined() is not session
 
@@ -176,15 +176,15 @@ def test_draining_takes_nothing_new_finishes_and_says_bye_last() -> None:
         async with serving(Gateway()) as gateway, site_before(gateway) as scene:
             session = await gateway.linked()
             await session.send(**assign("a"))
-            await session.heard("accepted")
+            await session.wait_for("accepted")
             await scene.step()
             done = asyncio.Event()
             scene.site.drain("a rolling update", 25.0)
             scene.site.when_idle(done.set)
-            draining = (await session.heard("draining"))[0]
+            draining = (await session.wait_for("draining"))[0]
             assert (draining.reason, draining.deadline_s) == ("a rolling update", 25.0)
             await session.send(**assign("b"))
-            assert (await session.heard("rejected"))[0].reason == pb.Rejected.DRAINING
+            assert (await session.wait_for("rejected"))[0].reason == pb.Rejected.DRAINING
             assert not done.is_set()
             await scene.step(3)
             await done.wait()
@@ -202,7 +202,7 @@ def test_one_gateways_drain_is_its_own_and_can_be_taken_back() -> None:
             east, west = await one.linked("east"), await two.linked("west")
             await east.send(drain=pb.Drain(reason="maintenance"))
             await east.send(**assign("a"))
-            assert (await east.heard("rejected"))[0].reason == pb.Rejected.DRAINING
+            assert (await east.wait_for("rejected"))[0].reason == pb.Rejected.DRAINING
             await west.send(**assign("b"))
             await west.finished("b")
             await east.send(resume=pb.Resume())

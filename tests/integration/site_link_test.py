@@ -19,14 +19,14 @@ def test_a_site_says_who_it_is_and_how_busy() -> None:
             assert (hello.protocol, hello.site, hello.cloud, hello.region) == (1, "alpha", "on-prem", "lab")
             assert hello.models[0].id == "letters"
             assert list(hello.attempts) == []
-            await session.heard("load")
+            await session.wait_for("load")
             scene.engine_thread.request_load()
-            loads = await session.heard("load", 2)
+            loads = await session.wait_for("load", 2)
             assert [each.seq for each in loads] == sorted({each.seq for each in loads})
             assert idle(loads[0])
             await session.send(ping=pb.Ping(nonce=7))
-            assert (await session.heard("pong"))[0].nonce == 7
-            bid = (await session.heard("bid"))[0]
+            assert (await session.wait_for("pong"))[0].nonce == 7
+            bid = (await session.wait_for("bid"))[0]
             assert (bid.free_slots, bid.free_kv_tokens) == (2, FREE_TOKENS)
 
     run(scenario())
@@ -38,7 +38,7 @@ def test_an_attempt_is_accepted_streamed_and_finished() -> None:
             session = await gateway.linked()
             await session.send(**assign("a", "hello", max_tokens=12))
             assert await session.finished("a") == pb.Delta.LENGTH
-            accepted = session.said("accepted")[0]
+            accepted = session.received("accepted")[0]
             assert (accepted.prompt_tokens, accepted.position, accepted.max_tokens) == (5, 0, 12)
             assert session.text("a") == "hellohellohe"
             deltas = session.deltas("a")
@@ -94,7 +94,7 @@ def test_every_choice_ends_once() -> None:
             for index in range(3):
                 assert await session.finished("a", index) == pb.Delta.LENGTH
                 assert session.text("a", index) == "abca"
-            assert len(session.said("accepted")) == 1
+            assert len(session.received("accepted")) == 1
             await falls_idle(session)
 
     run(scenario())
@@ -124,7 +124,7 @@ def test_what_cannot_be_served_is_rejected_with_the_reason() -> None:
             await session.send(**assign("waits"))
             await session.send(**assign("full"))
             await session.send(**assign("wide", n=2))
-            rejected = {each.attempt_id: each for each in await session.heard("rejected", 9)}
+            rejected = {each.attempt_id: each for each in await session.wait_for("rejected", 9)}
             assert {name: (each.reason, each.param) for name, each in rejected.items()} == {
                 "model": (reasons.MODEL_UNKNOWN, "model"),
                 "tools": (reasons.UNSUPPORTED, "tools"),
@@ -137,7 +137,7 @@ def test_what_cannot_be_served_is_rejected_with_the_reason() -> None:
                 "wide": (reasons.FULL, ""),
             }
             assert all(each.message for each in rejected.values())
-            assert [each.attempt_id for each in session.said("accepted")] == ["waits"]
+            assert [each.attempt_id for each in session.received("accepted")] == ["waits"]
 
     run(scenario())
 
@@ -147,12 +147,12 @@ def test_a_cancel_during_prefill_frees_everything_at_once() -> None:
         async with serving(Gateway()) as gateway, site_before(gateway, engine=FakeEngine(chunk=2)) as scene:
             session = await gateway.linked()
             await session.send(**assign("a", "x" * 40))
-            await session.heard("accepted")
+            await session.wait_for("accepted")
             await scene.step(2)
             assert scene.engine.running
             await session.send(cancel=pb.Cancel(attempt_id="a"))
             await session.send(ping=pb.Ping(nonce=1))
-            await session.heard("pong")
+            await session.wait_for("pong")
             await scene.step()
             assert await session.finished("a") == pb.Delta.CANCELLED
             assert session.text("a") == ""
@@ -166,11 +166,11 @@ def test_a_cancel_during_decode_frees_everything_and_says_what_was_generated() -
         async with serving(Gateway()) as gateway, site_before(gateway) as scene:
             session = await gateway.linked()
             await session.send(**assign("a", n=2, max_tokens=50))
-            await session.heard("accepted")
+            await session.wait_for("accepted")
             await scene.step(3)
             await session.send(cancel=pb.Cancel(attempt_id="a"))
             await session.send(ping=pb.Ping(nonce=1))
-            await session.heard("pong")
+            await session.wait_for("pong")
             await scene.step()
             for index in range(2):
                 assert await session.finished("a", index) == pb.Delta.CANCELLED
@@ -187,10 +187,10 @@ def test_only_what_has_not_started_is_released() -> None:
             session = await gateway.linked()
             for name in ("a", "b", "c"):
                 await session.send(**assign(name))
-            await session.heard("accepted", 3)
+            await session.wait_for("accepted", 3)
             await scene.step()
             await session.send(release=pb.Release(release_id="r", attempt_ids=["a", "b", "unknown"]))
-            released = (await session.heard("released"))[0]
+            released = (await session.wait_for("released"))[0]
             assert (released.release_id, list(released.attempt_ids)) == ("r", ["b"])
             await scene.step(10)
             await session.finished("a")
@@ -212,11 +212,11 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything_merged() -> None:
             unread, session = await slow.linked("slow"), await quick.linked("quick")
             await unread.send(**assign("s", max_tokens=tokens))
             await session.send(**assign("q", max_tokens=tokens))
-            await session.heard("accepted")
+            await session.wait_for("accepted")
             await scene.step(tokens + 2)
             await session.finished("q")
             await falls_idle(session)  # the engine is through, though nothing was read
-            assert unread.said("step") == []
+            assert unread.received("step") == []
             unread.reads.set()
             assert await unread.finished("s") == pb.Delta.LENGTH
             assert unread.text("s") == "".join(each * wide for each in ("abc" * tokens)[:tokens])

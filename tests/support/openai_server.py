@@ -79,7 +79,7 @@ class OpenAIServer:
         async with asyncio.timeout(60), self._changed:
             await self._changed.wait_for(holds)
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
@@ -123,12 +123,12 @@ class OpenAIServer:
         elif method == "POST":
             self.asked.append(json.loads(body))
             self.running += 1
-            await self._tell()
+            await self._notify()
             try:
                 await self._answer(self.asked[-1], path, reader, writer)
             finally:
                 self.running -= 1
-                await self._tell()
+                await self._notify()
         else:
             _whole(writer, 404, {"detail": "Not Found"})
 
@@ -193,7 +193,7 @@ class OpenAIServer:
         with suppress(ConnectionError):
             await reader.read(1)
         self.left += 1
-        await self._tell()
+        await self._notify()
 
 
 def text(asked: dict[str, Any]) -> str:

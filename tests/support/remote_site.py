@@ -38,7 +38,7 @@ class Scene:
 
     async def refused(self, attempt_id: str) -> pb.Rejected:
         def mine() -> list[pb.Rejected]:
-            return [each for each in self.session.said("rejected") if each.attempt_id == attempt_id]
+            return [each for each in self.session.received("rejected") if each.attempt_id == attempt_id]
 
         await self.session.until(mine)
         assert not self.session.finish(attempt_id)
@@ -48,7 +48,7 @@ class Scene:
         """The first report that says so."""
 
         def found() -> list[pb.Load]:
-            said = self.session.said("load")
+            said = self.session.received("load")
             return [each for each in said if all(getattr(each, n) == v for n, v in figures.items())]
 
         await self.session.until(found)

@@ -66,7 +66,7 @@ class Session:
         await self._context.write(pb.GatewayMessage(**body))
 
     async def welcome(self, name: str = "east", **more: Any) -> pb.Hello:
-        hello = (await self.heard("hello"))[0]
+        hello = (await self.wait_for("hello"))[0]
         await self.send(welcome=pb.Welcome(gateway=name, heartbeat_s=PATIENCE_S, **more))
         return hello
 
@@ -77,15 +77,15 @@ class Session:
         async with asyncio.timeout(PATIENCE_S), self._news:
             await self._news.wait_for(holds)
 
-    def said(self, kind: str) -> list[Any]:
+    def received(self, kind: str) -> list[Any]:
         return [getattr(each, kind) for each in self.log if each.WhichOneof("body") == kind]
 
-    async def heard(self, kind: str, count: int = 1) -> list[Any]:
-        await self.until(lambda: len(self.said(kind)) >= count)
-        return self.said(kind)
+    async def wait_for(self, kind: str, count: int = 1) -> list[Any]:
+        await self.until(lambda: len(self.received(kind)) >= count)
+        return self.received(kind)
 
     def deltas(self, attempt_id: str, index: int = 0) -> list[pb.Delta]:
-        every = (delta for step in self.said("step") for delta in step.deltas)
+        every = (delta for step in self.received("step") for delta in step.deltas)
         return [each for each in every if each.attempt_id == attempt_id and each.index == index]
 
     def text(self, attempt_id: str, index: int = 0) -> str:

@@ -26,4 +26,4 @@ def idle(load: pb.Load) -> bool:
 
 
 async def falls_idle(session: Session) -> None:
-    await session.until(lambda: any(idle(load) for load in session.said("load")[-1:]))
+    await session.until(lambda: any(idle(load) for load in session.received("load")[-1:]))

@@ -48,9 +48,9 @@ class Gateway:
             return httpx.Response(200, json=a_batch("cancelling"))
         if path == "/v1/batches":
             return httpx.Response(200, json={"data": [a_batch("in_progress", 1)]})
-        return self.tell(request)
+        return self.respond(request)
 
-    def tell(self, request: httpx.Request) -> httpx.Response:
+    def respond(self, request: httpx.Request) -> httpx.Response:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         if isinstance(state, int):
             return httpx.Response(state, json={"error": {"message": "restarting"}})

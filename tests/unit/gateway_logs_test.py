@@ -106,10 +106,10 @@ def test_the_line_of_a_request_takes_one_query_until_it_is_written() -> None:
     async def of_a_request(line: logs.RequestLine) -> None:
         logs.REQUEST_LINE.set(line)
         assert logs.add_request_fields({"site": "a"})
-        assert not await asyncio.create_task(told({"site": "b"}))  # of several prompts the second
+        assert not await asyncio.create_task(add_fields({"site": "b"}))  # of several prompts the second
         assert line.fields == {"site": "a"}
 
-    async def told(fields: dict[str, object]) -> bool:
+    async def add_fields(fields: dict[str, object]) -> bool:
         return logs.add_request_fields(fields)
 
     async def scenario() -> None:

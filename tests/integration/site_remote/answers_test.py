@@ -25,7 +25,7 @@ def test_answers_stream_with_the_servers_counts() -> None:
         assert [session.text("chat", index) for index in (0, 1)] == ["hel", "hel"]
         assert session.deltas("text")[-1].completion_tokens == 5
         assert sum(session.deltas("chat", index)[-1].completion_tokens for index in (0, 1)) == 6
-        counted = [each for each in session.said("accepted") if each.attempt_id == "text"]
+        counted = [each for each in session.received("accepted") if each.attempt_id == "text"]
         assert [each.prompt_tokens for each in counted] == [1, 7]  # guessed, then counted
         (asked,) = (each for each in here.server.asked if "messages" in each)
         assert (asked["stop"], asked["messages"]) == (["!"], [{"role": "user", "content": "hello"}])
@@ -87,11 +87,11 @@ def test_what_was_not_sent_can_be_released_and_what_was_can_not() -> None:
         here.server.go.clear()
         for name in "abcd":
             await here.session.send(**assign(name, max_tokens=9))
-        await here.session.heard("accepted", 4)
+        await here.session.wait_for("accepted", 4)
         await here.session.until(lambda: here.session.text("a") and here.session.text("b"))
         await here.load(pending=2)
         await here.session.send(release=pb.Release(release_id="r", attempt_ids=list("abcd")))
-        (released,) = await here.session.heard("released")
+        (released,) = await here.session.wait_for("released")
         assert list(released.attempt_ids) == ["c", "d"]
         here.server.go.set()
         assert await here.session.finished("a") == pb.Delta.LENGTH
@@ -116,7 +116,7 @@ def test_load_is_the_servers_own_word_where_it_gives_one() -> None:
         assert asked["top_k"] == 5
         assert asked["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
         here.server.metrics = metric_pages.SOMEBODY  # after an update
-        await here.session.until(lambda: [load.pending for load in here.session.said("load")[-1:]] == [0])
+        await here.session.until(lambda: [load.pending for load in here.session.received("load")[-1:]] == [0])
 
     run(scenario, metrics=metric_pages.VLLM)
 
@@ -159,7 +159,7 @@ def test_an_answer_begun_elsewhere_goes_on_after_its_text() -> None:
         assert (asked["prompt"], asked["max_tokens"]) == ("abcdeabc", 5)
         assert here.session.text("a") == "deabc"
         assert here.session.deltas("a")[-1].completion_tokens == 8
-        assert [each.prompt_tokens for each in here.session.said("accepted")][-1] == 7 - 3
+        assert [each.prompt_tokens for each in here.session.received("accepted")][-1] == 7 - 3
 
     run(scenario)
 

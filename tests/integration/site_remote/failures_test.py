@@ -39,7 +39,7 @@ def test_a_cancel_closes_the_stream_at_the_server() -> None:
 def test_an_answer_that_is_cut_off_is_counted_as_far_as_the_server_told() -> None:
     async def scenario(here: Scene) -> None:
         await cut_off(here)
-        counted = [each.prompt_tokens for each in here.session.said("accepted")]
+        counted = [each.prompt_tokens for each in here.session.received("accepted")]
         assert counted == [1, 7]  # guessed, then counted
 
     run(scenario, owner="vllm")
@@ -141,7 +141,7 @@ def test_a_server_that_lives_but_fails_every_answer_is_left() -> None:
             await here.session.send(**assign(name))
         await here.session.over.wait()
         assert "answers in a row failed" in here.session.log[-1].bye.reason
-        assert len(here.session.said("rejected")) == 3
+        assert len(here.session.received("rejected")) == 3
 
     run(scenario)
 
@@ -193,7 +193,7 @@ def test_a_signal_drains() -> None:
         await here.session.send(**assign("a", max_tokens=9))
         await here.session.until(lambda: here.session.text("a"))
         os.kill(os.getpid(), signal.SIGTERM)
-        await here.session.heard("draining")
+        await here.session.wait_for("draining")
         here.server.go.set()
         assert await here.session.finished("a") == pb.Delta.LENGTH
         await here.session.over.wait()

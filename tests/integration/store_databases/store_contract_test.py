@@ -155,7 +155,7 @@ def test_an_unknown_key_hurries_the_look_at_the_database(
     looked = asyncio.Event()
     real_refresh = KeyRing.refresh
 
-    async def told(self: KeyRing) -> None:
+    async def refresh_and_signal(self: KeyRing) -> None:
         await real_refresh(self)
         looked.set()
 
@@ -165,7 +165,7 @@ def test_an_unknown_key_hurries_the_look_at_the_database(
             open_store(url, tmp_path, serving=False) as command,
         ):
             _, secret = await command.keys.create_key("new")
-            monkeypatch.setattr(KeyRing, "refresh", told)
+            monkeypatch.setattr(KeyRing, "refresh", refresh_and_signal)
             assert store.keys.authenticate(secret) is None
             async with asyncio.timeout(60):
                 await looked.wait()

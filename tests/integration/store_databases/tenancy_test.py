@@ -20,13 +20,13 @@ from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.store.store import Store, open_store
 from mico.cli import app
-from tests.support.fakes.edge import error_of, say
+from tests.support.fakes.edge import error_of, scripted
 from tests.support.fakes.store import outcome
 
 
 def admin_api(store: Store, secret: str) -> httpx2.AsyncClient:
     backend = Backend(
-        answer=say("x"),
+        answer=scripted("x"),
         models=list,
         authenticate=store.keys.authenticate,
         ready=lambda: Readiness(True, ""),

@@ -47,7 +47,7 @@ MODELS = (
 )
 
 
-def say(*texts: str, opening: Opening = OPENING, finish: Finish = Finish.STOP) -> Answer:
+def scripted(*texts: str, opening: Opening = OPENING, finish: Finish = Finish.STOP) -> Answer:
     """Every choice says the same texts, one token each; the choices take turns."""
 
     async def answer(query: Query) -> AsyncGenerator[AnswerEvent, None]:
@@ -90,7 +90,7 @@ def _drawn(query: Query, text: str) -> tuple[TokenLogprob, ...]:
 class Script:
     """Stands for the rest of the gateway: plays one answer, remembers what it was asked and what ended."""
 
-    answer: Answer = field(default_factory=lambda: say("Hello", " world"))
+    answer: Answer = field(default_factory=lambda: scripted("Hello", " world"))
     models: Sequence[Model] = MODELS
     readiness: Readiness = READY
     settings: dict[str, Any] = field(default_factory=dict)

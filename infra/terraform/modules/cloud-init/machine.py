@@ -1,4 +1,4 @@
-"""What a machine asks its cloud: its secrets at every start, and whether it is about to be taken back.
+"""Read from a machine's cloud its secrets, at every start, and the notice that it is about to be taken back.
 
     machine.py secrets FOLDER CLOUD SECRET...   write FOLDER/secrets.env and the files that the secrets hold
     machine.py notice CLOUD                     return when the cloud has announced the machine's end
