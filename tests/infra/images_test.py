@@ -96,7 +96,8 @@ def test_the_build_context_holds_what_is_packaged_and_no_more(path: Path) -> Non
     let_in = {line[1:] for line in lines if line.startswith("!")}
     glue = {"infra/images/triton_glue.py"} if path.name.startswith("engine") else set()
     assert let_in == {
-        *packages, "pyproject.toml", "constraints.txt", "README.md", "infra/images/linked.py", *glue
+        *packages, "pyproject.toml", "constraints.txt", "README.md", "LICENSE", "NOTICE",
+        "infra/images/linked.py", *glue
     }  # fmt: skip
     copied = [
         words[1] for words in instructions(path) if words[0] == "COPY" and not words[1].startswith("--from")
