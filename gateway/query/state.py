@@ -86,6 +86,15 @@ class QueryState:
         return self.prompt_tokens + self.completion_tokens
 
     @property
+    def charged(self) -> Usage:
+        """Return the tokens to record and to count against quotas.
+
+        An error instead of an answer costs nothing, whatever sites have counted. What was cancelled costs
+        what was counted until then.
+        """
+        return self.usage if self.error is None or self.opened else Usage(0, 0)
+
+    @property
     def delivered(self) -> Resume | None:
         """Return the part of the answer that the client has; None before the first token."""
         if not self.opened:
@@ -159,7 +168,7 @@ class QueryState:
             self._argument_chars += len(call.arguments)
 
     def outcome(self) -> Outcome:
-        query = self.query
+        query, charged = self.query, self.charged
         return Outcome(
             query_id=query.id,
             request_id=query.request_id,
@@ -168,8 +177,8 @@ class QueryState:
             model=query.model,
             status=self._status(),
             error=self.error.message if self.error else "",
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
+            prompt_tokens=charged.prompt_tokens,
+            completion_tokens=charged.completion_tokens,
             forecast=self.forecast,
             attempts=tuple(map(self._attempt_record, self._attempts)),
             received_at=self._received_at,
@@ -186,8 +195,8 @@ class QueryState:
             return Status.ANSWERED
         if self.error is None:
             return Status.CANCELLED
-        before_any_site = not self._attempts or isinstance(self.error, ClientMistake | Overloaded)
-        return Status.REFUSED if before_any_site else Status.FAILED
+        refused = not self._attempts or isinstance(self.error, ClientMistake | Overloaded)
+        return Status.REFUSED if refused and not self.opened else Status.FAILED
 
     def _attempt_record(self, attempt: LiveAttempt) -> Attempt:
         return Attempt(

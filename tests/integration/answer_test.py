@@ -19,6 +19,7 @@ from gateway.errors import (
     ModelNotFound,
     NoSite,
     Overloaded,
+    UpstreamFailed,
     UpstreamLost,
 )
 from gateway.query.answer import answer
@@ -86,6 +87,38 @@ def test_the_clients_mistake_is_not_tried_elsewhere(reason: Any, error: type[Exc
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("end", "error", "status"),
+    [
+        ({"reason": pb.Rejected.INVALID}, BadRequest, Status.REFUSED),
+        ({"reason": pb.Rejected.CONTEXT_LENGTH}, ContextTooLong, Status.REFUSED),
+        ({"reason": pb.Rejected.FULL}, Overloaded, Status.REFUSED),
+        ({"reason": pb.Rejected.UNSUPPORTED}, BadRequest, Status.REFUSED),
+        ({"finish": pb.Delta.FAILED, "completion_tokens": 3}, UpstreamFailed, Status.FAILED),
+    ],
+)
+def test_an_error_instead_of_an_answer_costs_nothing(
+    end: dict[str, Any], error: type[Exception], status: Status
+) -> None:
+    """A site in front of a server has counted the prompt by the time that the server refuses it."""
+
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(collect(here, here.query()))
+        assign = await site.assigned()
+        if "reason" in end:
+            await site.send(rejected=pb.Rejected(attempt_id=assign.attempt_id, message="no", **end))
+        else:
+            await site.send(step=pb.Step(deltas=[pb.Delta(attempt_id=assign.attempt_id, **end)]))
+        with pytest.raises(error):
+            await task
+        (outcome,) = here.outcomes
+        assert (outcome.status, outcome.prompt_tokens, outcome.completion_tokens) == (status, 0, 0)
+        assert outcome.attempts[0].prompt_tokens == 7, "what the site counted is with its attempt"
+
+    run(scenario)
+
+
 def test_a_client_that_leaves_is_cancelled_and_charged_what_the_site_counted() -> None:
     async def scenario(here: Scene) -> None:
         site = await here.site("a")
@@ -117,7 +150,8 @@ def test_a_client_that_leaves_before_the_first_token_frees_the_site_too() -> Non
         assert (await site.next()).cancel.attempt_id == assign.attempt_id
         await site.step(assign, "", 0, finish=pb.Delta.CANCELLED)
         await until(lambda: here.outcomes, "the outcome")
-        assert here.outcomes[0].status is Status.CANCELLED
+        (outcome,) = here.outcomes
+        assert (outcome.status, outcome.prompt_tokens) == (Status.CANCELLED, 7), "the site has read the prompt"
 
     run(scenario)
 

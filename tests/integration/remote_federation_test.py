@@ -233,6 +233,8 @@ def test_a_clients_mistake_is_told_as_the_server_told_it(mood: Mood, error: type
         with pytest.raises(error, match=r"maximum context|top_p"):
             await fleet.ask(fleet.here.query())
         assert sum(len(server.asked) for server in fleet.servers.values()) == 1
+        (outcome,) = fleet.here.outcomes
+        assert (outcome.status, outcome.prompt_tokens, outcome.completion_tokens) == (Status.REFUSED, 0, 0)
 
     run(scenario, "a", "b")
 
