@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,6 +67,7 @@ class Job:
         self.batch = batch
         self.finalizing = False  # no line runs any more: the end of the batch is being written
         self.draining = False  # this process is about to end: nothing new starts
+        self._id = secrets.token_hex(4)  # runs of a line by different jobs are different queries
         self._context = context
         self._in_flight = in_flight
         self._active_jobs = active_jobs
@@ -157,7 +159,8 @@ class Job:
             lines = self._take_lines(PAGE_LINES, now_s)
             sites = [""] * len(lines)
         for line, site in zip(lines, sites, strict=True):
-            query_id = f"{self.batch.id}-{line.number}-{line.runs}"
+            # Usage is stored once per id, and a job that lost its lease can't store its count of runs.
+            query_id = f"{self.batch.id}-{line.number}-{self._id}-{line.runs}"
             self._in_flight[query_id] = site
             task = asyncio.create_task(self._run_line(line, query_id, site), name=query_id)
             self._running[task] = line
@@ -264,7 +267,7 @@ class Job:
         except ClientMistake as exc:
             return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
         except DATABASE_ERRORS:
-            return Retry(line, BACKOFF_S, pauses_batch=True)
+            return Retry(replace(line, runs=line.runs + 1), BACKOFF_S, pauses_batch=True)
         except Exception as exc:  # noqa: BLE001 - it becomes the line's outcome after the last failure
             return self._on_failure(line, query_id, exc)
         return Outcome(line.number, False, response_line(line.custom_id, query_id, body))

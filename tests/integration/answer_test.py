@@ -151,7 +151,9 @@ def test_a_client_that_leaves_before_the_first_token_frees_the_site_too() -> Non
         await site.step(assign, "", 0, finish=pb.Delta.CANCELLED)
         await until(lambda: here.outcomes, "the outcome")
         (outcome,) = here.outcomes
-        assert (outcome.status, outcome.prompt_tokens) == (Status.CANCELLED, 7), "the site has read the prompt"
+        assert (outcome.status, outcome.prompt_tokens) == (Status.CANCELLED, 7), (
+            "the site has read the prompt"
+        )
 
     run(scenario)
 

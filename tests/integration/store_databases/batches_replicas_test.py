@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from gateway.domain import Status
 from tests.support.batch_replica import (
     answers_by_id,
     asked_at_least,
@@ -64,9 +65,22 @@ def test_a_replica_that_was_only_away_writes_nothing_when_it_is_back(
                 monkeypatch.setattr(ledger, "lease", lease)
                 first.open.set()
                 await until(lambda: runner.running_lines == 0, "nothing of it runs any more")
-                assert len(answers_by_id(await second.lines(done.output_file_id))) == 20
+                lines = answers_by_id(await second.lines(done.output_file_id))
+                assert len(lines) == 20
                 assert len(second.asked) == 20 - finished
                 assert await second.sdk().batches.retrieve(batch_id) == done
+                for here in (first, second):
+                    await here.scene.gateway.wait_settled()
+                outcomes = [outcome for here in (first, second) for outcome in here.scene.outcomes]
+                recorded = {outcome.query_id: outcome for outcome in outcomes}
+                assert len(recorded) == len(outcomes), "usage is stored once per id: none may repeat"
+                for line in lines.values():
+                    outcome, usage = (
+                        recorded[line["response"]["request_id"]],
+                        line["response"]["body"]["usage"],
+                    )
+                    assert outcome.status is Status.ANSWERED
+                    assert outcome.prompt_tokens + outcome.completion_tokens == usage["total_tokens"]
 
     asyncio.run(main())
 
