@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 from mico.errors import CommandFailed
 
 if TYPE_CHECKING:
+    from gateway.store.schema import StoredSchema
     from gateway.store.store import Store
 
 T = TypeVar("T")
 UNPREPARED_TIP = "mico up or mico db upgrade prepares it; --database names another"
+TOO_NEW_TIP = "the newer version's mico reads it; --database names another"
 UNREACHABLE_TIP = "see that it runs and that its address is right; --database names another"
 
 
@@ -25,7 +27,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.database import reason
-    from gateway.store.errors import StoreError, StoreUnavailable
+    from gateway.store.errors import SchemaTooNew, StoreError, StoreUnavailable
     from gateway.store.quota_table import UnknownSubject
     from gateway.store.store import open_store
 
@@ -41,7 +43,8 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     except StoreUnavailable as error:
         raise CommandFailed("the database did not answer", cause=str(error), tip=UNREACHABLE_TIP) from error
     except StoreError as error:
-        raise CommandFailed("the database is not ready", cause=str(error), tip=UNPREPARED_TIP) from error
+        tip = TOO_NEW_TIP if isinstance(error, SchemaTooNew) else UNPREPARED_TIP
+        raise CommandFailed("the database is not ready", cause=str(error), tip=tip) from error
     except SQLAlchemyError as error:
         raise CommandFailed(
             "the database did not answer", cause=reason(error), tip=UNREACHABLE_TIP
@@ -59,16 +62,18 @@ def require_file(database_url: str) -> None:
         raise SchemaMismatch(f"there is no database {url.database}")
 
 
-def upgrade(database_url: str) -> None:
-    """Upgrade the schema to the newest revision. Raises CommandFailed."""
+def upgrade(database_url: str) -> StoredSchema:
+    """Upgrade the schema to the newest revision, and return it. Raises CommandFailed."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.database import reason
-    from gateway.store.errors import StoreError
+    from gateway.store.errors import SchemaTooNew, StoreError
     from migrations import upgrade as run
 
     try:
-        run(database_url)
+        return run(database_url)
+    except SchemaTooNew as error:
+        raise CommandFailed("this version can't use the database", cause=str(error)) from error
     except StoreError as error:
         raise CommandFailed("the database URL does not work", cause=str(error)) from error
     except SQLAlchemyError as error:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import URL, Connection, Insert, Table, event, inspect, make_url, select, table
+from sqlalchemy import URL, Insert, Table, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.schema import Column
 
-from gateway.store.errors import SchemaMismatch, StoreError, StoreUnavailable
+from gateway.store.errors import StoreError
 from gateway.store.sqlite import SingleHopConnection
-from gateway.store.tables import SCHEMA
 
 BUSY_TIMEOUT_MS: Final = 5_000
 CONNECTIONS: Final = 8
@@ -100,25 +98,6 @@ def insert_new(dialect: str, into: Table) -> Insert:
     if dialect == "sqlite":
         return sqlite.insert(into).on_conflict_do_nothing()
     return postgresql.insert(into).on_conflict_do_nothing()
-
-
-async def check_schema(engine: AsyncEngine) -> None:
-    """Check that the tables are of this program's version. Raises SchemaMismatch or StoreUnavailable."""
-    try:
-        async with engine.connect() as connection:
-            found = await connection.run_sync(_schema)
-    except (SQLAlchemyError, OSError) as exc:
-        raise StoreUnavailable(f"cannot open the database {engine.url!r}: {reason(exc)}") from exc
-    if found != SCHEMA:
-        state = f"has schema {found}" if found else "has no tables yet"
-        raise SchemaMismatch(f"the database {state}, this program needs {SCHEMA}: run `mico db upgrade`")
-
-
-def _schema(connection: Connection) -> str | None:
-    if not inspect(connection).has_table("alembic_version"):
-        return None
-    version: Column[str] = Column("version_num")
-    return connection.scalar(select(version).select_from(table("alembic_version")))
 
 
 def reason(error: BaseException) -> str:

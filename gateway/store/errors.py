@@ -1,7 +1,8 @@
 """Errors between the gateway and its database. None of them ever fails a query.
 
 StoreError                has a sentence that a person can act on; stops the start of a process
-├── SchemaMismatch        the tables are older or newer than this program
+├── SchemaMismatch        there are no tables, or they are older than this program
+│   └── SchemaTooNew      a newer program has changed the tables so that this one can't use them
 ├── JournalTaken          another process writes to the same journal
 ├── StoreUnavailable      the database does not answer now: try again later
 └── RecordsRefused        the database will never take these values: trying again is useless
@@ -15,6 +16,10 @@ class StoreError(Exception):
 
 
 class SchemaMismatch(StoreError):
+    pass
+
+
+class SchemaTooNew(SchemaMismatch):
     pass
 
 

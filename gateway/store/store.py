@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.store.certificates import CertificateRegistry
-from gateway.store.database import check_schema, open_engine
+from gateway.store.database import open_engine
 from gateway.store.keys import KeyRing
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import Pepper
@@ -17,6 +17,7 @@ from gateway.store.queries import OperatorReads
 from gateway.store.quota_table import QuotaTable
 from gateway.store.recorder import Recorder
 from gateway.store.retention import Retention, RetentionPeriods
+from gateway.store.schema import check_schema
 from gateway.store.slices import SliceTable
 from gateway.store.snapshots import SnapshotTable
 from gateway.store.writer import DatabaseWriter

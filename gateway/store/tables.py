@@ -22,8 +22,8 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0008"
-"""The migration that this program needs."""
+SCHEMA: Final = "0009"
+"""The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
     naming_convention={
@@ -32,6 +32,13 @@ metadata = MetaData(
         "fk": "fk_%(table_name)s_%(column_0_name)s",
         "pk": "pk_%(table_name)s",
     }
+)
+
+schema_floor = Table(
+    "schema_floor",  # one row, written by `migrations`
+    metadata,
+    Column("floor", String, primary_key=True),  # the lowest SCHEMA of a program that may use these tables
+    Column("made_by", String, nullable=False),  # the version of the program that migrated last
 )
 
 tenants = Table(

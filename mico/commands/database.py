@@ -21,13 +21,22 @@ app = typer.Typer(help="The database.", no_args_is_help=True)
 
 @app.command("upgrade")
 def upgrade(context: typer.Context, database: Database = None) -> None:
-    """Upgrade the schema to this version's. Safe to repeat, and safe while others do the same."""
+    """Upgrade the schema to this version's. Safe to repeat, and safe while others do the same.
+
+    Does nothing where a newer version has upgraded it in a way that this version can use.
+    """
+    from gateway.store.tables import SCHEMA
     from mico.store_access import upgrade as run
 
     session = session_of(context)
     where = session.settings.resolve("database_url", database)
-    run(where.value)
-    session.terminal.info(f"{where.shown} has the newest schema")
+    found = run(where.value)
+    state = f"{where.shown} has schema {found.revision}"
+    if found.revision == SCHEMA:
+        session.terminal.info(f"{state}, the newest")
+    else:
+        by = f"Mico {found.made_by} made it"
+        session.terminal.info(f"{state}: {by}, this version ({SCHEMA}) can use it, nothing is changed")
 
 
 def explain(

@@ -114,7 +114,7 @@ def check_torch() -> Finding:
 
 def check_database(session: Session) -> Finding:
     """Read through the store itself, so that a wrong schema and a wrong address get different repairs."""
-    from gateway.store.errors import SchemaMismatch
+    from gateway.store.errors import SchemaMismatch, SchemaTooNew
     from gateway.store.store import Store
     from mico.store_access import with_store
 
@@ -128,10 +128,15 @@ def check_database(session: Session) -> Finding:
     try:
         rows = with_store(where.value, session.folder.path, count)
     except CommandFailed as failure:
-        unprepared = isinstance(failure.__cause__, SchemaMismatch)
-        repair = "mico db upgrade" if unprepared else "start it, or correct its address: mico config show"
+        match failure.__cause__:
+            case SchemaTooNew():
+                repair = "use the newer version, or another database: mico config show"
+            case SchemaMismatch():
+                repair = "mico db upgrade"
+            case _:
+                repair = "start it, or correct its address: mico config show"
         return Finding("database", Verdict.FAIL, failure.cause, repair)
-    return Finding("database", Verdict.OK, f"{where.shown}, newest schema, {several(rows, 'usage row')}")
+    return Finding("database", Verdict.OK, f"{where.shown}, usable schema, {several(rows, 'usage row')}")
 
 
 def check_certificates(session: Session) -> Iterator[Finding]:

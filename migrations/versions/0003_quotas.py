@@ -5,6 +5,7 @@ from alembic import op
 
 revision = "0003"
 down_revision = "0002"
+additive = True
 
 
 def upgrade() -> None:

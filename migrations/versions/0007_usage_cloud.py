@@ -5,6 +5,7 @@ from alembic import op
 
 revision = "0007"
 down_revision = "0006"
+additive = True
 
 
 def upgrade() -> None:

@@ -72,6 +72,15 @@ def test_every_module_says_what_it_is() -> None:
     assert silent == []
 
 
+def test_every_migration_says_whether_programs_of_before_can_go_on() -> None:
+    silent = [
+        file.name
+        for file in sorted((ROOT / "migrations/versions").glob("*.py"))
+        if not re.search(r"^additive = (True|False)$", file.read_text(), re.M)
+    ]
+    assert silent == [], "additive = True: the program of the schema before can use the tables, too"
+
+
 def test_generated_code_equals_a_regeneration(tmp_path: Path) -> None:
     kinds = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *kinds, "wire/federation.proto"]

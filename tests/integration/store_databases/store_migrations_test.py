@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, NullPool, create_engine, inspect
+from sqlalchemy import Engine, NullPool, create_engine, inspect, text
 
 import migrations
 from gateway.store.database import database_url
-from gateway.store.errors import SchemaMismatch, StoreUnavailable
+from gateway.store.errors import SchemaMismatch, SchemaTooNew, StoreUnavailable
+from gateway.store.schema import StoredSchema, read_schema
 from gateway.store.store import open_store
 from gateway.store.tables import SCHEMA, metadata
 from migrations import downgrade, upgrade
+from tests.support.next_schema import AHEAD
 
 
 def sync_engine(url: str) -> Engine:
@@ -47,6 +52,127 @@ def test_the_program_is_written_for_the_newest_migration() -> None:
     assert ScriptDirectory(str(Path(migrations.__file__).parent)).get_current_head() == SCHEMA
 
 
+def revisions() -> list[Any]:
+    """Every revision, oldest first."""
+    found = ScriptDirectory(str(Path(migrations.__file__).parent)).walk_revisions()
+    return [*found][::-1]
+
+
+def schema_of(url: str) -> StoredSchema | None:
+    with sync_engine(url).connect() as connection:
+        return read_schema(connection)
+
+
+def test_a_database_names_the_newest_migration_that_older_programs_cannot_use(empty_url: str) -> None:
+    newest = [each.revision for each in revisions() if not each.module.additive][-1]
+    found = upgrade(empty_url)
+    assert found == schema_of(empty_url) == StoredSchema(SCHEMA, newest, version("mico"))
+
+
+def columns(url: str) -> dict[tuple[str, str], Any]:
+    seen = inspect(sync_engine(url))
+    return {(name, each["name"]): each for name in tables(url) for each in seen.get_columns(name)}
+
+
+def rules(url: str) -> set[str]:
+    """What a database demands of rows: keys, references, uniqueness."""
+    seen = inspect(sync_engine(url))
+    found = set()
+    for name in tables(url):
+        demands = (
+            seen.get_pk_constraint(name)["constrained_columns"],
+            *((each["referred_table"], each["constrained_columns"]) for each in seen.get_foreign_keys(name)),
+            *(each["column_names"] for each in seen.get_unique_constraints(name)),
+            *(each["column_names"] for each in seen.get_indexes(name) if each["unique"]),
+            *(each["sqltext"] for each in seen.get_check_constraints(name)),
+        )
+        found |= {f"{name}: {each}" for each in demands}
+    return found
+
+
+def stops_older_programs(url: str, before: dict[tuple[str, str], Any], demanded: set[str]) -> list[str]:
+    """Name what a program cannot use any more that was written for the columns and rules of `before`."""
+    now, known = columns(url), {table for table, _ in before}
+    lost = [f"{where} is gone" for where in before.keys() - now.keys()]
+    for where, column in now.items():
+        old = before.get(where)
+        if old is not None and (str(old["type"]), old["nullable"]) != (
+            str(column["type"]),
+            column["nullable"],
+        ):
+            lost.append(f"{where} has changed")
+        if old is None and where[0] in known and not column["nullable"] and column["default"] is None:
+            lost.append(f"{where} has to be given")
+    stricter = [rule for rule in rules(url) - demanded if rule.partition(":")[0] in known]
+    return lost + stricter
+
+
+def test_an_additive_migration_leaves_all_that_the_program_before_it_uses(empty_url: str) -> None:
+    for revision in revisions():
+        before, demanded = (columns(empty_url), rules(empty_url)) if revision.down_revision else ({}, set())
+        upgrade(empty_url, revision.revision)
+        if revision.module.additive:
+            assert stops_older_programs(empty_url, before, demanded) == [], revision.revision
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "ALTER TABLE usage DROP COLUMN cloud",
+        "ALTER TABLE usage RENAME COLUMN cloud TO home",
+        "DROP TABLE decisions",
+        "CREATE UNIQUE INDEX one_each ON usage (request_id)",
+    ],
+)
+def test_what_stops_an_older_program_is_noticed(empty_url: str, change: str) -> None:
+    upgrade(empty_url)
+    before, demanded = columns(empty_url), rules(empty_url)
+    with sync_engine(empty_url).begin() as connection:
+        connection.execute(text(change))
+    assert stops_older_programs(empty_url, before, demanded) != []
+
+
+def migrate_ahead(url: str, floor: str) -> StoredSchema:
+    """Leave the database as a newer program's migration does."""
+    upgrade(url)
+    with sync_engine(url).begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = :ahead"), {"ahead": AHEAD})
+        connection.execute(
+            text("UPDATE schema_floor SET floor = :floor, made_by = '9.9.9'"), {"floor": floor}
+        )
+    return StoredSchema(AHEAD, floor, "9.9.9")
+
+
+async def open_and_close(url: str, folder: Path) -> None:
+    async with open_store(url, folder):
+        pass
+
+
+def test_a_newer_additive_schema_is_used_as_it_is(empty_url: str, tmp_path: Path) -> None:
+    ahead = migrate_ahead(empty_url, floor=SCHEMA)
+    assert upgrade(empty_url) == ahead
+    assert schema_of(empty_url) == ahead
+    asyncio.run(open_and_close(empty_url, tmp_path))
+
+
+def test_a_schema_above_this_program_is_refused_by_both_names(empty_url: str, tmp_path: Path) -> None:
+    ahead = migrate_ahead(empty_url, floor=AHEAD)
+    both = re.escape(f"has schema {AHEAD}, made by Mico 9.9.9,") + f".* this program has schema {SCHEMA}"
+    with pytest.raises(SchemaTooNew, match=both):
+        asyncio.run(open_and_close(empty_url, tmp_path))
+    with pytest.raises(SchemaTooNew, match=both):
+        upgrade(empty_url)
+    assert schema_of(empty_url) == ahead
+
+
+def test_an_older_schema_is_refused_with_the_remedy(empty_url: str, tmp_path: Path) -> None:
+    upgrade(empty_url, "0008")
+    with pytest.raises(
+        SchemaMismatch, match=rf"has schema 0008, this program needs {SCHEMA}.*mico db upgrade"
+    ):
+        asyncio.run(open_and_close(empty_url, tmp_path))
+
+
 def test_two_processes_that_upgrade_at_once_do_it_once(empty_url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(upgrade, [empty_url, empty_url]))
@@ -55,20 +181,12 @@ def test_two_processes_that_upgrade_at_once_do_it_once(empty_url: str) -> None:
 
 def test_a_database_without_tables_is_refused_with_the_remedy(empty_url: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-
-    async def open_it() -> None:
-        async with open_store(empty_url, tmp_path):
-            pass
-
     with pytest.raises(SchemaMismatch, match=r"no tables yet.*mico db upgrade"):
-        asyncio.run(open_it())
+        asyncio.run(open_and_close(empty_url, tmp_path))
 
 
 def test_a_database_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
-    async def open_it() -> None:
-        async with open_store(f"postgresql://me:hunter2@/mico?host={tmp_path}", tmp_path):
-            pass
-
+    url = f"postgresql://me:hunter2@/mico?host={tmp_path}"
     with pytest.raises(StoreUnavailable, match="cannot open the database") as refusal:
-        asyncio.run(open_it())
+        asyncio.run(open_and_close(url, tmp_path))
     assert "hunter2" not in str(refusal.value)
