@@ -206,6 +206,7 @@ class LoadReport:
     tokens_total: int = 0
     prompt_tokens_total: int = 0
     unread_tokens: int = 0
+    unknown_messages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

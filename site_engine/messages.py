@@ -34,6 +34,7 @@ class Welcome:
     grace_s: float
     cancel: tuple[str, ...]
     reads_bunches: bool = False
+    protocol: int = 1  # the highest that both ends speak
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +199,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's figures as they were at `monotonic_s` of the site's clock."""
+    """The engine's figures as they were at `monotonic_s` of the site's clock, or before it stalled."""
 
     seq: int
     monotonic_s: float
     figures: LoadFigures
+    stalled_s: float = 0.0
+    unknown_messages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

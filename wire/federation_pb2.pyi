@@ -78,7 +78,7 @@ class GatewayBunch(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[GatewayMessage, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "pool", "attempts")
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "pool", "highest_protocol", "attempts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class Hello(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     site: str
@@ -108,8 +109,9 @@ class Hello(_message.Message):
     version: str
     reads_bunches: bool
     pool: str
+    highest_protocol: int
     attempts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features")
@@ -128,7 +130,7 @@ class Model(_message.Message):
     def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens")
+    __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     MONOTONIC_S_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +148,9 @@ class Load(_message.Message):
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     UNREAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_ITERATION_S_FIELD_NUMBER: _ClassVar[int]
     seq: int
     monotonic_s: float
     running: int
@@ -163,7 +168,10 @@ class Load(_message.Message):
     tokens_total: int
     prompt_tokens_total: int
     unread_tokens: int
-    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ...) -> None: ...
+    stalled_s: float
+    unknown_messages: int
+    longest_iteration_s: float
+    def __init__(self, seq: _Optional[int] = ..., monotonic_s: _Optional[float] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., token_load: _Optional[float] = ..., kv_free_tokens: _Optional[int] = ..., kv_reserved_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., seconds_per_iteration: _Optional[float] = ..., iteration: _Optional[_Union[IterationCost, _Mapping]] = ..., running_remaining: _Optional[_Iterable[int]] = ..., running_weight: _Optional[int] = ..., pending_prompt_tokens: _Optional[int] = ..., pending_response_tokens: _Optional[float] = ..., tokens_total: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., unread_tokens: _Optional[int] = ..., stalled_s: _Optional[float] = ..., unknown_messages: _Optional[int] = ..., longest_iteration_s: _Optional[float] = ...) -> None: ...
 
 class IterationCost(_message.Message):
     __slots__ = ("base_s", "per_row_s", "per_token_s", "per_kv_token_s")
@@ -475,20 +483,24 @@ class Released(_message.Message):
     def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches")
+    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     peers: _containers.RepeatedScalarFieldContainer[str]
     heartbeat_s: float
     grace_s: float
     cancel: _containers.RepeatedScalarFieldContainer[str]
     reads_bunches: bool
-    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ...) -> None: ...
+    protocol: int
+    highest_protocol: int
+    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt_id",)

@@ -29,7 +29,8 @@ from wire import federation_pb2 as pb
 M = TypeVar("M")
 T = TypeVar("T")
 
-PROTOCOL = 1
+LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 2
+"""The protocols that this gateway speaks: each build also speaks that of the build before."""
 MAX_NAME = 200
 MAX_MODELS = 1000
 MAX_CALLS = 1000
@@ -47,10 +48,7 @@ class ProtocolError(Exception):
 
 
 def identity(hello: pb.Hello) -> SiteIdentity:
-    if hello.protocol != PROTOCOL:
-        raise ProtocolError(
-            f"protocol {hello.protocol}, this gateway speaks {PROTOCOL}: upgrade the older of the two"
-        )
+    _check_protocol(hello)
     if not 0 < len(hello.site) <= MAX_NAME or not hello.site.isprintable():
         raise ProtocolError(f"a site's name has 1 to {MAX_NAME} printable characters")
     if not 0 < len(hello.models) <= MAX_MODELS:
@@ -71,6 +69,16 @@ def identity(hello: pb.Hello) -> SiteIdentity:
         version=hello.version,
         pool=hello.pool[:MAX_NAME],
     )
+
+
+def _check_protocol(hello: pb.Hello) -> None:
+    """Raises ProtocolError where no protocol is spoken by both. A site of before ranges names one."""
+    lowest, highest = hello.protocol, max(hello.protocol, hello.highest_protocol)
+    if lowest > HIGHEST_PROTOCOL or highest < LOWEST_PROTOCOL:
+        raise ProtocolError(
+            f"the site speaks protocols {lowest} to {highest}, this gateway {LOWEST_PROTOCOL} to "
+            f"{HIGHEST_PROTOCOL}: upgrade the older of the two"
+        )
 
 
 def load(report: pb.Load, received_s: float) -> LoadReport:
@@ -98,6 +106,7 @@ def load(report: pb.Load, received_s: float) -> LoadReport:
         tokens_total=report.tokens_total,
         prompt_tokens_total=report.prompt_tokens_total,
         unread_tokens=report.unread_tokens,
+        unknown_messages=report.unknown_messages,
     )
 
 
@@ -133,16 +142,16 @@ _FINISHES: Mapping[int, Finish | None] = MappingProxyType(
 
 
 def delta(message: pb.Delta) -> Delta:
-    """Convert a delta. Does not take CANCELLED and FAILED: they end an attempt, not a choice."""
-    finish = message.finish
-    if finish not in _FINISHES:
-        raise ProtocolError(f"finish {finish} of a delta is unknown")
+    """Convert a delta. Does not take CANCELLED and FAILED: they end an attempt, not a choice.
+
+    A finish that only newer sites know ends the choice like a stop.
+    """
     return Delta(
         index=message.index,
         text=message.text,
         completion_tokens=message.completion_tokens,
         token_ids=tuple(message.token_ids),
-        finish=_FINISHES[finish],
+        finish=_FINISHES.get(message.finish, Finish.STOP),
         logprobs=_each(_logprob, message.logprobs),
         prompt_logprobs=_each(_logprob, message.prompt_logprobs),
         tool_calls=_each(_call, message.tool_calls),

@@ -26,6 +26,7 @@ class Directory:
         self._snapshot: tuple[Site, ...] | None = None
         self._models_by_states: dict[tuple[SiteState, ...], Mapping[str, Model]] = {}
         self.down_reasons: dict[str, str] = {}  # of sites that are down, one line each
+        self.unknown_messages: dict[str, int] = {}  # of kinds that only newer sites know, by site
         self.fleet = Fleet()  # the same sites, as routing reads them
 
     @property
@@ -92,6 +93,9 @@ class Directory:
         smooth = rtt_s if site.rtt_s == 0 else 0.8 * site.rtt_s + 0.2 * rtt_s
         self._put(replace(site, rtt_s=smooth, clock_ahead_s=clock_ahead_s))
 
+    def count_unknown_message(self, name: str) -> None:
+        self.unknown_messages[name] = self.unknown_messages.get(name, 0) + 1
+
     def set_state(self, name: str, state: SiteState) -> None:
         self._put(replace(self._sites[name], state=state))
 
@@ -133,6 +137,7 @@ class Directory:
         for name in down[: max(0, len(self._sites) - MAX_SITES)]:
             del self._sites[name]
             self.down_reasons.pop(name, None)
+            self.unknown_messages.pop(name, None)
             self._models_by_states.clear()
             self.fleet.remove(name)
 

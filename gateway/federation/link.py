@@ -57,7 +57,7 @@ class Link:
         self._offloading = offloading
         self._clock = clock
         self._pings: dict[int, float] = {}
-        self._handlers: Mapping[str | None, Callable[[Any], None]] = {
+        self._handlers: Mapping[str, Callable[[Any], None]] = {
             "accepted": self._accepted,
             "rejected": self._rejected,
             "step": self._step,
@@ -170,16 +170,20 @@ class Link:
         """Handle one message, or each of a bunch. Raises ProtocolError if no correct site would have sent
         it.
 
-        Does nothing after `close`: the site may have joined again, and the message is out of date.
+        A kind of message that only newer sites know is counted and ignored. Does nothing after `close`: the
+        site may have joined again, and the message is out of date.
         """
         if self.closing is not None:
             return
         self.last_heard_s = self._clock()
         for each in codec.messages_of(message):
             body = each.WhichOneof("body")
-            if body not in self._handlers:
+            if body is None:
+                self._directory.count_unknown_message(self.name)
+            elif body not in self._handlers:
                 raise codec.ProtocolError(f"unexpected message {body}")
-            self._handlers[body](getattr(each, body))
+            else:
+                self._handlers[body](getattr(each, body))
 
     def close(self, reason: str) -> None:
         """Close the link: fail every live attempt, which wakes its reader."""

@@ -118,6 +118,8 @@ class Federation(rpc.FederationServicer):
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,
             reads_bunches=True,
+            protocol=codec.LOWEST_PROTOCOL,
+            highest_protocol=codec.HIGHEST_PROTOCOL,
         )
         await context.write(pb.GatewayMessage(welcome=welcome))
         self._check_name(identity, certificate)  # another site may have joined meanwhile

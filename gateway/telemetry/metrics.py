@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.domain import Outcome, Site, SiteState, Status
@@ -102,6 +102,16 @@ class Metrics:
         for model, number in sites_by_model(sites).items():
             serving.add_metric([model], number)
         yield serving
+        unknown = CounterMetricFamily(
+            "mico_link_unknown_messages",
+            "Messages of the link of kinds that their reader, older than their sender, does not know",
+            labels=["site", "reader"],
+        )
+        for site in sites:
+            by_gateway = self._directory.unknown_messages.get(site.name, 0)
+            unknown.add_metric([site.name, "gateway"], by_gateway)
+            unknown.add_metric([site.name, "site"], site.load.unknown_messages)
+        yield unknown
 
     def _child(self, family: Any, *labels: str) -> Any:
         """Return `family.labels(*labels)`, cached: the lookup takes longer than the count."""

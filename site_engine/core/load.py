@@ -42,6 +42,7 @@ class LoadFigures(NamedTuple):
     tokens_total: int
     prompt_tokens_total: int
     unread_tokens: int  # of running requests: uncomputed prompt tokens, and the newest token of each
+    longest_iteration_s: float = 0.0  # of a full batch, by the fit; 0: unknown
 
 
 class CostFit:

@@ -213,6 +213,8 @@ class SiteEngine:
         unread = sum(max(1, len(each.tokens) - each.computed) for each in scheduler.running)
         preempted = [(len(request.tokens), request.expected_remaining()) for request in scheduler.preempted]
         values, weight = condense(remaining)
+        cost = self._meter.fit.cost()
+        longest_s = cost.seconds(self.settings.slots, self._token_budget, self._kv_cache.tokens)
         prompt_tokens = queue.prompt_tokens + sum(tokens for tokens, _ in preempted)
         response_tokens = queue.response_tokens + sum(expected for _, expected in preempted)
         return LoadFigures(
@@ -223,7 +225,7 @@ class SiteEngine:
             kv_reserved_tokens=scheduler.reserved_pages * self._pool.page_size,
             tokens_per_s=self._meter.tokens_per_s,
             seconds_per_iteration=self._meter.seconds_per_iteration,
-            iteration=self._meter.fit.cost(),
+            iteration=cost,
             running_remaining=values,
             running_weight=weight,
             pending_prompt_tokens=prompt_tokens,
@@ -231,6 +233,7 @@ class SiteEngine:
             tokens_total=self._meter.tokens_total,
             prompt_tokens_total=self._meter.prompt_tokens_total,
             unread_tokens=unread,
+            longest_iteration_s=max(longest_s, self.settings.iteration_floor_s),
         )
 
     def forget_totals(self) -> None:

@@ -16,7 +16,8 @@ from site_engine.core.request import Finish, Lane, RemainingCurve, RemainingPoin
 from site_engine.errors import NotServed, Reason, WrongMessage
 from wire import federation_pb2 as pb
 
-PROTOCOL = 1
+LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 2
+"""The protocols that this site speaks: each build also speaks that of the build before."""
 MAX_STEP_BYTES = 1 << 20
 """A Step is cut into several messages near this size, well below gRPC's limit of 4 MiB."""
 
@@ -69,8 +70,27 @@ def decode_welcome(body: pb.Welcome) -> m.Welcome:
             raise WrongMessage(
                 f"Welcome.{name} is {getattr(body, name)}; it must be a finite number, 0 or more"
             )
-    peers, cancel = tuple(body.peers), tuple(body.cancel)
-    return m.Welcome(body.gateway, peers, body.heartbeat_s, body.grace_s, cancel, body.reads_bunches)
+    return m.Welcome(
+        body.gateway,
+        tuple(body.peers),
+        body.heartbeat_s,
+        body.grace_s,
+        tuple(body.cancel),
+        body.reads_bunches,
+        agreed_protocol(body),
+    )
+
+
+def agreed_protocol(body: pb.Welcome) -> int:
+    """Return the highest protocol that both ends speak. Raises WrongMessage where there is none."""
+    lowest = body.protocol or 1  # a gateway of before ranges names none
+    highest = max(lowest, body.highest_protocol)
+    if lowest > HIGHEST_PROTOCOL or highest < LOWEST_PROTOCOL:
+        raise WrongMessage(
+            f"the gateway speaks protocols {lowest} to {highest}, this site {LOWEST_PROTOCOL} to "
+            f"{HIGHEST_PROTOCOL}: upgrade the older of the two"
+        )
+    return min(highest, HIGHEST_PROTOCOL)
 
 
 def decode_assign(body: pb.Assign) -> m.Assign | m.Rejected:
@@ -141,7 +161,8 @@ def decode_prompt(body: pb.Assign) -> m.Prompt:
         if not body.token_ids.ids:
             raise _invalid("a prompt of token ids needs at least one", "prompt")
         return m.TokenPrompt(tuple(body.token_ids.ids))
-    raise _invalid("there is no prompt", "prompt")
+    message = "there is no prompt, or one of a kind that only newer sites know"
+    raise NotServed(Reason.UNSUPPORTED, message, "prompt")
 
 
 def decode_chat_message(place: int, body: pb.ChatMessage) -> m.ChatMessage:
@@ -227,10 +248,8 @@ def decode_curve(body: pb.Forecast) -> RemainingCurve:
 
 
 def decode_lane(value: int) -> Lane:
-    try:
-        return Lane(value)
-    except ValueError as exc:
-        raise _invalid(f"there is no lane {value}", "lane") from exc
+    """Return the lane; one that only newer gateways know is the last."""
+    return Lane(min(value, max(Lane)))
 
 
 def _in_range(param: str, value: Any, low: float, high: float) -> Any:
@@ -317,13 +336,20 @@ def encode_logprob(value: TokenLogprob) -> pb.TokenLogprob:
 def encode_hello(hello: m.Hello) -> pb.Hello:
     own = _fields(hello)
     own["models"] = [pb.Model(owned_by="mico", **_fields(model)) for model in hello.models]
-    return pb.Hello(protocol=PROTOCOL, reads_bunches=True, **own)
+    own |= {"protocol": LOWEST_PROTOCOL, "highest_protocol": HIGHEST_PROTOCOL}
+    return pb.Hello(reads_bunches=True, **own)
 
 
 def encode_load(load: m.Load) -> pb.Load:
     own = load.figures._asdict()
     own["iteration"] = pb.IterationCost(**load.figures.iteration._asdict())
-    return pb.Load(seq=load.seq, monotonic_s=load.monotonic_s, **own)
+    return pb.Load(
+        seq=load.seq,
+        monotonic_s=load.monotonic_s,
+        stalled_s=load.stalled_s,
+        unknown_messages=load.unknown_messages,
+        **own,
+    )
 
 
 def encode_rejected(rejected: m.Rejected) -> pb.Rejected:

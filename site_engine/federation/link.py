@@ -203,7 +203,9 @@ class Link:
             self._received_s = self._clock()
             for each in codec.unbundle(message):
                 decoded = codec.decode(each)
-                if decoded is not None:
+                if decoded is None:
+                    self._site.unknown_messages += 1
+                else:
                     self._site.receive(connection, decoded)
 
     async def _write(self, stream: Any, connection: Connection, *, in_bundles: bool) -> None:

@@ -64,6 +64,7 @@ class Site:
         self._connected = 0
         self._loads = 0
         self._bids = 0
+        self.unknown_messages = 0  # of kinds that only newer gateways know
         self._load_s = float("-inf")
         self._draining: m.Draining | None = None
         self._when_idle: Callable[[], None] | None = None
@@ -214,7 +215,7 @@ class Site:
     def load(self, seen: LoadSeen) -> None:
         self._load_s = seen.at_s
         self._loads += 1
-        load = m.Load(self._loads, seen.at_s, seen.figures)
+        load = m.Load(self._loads, seen.at_s, seen.figures, unknown_messages=self.unknown_messages)
         for connection in self._connections.values():
             if connection.linked:
                 connection.attempts.outbox.load(load)

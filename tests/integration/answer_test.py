@@ -204,6 +204,20 @@ def test_garbage_from_a_site_costs_the_site_its_link_not_the_client_its_answer()
     run(scenario)
 
 
+def test_a_kind_of_message_that_only_newer_sites_know_is_ignored_and_counted() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a")
+        task = asyncio.create_task(collect(here, here.query()))
+        assign = await site.assigned()
+        await site.send()
+        await site.send(bunch=pb.SiteBunch(messages=[pb.SiteMessage(), pb.SiteMessage()]))
+        await site.finish(assign, "done", 1)
+        assert text_of(await task) == "done"
+        assert here.gateway.directory.unknown_messages == {"a": 3}
+
+    run(scenario)
+
+
 def test_unknown_models_and_absent_sites_are_different_errors() -> None:
     async def scenario(here: Scene) -> None:
         with pytest.raises(NoSite, match="no site has joined") as failure:

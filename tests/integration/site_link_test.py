@@ -16,7 +16,7 @@ def test_a_site_says_who_it_is_and_how_busy() -> None:
             session = await gateway.joined()
             hello = await session.welcome()
             assert session.metadata["authorization"] == f"Bearer {TOKEN}"
-            assert (hello.protocol, hello.site, hello.cloud, hello.region) == (1, "alpha", "on-prem", "lab")
+            assert (hello.site, hello.cloud, hello.region) == ("alpha", "on-prem", "lab")
             assert hello.models[0].id == "letters"
             assert list(hello.attempts) == []
             await session.wait_for("load")
@@ -128,7 +128,7 @@ def test_what_cannot_be_served_is_rejected_with_the_reason() -> None:
             assert {name: (each.reason, each.param) for name, each in rejected.items()} == {
                 "model": (reasons.MODEL_UNKNOWN, "model"),
                 "tools": (reasons.UNSUPPORTED, "tools"),
-                "nothing": (reasons.INVALID, "prompt"),
+                "nothing": (reasons.UNSUPPORTED, "prompt"),
                 "long": (reasons.CONTEXT_LENGTH, "prompt"),
                 "long chat": (reasons.CONTEXT_LENGTH, "messages"),
                 "bias": (reasons.INVALID, "logit_bias"),
@@ -221,6 +221,19 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything_merged() -> None:
             assert await unread.finished("s") == pb.Delta.LENGTH
             assert unread.text("s") == "".join(each * wide for each in ("abc" * tokens)[:tokens])
             assert len(unread.deltas("s")) < tokens
+
+    run(scenario())
+
+
+def test_a_kind_of_message_that_only_newer_gateways_know_is_ignored_and_counted() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False):
+            session = await gateway.linked()
+            await session.send()
+            await session.send(bunch=pb.GatewayBunch(messages=[pb.GatewayMessage(), pb.GatewayMessage()]))
+            await session.send(**assign("a"))
+            assert await session.finished("a") == pb.Delta.LENGTH
+            await session.until(lambda: session.received("load")[-1].unknown_messages == 3)
 
     run(scenario())
 

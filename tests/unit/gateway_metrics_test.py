@@ -147,6 +147,7 @@ def test_every_promised_metric_is_there_with_its_labels() -> None:
         "mico_decisions_total": {"reason"},
         "mico_forecast_abs_error_tokens_bucket": {"model"},
         "mico_offloads_total": {"from", "to", "result"},
+        "mico_link_unknown_messages_total": {"site", "reader"},
     }
     assert {name: labels[name] for name in promised} == promised
     assert len(here.sites) == 2
@@ -165,3 +166,12 @@ def test_what_was_counted_of_a_site_that_is_forgotten_goes_with_it() -> None:
     page = metrics.text().decode()
     assert "gone-" not in page
     assert 'mico_requests_total{outcome="answered",site="b"} 51.0' in page
+
+
+def test_messages_that_one_end_of_a_link_does_not_know_are_counted_by_their_reader() -> None:
+    here = directory()
+    here.count_unknown_message("a")
+    here.report("a", LoadReport(seq=2, received_s=0.0, unknown_messages=3), here.sites[0].credit)
+    page = Metrics(here, lambda: 0).text().decode()
+    assert 'mico_link_unknown_messages_total{reader="gateway",site="a"} 1.0' in page
+    assert 'mico_link_unknown_messages_total{reader="site",site="a"} 3.0' in page

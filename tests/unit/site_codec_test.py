@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.domain import Finish as GatewayFinish
 from gateway.federation import codec as gateway_codec
 from site_engine import messages as m
 from site_engine.core.load import IterationCost, LoadFigures
@@ -122,7 +123,6 @@ def test_a_full_assign_arrives_whole() -> None:
         ({"chat": chat_with(ADD, tool_choice="perhaps")}, Reason.INVALID, "tool_choice"),
         ({"chat": chat_with(ADD, tool_choice="named", tool_name="sub")}, Reason.INVALID, "tool_choice"),
         ({"resume": pb.ResumeFrom(tool_calls=1)}, Reason.INVALID, "resume"),
-        ({"lane": 7}, Reason.INVALID, "lane"),
         ({"deadline_s": -1.0}, Reason.INVALID, "deadline_s"),
         ({"forecast": FLAT}, Reason.INVALID, "forecast"),
         ({"resume": pb.ResumeFrom(text_chars=4)}, Reason.INVALID, "resume"),
@@ -141,6 +141,56 @@ def test_what_is_wrong_is_named(change: dict[str, object], reason: Reason, param
 
 def test_a_message_of_a_newer_gateway_is_ignored() -> None:
     assert codec.decode(pb.GatewayMessage()) is None
+
+
+def test_the_unknown_values_of_a_newer_gateway_degrade() -> None:
+    lane = codec.decode(pb.GatewayMessage(assign=pb.Assign(attempt_id="a", text="x", lane=7)))
+    assert isinstance(lane, m.Assign)
+    assert lane.lane is Lane.BATCH
+    prompt = codec.decode(pb.GatewayMessage(assign=pb.Assign(attempt_id="a")))
+    assert isinstance(prompt, m.Rejected)
+    assert prompt.reason is Reason.UNSUPPORTED, "another site might know that kind"
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "agreed"), [(0, 0, 1), (1, 0, 1), (1, 2, 2), (2, 3, 2), (1, 9, 2), (2, 0, 2)]
+)
+def test_a_site_and_a_gateway_meet_at_the_highest_protocol_of_both(
+    lowest: int, highest: int, agreed: int
+) -> None:
+    body = pb.Welcome(gateway="g", protocol=lowest, highest_protocol=highest)
+    got = codec.decode(pb.GatewayMessage(welcome=body))
+    assert isinstance(got, m.Welcome)
+    assert got.protocol == agreed
+
+
+def test_a_gateway_too_far_ahead_is_refused_with_both_ranges() -> None:
+    body = pb.Welcome(gateway="g", protocol=3, highest_protocol=4)
+    with pytest.raises(WrongMessage, match="the gateway speaks protocols 3 to 4, this site 1 to 2: upgrade"):
+        codec.decode(pb.GatewayMessage(welcome=body))
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(1, 0), (1, 1), (1, 2), (2, 3), (2, 0), (1, 9)])
+def test_a_gateway_takes_a_site_with_a_protocol_in_common(lowest: int, highest: int) -> None:
+    (hello,) = codec.encode(HELLO)
+    hello.hello.protocol, hello.hello.highest_protocol = lowest, highest
+    assert gateway_codec.identity(hello.hello).name == "alpha"
+
+
+@pytest.mark.parametrize(
+    ("lowest", "highest", "named"), [(3, 4, "3 to 4"), (0, 0, "0 to 0"), (3, 0, "3 to 3")]
+)
+def test_a_site_too_far_ahead_is_refused_with_both_ranges(lowest: int, highest: int, named: str) -> None:
+    (hello,) = codec.encode(HELLO)
+    hello.hello.protocol, hello.hello.highest_protocol = lowest, highest
+    with pytest.raises(
+        gateway_codec.ProtocolError, match=f"the site speaks protocols {named}, this gateway 1 to 2: upgrade"
+    ):
+        gateway_codec.identity(hello.hello)
+
+
+def test_a_finish_of_a_newer_site_ends_the_choice() -> None:
+    assert gateway_codec.delta(pb.Delta(finish=77)).finish is GatewayFinish.STOP
 
 
 @pytest.mark.parametrize("body", [pb.Welcome(), pb.Welcome(gateway="g", heartbeat_s=float("inf"))])
@@ -178,8 +228,8 @@ def test_a_step_is_cut_but_loses_nothing(lengths: list[int]) -> None:
 
 def test_hello_and_load_carry_every_figure() -> None:
     cost = IterationCost(1, 2, 3, 4)
-    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13)
-    (load,) = codec.encode(m.Load(3, 99.0, figures))
+    figures = LoadFigures(1, 2, 3.5, 4, 5, 6.5, 0.5, cost, (7, 8), 1, 9, 10.5, 11, 12, 13, 16.0)
+    (load,) = codec.encode(m.Load(3, 99.0, figures, stalled_s=14.0, unknown_messages=15))
     assert {each.name for each, _ in load.load.ListFields()} == set(pb.Load.DESCRIPTOR.fields_by_name)
     (hello,) = codec.encode(HELLO)
     unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
