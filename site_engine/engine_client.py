@@ -99,15 +99,23 @@ class EngineClient(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Number of prompts that wait to be prepared, those of attempts already given up included."""
+        """Number of prompts that wait to be prepared, and of those given up that were not dropped yet."""
         ...
 
     def waiting_of(self, tenant: str) -> int:
         """Return the number of prompts of `tenant` that wait to be prepared."""
         ...
 
-    def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
-        """Make the prompt of an attempt ready for `submit`, or refuse it."""
+    def prepare(
+        self,
+        assign: Assign,
+        reply: Callable[[Prepared | NotServed], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Make the prompt of an attempt ready for `submit`, or refuse it.
+
+        `is_wanted` may be called on any thread; once it is false there need be no reply.
+        """
         ...
 
     def submit(

@@ -53,13 +53,20 @@ class NativeEngine:
         `post` carries a call to the event loop. Iterations start at least `floor_s` apart.
         """
         grammars = grammars_of(loaded)
-        tokenizer = PromptTokenizer(loaded.tokenizer, loaded.vocab_size, post, grammars)
+        tokenizer = PromptTokenizer(
+            loaded.tokenizer, loaded.vocab_size, post, grammars, context_tokens=loaded.context_tokens
+        )
         return cls(tokenizer, EngineThread(loaded.engine, post, time.monotonic, floor_s))
 
     @property
     def features(self) -> tuple[str, ...]:
         """Features of the model at this site, as Hello names them."""
         return self._tokenizer.features
+
+    @property
+    def max_token_chars(self) -> int | None:
+        """The most characters of a prompt that one token stands for; None if unknown."""
+        return self._tokenizer.max_token_chars
 
     def start(self, listener: Listener) -> None:
         self._engine_thread.start(listener)
@@ -76,8 +83,13 @@ class NativeEngine:
     def waiting_of(self, tenant: str) -> int:
         return self._tokenizer.waiting_of(tenant)
 
-    def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
-        self._tokenizer.prepare(assign, reply)
+    def prepare(
+        self,
+        assign: Assign,
+        reply: Callable[[Prepared | NotServed], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._tokenizer.prepare(assign, reply, is_wanted)
 
     def submit(
         self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]

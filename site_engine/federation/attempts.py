@@ -113,6 +113,10 @@ class Attempts:
     def preparing(self) -> int:
         return len(self._preparing)
 
+    def is_preparing(self, attempt_id: str) -> bool:
+        """Return whether the prompt of an attempt is still to be prepared. May be called on any thread."""
+        return attempt_id in self._preparing
+
     def attempt_ids(self) -> tuple[str, ...]:
         """Return the attempts that run, and those whose last deltas have not been sent."""
         return tuple(self._attempts | dict.fromkeys(self.outbox.attempt_ids()))

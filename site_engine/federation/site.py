@@ -157,7 +157,9 @@ class Site:
         if refusal is not None:
             connection.attempts.outbox.put(refusal)
         elif connection.attempts.assign(assign, self._clock()):
-            self._engine.prepare(assign, partial(self._prepared, connection, assign.attempt_id))
+            attempt_id, attempts = assign.attempt_id, connection.attempts
+            reply = partial(self._prepared, connection, attempt_id)
+            self._engine.prepare(assign, reply, partial(attempts.is_preparing, attempt_id))
 
     def _refusal(self, connection: Connection, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)

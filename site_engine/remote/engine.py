@@ -86,7 +86,12 @@ class RemoteEngine:
         """Return 0: prompts are prepared at once."""
         return 0
 
-    def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
+    def prepare(
+        self,
+        assign: Assign,
+        reply: Callable[[Prepared | NotServed], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Reply at once: there is nothing to tokenize here."""
         try:
             request = build_request(assign, self._profile.models[assign.model], self._profile.dialect)

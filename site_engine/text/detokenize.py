@@ -24,7 +24,7 @@ class TokenText(NamedTuple):
 
 
 class Decoder(Protocol):
-    """FairExecutor the tokens of one response into text; remembers what is unfinished."""
+    """Turns the tokens of one response into text; remembers what is unfinished."""
 
     def push(self, token_id: int) -> str: ...
 

@@ -1,42 +1,60 @@
-"""Run the work of many tenants on one thread: each tenant's in its own order, the tenants by turns."""
+"""Run the work of many tenants on one thread, in turns: a piece of one work, then of another tenant's."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeAlias
 
-Work = Callable[[], object]
+Work: TypeAlias = Iterator[None]
+"""Each `next` does a piece. A piece can't be interrupted, so it is short where that is possible."""
+
+
+class _Waiting(NamedTuple):
+    work: Work
+    is_wanted: Callable[[], bool]
+    done: Future[None]
 
 
 class FairExecutor:
-    """A tenant with little work waits for one item of each other tenant's at most, not for all of them."""
+    """Between two pieces of a tenant's work come one of each other tenant's and one of its own other work.
+
+    Work that is no longer wanted is dropped when its turn comes.
+    """
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[str, deque[tuple[Work, Future[None]]]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
 
-    def submit(self, tenant: str, work: Work) -> Future[None]:
+    def submit(self, tenant: str, work: Work, is_wanted: Callable[[], bool]) -> Future[None]:
         """Queue work, from any thread. The future is done when the work is, however it ended."""
-        done: Future[None] = Future()
-        with self._lock:
-            self._waiting.setdefault(tenant, deque()).append((work, done))
-        self._thread.submit(self._take_turn)
-        return done
+        waiting = _Waiting(work, is_wanted, Future())
+        self._put(tenant, waiting)
+        return waiting.done
 
     def close(self) -> None:
-        """Drop work that has not begun; its futures are never done."""
+        """Drop work that has not ended; its futures are never done."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _put(self, tenant: str, waiting: _Waiting) -> None:
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(waiting)
+        self._thread.submit(self._take_turn)
 
     def _take_turn(self) -> None:
         with self._lock:
             tenant, queue = self._waiting.popitem(last=False)
-            work, done = queue.popleft()
+            waiting = queue.popleft()
             if queue:
                 self._waiting[tenant] = queue
+        goes_on = False
         try:
-            work()
+            goes_on = waiting.is_wanted() and next(waiting.work, self) is None
         finally:
-            done.set_result(None)
+            if goes_on:
+                self._put(tenant, waiting)
+            else:
+                waiting.done.set_result(None)

@@ -1,14 +1,14 @@
 """Turn the prompt of an attempt (chat, text or ids) into the token ids that the model reads.
 
-Tokenizing a long prompt takes milliseconds, so it happens on a thread of its own, in the order of arrival.
+Tokenizing takes from microseconds to seconds, so it happens on threads, in turns of some milliseconds.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,7 @@ from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, ChatMessage, ChatPrompt, TextPrompt
 from site_engine.text.fair_executor import FairExecutor
+from site_engine.text.prompt_encoder import PIECE_CHARS, PromptEncoder
 from site_engine.text.tool_call_parser import ToolCallStyle
 from site_engine.text.tool_format import LLAMA, chat_template, format_of, guided_source, hidden_marks
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Turns = Generator[None, None, T]
+"""A result that is worked out in turns, with a `yield` between them."""
 _AS_GENERATED = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 NO_TOOLS = "this model's chat template takes no tools, or teaches calls in a form that is not read here"
 
@@ -33,7 +36,10 @@ class PromptTokenizer:
     """A tokenizer of transformers, and the size of the vocabulary that ids must stay within.
 
     `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` no answer can be
-    guided; compiling one may take long, so that has a thread of its own, on which tenants take turns.
+    guided. A prompt of `context_tokens` or more is refused as soon as that many are counted.
+
+    Short prompts, long prompts and grammars have a thread each, on which tenants take turns: what can't be
+    cut into short pieces then delays its like alone.
     """
 
     def __init__(
@@ -42,12 +48,16 @@ class PromptTokenizer:
         vocab_size: int,
         post: Callable[[Callable[[], None]], object],
         grammars: Grammars | None = None,
+        *,
+        context_tokens: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._encoder = PromptEncoder(tokenizer)
         self._vocab_size = vocab_size
+        self._context_tokens = context_tokens
         self._post = post
-        self._waiting: dict[Future[Any], str] = {}  # with the tenant
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._waiting: dict[Future[None], str] = {}  # with the tenant
+        self._short, self._long = FairExecutor("prompts"), FairExecutor("long-prompts")
         self._compiler = FairExecutor("grammars")
         self._grammars = grammars
         self._form = format_of(chat_template(tokenizer))
@@ -55,11 +65,16 @@ class PromptTokenizer:
 
     @property
     def waiting(self) -> int:
-        """Number of prompts not tokenized yet, those of attempts already given up included."""
+        """Number of prompts not tokenized yet, and of those given up that have not been dropped yet."""
         return len(self._waiting)
 
     def waiting_of(self, tenant: str) -> int:
         return list(self._waiting.values()).count(tenant)
+
+    @property
+    def max_token_chars(self) -> int | None:
+        """The most characters of a text that one token stands for; None if unknown."""
+        return self._encoder.max_token_chars
 
     @property
     def chats(self) -> bool:
@@ -80,42 +95,53 @@ class PromptTokenizer:
         }
         return tuple(name for name, is_there in has.items() if is_there)
 
-    def prepare(self, assign: Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
-        """Prepare a prompt on the threads, then call `reply` on the event loop."""
-        if not _wants_grammar(assign):
-            self._tokenize(assign, None, reply)
-            return
+    def prepare(
+        self,
+        assign: Assign,
+        reply: Callable[[Prepared | NotServed], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Prepare a prompt on the threads, then call `reply` on the event loop.
 
-        def compile_first() -> None:
-            grammar = _or_refusal(assign, lambda: self._grammar(assign))
+        `is_wanted` is called on the threads; once it is false the prompt is dropped, without a reply.
+        """
+        executor = self._short if prompt_chars(assign) <= PIECE_CHARS else self._long
+
+        def tokenize(grammar: Grammar | None) -> Turns[None]:
+            answer = yield from _or_refusal(assign, self._prepared(assign, grammar))
+            self._post(partial(reply, answer))
+
+        def compile_first() -> Iterator[None]:
+            yield from ()
+            grammar = yield from _or_refusal(assign, self._grammar(assign))
             if isinstance(grammar, NotServed):
                 self._post(partial(reply, grammar))
             else:
-                self._tokenize(assign, grammar, reply)
+                self._submit(executor, assign.tenant, tokenize(grammar), is_wanted)
 
-        self._count(assign.tenant, self._compiler.submit(assign.tenant, compile_first))
+        if _wants_grammar(assign):
+            self._submit(self._compiler, assign.tenant, compile_first(), is_wanted)
+        else:
+            self._submit(executor, assign.tenant, tokenize(None), is_wanted)
 
     def prepare_now(self, assign: Assign) -> Prepared:
         """Prepare a prompt on the caller's thread. Raises NotServed with the reason and the field."""
-        return self._prepared(assign, self._grammar(assign) if _wants_grammar(assign) else None)
+        grammar = _finish(self._grammar(assign)) if _wants_grammar(assign) else None
+        return _finish(self._prepared(assign, grammar))
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self._compiler.close()
+        for executor in (self._short, self._long, self._compiler):
+            executor.close()
 
-    def _tokenize(
-        self, assign: Assign, grammar: Grammar | None, reply: Callable[[Prepared | NotServed], None]
+    def _submit(
+        self, executor: FairExecutor, tenant: str, work: Iterator[None], is_wanted: Callable[[], bool]
     ) -> None:
-        def work() -> None:
-            self._post(partial(reply, _or_refusal(assign, lambda: self._prepared(assign, grammar))))
-
-        self._count(assign.tenant, self._thread.submit(work))
-
-    def _count(self, tenant: str, future: Future[Any]) -> None:
+        future = executor.submit(tenant, work, is_wanted)
         self._waiting[future] = tenant
         future.add_done_callback(self._waiting.pop)
 
-    def _grammar(self, assign: Assign) -> Grammar:
+    def _grammar(self, assign: Assign) -> Turns[Grammar]:
+        yield from ()  # a grammar is compiled in one turn
         tools = assign.tools
         forced = tools is not None and tools.forced
         param = "response_format" if assign.guided_json and not forced else "tools"
@@ -127,14 +153,16 @@ class PromptTokenizer:
         schema = json.loads(assign.guided_json) if assign.guided_json else None
         return self._grammars.compile(guided_source(schema, tools, self._form, self._grammars.literal), param)
 
-    def _prepared(self, assign: Assign, grammar: Grammar | None) -> Prepared:
+    def _prepared(self, assign: Assign, grammar: Grammar | None) -> Turns[Prepared]:
         prompt, tools = assign.prompt, assign.tools
-        ids = self._prompt_ids(assign)
+        ids = yield from self._prompt_ids(assign)
         self._check("prompt", ids)
-        resumed = self._resumed_ids(assign) if assign.by_text else assign.resumed
+        resumed = assign.resumed
+        if assign.by_text:
+            resumed = yield from self._resumed_ids(assign)
         self._check("resume", resumed)
         self._check("stop_token_ids", assign.sampling.stop_token_ids)
-        self._check("logit_bias", assign.sampling.logit_bias)
+        self._check("logit_bias", tuple(assign.sampling.logit_bias))
         echo = ""
         if assign.echo:
             echo = prompt.text if isinstance(prompt, TextPrompt) else str(self._tokenizer.decode(ids))
@@ -143,13 +171,13 @@ class PromptTokenizer:
             calling = ToolCallStyle(self._form, tools.names, tools.single, self._shown)
         return Prepared(tuple(ids), echo, grammar=grammar, tool_calling=calling, resumed=resumed)
 
-    def _prompt_ids(self, assign: Assign) -> Sequence[int]:
+    def _prompt_ids(self, assign: Assign) -> Turns[Sequence[int]]:
         prompt = assign.prompt
         if isinstance(prompt, ChatPrompt):
-            return self._encode(self._render(prompt), special=False)  # the template wrote them
+            return (yield from self._encode(self._render(prompt), special=False))  # the template wrote them
         if not isinstance(prompt, TextPrompt):
             return prompt.token_ids
-        if ids := self._encode(prompt.text, special=True):
+        if ids := (yield from self._encode(prompt.text, special=True)):
             return ids
         start = self._tokenizer.bos_token_id  # an empty prompt is the beginning of a text
         if start is None:
@@ -157,16 +185,27 @@ class PromptTokenizer:
             raise NotServed(Reason.INVALID, message, "prompt")
         return [start]
 
-    def _resumed_ids(self, assign: Assign) -> tuple[int, ...]:
+    def _resumed_ids(self, assign: Assign) -> Turns[tuple[int, ...]]:
         """Tokenize a delivered text: tokens that decode to it exactly, though maybe not those generated."""
-        ids = self._encode(assign.resumed_text, special=False)
+        ids = yield from self._encode(assign.resumed_text, special=False)
         if self._tokenizer.decode(ids, **_AS_GENERATED) != assign.resumed_text:
             message = "this model's tokenizer does not say the delivered text as it was: it cannot go on here"
             raise NotServed(Reason.UNSUPPORTED, message)
         return tuple(ids)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
+    def _encode(self, text: str, *, special: bool) -> Turns[list[int]]:
+        """Encode a text. Raises NotServed once it is known to be too long for the context."""
+        limit, chars = self._context_tokens, self._encoder.max_token_chars
+        if limit is not None and chars is not None and len(text) > limit * chars:
+            raise _too_long(f"the prompt has {len(text)} characters, at most {chars} in a token,", limit)
+        ids: list[int] = []
+        for piece in self._encoder.pieces(text, special=special):
+            if limit is not None and len(ids) >= limit:
+                raise _too_long(f"the prompt has more than {len(ids)} tokens,", limit)
+            if ids:
+                yield
+            ids += piece
+        return ids
 
     def _render(self, prompt: ChatPrompt) -> str:
         """Apply the chat template."""
@@ -190,17 +229,40 @@ class PromptTokenizer:
             message = f"the model's chat template refuses these messages: {exc}"
             raise NotServed(Reason.INVALID, message, "messages") from exc
 
-    def _check(self, param: str, ids: Iterable[int]) -> None:
-        for token in ids:
+    def _check(self, param: str, ids: Sequence[int]) -> None:
+        for token in (min(ids), max(ids)) if ids else ():
             if not 0 <= token < self._vocab_size:
                 message = f"token id {token} is not in the vocabulary of {self._vocab_size} tokens"
                 raise NotServed(Reason.INVALID, message, param)
 
 
-def _or_refusal(assign: Assign, work: Callable[[], T]) -> T | NotServed:
+def prompt_chars(assign: Assign) -> int:
+    """Return the characters that are to be tokenized, without those of a template."""
+    prompt, chars = assign.prompt, len(assign.resumed_text)
+    if isinstance(prompt, ChatPrompt):
+        return chars + sum(len(each.content) + len(each.tool_calls_json) for each in prompt.messages)
+    return chars + (len(prompt.text) if isinstance(prompt, TextPrompt) else 0)
+
+
+def _too_long(found: str, limit: int) -> NotServed:
+    message = f"{found} but prompt and response together may have at most {limit} tokens here"
+    return NotServed(Reason.CONTEXT_LENGTH, message, "prompt")
+
+
+def _finish(work: Turns[T]) -> T:
+    """Run all turns."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def _or_refusal(assign: Assign, work: Turns[T]) -> Turns[T | NotServed]:
     """Return the result of `work`, or the refusal that its exception amounts to."""
     try:
-        return work()
+        return (yield from work)
     except NotServed as refusal:
         return refusal
     except RecursionError:

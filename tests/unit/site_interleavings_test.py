@@ -42,7 +42,12 @@ class SlowTokenizer(PromptTokenizer):
     def waiting_of(self, tenant: str) -> int:
         return len(self.asked)  # of one tenant, all
 
-    def prepare(self, assign: m.Assign, reply: Callable[[Prepared | NotServed], None]) -> None:
+    def prepare(
+        self,
+        assign: m.Assign,
+        reply: Callable[[Prepared | NotServed], None],
+        is_wanted: Callable[[], bool],
+    ) -> None:
         def answer() -> None:
             try:
                 reply(self.prepare_now(assign))

@@ -28,7 +28,9 @@ class QuietEngine:
     def waiting_of(self, tenant: str) -> int:
         return self.tenants.count(tenant)
 
-    def prepare(self, assign: m.Assign, reply: Callable[[object], None]) -> None:
+    def prepare(
+        self, assign: m.Assign, reply: Callable[[object], None], is_wanted: Callable[[], bool]
+    ) -> None:
         self.tenants.append(assign.tenant)
 
     def submit(self, prepared: object, group: Sequence[object], reply: Callable[[object], None]) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,9 @@ from site_engine import messages as m
 from site_engine.core.request import Lane, RemainingCurve, Sampling
 from site_engine.engine_client import Prepared
 from site_engine.errors import NotServed, Reason
+from site_engine.text.fair_executor import FairExecutor
 from site_engine.text.tokenize import PromptTokenizer
+from tests.support.engine_models import tokenizer as byte_level
 from tests.support.site_fakes import VOCABULARY, FakeTokenizer
 
 
@@ -154,3 +156,115 @@ def test_a_tenants_schemas_keep_others_waiting_for_one_of_them_at_most() -> None
     assert len(answers) == 4 and not any(isinstance(each, NotServed) for each in answers)
     assert grammars.compiled.index("schema 4") < grammars.compiled.index("schema 3")
     assert [each for each in grammars.compiled if each != "schema 4"] == ["schema 1", "schema 2", "schema 3"]
+
+
+class Gated(FakeTokenizer):
+    """Encodes texts that begin with `x` once the gate is open; `encoded` holds each text when it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.began = threading.Event()
+        self.encoded: list[str] = []
+
+    def encode(self, text: str, **options: bool) -> list[int]:
+        self.encoded.append(text)
+        if text.startswith("x"):
+            self.began.set()
+            assert self.gate.wait(timeout=60)
+        return super().encode(text, **options)
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    calls: queue.Queue[Callable[[], None]] = queue.Queue()
+    answers: list[Prepared | NotServed] = []
+    tokenizer = Gated()
+    prompts = PromptTokenizer(tokenizer, VOCABULARY, calls.put)
+    prompts.prepare(assign(m.TextPrompt("x" * 100_000)), answers.append)
+    assert tokenizer.began.wait(timeout=60)
+    prompts.prepare(assign(m.TextPrompt("ab")), answers.append)
+    calls.get(timeout=10)()
+    assert answers == [Prepared((97, 98), "")]
+    tokenizer.gate.set()
+    calls.get(timeout=60)()
+    prompts.close()
+
+
+def test_a_prompt_given_up_is_dropped_unread() -> None:
+    calls: queue.Queue[Callable[[], None]] = queue.Queue()
+    wanted, tokenizer = {"first", "last"}, Gated()
+    answers: list[str] = []
+    prompts = PromptTokenizer(tokenizer, VOCABULARY, calls.put)
+    for name, text in (("first", "x"), ("given up", "b"), ("last", "c")):
+        prompts.prepare(
+            assign(m.TextPrompt(text)),
+            lambda _, name=name: answers.append(name),
+            lambda name=name: name in wanted,
+        )
+    tokenizer.gate.set()
+    for _ in range(2):
+        calls.get(timeout=60)()
+    prompts.close()
+    assert answers == ["first", "last"]
+    assert tokenizer.encoded == ["x", "c"]
+
+
+def test_a_long_prompt_given_up_is_dropped_between_two_pieces() -> None:
+    calls: queue.Queue[Callable[[], None]] = queue.Queue()
+    turns: list[int] = []
+
+    def is_wanted() -> bool:
+        turns.append(len(turns))
+        return len(turns) < 3
+
+    prompts = PromptTokenizer(byte_level(), len(byte_level()), calls.put)
+    prompts.prepare(assign(m.TextPrompt("word " * 100_000)), pytest.fail, is_wanted)
+    prompts.prepare(assign(m.TextPrompt("word " * 10_000)), lambda _: None)
+    calls.get(timeout=60)()
+    prompts.close()
+    assert len(turns) == 3 and calls.empty()
+
+
+def test_a_prompt_is_read_no_further_than_the_context() -> None:
+    text, tokenizer = "word " * 200_000, byte_level()
+    prompts = PromptTokenizer(tokenizer, len(tokenizer), lambda call: None, context_tokens=5000)
+    read: list[list[int]] = []
+    pieces = prompts._encoder.pieces
+    prompts._encoder.pieces = lambda *args, **kinds: (
+        read.append(each) or each for each in pieces(*args, **kinds)
+    )
+    with pytest.raises(NotServed, match="at most 5000 tokens") as refused:
+        prompts.prepare_now(assign(m.TextPrompt(text)))
+    assert (refused.value.reason, refused.value.param) == (Reason.CONTEXT_LENGTH, "prompt")
+    assert sum(map(len, read)) < 20_000
+
+
+def test_a_text_of_more_characters_than_the_context_can_hold_is_not_read_at_all() -> None:
+    tokenizer = byte_level()
+    prompts = PromptTokenizer(tokenizer, len(tokenizer), lambda call: None, context_tokens=100)
+    prompts._encoder.pieces = lambda *_, **__: pytest.fail("it was read")
+    with pytest.raises(NotServed, match="characters") as refused:
+        prompts.prepare_now(assign(m.TextPrompt(" " * 10_000)))
+    assert refused.value.reason is Reason.CONTEXT_LENGTH
+
+
+def test_pieces_of_long_prompts_take_turns() -> None:
+    executor, order = FairExecutor("test"), list[str]()
+    all_wait = threading.Event()
+
+    def hold() -> Iterator[None]:
+        assert all_wait.wait(timeout=60)
+        yield from ()
+
+    def work(name: str, pieces: int) -> Iterator[None]:
+        for number in range(pieces):
+            order.append(f"{name}{number}")
+            yield
+
+    works = (("z", hold()), ("t", work("a", 3)), ("t", work("b", 1)), ("u", work("c", 2)))
+    done = [executor.submit(tenant, each, lambda: True) for tenant, each in works]
+    all_wait.set()
+    for each in done:
+        each.result(timeout=60)
+    executor.close()
+    assert order == ["a0", "c0", "b0", "c1", "a1", "a2"]

@@ -1,0 +1,123 @@
+"""Encode the texts of prompts: long ones piece by piece, so that others get their turn between the pieces.
+
+Pieces are used only with a tokenizer of which it is known that their ids joined are those of the whole text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from random import Random
+from typing import Any
+
+from site_engine.text.vocabulary import byte_alphabet
+
+PIECE_CHARS = 1 << 13
+"""Some milliseconds of work: what a turn takes."""
+CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\n)(?=[^\W_])")
+"""Where a word begins after a space, or a line: tokenizers begin a token there, and few have one across."""
+NFC_CHARS = 4
+"""Most characters that normalization form C composes into one (U+1F82 of four)."""
+KEEPING = {"ByteLevel", "Digits", "Split", "Punctuation"}
+"""Pre-tokenizers of which, unless told to remove what they split at, every character reaches the model."""
+TRIALS = 32
+TRIAL_TOKENS = 24
+
+
+class PromptEncoder:
+    """A tokenizer of transformers as a function from texts to ids. May be called from several threads.
+
+    `max_token_chars`: no token stands for more characters of a text; None where that is unknown.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.max_token_chars = None if self._backend is None else max_token_chars(tokenizer)
+        self._cut: Callable[..., Iterator[str]] = iter_whole
+        if self._backend is not None:
+            if no_token_spans_a_cut(tokenizer) and self._agrees(iter_pieces):
+                self._cut = iter_pieces
+            elif not self._agrees(iter_whole):
+                self._backend = None  # the tokenizer adds something of its own
+
+    def pieces(self, text: str, *, special: bool) -> Iterator[list[int]]:
+        """Yield the ids of a text. `special`: with the tokens that the model wants around every text."""
+        return self._encoded(self._cut(text), special)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        return [token for piece in self.pieces(text, special=special) for token in piece]
+
+    def _encoded(self, parts: Iterable[str], special: bool) -> Iterator[list[int]]:
+        for part in parts:
+            if self._backend is None:
+                yield list(self._tokenizer.encode(part, add_special_tokens=special, verbose=False))
+            else:  # of the backend's calls, those for batches alone let other threads run
+                yield self._backend.encode_batch_fast([part], add_special_tokens=special)[0].ids
+            special = False  # those that stand at the end of a text would fail the trials
+
+    def _agrees(self, cut: Callable[..., Iterator[str]]) -> bool:
+        """Compare with the tokenizer itself, on random runs of tokens cut as often as possible."""
+        random = Random(0)
+        for number in range(TRIALS):
+            words = [self._random_text(random) for _ in range(4)]
+            text = f"{words[0]} a b {words[1]}ab cd\n{words[2]}\nAb 1\n2{words[3]}" if number else ""
+            for special in (True, False):
+                whole = self._tokenizer.encode(text, add_special_tokens=special, verbose=False)
+                parts = self._encoded(cut(text, 1), special)
+                if [token for part in parts for token in part] != list(whole):
+                    return False
+        return True
+
+    def _random_text(self, random: Random) -> str:
+        ids = [random.randrange(len(self._tokenizer)) for _ in range(TRIAL_TOKENS)]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def iter_whole(text: str, _chars: int = 0) -> Iterator[str]:
+    yield text
+
+
+def iter_pieces(text: str, chars: int = PIECE_CHARS) -> Iterator[str]:
+    """Yield the text in parts of at least `chars` characters, the last excepted."""
+    start = 0
+    while len(text) - start > chars and (found := CUT.search(text, start + chars)) is not None:
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def no_token_spans_a_cut(tokenizer: Any) -> bool:
+    """Return whether merging tokens can't join the two sides of a cut, so that each is encoded by itself."""
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    alphabet = byte_alphabet()
+    texts = (
+        bytes(alphabet.get(char, 0xFF) for char in str(name)).decode("utf-8", "replace") for name in names
+    )
+    written = (str(name).replace("▁", " ") for name in names)
+    return not any(CUT.search(text) for pair in zip(texts, written, strict=True) for text in pair)
+
+
+def max_token_chars(tokenizer: Any) -> int | None:
+    """Return the longest token of a byte-level tokenizer, in characters of the text before normalization.
+
+    Any other kind may drop characters, or have one token for a run of unknown ones.
+    """
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    pre = described["pre_tokenizer"] or {}
+    steps = pre.get("pretokenizers", [pre])
+    normalizer = (described["normalizer"] or {}).get("type")
+    added, vocabulary = described["added_tokens"], tokenizer.get_vocab()
+    keeps_all = (
+        described["model"]["type"] == "BPE"
+        and all(each.get("type") in KEEPING and each.get("behavior") != "Removed" for each in steps)
+        and any(each["type"] == "ByteLevel" for each in steps)
+        and normalizer in {None, "NFC"}
+        and vocabulary.keys() >= byte_alphabet().keys()
+        and not any(each["lstrip"] or each["rstrip"] for each in added)
+    )
+    if not keeps_all:
+        return None
+    longest = max(map(len, [*vocabulary, *(each["content"] for each in added)]))
+    return longest * (NFC_CHARS if normalizer else 1)
