@@ -150,6 +150,7 @@ class Model:
     created_s: int
     owned_by: str
     features: frozenset[str] = frozenset()
+    max_prompt_chars: int = 0  # a longer text does not fit the context; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

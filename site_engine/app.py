@@ -53,7 +53,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
     loop = asyncio.get_running_loop()
     floor_s = config.iteration_floor_s
     engine = await asyncio.to_thread(NativeEngine.from_loaded, loaded, loop.call_soon_threadsafe, floor_s)
-    hello = make_hello(config, loaded, engine.features)
+    hello = make_hello(config, loaded, engine.features, engine.max_token_chars or 0)
     site = Site(hello, engine, time.monotonic, config.max_pending, on_finish=on_finish)
     links = dialer.links(site)
     shutdown = Shutdown()
@@ -70,7 +70,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
         await asyncio.to_thread(engine.stop)
 
 
-def make_hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) -> Hello:
+def make_hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...], max_token_chars: int) -> Hello:
     kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
     model = Model(
         id=config.served_model or loaded.name,
@@ -78,6 +78,7 @@ def make_hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...]) ->
         context_tokens=min(loaded.context_tokens, kv_tokens),
         created_s=int(time.time()),
         features=features,
+        max_token_chars=max_token_chars,
     )
     return Hello(
         site=config.site,

@@ -178,6 +178,7 @@ class Model:
     context_tokens: int
     created_s: int
     features: tuple[str, ...]
+    max_token_chars: int = 0  # 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,20 +114,22 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features")
+    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars")
     ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CREATED_S_FIELD_NUMBER: _ClassVar[int]
     OWNED_BY_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKEN_CHARS_FIELD_NUMBER: _ClassVar[int]
     id: str
     revision: str
     context_tokens: int
     created_s: int
     owned_by: str
     features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    max_token_chars: int
+    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s")

@@ -178,6 +178,7 @@ def _model(message: pb.Model) -> Model:
         created_s=message.created_s,
         owned_by=message.owned_by or "mico",
         features=frozenset(message.features),
+        max_prompt_chars=message.context_tokens * message.max_token_chars,
     )
 
 

@@ -52,7 +52,7 @@ class Directory:
         return self._models(ALL_STATES)
 
     def _models(self, states: tuple[SiteState, ...]) -> Mapping[str, Model]:
-        """Return the models of sites in these states, with the features that any site gives them.
+        """Return the models of sites in these states, with all that any site can do with them.
 
         Cached, because every query calls it.
         """
@@ -61,9 +61,7 @@ class Directory:
         found: dict[str, Model] = {}
         for site in self.sites:
             for id_, model in site.identity.models.items() if site.state in states else ():
-                before = found.get(id_, model).features
-                whole = model.features >= before
-                found[id_] = model if whole else replace(model, features=model.features | before)
+                found[id_] = _merge(found[id_], model) if id_ in found else model
         self._models_by_states[states] = models = MappingProxyType(found)
         return models
 
@@ -140,6 +138,17 @@ class Directory:
             self.unknown_messages.pop(name, None)
             self._models_by_states.clear()
             self.fleet.remove(name)
+
+
+def _merge(one: Model, other: Model) -> Model:
+    """Return a model that can do what either site does with it."""
+    bounds = one.max_prompt_chars, other.max_prompt_chars
+    return replace(
+        other,
+        features=one.features | other.features,
+        context_tokens=max(one.context_tokens, other.context_tokens),
+        max_prompt_chars=max(bounds) if all(bounds) else 0,
+    )
 
 
 def _with_load(site: Site, state: SiteState, load: LoadReport, credit: Credit) -> Site:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.domain import Caller, Model, Query, Sampling, needs
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, ContextTooLong
 from gateway.openai.fields import UNSUPPORTED, WRONG_VALUE, Fields
-from gateway.prompt import Prompt
+from gateway.prompt import Chat, Prompt
 
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -62,6 +62,7 @@ def check_model(request: GenerationRequest, models: Sequence[Model]) -> None:
     model = next((m for m in models if m.id == request.model), None)
     if model is not None:
         _check_max_tokens(request, model)
+        _check_prompts(request, model)
         _check_features(request, model)
 
 
@@ -79,6 +80,34 @@ def _check_max_tokens(request: GenerationRequest, model: Model) -> None:
         param=request.limit_field,
         code=WRONG_VALUE,
     )
+
+
+def _check_prompts(request: GenerationRequest, model: Model) -> None:
+    """Raise ContextTooLong for a prompt that fits no site's context, however few tokens its characters are:
+    no site need read it.
+    """
+    for prompt in request.prompts:
+        ids = len(prompt) if isinstance(prompt, tuple) else 0
+        if ids >= model.context_tokens > 0:
+            found = f"The prompt has {ids} tokens"
+        elif model.max_prompt_chars and least_chars(prompt) > model.max_prompt_chars:
+            found = f"The prompt has more than {model.max_prompt_chars} characters"
+        else:
+            continue
+        raise ContextTooLong(
+            f"{found}, but the context of {model.id} is {model.context_tokens} tokens,"
+            " prompt and answer together.",
+            param="messages" if isinstance(prompt, Chat) else "prompt",
+        )
+
+
+def least_chars(prompt: Prompt) -> int:
+    """Return the characters that a model reads at least. Chat templates may leave out what the assistant
+    said, and white space around a message.
+    """
+    if not isinstance(prompt, Chat):
+        return len(prompt)
+    return sum(len(each.content.strip()) for each in prompt.messages if each.role != "assistant")
 
 
 def _check_features(request: GenerationRequest, model: Model) -> None:

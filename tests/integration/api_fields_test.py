@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import httpx2
 import pytest
 from openai.types.chat import ChatCompletion
 
 from gateway.domain import Sampling
 from gateway.errors import ContextTooLong
 from gateway.prompt import Chat, Message
-from tests.support.fakes.edge import MODEL, Edge, chat, error_of, fail, post, refused, run, text
+from tests.support.fakes.edge import (
+    MODEL,
+    MODELS,
+    Edge,
+    Script,
+    chat,
+    chat_body,
+    error_of,
+    fail,
+    post,
+    refused,
+    run,
+    text,
+)
 
 
 def asked(**fields: Any) -> Sampling:
@@ -134,6 +149,38 @@ def test_a_prompt_over_the_context_is_refused_with_both_numbers(stream: bool) ->
     error = error_of(response, 400)
     assert error["code"] == "context_length_exceeded"
     assert "1100" in error["message"] and "1024" in error["message"]
+
+
+def bounded_chat(messages: list[dict[str, Any]]) -> tuple[httpx2.Response, Script]:
+    """A chat with a model whose context holds at most 2,000 characters."""
+    models = [replace(model, max_prompt_chars=2000) for model in MODELS]
+    return post("/v1/chat/completions", chat_body(messages=messages), models=lambda: models)
+
+
+def test_a_prompt_that_fits_no_context_is_refused_unread() -> None:
+    for fields in ({"content": "x" * 2001}, {"content": [{"type": "text", "text": "x" * 1001}] * 2}):
+        messages = [{"role": "user", **fields}]
+        response, script = bounded_chat(messages)
+        error = error_of(response, 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+        assert "2000" in error["message"] and "1024" in error["message"]
+        assert not script.queries
+
+
+def test_what_a_template_may_leave_out_counts_nothing_towards_that() -> None:
+    said = {"role": "assistant", "content": "y" * 5000}
+    padded = {"role": "user", "content": " " * 3000 + "x" * 1999 + "\n" * 3000}
+    for messages in ([said, padded], [padded]):
+        response, _ = bounded_chat(messages)
+        assert response.status_code == 200, response.text
+
+
+def test_token_ids_beyond_the_context_are_refused_unread() -> None:
+    response, script = text(prompt=[5] * 1024)
+    assert error_of(response, 400)["code"] == "context_length_exceeded"
+    assert not script.queries
+    response, _ = text(prompt=[5] * 1023)
+    assert response.status_code == 200, response.text
 
 
 # ---- sampling ----

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import Finish as GatewayFinish
+from gateway.domain import SiteIdentity
 from gateway.federation import codec as gateway_codec
+from gateway.federation.directory import Directory
 from site_engine import messages as m
 from site_engine.core.load import IterationCost, LoadFigures
 from site_engine.core.request import Finish, Lane, RemainingPoint, Timings, TokenLogprob
@@ -234,6 +238,30 @@ def test_hello_and_load_carry_every_figure() -> None:
     (hello,) = codec.encode(HELLO)
     unset = set(pb.Hello.DESCRIPTOR.fields_by_name) - {each.name for each, _ in hello.hello.ListFields()}
     assert unset == {"attempts"}
+
+
+def test_a_gateway_takes_the_longest_token_and_bounds_prompts_by_it() -> None:
+    model = replace(HELLO.models[0], context_tokens=100, max_token_chars=16)
+    (message,) = codec.encode(replace(HELLO, models=(model,)))
+    assert gateway_codec.identity(message.hello).models[model.id].max_prompt_chars == 1600
+    message.hello.models[0].ClearField("max_token_chars")
+    assert gateway_codec.identity(message.hello).models[model.id].max_prompt_chars == 0
+
+
+def test_the_bound_of_prompts_is_that_of_the_site_that_takes_most() -> None:
+    def site(name: str, context_tokens: int, max_token_chars: int) -> SiteIdentity:
+        model = replace(HELLO.models[0], context_tokens=context_tokens, max_token_chars=max_token_chars)
+        (message,) = codec.encode(replace(HELLO, site=name, models=(model,)))
+        return gateway_codec.identity(message.hello)
+
+    directory = Directory()
+    for name, context_tokens in (("a", 100), ("b", 400), ("c", 200)):
+        directory.join(site(name, context_tokens, 4), 0.0)
+    (model,) = directory.models.values()
+    assert (model.context_tokens, model.max_prompt_chars) == (400, 1600)
+    directory.join(site("d", 50, 0), 0.0)
+    (model,) = directory.models.values()
+    assert (model.context_tokens, model.max_prompt_chars) == (400, 0)
 
 
 def test_a_gateway_takes_what_prompts_have_left_and_a_site_that_does_not_tell_for_none() -> None:
