@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway.decision import Decision
 from gateway.prompt import Chat, Prompt
 from predictor.forecast import Forecast
 
@@ -244,43 +245,6 @@ class Standing:
     state: SiteState = SiteState.READY
     weight: float = 1.0
     pinned_off: frozenset[str] = frozenset()
-
-
-# ---- a decision ----------------------------------------------------------------------------------
-
-
-class Estimate(msgspec.Struct, frozen=True):
-    """A forecast on one site. Seconds from now as the client would see them."""
-
-    site: str
-    wait_s: float
-    first_token_s: float
-    finish_s: float
-    price_usd: float
-    kv_tokens: int
-    load_age_s: float
-    cost: float | None = None  # compared by the policy, in its own unit: the least was taken
-
-
-class Decision(msgspec.Struct, frozen=True):
-    """Which site serves an attempt, and everything needed to explain or replay it.
-
-    `began_s` and `decided_s` are seconds since the query was received.
-    """
-
-    query_id: str
-    attempt_id: str
-    site: str
-    policy: str
-    reason: str
-    estimates: tuple[Estimate, ...]
-    excluded: Mapping[str, str]
-    decided_s: float
-    began_s: float = 0.0
-
-    @property
-    def estimate(self) -> Estimate:
-        return next(e for e in self.estimates if e.site == self.site)
 
 
 # ---- an answer -----------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from gateway.domain import AttemptFailure, Decision, Delta, Finish, SiteIdentity
+from gateway.decision import Decision
+from gateway.domain import AttemptFailure, Delta, Finish, SiteIdentity
 from gateway.routing.demand import Demand
 
 

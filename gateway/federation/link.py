@@ -11,16 +11,8 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from gateway.domain import (
-    AttemptFailure,
-    Credit,
-    Decision,
-    FailureCause,
-    Query,
-    Resume,
-    SiteIdentity,
-    SiteState,
-)
+from gateway.decision import Decision
+from gateway.domain import AttemptFailure, Credit, FailureCause, Query, Resume, SiteIdentity, SiteState
 from gateway.federation import codec
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory

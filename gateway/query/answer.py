@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
-from gateway.domain import AnswerEvent, Decision, Query
+from gateway.decision import Decision
+from gateway.domain import AnswerEvent, Query
 from gateway.errors import DeadlinePassed, Forbidden, MicoError, ShuttingDown
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.query.admission import admit

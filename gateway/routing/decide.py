@@ -8,7 +8,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from gateway.domain import Estimate, Site
+from gateway.decision import Estimate
+from gateway.domain import Site
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimate_at, estimates, sizes

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.domain import Estimate, Site
+from gateway.decision import Estimate
+from gateway.domain import Site
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import PROMPT_TOKEN_WORK, REMAINING_VALUES, Figures, Fleet, Numbers
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.domain import Attempt, Decision, Estimate, Outcome
+from gateway.decision import Decision, Estimate
+from gateway.domain import Attempt, Outcome
 from gateway.site_events import Event
 from predictor.forecast import Forecast
 

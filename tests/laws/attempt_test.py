@@ -7,10 +7,10 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.decision import Decision
 from gateway.domain import (
     AttemptFailure,
     Caller,
-    Decision,
     Delta,
     FailureCause,
     Finish,

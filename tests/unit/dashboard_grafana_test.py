@@ -14,16 +14,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.domain import (
-    Attempt,
-    Decision,
-    LoadReport,
-    Model,
-    Outcome,
-    SiteIdentity,
-    SiteState,
-    Status,
-)
+from gateway.decision import Decision
+from gateway.domain import Attempt, LoadReport, Model, Outcome, SiteIdentity, SiteState, Status
 from gateway.federation.directory import Directory
 from gateway.query.forecasting import ForecastService
 from gateway.scaling.plan import ScalingPlan

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.domain import Attempt, Decision, Outcome, SiteState, Status
+from gateway.decision import Decision
+from gateway.domain import Attempt, Outcome, SiteState, Status
 from gateway.site_events import EventLog
 from gateway.telemetry.recent import MAX_QUERIES, ForecastQuality, Move, Recent, Route, is_failure
 from predictor.forecast import Forecast

@@ -8,18 +8,8 @@ from dataclasses import replace
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.domain import (
-    Attempt,
-    Credit,
-    Decision,
-    LoadReport,
-    Model,
-    Outcome,
-    Site,
-    SiteIdentity,
-    SiteState,
-    Status,
-)
+from gateway.decision import Decision
+from gateway.domain import Attempt, Credit, LoadReport, Model, Outcome, Site, SiteIdentity, SiteState, Status
 from gateway.federation.directory import Directory
 from gateway.telemetry.metrics import Metrics, sites_by_model
 from predictor.forecast import Forecast

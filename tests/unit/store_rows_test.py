@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.domain import Estimate, Status
+from gateway.decision import Estimate
+from gateway.domain import Status
 from gateway.site_events import Event
 from gateway.store.rows import (
     TEXT_LIMIT,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.domain import Attempt, Decision, Estimate, Outcome, Status
+from gateway.decision import Decision, Estimate
+from gateway.domain import Attempt, Outcome, Status
 from gateway.store.errors import RecordsRefused, StoreUnavailable
 from gateway.store.rows import EventRow, Record
 from predictor.forecast import Forecast
