@@ -15,7 +15,7 @@ from site_engine.text.vocabulary import byte_alphabet
 
 PIECE_CHARS = 1 << 13
 """Some milliseconds of work: what a turn takes."""
-CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\n)(?=[^\W_])")
+CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\S\n)(?=[^\W_])")
 """Where a word begins after a space, or a line: tokenizers begin a token there, and few have one across."""
 NFC_CHARS = 4
 """Most characters that normalization form C composes into one (U+1F82 of four)."""
@@ -62,7 +62,7 @@ class PromptEncoder:
         random = Random(0)
         for number in range(TRIALS):
             words = [self._random_text(random) for _ in range(4)]
-            text = f"{words[0]} a b {words[1]}ab cd\n{words[2]}\nAb 1\n2{words[3]}" if number else ""
+            text = f"{words[0]} a b {words[1]}ab cd\n{words[2]}\n\nAb 1.\n2{words[3]}" if number else ""
             for special in (True, False):
                 whole = self._tokenizer.encode(text, add_special_tokens=special, verbose=False)
                 parts = self._encoded(cut(text, 1), special)
