@@ -206,7 +206,7 @@ async def _traces(config: GatewayConfig) -> AsyncIterator[Traces | None]:
     try:
         from gateway.telemetry.traces import Traces, exporter
     except ModuleNotFoundError as exc:
-        raise ConfigError("otlp_url needs OpenTelemetry: pip install 'mico[otel]'") from exc
+        raise ConfigError("otlp_url needs OpenTelemetry, of the extra otel") from exc
     traces = Traces(config.name, exporter(config.otlp_url))
     try:
         yield traces

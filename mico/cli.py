@@ -38,6 +38,7 @@ from mico.errors import CommandFailed, ExitCode
 from mico.session import Session
 
 DEBUG_TIP = "mico --debug shows where"
+EXTRAS_TIP = "./dev setup in a checkout installs all; else install Mico with the extra that it belongs to"
 
 app = typer.Typer(
     name="mico",
@@ -111,6 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(arguments, prog_name="mico")
     except CommandFailed as failure:
         return report_failure(failure)
+    except ModuleNotFoundError as error:
+        return report_failure(CommandFailed("a package is missing", cause=str(error), tip=EXTRAS_TIP))
     except OSError as error:
         cause = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         return report_failure(CommandFailed("the machine refused", cause=cause, tip=DEBUG_TIP))

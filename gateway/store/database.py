@@ -74,7 +74,7 @@ def open_engine(text: str) -> AsyncEngine:
             connect_args={"async_creator_fn": SingleHopConnection.connect} if is_sqlite else _postgres(),
         )
     except ModuleNotFoundError as exc:
-        raise StoreError("Postgres needs psycopg: pip install 'mico[postgres]'") from exc
+        raise StoreError("Postgres needs psycopg, of the extra postgres") from exc
     if is_sqlite:
         event.listen(engine.sync_engine, "connect", prepare_sqlite)
     else:

@@ -100,7 +100,10 @@ def check_disk(folder: Path) -> Finding:
 def check_torch() -> Finding:
     if find_spec("torch") is None:
         return Finding(
-            "torch", Verdict.WARN, "not installed: no site can run here", "pip install 'mico[engine]'"
+            "torch",
+            Verdict.WARN,
+            "not installed: no site can run here",
+            "install the extra engine (in a checkout: ./dev setup)",
         )
     try:
         import torch

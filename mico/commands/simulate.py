@@ -146,7 +146,9 @@ def simulate(
         import mico.simulation.compare  # noqa: F401  # an early answer where pandas is missing
     except ModuleNotFoundError as error:
         raise CommandFailed(
-            "the simulator reads traces with pandas", cause=str(error), tip="pip install 'mico[train]'"
+            "the simulator reads traces with pandas",
+            cause=str(error),
+            tip="install the extra train (in a checkout: ./dev setup)",
         ) from error
     if plot is not None:
         create_folder(plot.parent)
@@ -229,7 +231,9 @@ def _plot(runs: list[dict[str, Any]], path: Path) -> None:
         from matplotlib import pyplot
     except ModuleNotFoundError as error:
         raise CommandFailed(
-            "no picture without matplotlib", cause=str(error), tip="pip install 'mico[plots]'"
+            "no picture without matplotlib",
+            cause=str(error),
+            tip="install the extra plots (in a checkout: ./dev setup)",
         ) from error
     names = ["{policy} · {estimator} · {order} · {load:g}".format(**row) for row in runs]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.4 * len(runs) + 2), sharey=True)

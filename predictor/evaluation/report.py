@@ -29,7 +29,7 @@ MAX_GROUPS = 6
 def require_matplotlib() -> None:
     """Raise DataError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
-        raise DataError("plots need matplotlib: pip install 'mico[plots]'")
+        raise DataError("plots need matplotlib, of the extra plots")
 
 
 def write(  # noqa: PLR0917 - each is of another type

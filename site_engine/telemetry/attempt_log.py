@@ -26,7 +26,7 @@ async def attempt_log(site: str, otlp_url: str = "") -> AsyncIterator[OnFinish]:
     try:
         from site_engine.telemetry.traces import Traces, exporter
     except ModuleNotFoundError as exc:
-        raise ConfigError("otlp_url needs OpenTelemetry: pip install 'mico[otel]'") from exc
+        raise ConfigError("otlp_url needs OpenTelemetry, of the extra otel") from exc
     traces = Traces(site, exporter(otlp_url))
 
     def log_and_trace(assign: Assign, index: int, output: Output) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,3 +207,17 @@ def test_a_special_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [pipe]
     finally:
         os.close(reading)
+
+
+def test_a_gateway_on_this_machine_is_asked_without_loading_certificates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It costs 80 ms of a core, and a start asks several times a second."""
+    loaded: list[str] = []
+    monkeypatch.setattr(
+        ssl.SSLContext, "load_verify_locations", lambda *_, **__: loaded.append("certificates")
+    )
+    Client("http://127.0.0.1:8080/v1", "key")
+    assert loaded == []
+    Client("https://gateway.example/v1", "key")
+    assert loaded == ["certificates"]

@@ -221,3 +221,16 @@ def test_a_predictor_that_is_not_there_is_a_failure_with_its_reason(
     status, out, err = run(capsys, "predictor", "forecast", "hi", "--artifact", str(empty_folder))
     assert (status, out) == (1, "")
     assert "card.json is missing" in err
+
+
+def test_a_command_whose_packages_are_not_installed_says_how_to_get_them(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "predictor.evaluation.evaluate", raising=False)
+    (empty_folder / "corpus.parquet").touch()
+    assert main(["predictor", "evaluate", "--data", "corpus.parquet"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["error", "cause", "tip"]
+    assert "pandas" in lines[1]
+    assert "./dev setup" in lines[2]
