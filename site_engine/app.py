@@ -51,8 +51,13 @@ async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None 
 
 async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: OnFinish) -> int:
     loop = asyncio.get_running_loop()
-    floor_s = config.iteration_floor_s
-    engine = await asyncio.to_thread(NativeEngine.from_loaded, loaded, loop.call_soon_threadsafe, floor_s)
+    engine = await asyncio.to_thread(
+        NativeEngine.from_loaded,
+        loaded,
+        loop.call_soon_threadsafe,
+        config.iteration_floor_s,
+        allow_special_tokens=config.allow_special_tokens,
+    )
     hello = make_hello(config, loaded, engine.features, engine.max_token_chars or 0)
     site = Site(hello, engine, time.monotonic, config.max_pending, on_finish=on_finish)
     links = dialer.links(site)

@@ -77,6 +77,7 @@ class SiteConfig:
     kv_tokens: int | None = None  # room for keys and values; absent: measured
     max_pending: int = 1024
     share_prefixes: bool = False  # between tenants too: faster, but times then reveal prompts of others
+    allow_special_tokens: bool = False  # read the names of control tokens in the messages of chats as those
     iteration_floor_s: float = 0.0  # makes a site slower than its machine
 
     input_usd_per_mtok: float = 0.0

@@ -46,7 +46,12 @@ class NativeEngine:
 
     @classmethod
     def from_loaded(
-        cls, loaded: Loaded, post: Callable[[Callable[[], None]], object], floor_s: float = 0.0
+        cls,
+        loaded: Loaded,
+        post: Callable[[Callable[[], None]], object],
+        floor_s: float = 0.0,
+        *,
+        allow_special_tokens: bool = False,
     ) -> NativeEngine:
         """Join a loaded engine with its tokenizer and grammars. May take a second.
 
@@ -54,7 +59,12 @@ class NativeEngine:
         """
         grammars = grammars_of(loaded)
         tokenizer = PromptTokenizer(
-            loaded.tokenizer, loaded.vocab_size, post, grammars, context_tokens=loaded.context_tokens
+            loaded.tokenizer,
+            loaded.vocab_size,
+            post,
+            grammars,
+            context_tokens=loaded.context_tokens,
+            allow_special_tokens=allow_special_tokens,
         )
         return cls(tokenizer, EngineThread(loaded.engine, post, time.monotonic, floor_s))
 

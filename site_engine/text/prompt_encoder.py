@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from random import Random
 from typing import Any
+from uuid import uuid4
 
 from site_engine.text.vocabulary import byte_alphabet
 
@@ -35,6 +37,8 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self.max_token_chars = None if self._backend is None else max_token_chars(tokenizer)
+        self._control = control_tokens(tokenizer)
+        self._seam = f"\ufdd0{uuid4().hex[:8]}"  # in no text, and not to be guessed
         self._cut: Callable[..., Iterator[str]] = iter_whole
         if self._backend is not None:
             if no_token_spans_a_cut(tokenizer) and self._agrees(iter_pieces):
@@ -42,9 +46,25 @@ class PromptEncoder:
             elif not self._agrees(iter_whole):
                 self._backend = None  # the tokenizer adds something of its own
 
+    def shield(self, text: str) -> str:
+        """Mark a text so that `pieces` reads the names of control tokens in it as any other characters."""
+        found = self._control.search(text) if self._control else None
+        if self._control is None or found is None:
+            return text
+        cuts = [0]
+        while found is not None:
+            cuts.append(found.start() + 1)
+            found = self._control.search(text, found.start() + 1)
+        return self._seam.join(text[start:end] for start, end in pairwise([*cuts, len(text)]))
+
+    def chars(self, text: str) -> int:
+        """Return the length of a text without the marks of `shield`."""
+        return len(text) - text.count(self._seam) * len(self._seam)
+
     def pieces(self, text: str, *, special: bool) -> Iterator[list[int]]:
         """Yield the ids of a text. `special`: with the tokens that the model wants around every text."""
-        return self._encoded(self._cut(text), special)
+        parts = text.split(self._seam)
+        return self._encoded((piece for part in parts for piece in self._cut(part)), special)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return [token for piece in self.pieces(text, special=special) for token in piece]
@@ -73,6 +93,13 @@ class PromptEncoder:
     def _random_text(self, random: Random) -> str:
         ids = [random.randrange(len(self._tokenizer)) for _ in range(TRIAL_TOKENS)]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return an expression for the names of the tokens that are no text; None if there are none."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    names = sorted({each.content for each in added if each.special and len(each.content) > 1})
+    return re.compile("|".join(map(re.escape, names))) if names else None
 
 
 def iter_whole(text: str, _chars: int = 0) -> Iterator[str]:

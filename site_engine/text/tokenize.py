@@ -36,7 +36,8 @@ class PromptTokenizer:
     """A tokenizer of transformers, and the size of the vocabulary that ids must stay within.
 
     `post` carries a call to the event loop (`loop.call_soon_threadsafe`). Without `grammars` no answer can be
-    guided. A prompt of `context_tokens` or more is refused as soon as that many are counted.
+    guided. A prompt of `context_tokens` or more is refused as soon as that many are counted. Unless
+    `allow_special_tokens`, the name of a control token in a message of a chat is text as any other.
 
     Short prompts, long prompts and grammars have a thread each, on which tenants take turns: what can't be
     cut into short pieces then delays its like alone.
@@ -50,11 +51,13 @@ class PromptTokenizer:
         grammars: Grammars | None = None,
         *,
         context_tokens: int | None = None,
+        allow_special_tokens: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._encoder = PromptEncoder(tokenizer)
         self._vocab_size = vocab_size
         self._context_tokens = context_tokens
+        self._allow_special_tokens = allow_special_tokens
         self._post = post
         self._waiting: dict[Future[None], str] = {}  # with the tenant
         self._short, self._long = FairExecutor("prompts"), FairExecutor("long-prompts")
@@ -196,8 +199,10 @@ class PromptTokenizer:
     def _encode(self, text: str, *, special: bool) -> Turns[list[int]]:
         """Encode a text. Raises NotServed once it is known to be too long for the context."""
         limit, chars = self._context_tokens, self._encoder.max_token_chars
-        if limit is not None and chars is not None and len(text) > limit * chars:
-            raise _too_long(f"the prompt has {len(text)} characters, at most {chars} in a token,", limit)
+        if limit is not None and chars is not None and self._encoder.chars(text) > limit * chars:
+            raise _too_long(
+                f"the prompt has {self._encoder.chars(text)} characters, at most {chars} in a token,", limit
+            )
         ids: list[int] = []
         for piece in self._encoder.pieces(text, special=special):
             if limit is not None and len(ids) >= limit:
@@ -218,7 +223,10 @@ class PromptTokenizer:
             raise NotServed(Reason.UNSUPPORTED, NO_TOOLS, "tools")
         tools = {} if prompt.tools is None else {"tools": list(prompt.tools.offered)}
         reads_calls = self._form is not None
-        messages = [template_message(place, each, reads_calls) for place, each in enumerate(prompt.messages)]
+        shield = (lambda text: text) if self._allow_special_tokens else self._encoder.shield
+        messages = [
+            template_message(place, each, reads_calls, shield) for place, each in enumerate(prompt.messages)
+        ]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -278,14 +286,17 @@ def _wants_grammar(assign: Assign) -> bool:
     return bool(assign.guided_json) or (tools is not None and (tools.forced or tools.strict))
 
 
-def template_message(place: int, message: ChatMessage, reads_calls: bool) -> dict[str, Any]:
+def template_message(
+    place: int, message: ChatMessage, reads_calls: bool, shield: Callable[[str], str]
+) -> dict[str, Any]:
     """Return a message as templates expect it, without absent fields.
 
     `reads_calls`: the template reads calls, and their arguments as an object instead of its JSON text.
+    `shield`: applied to what anybody may have written.
     """
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    fields: dict[str, Any] = {"role": message.role, "content": shield(message.content)}
     if message.name:
-        fields["name"] = message.name
+        fields["name"] = shield(message.name)
     if message.tool_calls_json:
         calls = json.loads(message.tool_calls_json)
         fields["tool_calls"] = [call_with_object(place, each) for each in calls] if reads_calls else calls

@@ -134,3 +134,32 @@ def test_a_long_text_is_encoded_in_short_pieces(name: str) -> None:
 
 def test_a_text_without_a_word_is_one_piece() -> None:
     assert list(iter_pieces("語" * 100_000)) == ["語" * 100_000]
+
+
+CONTROL = ["<|end|>", "<|e", "d|><", "<|user|>"]  # some overlap
+
+
+@cache
+def controlled() -> tuple[Any, PromptEncoder]:
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer)
+    tokenizer.add_tokens([AddedToken(each, special=True, normalized=False) for each in CONTROL])
+    return tokenizer, PromptEncoder(tokenizer)
+
+
+@given(
+    parts=st.lists(st.one_of(st.sampled_from([*CONTROL, "<", "<|", "|>", "end", " a"]), st.text(max_size=2)))
+)
+def test_a_shielded_text_has_no_control_token_and_all_its_characters(parts: list[str]) -> None:
+    tokenizer, encoder = controlled()
+    text = "".join(parts)
+    ids = encoder.encode(encoder.shield(text), special=False)
+    assert not set(tokenizer.convert_tokens_to_ids(CONTROL)) & set(ids)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert encoder.chars(encoder.shield(text)) == len(text)
+
+
+@given(text=st.text())
+def test_a_text_without_control_tokens_is_shielded_as_it_is(text: str) -> None:
+    _, encoder = controlled()
+    if not any(each in text for each in CONTROL):
+        assert encoder.shield(text) == text
