@@ -1,13 +1,18 @@
-"""Run greedy streams through two gateways and five sites while sites, links and a gateway fail in turn.
+"""Run greedy streams through two gateways and four sites while one part after another fails.
 
-    python -m bench.chaos --data alpaca_like.jsonl.zst --model mico/demo_model/weights
+    python -m bench.chaos --data alpaca_like.jsonl.zst
+    python -m bench.chaos --data alpaca_like.jsonl.zst --faults hung-engine,disk-full --count 200
 
-It starts a federation of its own and keeps `--concurrency` streams running. The faults, one after another:
-a site killed with SIGKILL; a site stopped with SIGSTOP; a site's links cut; a site 250 ms away; a site whose
-reports stand still for 2 s; a gateway replica killed. A client whose stream breaks because its own gateway
-died asks the other one again, as an SDK would. Checked: each query is answered, each text equals that of
-plain `transformers` alone (nothing repeated, nothing missing), no query has two usage rows, every counter is
-at zero in the end. Exit status 1 where one of these fails.
+It starts a federation of its own: journals and SQLite on a small file system, or a Postgres primary with a
+synchronous standby where the fault concerns replicas of a shared database. For each fault it runs `--count`
+streams, or more until the fault is over, `--concurrency` at a time, beside a batch of 50 lines; the tenant
+has quotas that suffice. A client whose query is refused, or whose stream breaks because its own gateway died,
+asks the other gateway, as an SDK would. Checked for each fault: every query is answered, each text equals
+that of plain `transformers` alone (nothing repeated, nothing missing), each line of the batch is there once,
+each answer has one usage row with its tokens, streams break only where their gateway ends, no query is
+refused unless the disk is full, every counter is at zero in the end, and recovery takes no longer than the
+fault's limit. Exit status 1 where one of these fails. A fault that this machine cannot have is reported as
+skipped: a full disk and lost names need root (they mount), some faults need Postgres.
 """
 
 from __future__ import annotations
@@ -15,212 +20,174 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.support.relay import Relay
-from bench.support.streams import Load, StreamOutcome, Watcher, add_options, verdict, wait_until, wrong_texts
+from bench.federation import Answered
+from bench.support import faults, faults_inside, faults_platform, faults_storage
+from bench.support.chaos_batch import Batch
+from bench.support.chaos_federation import (
+    Federation,
+    NotHere,
+    database_at,
+    small_disk,
+    start,
+    temporary_folder,
+)
+from bench.support.faults import Fault
+from bench.support.streams import Load, StreamOutcome, add_options, verdict, wait_until, wrong_texts
 from mico import demo_model
-from mico.local.database import prepare_database
-from mico.local.federation import restart_dead, start_all, stop_all, wait_until_ready
-from mico.local.folder import Folder, Running
-from mico.local.plan import Plan, choose_ports
-from mico.local.profiles import Profile, profiles
 
-LAMED_S = 12.0
-FROZEN_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedPlan(Plan):
-    """A plan in which some sites reach the gateways through relays only."""
-
-    relays: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def gateway(self, name: str, ports: Any) -> dict[str, object]:
-        return {**Plan.gateway(self, name, ports), "peers": []}
-
-    def site(self, profile: Profile) -> dict[str, object]:
-        settings = Plan.site(self, profile)
-        if ports := self.relays.get(profile.name):
-            settings["gateways"] = [f"127.0.0.1:{port}" for port in ports]
-        return settings
-
-
-class Federation:
-    def __init__(self, folder: Folder, running: Running, relays: dict[str, list[Relay]]) -> None:
-        self.folder, self.running, self.relays = folder, running, relays
-        self.key = folder.key() or ""
-        self.watcher = Watcher(self.alive, self.key)
-
-    def alive(self) -> list[str]:
-        pairs = zip(self.running.gateways, self.running.root_urls, strict=True)
-        return [url for gateway, url in pairs if gateway.alive]
-
-    async def restart(self) -> None:
-        self.running = await asyncio.to_thread(restart_dead, self.folder, self.running)
-
-
-async def kill_site(federation: Federation) -> dict[str, float]:
-    victim = federation.running.sites[0]
-    os.kill(victim.pid, signal.SIGKILL)
-    noticed_s = await wait_until(
-        lambda: federation.watcher.everywhere(victim.name, False), f"{victim.name} seen as down"
-    )
-    await federation.restart()
-    return {"noticed_s": noticed_s, "back_s": await _back(federation, victim.name)}
-
-
-async def stop_site(federation: Federation) -> dict[str, float]:
-    victim = federation.running.sites[1]
-    os.kill(victim.pid, signal.SIGSTOP)
-    try:
-        noticed_s = await wait_until(
-            lambda: federation.watcher.everywhere(victim.name, False), f"{victim.name} seen as hung"
-        )
-        await asyncio.sleep(LAMED_S - noticed_s)
-    finally:
-        os.kill(victim.pid, signal.SIGCONT)
-    return {"noticed_s": noticed_s, "back_s": await _back(federation, victim.name)}
-
-
-async def cut_links(federation: Federation) -> dict[str, float]:
-    name, relays = next(iter(federation.relays.items()))
-    for relay in relays:
-        relay.cut()
-    noticed_s = await wait_until(lambda: federation.watcher.everywhere(name, False), f"{name} seen as down")
-    await asyncio.sleep(LAMED_S / 2)
-    for relay in relays:
-        relay.release()
-    return {"noticed_s": noticed_s, "back_s": await _back(federation, name)}
-
-
-async def far_away(federation: Federation) -> dict[str, float]:
-    relays = list(federation.relays.values())[-1]
-    for relay in relays:
-        relay.delay_s = 0.125
-    await asyncio.sleep(LAMED_S)
-    for relay in relays:
-        relay.delay_s = 0.0
-    return {}
-
-
-async def freeze_reports(federation: Federation) -> dict[str, float]:
-    relays = list(federation.relays.values())[-1]
-    for relay in relays:
-        relay.hold(up_only=True)
-    await asyncio.sleep(FROZEN_S)
-    for relay in relays:
-        relay.release()
-    return {}
-
-
-async def kill_gateway(federation: Federation) -> dict[str, float]:
-    victim = federation.running.gateways[-1]
-    os.kill(victim.pid, signal.SIGKILL)
-    await asyncio.sleep(LAMED_S / 2)
-    await federation.restart()
-
-    async def all_there() -> bool:
-        whole = len(federation.alive()) == len(federation.running.gateways)
-        return whole and await federation.watcher.all_ready([s.name for s in federation.running.sites])
-
-    return {"back_s": await wait_until(all_there, "the replica back with every site")}
-
-
-FAULTS: dict[str, Callable[[Federation], Awaitable[dict[str, float]]]] = {
-    "site killed": kill_site,
-    "site stopped": stop_site,
-    "links cut": cut_links,
-    "far away": far_away,
-    "reports frozen": freeze_reports,
-    "gateway killed": kill_gateway,
+FAULTS: Mapping[str, Fault] = {
+    **faults.FAULTS,
+    **faults_platform.FAULTS,
+    **faults_inside.FAULTS,
+    **faults_storage.FAULTS,
 }
+STRUCK_AT = 0.25
+BATCH_LINES = 50
+MUST_BE_EMPTY = (
+    "failed",
+    "rows_twice",
+    "answers_without_a_row",
+    "rows_with_other_tokens",
+    "batch_lines_wrong",
+    "texts_wrong",
+)
 
 
-async def _back(federation: Federation, name: str) -> float:
-    return await wait_until(lambda: federation.watcher.everywhere(name, True), f"{name} back")
+class Struck(NamedTuple):
+    """The report of a fault's run, and its answers: of streams and of a batch's lines."""
+
+    report: dict[str, Any]
+    answers: list[Answered]
 
 
-async def inject_faults(federation: Federation, load: Load) -> list[dict[str, Any]]:
-    """Inject each fault once, spread over the run, and return the clients' view from its begin to the next
-    one's.
-    """
-    struck = []
-    for index, (name, fault) in enumerate(FAULTS.items()):
-        await load.reached((index + 0.5) / (len(FAULTS) + 1))
-        began, progress = time.perf_counter(), load.progress
-        found = await fault(federation)
-        print(f"{name}: {found}, {load.progress:.0%} answered", file=sys.stderr)
-        struck.append({"fault": name, "under_load": progress < 1.0, "began": began, **found})
-    return struck
-
-
-def felt(struck: list[dict[str, Any]], ended: list[StreamOutcome]) -> list[dict[str, Any]]:
-    edges = [row["began"] for row in struck] + [float("inf")]
-    for row, until in zip(struck, edges[1:], strict=True):
-        silences = [e.silence_s for e in ended if row["began"] - 0.5 <= e.silence_at < until]
-        row["longest_silence_s"] = round(max(silences, default=0.0), 2)
-        del row["began"]
-    return struck
-
-
-async def counted(federation: Federation, load: Load, struck: list[dict[str, Any]]) -> dict[str, Any]:
+async def strike(federation: Federation, name: str, options: argparse.Namespace) -> Struck:
+    """Run the streams and the batch of one fault, and inject it after a quarter of the streams."""
+    load = Load.from_options(federation.running.root_urls, federation.key, options)
+    load.open = True
+    batch = Batch(load.clients, load.texts[:BATCH_LINES], options.max_tokens)
+    await batch.submit()
+    running = asyncio.create_task(load.run())
+    try:
+        await load.reached(STRUCK_AT)
+        began = time.perf_counter()
+        found = await FAULTS[name].inject(federation)
+        found["lasted_s"] = round(time.perf_counter() - began, 1)
+    finally:
+        load.open = False
+        await running
+    batch_figures, batch_answers = await batch.answers()
+    await load.close()
     idle_s = await wait_until(federation.watcher.idle, "every counter at zero")
-    rows = await verdict(federation.folder.path / "mico.db", load)
-    return {**rows, "idle_after_s": idle_s, "faults": felt(struck, load.ended)}
+    await federation.whole()
+    rows = await verdict(federation.plan.database_url, load)
+    report = {"fault": name, **found, **felt(load.ended, began), "idle_after_s": idle_s, **rows}
+    return Struck(report | batch_figures, [each.answer for each in load.ended] + batch_answers)
 
 
-async def started(options: argparse.Namespace, path: Path) -> Federation:
-    folder = Folder(path)
-    folder.make()
-    doors = tuple(choose_ports(0) for _ in range(options.gateways))
-    sites = tuple(profiles(options.sites))
-    relays = {site.name: [await Relay.start(door.grpc) for door in doors] for site in sites[2:4]}
-    url = folder.database_url
-    key = await asyncio.to_thread(prepare_database, folder, url)
-    through = {name: tuple(relay.port for relay in each) for name, each in relays.items()}
-    plan = RelayedPlan(folder, doors, str(options.model), sites, url, demo_model.NAME, relays=through)
-    running = start_all(plan)
-    await asyncio.to_thread(wait_until_ready, running, key, lambda states: None)
-    return Federation(folder, running, relays)
+def felt(ended: list[StreamOutcome], began: float) -> dict[str, float]:
+    """Return what clients felt from the fault on: their longest silence within a stream, and how much longer
+    than at worst before it the first token took.
+    """
+    silences = [each.silence_s for each in ended if each.silence_at >= began - 0.5]
+    before = [each.answer.first_token_s for each in ended if each.began + each.answer.first_token_s < began]
+    since = [each.answer.first_token_s for each in ended if each.began + each.answer.first_token_s >= began]
+    return {
+        "longest_silence_s": round(max(silences, default=0.0), 2),
+        "longest_first_token_s": round(max(since, default=0.0), 2),
+        "first_token_more_s": round(max(since, default=0.0) - max(before, default=0.0), 2),
+    }
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="mico-chaos-") as path:
-        federation = await started(options, Path(path) / "mico")
+def complaints(report: Mapping[str, Any], fault: Fault) -> list[str]:
+    """Return what went wrong in a fault's run; empty if it passed."""
+    found = [f"{name}: {len(report[name])}" for name in MUST_BE_EMPTY if report[name]]
+    if report["broken"] and not fault.breaks:
+        found.append(f"broken: {sum(report['broken'].values())}")
+    if report["refused"] and not fault.refuses:
+        found.append(f"refused: {sum(report['refused'].values())}")
+    for name, limit_s in fault.limits_s.items():
+        if report[name] > limit_s:
+            found.append(f"{name}: {report[name]}, at most {limit_s}")
+    return found
+
+
+async def run_group(names: list[str], options: argparse.Namespace, *, postgres: bool) -> list[Struck]:
+    """Start one federation and strike it with each of these faults in turn."""
+    struck: list[Struck] = []
+    with (
+        temporary_folder() as path,
+        small_disk(Path(path) / "disk") as disk,
+        database_at(disk, postgres=postgres) as database,
+    ):
+        federation = await start(Path(path), options.model, options.gateways, options.sites, database)
         try:
-            load = Load(federation.running.root_urls, federation.key, options)
-            running = asyncio.create_task(load.run())
-            struck = await inject_faults(federation, load)
-            await running
-            report = await counted(federation, load, struck)
+            for name in names:
+                try:
+                    struck.append(await strike(federation, name, options))
+                except NotHere as reason:
+                    struck.append(Struck({"fault": name, "skipped": str(reason)}, []))
+                except AssertionError as error:
+                    struck.append(Struck({"fault": name, "complaints": [str(error)]}, []))
+                print(json.dumps(struck[-1].report), file=sys.stderr, flush=True)
         finally:
-            await asyncio.to_thread(stop_all, federation.folder, federation.running)
-            for relay in [relay for relays in federation.relays.values() for relay in relays]:
-                await relay.close()
-            await federation.watcher.http.aclose()
-    report["texts_wrong"] = wrong_texts(options.model, load.ended, options.max_tokens)
-    return report
+            await federation.stop()
+    return struck
+
+
+def groups(names: list[str]) -> Iterator[tuple[bool, list[str]]]:
+    """Yield the faults that share a federation, and whether it has Postgres."""
+    for postgres, each in groupby(
+        sorted(names, key=lambda n: FAULTS[n].postgres), lambda n: FAULTS[n].postgres
+    ):
+        yield postgres, list(each)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    began = time.perf_counter()
+    struck: list[Struck] = []
+    for postgres, names in groups(options.faults):
+        try:
+            struck += asyncio.run(run_group(names, options, postgres=postgres))
+        except NotHere as reason:
+            struck += [Struck({"fault": name, "skipped": str(reason)}, []) for name in names]
+    wrong = set(wrong_texts(options.model, [a for each in struck for a in each.answers], options.max_tokens))
+    for report, answers in struck:
+        if answers:
+            report["texts_wrong"] = [each.request_id for each in answers if each.request_id in wrong]
+            report["complaints"] = complaints(report, FAULTS[report["fault"]])
+    wall_s = round(time.perf_counter() - began)
+    return {"wall_s": wall_s, "faults": [report for report, _ in struck]}
+
+
+def fault_names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise argparse.ArgumentTypeError(f"no fault {', '.join(unknown)}; there are: {', '.join(FAULTS)}")
+    return names
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, default=demo_model.FOLDER, help="folder of the weights")
     parser.add_argument("--gateways", type=int, default=2)
-    parser.add_argument("--sites", type=int, default=5, help="at least 4")
+    parser.add_argument("--sites", type=int, default=4, help="at least 4")
+    parser.add_argument(
+        "--faults", type=fault_names, default=list(FAULTS), help=f"of {', '.join(FAULTS)}; default: all"
+    )
     add_options(parser)
-    report = asyncio.run(run(parser.parse_args()))
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leave no process, no mount
+    report = run(options)
     print(json.dumps(report))
-    wrong = ("failed", "rows_twice", "answers_without_a_row", "texts_wrong")
-    return 1 if any(report[name] for name in wrong) else 0
+    return 1 if any(each.get("complaints") for each in report["faults"]) else 0
 
 
 if __name__ == "__main__":

@@ -169,8 +169,8 @@ async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str
     await wait_until(
         lambda: watcher.all_ready([f"{name}-0" for name in SITES]), "every site at every gateway"
     )
-    await set_budget(watcher)
-    load = Load(list(applied.urls.values()), applied.key, options)
+    await watcher.limit_tenant({"tokens_per_month": MONTH_TOKENS})
+    load = Load.from_options(list(applied.urls.values()), applied.key, options)
     running = asyncio.create_task(load.run())
     await load.reached(0.2)
     report: dict[str, Any] = {"lost": await lose_region(applied, watcher)}
@@ -179,20 +179,12 @@ async def drill(applied: Applied, options: argparse.Namespace) -> tuple[dict[str
     report["back"] = await bring_back(applied, watcher, report["lost"]["killed"])
     print(report["back"], file=sys.stderr)
     await running
+    await load.close()
     report["idle_after_s"] = await wait_until(watcher.idle, "every counter at zero")
-    report |= await verdict(applied.folder / "mico.db", load)
+    report |= await verdict(f"sqlite:///{applied.folder / 'mico.db'}", load)
     report["budget"] = await budget(watcher, load)
     await watcher.http.aclose()
     return report, load
-
-
-async def set_budget(watcher: Watcher) -> None:
-    """Set a month's budget for the key's tenant, more tokens than this run can use."""
-    keys = (await watcher.http.get(f"{watcher.alive()[0]}/admin/api/keys")).raise_for_status().json()["keys"]
-    limits = {"tokens_per_month": MONTH_TOKENS}
-    asked = {"scope": "tenant", "subject": keys[0]["tenant"], "limits": limits, "reason": "drill"}
-    set_to = await watcher.http.post(f"{watcher.alive()[0]}/admin/api/quotas", json=asked)
-    set_to.raise_for_status()
 
 
 async def budget(watcher: Watcher, load: Load) -> dict[str, float]:
@@ -219,7 +211,9 @@ def region_loss(options: argparse.Namespace) -> dict[str, Any]:
             _, destroy_s = applied.terraform("destroy", "-auto-approve")
         report |= {"first_apply_s": apply_s, "destroy_s": destroy_s}
         report["left_after_destroy"] = [name for name, pid in pids.items() if is_alive(pid)]
-    report["texts_wrong"] = wrong_texts(options.model, load.ended, options.max_tokens)
+    report["texts_wrong"] = wrong_texts(
+        options.model, [each.answer for each in load.ended], options.max_tokens
+    )
     report["budget_forgotten"] = (
         report["budget"]["used_of_the_month"] < 0.95 * report["budget"]["response_tokens_answered"]
     )

@@ -10,7 +10,7 @@ CHUNK_BYTES = 64 * 1024
 
 
 class Relay:
-    """Forwards to `target_port`. `held` stops both ways, `up_held` only the dialler's side."""
+    """Forwards to `target_port`. Faults: `cut`, `hold`, `swallow`, and a `delay_s` in each direction."""
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
@@ -19,6 +19,7 @@ class Relay:
         self._up_flows = asyncio.Event()
         self._closed = False
         self._open: set[asyncio.StreamWriter] = set()
+        self._swallowing: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self.release()
 
@@ -44,6 +45,10 @@ class Relay:
         self._up_flows.clear()
         if not up_only:
             self._flows.clear()
+
+    def swallow(self) -> None:
+        """Let nothing through on the connections that are open, for ever, as after a router's restart."""
+        self._swallowing |= self._open
 
     def release(self) -> None:
         self._closed = False
@@ -74,6 +79,7 @@ class Relay:
             pass  # one end is gone: the other goes with it
         finally:
             self._open -= ends
+            self._swallowing -= ends
             for end in ends:
                 end.transport.abort()
 
@@ -101,5 +107,7 @@ class Relay:
             due_s, piece = await pieces.get()
             await asyncio.sleep(max(0.0, due_s - clock()))
             await flows.wait()
+            if writer in self._swallowing:
+                continue
             writer.write(piece)
             await writer.drain()
