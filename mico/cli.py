@@ -24,6 +24,7 @@ from mico.commands import (
     drill,
     federation,
     keys,
+    models,
     operate,
     pki,
     predictor,
@@ -79,7 +80,7 @@ app.command()(federation.down)
 app.command()(federation.status)
 app.command()(chat.chat)
 app.add_typer(batch.app, name="batch")
-app.command()(sites.models)
+app.add_typer(models.app, name="models")
 for order in (operate.drain, operate.pause, operate.resume, operate.weight, operate.pin_off, operate.unpin):
     sites.app.command()(order)
 app.add_typer(sites.app, name="sites")

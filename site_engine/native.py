@@ -149,7 +149,7 @@ def load_engine(config: SiteConfig) -> Loaded:
         model = loader.load(config.model, device=device, dtype=dtype)
         engine = build_engine(model, settings, time.monotonic)
         warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
-    except (ModelNotSupported, ImportError, ValueError, RuntimeError) as exc:
+    except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
     return Loaded(
         engine,

@@ -58,6 +58,7 @@ def check_machine(session: Session) -> Iterator[Finding]:
     yield check_python()
     yield check_disk(session.folder.path)
     yield check_torch()
+    yield check_models()
 
 
 def check_local(session: Session) -> Iterator[Finding]:
@@ -113,6 +114,20 @@ def check_torch() -> Finding:
         why = str(error).partition("\n")[0]
         return Finding("torch", Verdict.FAIL, f"installed, but it does not work: {why}", "install it anew")
     return Finding("torch", Verdict.OK, f"{torch.__version__}, {device}")
+
+
+def check_models() -> Finding:
+    from mico.known_models import KNOWN, local_models
+
+    missing = [name for name in ("accelerate", "gguf") if find_spec("torch") and find_spec(name) is None]
+    if missing:
+        detail = f"no GGUF file can be converted without {' and '.join(missing)}"
+        return Finding("models", Verdict.WARN, detail, "pip install 'mico[engine]'")
+    here = [model for model in local_models() if model.state != "to fetch"]
+    if not here:
+        return Finding("models", Verdict.OK, f"none fetched; mico models fetch {next(iter(KNOWN))}")
+    size = f"{sum(model.bytes for model in here) / 1e6:,.0f} MB"
+    return Finding("models", Verdict.OK, f"{', '.join(model.name for model in here)}; {size}")
 
 
 def check_database(session: Session) -> Finding:

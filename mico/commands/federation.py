@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gateway.wording import several
+from mico.commands.models import complete_model
 from mico.errors import CommandFailed, ExitCode
 from mico.options import Json
 from mico.session import Session, session_of
@@ -27,7 +30,12 @@ def up(
     sites: Annotated[int | None, typer.Option(min=1, max=32, help="Number of sites. [default: 3]")] = None,
     gateways: Annotated[int, typer.Option(min=1, max=8, help="Number of gateway replicas.")] = 1,
     model: Annotated[
-        str | None, typer.Option(help="A model folder or Hub id. [default: the built-in demo model]")
+        str | None,
+        typer.Option(
+            help="A name as in mico models list, a folder, a GGUF file or a Hub id. "
+            "[default: the built-in demo model]",
+            autocompletion=complete_model,
+        ),
     ] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port, 0 for any free one. [default: 8080]")] = None,
     database: Annotated[
@@ -149,8 +157,33 @@ def make_plan(
     database_url = database or session.folder.database_url
     chosen = session.settings.value("up_model", model)
     if chosen:
-        return Plan(session.folder, ports, chosen, places, database_url)
+        return Plan(session.folder, ports, prepare_model(session, chosen), places, database_url)
     return Plan(session.folder, ports, str(demo_model.FOLDER), places, database_url, demo_model.NAME)
+
+
+def prepare_model(session: Session, model: str) -> str:
+    """Return the folder of a model that has to be fetched or converted first; return others as they are.
+
+    A process of its own does it, whose memory is free again before the sites load the model. It shares the
+    terminal, and prints why it fails.
+    """
+    from mico.known_models import cached_folder, is_fetchable
+
+    if not is_fetchable(model):
+        return model
+    if cached_folder(model) is None:
+        quiet = ["--quiet"] if session.terminal.quiet else []
+        command = [sys.executable, "-m", "mico", *quiet, "models", "fetch", model]
+        status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        if status < 0:
+            raise CommandFailed(
+                f"{model} was not converted",
+                cause=f"signal {-status} ended the conversion",
+                tip="the weights need memory of about their size unpacked",
+            )
+        if status:
+            raise typer.Exit(status)
+    return str(cached_folder(model) or model)
 
 
 def watch_until_interrupted(session: Session) -> None:

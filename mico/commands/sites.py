@@ -1,4 +1,4 @@
-"""`mico sites …` and `mico models`: the gateway's current view of its sites."""
+"""`mico sites …`: the gateway's current view of its sites."""
 
 from __future__ import annotations
 
@@ -74,18 +74,6 @@ def site_events(
         session.terminal.table(["at", "by", "what"], rows)
     else:
         session.terminal.info(f"nothing is kept of a site {name}")
-
-
-@with_option_groups
-def models(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
-    """List the models that are served now."""
-    session = session_of(context)
-    found = session.client(*gateway).get("/v1/models")["data"]
-    if as_json:
-        session.terminal.json(found)
-        return
-    rows = [[model["id"], model.get("max_model_len", "-"), model["owned_by"]] for model in found]
-    session.terminal.table(["model", "context tokens", "owned by"], rows)
 
 
 def table_row(site: dict[str, Any]) -> dict[str, str]:

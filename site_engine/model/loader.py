@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from site_engine.errors import ModelNotSupported
-from site_engine.model import certify
+from site_engine.model import certify, gguf
 from site_engine.model.cpu_optimize import optimize_for_cpu
 from site_engine.model.hf_attention import install_hook, probe_layers
 from site_engine.model.kv_cache import LayerShape
@@ -49,7 +49,12 @@ class LoadedModel:
 
 
 def load(source: str, *, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
-    """Load safetensors from a folder or a Hub id. Raises ModelNotSupported with the reason."""
+    """Load safetensors from a folder or a Hub id, or a GGUF file, which is converted on first use.
+
+    Raises ModelNotSupported with the reason, OSError if a converted file can't be kept.
+    """
+    if source.endswith(gguf.SUFFIX):
+        source = str(gguf.converted(Path(source)))
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype), use_safetensors=True

@@ -33,6 +33,7 @@ KEY = "admin created_at expires_at hint id models name regions revoked_at state 
 PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
     ("models",): {"[]": "created features id max_model_len object owned_by root"},
+    ("models", "list"): {"[]": "about bytes folder name state"},
     ("sites", "list"): {"[]": SITE},
     ("sites", "show", "SITE"): {"": SITE},
     ("sites", "events", "SITE"): {"[]": "at bad id kind replica site text who"},

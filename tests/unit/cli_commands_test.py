@@ -30,6 +30,7 @@ DATA_IS_NO_JSON = {
     "mico drill overload",
     "mico db upgrade",
     "mico bench",
+    "mico models fetch",
 }
 """They act or talk; none of them reads."""
 

