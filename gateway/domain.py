@@ -256,6 +256,7 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +292,9 @@ class ToolCall:
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """New output of one choice; `completion_tokens` counts so far, `finish` is set in its last delta only."""
+    """New output of one choice; `completion_tokens` and `reasoning_tokens`, a part of them, count so far;
+    `finish` and `cached_tokens`, of the prompt, are set in its last delta only.
+    """
 
     index: int
     text: str
@@ -301,13 +304,21 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    refusal: str = ""
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The last event of an answer. `completion_tokens` sums the choices; the prompt counts once."""
+    """The last event of an answer. `completion_tokens` sums the choices; the prompt counts once. Of both, the
+    parts that a site had computed before, and that the model spent on reasoning.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -354,6 +365,7 @@ class Resume(NamedTuple):
     """The part of an answer that the client has. `token_ids`: all of them, or none where a site named none.
 
     `tool_calls` counts the function calls that have begun, `argument_chars` the last one's arguments.
+    `beside_text`: reasoning or a refusal was delivered, which no other site can go on from.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -361,10 +373,11 @@ class Resume(NamedTuple):
     tokens: int = 0
     tool_calls: int = 0
     argument_chars: int = 0
+    beside_text: bool = False
 
     @property
     def has_output(self) -> bool:
-        return bool(self.text or self.tool_calls)
+        return bool(self.text or self.tool_calls or self.beside_text)
 
 
 # ---- the outcome ---------------------------------------------------------------------------------

@@ -238,6 +238,9 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     timings: Timings | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    refusal: str = ""
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -377,7 +377,7 @@ class Step(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("attempt_id", "index", "text", "token_ids", "finish", "error", "logprobs", "timings", "prompt_logprobs", "completion_tokens", "tool_calls")
+    __slots__ = ("attempt_id", "index", "text", "token_ids", "finish", "error", "logprobs", "timings", "prompt_logprobs", "completion_tokens", "tool_calls", "reasoning", "refusal", "reasoning_tokens")
     class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NOT_FINISHED: _ClassVar[Delta.Finish]
@@ -386,12 +386,14 @@ class Delta(_message.Message):
         CANCELLED: _ClassVar[Delta.Finish]
         FAILED: _ClassVar[Delta.Finish]
         TOOL_CALLS: _ClassVar[Delta.Finish]
+        CONTENT_FILTER: _ClassVar[Delta.Finish]
     NOT_FINISHED: Delta.Finish
     STOP: Delta.Finish
     LENGTH: Delta.Finish
     CANCELLED: Delta.Finish
     FAILED: Delta.Finish
     TOOL_CALLS: Delta.Finish
+    CONTENT_FILTER: Delta.Finish
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -403,6 +405,9 @@ class Delta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     attempt_id: str
     index: int
     text: str
@@ -414,7 +419,10 @@ class Delta(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     completion_tokens: int
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
-    def __init__(self, attempt_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Delta.Finish, str]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., completion_tokens: _Optional[int] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ...) -> None: ...
+    reasoning: str
+    refusal: str
+    reasoning_tokens: int
+    def __init__(self, attempt_id: _Optional[str] = ..., index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[Delta.Finish, str]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., completion_tokens: _Optional[int] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., reasoning: _Optional[str] = ..., refusal: _Optional[str] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class ToolCall(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")

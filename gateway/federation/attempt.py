@@ -176,6 +176,8 @@ def _merge(first: Delta, then: Delta) -> Delta:
     return replace(
         then,
         text=first.text + then.text,
+        reasoning=first.reasoning + then.reasoning,
+        refusal=first.refusal + then.refusal,
         token_ids=first.token_ids + then.token_ids,
         logprobs=first.logprobs + then.logprobs,
         prompt_logprobs=first.prompt_logprobs + then.prompt_logprobs,

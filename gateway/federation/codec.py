@@ -137,6 +137,7 @@ _FINISHES: Mapping[int, Finish | None] = MappingProxyType(
         pb.Delta.STOP: Finish.STOP,
         pb.Delta.LENGTH: Finish.LENGTH,
         pb.Delta.TOOL_CALLS: Finish.TOOL_CALLS,
+        pb.Delta.CONTENT_FILTER: Finish.CONTENT_FILTER,
     }
 )
 
@@ -155,6 +156,10 @@ def delta(message: pb.Delta) -> Delta:
         logprobs=_each(_logprob, message.logprobs),
         prompt_logprobs=_each(_logprob, message.prompt_logprobs),
         tool_calls=_each(_call, message.tool_calls),
+        reasoning=message.reasoning,
+        refusal=message.refusal,
+        reasoning_tokens=message.reasoning_tokens,
+        cached_tokens=message.timings.cached_prompt_tokens if message.finish else 0,
     )
 
 

@@ -85,7 +85,16 @@ async def _merge(
                 waiting.append(delta)
             else:
                 yield delta
-    yield Usage(sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages))
+    yield merge_usages(usages)
+
+
+def merge_usages(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(each.prompt_tokens for each in usages),
+        completion_tokens=sum(each.completion_tokens for each in usages),
+        cached_tokens=sum(each.cached_tokens for each in usages),
+        reasoning_tokens=sum(each.reasoning_tokens for each in usages),
+    )
 
 
 def merge_openings(openings: Sequence[Opening]) -> Opening:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.domain import TokenLogprob, ToolCall, Usage
 from gateway.openai.logprobs import chat_logprobs, text_logprobs
 from gateway.openai.tool_calls import merge_tool_calls
+
+
+class ChoiceParts(NamedTuple):
+    """What one choice says, joined."""
+
+    text: str
+    tool_calls: Sequence[ToolCall]
+    reasoning: str
+    refusal: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +34,7 @@ class ResponseSchema:
     text_prefix: bytes
     text_suffix: bytes
     last: bytes
-    render_text: Callable[[str, Sequence[ToolCall]], dict[str, object]]
+    render: Callable[[ChoiceParts], dict[str, object]]
     logprobs: Callable[[Sequence[TokenLogprob], int], dict[str, object]]
 
 
@@ -43,23 +53,39 @@ class ResponseHead:
         return fields | {"system_fingerprint": self.fingerprint} if self.fingerprint else fields
 
 
-def usage_fields(usage: Usage) -> dict[str, int]:
+def usage_fields(usage: Usage) -> dict[str, object]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
-def _render_message(text: str, calls: Sequence[ToolCall]) -> dict[str, object]:
-    message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
-    if calls:
-        message |= {"content": text or None, "tool_calls": merge_tool_calls(calls)}
+def reasoning_fields(reasoning: str) -> dict[str, str]:
+    """Return reasoning under both names that clients know."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
+def _render_message(parts: ChoiceParts) -> dict[str, object]:
+    message: dict[str, object] = {
+        "role": "assistant",
+        "content": parts.text,
+        "refusal": parts.refusal or None,
+    }
+    if parts.tool_calls or parts.refusal:
+        message["content"] = parts.text or None
+    if parts.tool_calls:
+        message["tool_calls"] = merge_tool_calls(parts.tool_calls)
+    if parts.reasoning:
+        message |= reasoning_fields(parts.reasoning)
     return {"message": message}
 
 
-def _render_text(text: str, _calls: Sequence[ToolCall]) -> dict[str, object]:
-    return {"text": text}
+def _render_text(parts: ChoiceParts) -> dict[str, object]:
+    """Render a choice of a text completion, whose format has a place for the text alone."""
+    return {"text": parts.text}
 
 
 CHAT = ResponseSchema(
@@ -70,7 +96,7 @@ CHAT = ResponseSchema(
     text_prefix=b'"delta":{"content":',
     text_suffix=b"}",
     last=b'"delta":{}',
-    render_text=_render_message,
+    render=_render_message,
     logprobs=chat_logprobs,
 )
 TEXT = ResponseSchema(
@@ -81,6 +107,6 @@ TEXT = ResponseSchema(
     text_prefix=b'"text":',
     text_suffix=b"",
     last=b'"text":""',
-    render_text=_render_text,
+    render=_render_text,
     logprobs=text_logprobs,
 )

@@ -7,7 +7,7 @@ import msgspec
 from gateway.domain import AnswerEvent, Delta, Finish, Opening, Usage
 from gateway.openai.frames import one_line
 from gateway.openai.request import StreamOptions
-from gateway.openai.response_schema import ResponseHead, ResponseSchema, usage_fields
+from gateway.openai.response_schema import ResponseHead, ResponseSchema, reasoning_fields, usage_fields
 from gateway.openai.tool_calls import tool_call_chunk
 
 _json = msgspec.json.Encoder().encode
@@ -65,16 +65,28 @@ class ChunkEncoder:
     def _encode_delta(self, delta: Delta) -> bytes:
         self._tokens[delta.index] = delta.completion_tokens
         frames = b""
+        if delta.reasoning or delta.refusal:
+            frames = self._encode_beside_text(delta)
         if delta.logprobs or delta.prompt_logprobs:
-            frames = self._encode_logprobs(delta)
+            frames += self._encode_logprobs(delta)
         elif delta.text:
-            frames = self._text[delta.index] + _encode(delta.text) + self._text_end + self._suffix()
+            frames += self._text[delta.index] + _encode(delta.text) + self._text_end + self._suffix()
         if delta.tool_calls:
             frames += self._encode_tool_calls(delta)
         if delta.finish is not None:
             self._unfinished.discard(delta.index)
             frames += self._choice[delta.index] + self._shape.last + _FINISHES[delta.finish] + self._suffix()
         return frames
+
+    def _encode_beside_text(self, delta: Delta) -> bytes:
+        """Encode reasoning and a refusal, for which text completions have no place."""
+        if not self._shape.first:
+            return b""
+        fields: dict[str, str] = reasoning_fields(delta.reasoning) if delta.reasoning else {}
+        if delta.refusal:
+            fields["refusal"] = delta.refusal
+        choice = self._choice[delta.index] + b'"delta":' + _encode(fields)
+        return choice + _UNFINISHED + self._suffix()
 
     def _encode_logprobs(self, delta: Delta) -> bytes:
         tokens = delta.prompt_logprobs + delta.logprobs

@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, ToolCall, Usage
 from gateway.openai.error_body import incomplete_answer
-from gateway.openai.response_schema import ResponseHead, ResponseSchema, usage_fields
+from gateway.openai.response_schema import ChoiceParts, ResponseHead, ResponseSchema, usage_fields
 
 
 @dataclass(slots=True)
@@ -19,10 +19,14 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
+        self.reasoning.append(delta.reasoning)
+        self.refusals.append(delta.refusal)
         self.logprobs += delta.prompt_logprobs
         self.logprobs += delta.logprobs
         self.tool_calls += delta.tool_calls
@@ -30,9 +34,10 @@ class Choice:
 
     def body(self, shape: ResponseSchema, index: int, with_logprobs: bool) -> dict[str, object]:
         logprobs = shape.logprobs(self.logprobs, 0) if with_logprobs else None
+        text, reasoning, refusal = map("".join, (self.texts, self.reasoning, self.refusals))
         return {
             "index": index,
-            **shape.render_text("".join(self.texts), self.tool_calls),
+            **shape.render(ChoiceParts(text, self.tool_calls, reasoning, refusal)),
             "logprobs": logprobs,
             "finish_reason": self.finish,
         }

@@ -53,6 +53,9 @@ class QueryState:
         self._tokens = 0  # delivered, as the sites counted them
         self._calls = 0
         self._argument_chars = 0  # of the last call
+        self._beside_text = False
+        self._cached_tokens: dict[int, int] = {}  # of the prompt, by choice
+        self._reasoning_tokens: dict[int, int] = {}
 
     @property
     def current(self) -> LiveAttempt | None:
@@ -100,7 +103,8 @@ class QueryState:
         if not self.opened:
             return None
         ids = tuple(self._token_ids) if len(self._token_ids) == self._tokens else ()
-        return Resume(ids, "".join(self._text), self._tokens, self._calls, self._argument_chars)
+        text = "".join(self._text)
+        return Resume(ids, text, self._tokens, self._calls, self._argument_chars, self._beside_text)
 
     @property
     def too_short_context_tokens(self) -> int:
@@ -110,7 +114,10 @@ class QueryState:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.completion_tokens)
+        cached = min(self._cached_tokens.values(), default=0)
+        reasoning = sum(self._reasoning_tokens.values())
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return Usage(prompt, completion, min(cached, prompt), min(reasoning, completion))
 
     def add_attempt(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)
@@ -157,8 +164,13 @@ class QueryState:
         """Record a delta that is about to go to the client."""
         if attempt.id not in self._first_token_s:
             self._first_token_s[attempt.id] = self._clock() - self.query.received_s
+        if delta.reasoning_tokens:
+            self._reasoning_tokens[delta.index] = delta.reasoning_tokens
+        if delta.finish is not None:
+            self._cached_tokens[delta.index] = delta.cached_tokens
         if not self._resumable:
             return
+        self._beside_text = self._beside_text or bool(delta.reasoning or delta.refusal)
         self._token_ids.extend(delta.token_ids)
         self._text.append(delta.text)
         self._tokens = max(self._tokens, delta.completion_tokens)

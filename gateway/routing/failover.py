@@ -90,6 +90,7 @@ def _check(failure: AttemptFailure, resume: Resume | None, sampling: Sampling) -
 def _check_text(failure: AttemptFailure, resume: Resume, sampling: Sampling) -> None:
     """Raise where text alone is not enough to resume from."""
     what = "a call of a function had begun" if resume.tool_calls else ""
+    what = what or ("its reasoning or its refusal was delivered" if resume.beside_text else "")
     what = what or ("an answer drawn from a seed" if _is_drawn_from_seed(sampling) else "")
     if what:
         raise UpstreamLost(f"{failure.message}; {what}, and no site named the tokens to go on from")
@@ -102,7 +103,7 @@ def resume_options(query: Query, resume: Resume | None) -> tuple[frozenset[str],
     ways = []
     if resume.token_ids:
         ways.append(query.needs | {"resume"})
-    if not (resume.tool_calls or _is_drawn_from_seed(query.sampling)):
+    if not (resume.tool_calls or resume.beside_text or _is_drawn_from_seed(query.sampling)):
         ways.append(query.needs | _after_text(query))
     return tuple(ways)
 

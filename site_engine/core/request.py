@@ -52,6 +52,7 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"  # never set by the engine: the tool-call parser outside sets it
+    CONTENT_FILTER = "content_filter"  # of servers alone
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -310,3 +311,6 @@ class Output(NamedTuple):
     completion_tokens: int = 0
     prompt_tokens: int = 0  # set by engines that count prompts only at the end
     tool_calls: tuple[ToolCall, ...] = ()  # set by engines that parse tool calls themselves
+    reasoning: str = ""  # of servers that tell it apart from the text, and the next two
+    refusal: str = ""
+    reasoning_tokens: int = 0  # so far, of completion_tokens

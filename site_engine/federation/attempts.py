@@ -283,8 +283,8 @@ def separate_calls(choice: _Choice, parser: ToolParser, output: Output) -> Outpu
 
 def begins_answer(output: Output) -> bool:
     """Return whether an answer begins here; an answer without tokens begins with its finish."""
-    content = output.token_ids or output.text or output.tool_calls
-    return bool(content) or output.finish in {Finish.STOP, Finish.LENGTH, Finish.TOOL_CALLS}
+    content = output.token_ids or output.text or output.tool_calls or output.reasoning or output.refusal
+    return bool(content) or output.finish not in {None, Finish.CANCELLED, Finish.FAILED}
 
 
 def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offset: int) -> Delta:
@@ -300,4 +300,7 @@ def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offse
         prompt_logprobs=output.prompt_logprobs,
         timings=output.timings,
         tool_calls=output.tool_calls,
+        reasoning=output.reasoning,
+        refusal=output.refusal,
+        reasoning_tokens=output.reasoning_tokens,
     )

@@ -300,6 +300,7 @@ _FINISHES = {
     Finish.STOP: pb.Delta.STOP,
     Finish.LENGTH: pb.Delta.LENGTH,
     Finish.TOOL_CALLS: pb.Delta.TOOL_CALLS,
+    Finish.CONTENT_FILTER: pb.Delta.CONTENT_FILTER,
     Finish.CANCELLED: pb.Delta.CANCELLED,
     Finish.FAILED: pb.Delta.FAILED,
 }
@@ -314,6 +315,9 @@ def encode_delta(delta: m.Delta) -> pb.Delta:
         finish=_FINISHES[delta.finish],
         error=delta.error,
         completion_tokens=delta.completion_tokens,
+        reasoning=delta.reasoning,
+        refusal=delta.refusal,
+        reasoning_tokens=delta.reasoning_tokens,
     )
     encoded.logprobs.extend(map(encode_logprob, delta.logprobs))
     encoded.prompt_logprobs.extend(map(encode_logprob, delta.prompt_logprobs))

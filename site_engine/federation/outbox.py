@@ -104,6 +104,8 @@ def _merged(parts: Sequence[Delta]) -> Delta:
     return replace(
         parts[-1],
         text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        refusal="".join(part.refusal for part in parts),
         token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
         prompt_logprobs=tuple(chain.from_iterable(part.prompt_logprobs for part in parts)),

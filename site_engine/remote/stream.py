@@ -50,7 +50,12 @@ class _Call(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
+    """`reasoning` of vLLM from 0.16 on and OpenRouter, `reasoning_content` of everyone else."""
+
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
     tool_calls: list[_Call] | None = None
 
 
@@ -64,17 +69,19 @@ class _Choice(msgspec.Struct):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
 
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: Usage | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")
 
 
@@ -83,15 +90,17 @@ _decoder = msgspec.json.Decoder(_Chunk)
 _FINISHES: Mapping[str, Finish] = {
     "length": Finish.LENGTH,
     "tool_calls": Finish.TOOL_CALLS,
+    "content_filter": Finish.CONTENT_FILTER,
     "abort": Finish.FAILED,
     "error": Finish.FAILED,
 }
-"""Any other reason is a stop: eos_token, stop_sequence, content_filter … are the same to our clients."""
+"""Any other reason is a stop: eos_token, stop_sequence … are the same to our clients."""
 
 
 @dataclass(slots=True)
 class _Progress:
     tokens: int = 0
+    reasoning_tokens: int = 0
     finish: Finish | None = None
 
 
@@ -144,6 +153,7 @@ class ResponseStream:
                 error="the server gave the answer up" if each.finish is Finish.FAILED else "",
                 completion_tokens=each.tokens,
                 prompt_tokens=self.prompt_tokens,
+                reasoning_tokens=min(each.reasoning_tokens, each.tokens),
             )
             for request_id, each in zip(self._request_ids, self._choices, strict=True)
         ]
@@ -160,15 +170,20 @@ class ResponseStream:
             raise MalformedStream(f"the server failed: {bytes(chunk.error)[:300].decode(errors='replace')}")
         for choice in chunk.choices:
             self._choice(choice, outputs)
-        usage = chunk.usage
-        if usage is None:
-            return
+        if chunk.usage is not None:
+            self.count(chunk.usage)
+
+    def count(self, usage: Usage) -> None:
+        """Take the server's own counts, the last ones of which hold."""
         if usage.prompt_tokens:
             self.prompt_tokens = max(1, usage.prompt_tokens - self.delivered)
         if usage.completion_tokens is not None:
             self._total = usage.completion_tokens + self.delivered
         if usage.prompt_tokens_details is not None:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        details = usage.completion_tokens_details
+        if details is not None and details.reasoning_tokens is not None and len(self._choices) == 1:
+            self._choices[0].reasoning_tokens = details.reasoning_tokens
         if len(self._choices) == 1 and self._total is not None:
             self._choices[0].tokens = max(self._choices[0].tokens, self._total)
 
@@ -176,17 +191,22 @@ class ResponseStream:
         if not 0 <= choice.index < len(self._choices):
             raise MalformedStream(f"choice {choice.index} was not asked for")
         progress = self._choices[choice.index]
-        text = choice.text or (choice.delta.content if choice.delta else None) or ""
+        message = choice.delta or _Message()
+        text = choice.text or message.content or ""
+        reasoning = message.reasoning or message.reasoning_content or ""
+        refusal = message.refusal or ""
         calls = []
-        for each in (choice.delta.tool_calls if choice.delta else None) or ():
+        for each in message.tool_calls or ():
             function = each.function or _Function()
             calls.append(ToolCall(each.index, each.id or "", function.name or "", function.arguments or ""))
         if choice.finish_reason:
             progress.finish = _FINISHES.get(choice.finish_reason, Finish.STOP)
-        if not text and not calls and choice.logprobs is None:
+        if not (text or calls or reasoning or refusal) and choice.logprobs is None:
             return
         logprobs = () if choice.logprobs is None else parse_logprobs(choice.logprobs)
         progress.tokens += max(1, len(logprobs))
+        if reasoning and not text:
+            progress.reasoning_tokens += max(1, len(logprobs))
         self.started = True
         request_id = self._request_ids[choice.index]
         outputs.append(
@@ -196,6 +216,9 @@ class ResponseStream:
                 logprobs=logprobs,
                 completion_tokens=progress.tokens,
                 tool_calls=tuple(calls),
+                reasoning=reasoning,
+                refusal=refusal,
+                reasoning_tokens=progress.reasoning_tokens,
             )
         )
 

@@ -14,6 +14,7 @@ from gateway.errors import ContextTooLong
 from tests.support.fakes.edge import (
     MODEL,
     NESTED,
+    NO_DETAILS,
     OPENING,
     Edge,
     chat,
@@ -87,7 +88,7 @@ def test_an_answer_that_ends_in_any_other_way_is_an_error(pieces: list[Any], str
 
 def test_usage_adds_up() -> None:
     usage = chat(scripted("a", "b", "c"))[0].json()["usage"]
-    assert usage == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    assert usage == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, **NO_DETAILS}
 
 
 def test_logprobs_have_openais_shape() -> None:
@@ -200,7 +201,12 @@ def test_the_index_of_a_choice_is_prompt_times_n_plus_k(stream: bool) -> None:
     assert response.headers["x-mico-attempts"] == "3"
     assert response.headers["x-mico-queue-ms"] == "3"
     if not stream:
-        assert response.json()["usage"] == {"prompt_tokens": 6, "completion_tokens": 6, "total_tokens": 12}
+        assert response.json()["usage"] == {
+            "prompt_tokens": 6,
+            "completion_tokens": 6,
+            "total_tokens": 12,
+            **NO_DETAILS,
+        }
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,6 +14,7 @@ from gateway.domain import AnswerEvent, Delta, Finish, Query, Usage
 from gateway.errors import Overloaded, UpstreamLost
 from tests.support.fakes.edge import (
     MODEL,
+    NO_DETAILS,
     OPENING,
     Edge,
     Script,
@@ -97,7 +98,7 @@ def test_usage_comes_in_a_chunk_of_its_own() -> None:
     *chunks, last = chunks_of(stream_options=WITH_USAGE)
     assert all("usage" in chunk and chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+    assert last["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9, **NO_DETAILS}
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec.structs import replace
 
-from gateway.domain import Delta, Query, SiteState, Standing, Status, Usage
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, Query, SiteState, Standing, Status, Usage
 from gateway.errors import BadRequest, ContextTooLong, UpstreamLost
 from gateway.prompt import Chat, Message, Prompt
 from gateway.query.answer import answer
@@ -137,6 +137,55 @@ def test_half_a_chat_that_no_server_can_continue_ends_with_an_error() -> None:
         await fleet.at_rest()
 
     run(scenario, "a", "b")
+
+
+async def pieces(fleet: Fleet, query: Query) -> list[AnswerEvent]:
+    return [piece async for piece in answer(fleet.here.gateway, query)]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "refusal"])
+def test_what_a_server_says_beside_its_text_reaches_the_client(name: str) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers["a"].thinks, fleet.servers["a"].cached_tokens = name, 5
+        opening, *deltas, usage = await pieces(fleet, fleet.here.query(max_tokens=5))
+        told = [each for each in deltas if isinstance(each, Delta)]
+        assert isinstance(opening, Opening)
+        beside = "".join(each.refusal if name == "refusal" else each.reasoning for each in told)
+        assert (beside, "".join(each.text for each in told)) == (SAID[:2], SAID[2:5])
+        thought = 0 if name == "refusal" else 2
+        assert usage == Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=5, reasoning_tokens=thought)
+        await fleet.at_rest()
+
+    run(scenario, "a")
+
+
+def test_an_answer_that_a_server_filtered_says_so() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        fleet.servers["a"].ends = "content_filter"
+        *_, last, _ = await pieces(fleet, fleet.here.query(max_tokens=5))
+        assert isinstance(last, Delta) and last.finish is Finish.CONTENT_FILTER
+        await fleet.at_rest()
+
+    run(scenario, "a")
+
+
+def test_half_a_thought_goes_on_nowhere_else() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        for server in fleet.servers.values():
+            server.mood, server.thinks = Mood.HALF, "reasoning"
+            server.go.clear()
+        asking = asyncio.create_task(fleet.ask(fleet.here.query(max_tokens=9)))
+        await until(
+            lambda: any(each.opened for each in fleet.here.gateway.live_queries.values()), "a thought"
+        )
+        for server in fleet.servers.values():
+            server.go.set()
+        with pytest.raises(UpstreamLost, match="reasoning"):
+            await asking
+        assert sum(len(server.asked) for server in fleet.servers.values()) == 1
+        await fleet.at_rest()
+
+    run(scenario, "a", "b", owner="vllm")
 
 
 def test_words_that_come_together_with_the_failure_of_an_answer_are_not_missed() -> None:

@@ -19,6 +19,8 @@ from enum import Enum, auto
 from itertools import cycle, islice
 from typing import Any
 
+THOUGHTS = 2
+
 
 class Mood(Enum):
     ANSWERING = auto()
@@ -42,6 +44,9 @@ class OpenAIServer:
     counts: bool = True  # whether it sends usage
     context: int = 64
     pace_s: float = 0.0  # from letter to letter
+    thinks: str = ""  # where it says the first two letters of a chat's answer, instead of in its content
+    ends: str = "length"
+    cached_tokens: int = 0
     waits_halfway: bool = False  # in answers that it begins, until the client leaves
     tls: ssl.SSLContext | None = None
     port: int = 0
@@ -160,9 +165,10 @@ class OpenAIServer:
         letters = text(asked)
         half = len(letters) // 2 if self.waits_halfway and not _is_begun(asked) else None
         for number, letter in enumerate(letters, start=1):
-            finish = "length" if number == len(letters) else None
+            finish = self.ends if number == len(letters) else None
+            content = self.thinks if self.thinks and number <= THOUGHTS else "content"
             for index in range(asked.get("n", 1)):
-                _event(writer, _piece(path, index, letter, finish) | _counted(asked, number))
+                _event(writer, _piece(path, index, {content: letter}, finish) | _counted(asked, number))
             await writer.drain()
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
@@ -176,7 +182,11 @@ class OpenAIServer:
             if not self.go.is_set() and not await self._may_go_on(reader):
                 return
         if self.counts and asked.get("stream_options", {}).get("include_usage"):
-            used = {"prompt_tokens": 7, "completion_tokens": len(letters) * asked.get("n", 1)}
+            used: dict[str, Any] = {
+                "prompt_tokens": 7,
+                "completion_tokens": len(letters) * asked.get("n", 1),
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            }
             _event(writer, {"choices": [], "usage": used})
         _chunk(writer, b"data: [DONE]\n\n")
         _chunk(writer, b"")
@@ -254,8 +264,8 @@ def _event(writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
     _chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
 
 
-def _piece(path: str, index: int, letter: str, finish: str | None) -> dict[str, Any]:
-    said = {"delta": {"content": letter}} if path.endswith("chat/completions") else {"text": letter}
+def _piece(path: str, index: int, delta: dict[str, str], finish: str | None) -> dict[str, Any]:
+    said = {"delta": delta} if path.endswith("chat/completions") else {"text": delta["content"]}
     return {"choices": [{"index": index, "finish_reason": finish, **said}]}
 
 

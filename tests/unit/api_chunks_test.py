@@ -26,7 +26,7 @@ numbers = st.floats(-50, 0) | st.just(float("-inf"))
 tokens = st.builds(
     lambda t, p: TokenLogprob(t, t.encode(), p, (TokenLogprob("z", b"z", -0.5),)), texts, numbers
 )
-deltas = st.tuples(st.integers(0, CHOICES - 1), texts, st.lists(tokens, max_size=2))
+deltas = st.tuples(st.integers(0, CHOICES - 1), texts, st.lists(tokens, max_size=2), texts, texts)
 
 
 @st.composite
@@ -34,9 +34,10 @@ def answers(draw: Any) -> list[AnswerEvent]:
     """Draw any interleaving of the choices; each ends once, with or without text in its last delta."""
     counts = [0] * CHOICES
     pieces: list[AnswerEvent] = [OPENING]
-    for index, words, drawn in draw(st.lists(deltas, max_size=12)):
+    for index, words, drawn, thought, refusal in draw(st.lists(deltas, max_size=12)):
         counts[index] += 1
-        pieces.append(Delta(index, words, counts[index], logprobs=tuple(drawn)))
+        beside = {"reasoning": thought, "refusal": refusal}
+        pieces.append(Delta(index, words, counts[index], logprobs=tuple(drawn), **beside))
     for index in draw(st.permutations(range(CHOICES))):
         finish = draw(st.sampled_from(Finish))
         pieces.append(Delta(index, draw(texts), counts[index] + 1, finish=finish))
@@ -67,7 +68,7 @@ def whole(shape: ResponseSchema, pieces: list[AnswerEvent], with_logprobs: bool)
 def text_of(choice: dict[str, Any]) -> str:
     """Return the text of a choice of either endpoint, in a unary body or in a chunk."""
     words: str = choice.get("text") or choice.get("message", choice.get("delta", {})).get("content", "")
-    return words
+    return words or ""
 
 
 def joined(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,6 +94,23 @@ def test_the_pieces_joined_equal_the_whole(shape: ResponseSchema, pieces: list[A
         assert into["finish"] == [choice["finish_reason"]]
         entries = {name: values or [] for name, values in choice["logprobs"].items()}
         assert {name: into["logprobs"].get(name, []) for name in entries} == entries
+
+
+@given(pieces=answers())
+def test_what_is_said_beside_the_text_is_told_under_every_name(pieces: list[AnswerEvent]) -> None:
+    chunks = streamed(CHAT, pieces, StreamOptions(True))
+    said = [choice for chunk in chunks for choice in chunk["choices"]]
+    for choice in whole(CHAT, pieces, with_logprobs=False)["choices"]:
+        own = [each["delta"] for each in said if each["index"] == choice["index"]]
+        for name in ("reasoning", "reasoning_content", "refusal"):
+            joined = "".join(each.get(name, "") for each in own)
+            assert joined == (choice["message"].get(name) or "")
+
+
+@given(pieces=answers())
+def test_text_completions_say_their_text_alone(pieces: list[AnswerEvent]) -> None:
+    for chunk in streamed(TEXT, pieces, StreamOptions(True)):
+        assert all(each.keys() == {"index", "text", "logprobs", "finish_reason"} for each in chunk["choices"])
 
 
 @pytest.mark.parametrize("shape", [CHAT, TEXT])

@@ -52,6 +52,33 @@ def test_cuts_change_nothing(words: list[str], cuts: list[int], newline: bytes) 
     assert end.completion_tokens == max(5, sum(1 for each in words if each))
 
 
+def test_reasoning_is_told_and_counted_apart() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        thoughts = [event(choices=[{"index": 0, "delta": {name: each}}]) for each in ("so ", "then")]
+        stream = ResponseStream(["a"])
+        outputs = read(stream, *thoughts, piece("42"), piece("", finish="stop"), DONE)
+        assert "".join(each.reasoning for each in outputs) == "so then"
+        assert text(outputs) == "42" and stream.started
+        (end,) = stream.end()
+        assert (end.completion_tokens, end.reasoning_tokens) == (3, 2)
+
+
+def test_the_servers_count_of_its_reasoning_holds_up_to_what_it_said_in_all() -> None:
+    for counted, kept in ((4, 4), (9, 5)):
+        usage = {"completion_tokens": 5, "completion_tokens_details": {"reasoning_tokens": counted}}
+        stream = ResponseStream(["a"])
+        read(stream, piece("42", finish="stop"), event(choices=[], usage=usage), DONE)
+        assert stream.end()[0].reasoning_tokens == kept
+
+
+def test_a_refusal_and_a_filter_are_told() -> None:
+    stream = ResponseStream(["a"])
+    refused = event(choices=[{"index": 0, "delta": {"refusal": "No."}, "finish_reason": "content_filter"}])
+    outputs = read(stream, refused, DONE)
+    assert [each.refusal for each in outputs] == ["No."]
+    assert stream.end()[0].finish is Finish.CONTENT_FILTER
+
+
 def test_calls_of_functions_are_told_as_the_server_told_them() -> None:
     def news(**call: Any) -> bytes:
         return event(choices=[{"index": 0, "delta": {"tool_calls": [{"index": 1, **call}]}}])

@@ -144,6 +144,13 @@ class Edge:
         return await self.post("/v1/completions", {"model": MODEL, "prompt": "Once"} | fields)
 
 
+NO_DETAILS = {
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
+"""Of the usage of an answer without reasoning, to a prompt of which nothing was cached."""
+
+
 def chat_body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | fields
 
