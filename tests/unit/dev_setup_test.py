@@ -115,6 +115,7 @@ def test_an_environment_that_was_there_stays_and_is_mended_next_time(
     assert len(calls(checkout)) == 3
 
 
+@pytest.mark.slow
 def test_without_a_network_setup_ends_with_a_reason(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole script, with neither uv nor an index in reach."""
     (checkout / "bin/uv").unlink()
