@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -14,31 +13,24 @@ from gateway.batches.context import BatchContext
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
 from gateway.openai import unary_response
-from gateway.openai.chat_request import read_chat
-from gateway.openai.completion_request import read_completion
 from gateway.openai.error_body import translate
 from gateway.openai.fields import Fields, Problems
 from gateway.openai.frames import one_line
+from gateway.openai.generation_format import CHAT_COMPLETIONS, COMPLETIONS, GenerationFormat
 from gateway.openai.merge import answer_all
 from gateway.openai.request import GenerationRequest, build_queries, check_model
-from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
+from gateway.openai.response_schema import ResponseHead
 
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A generating endpoint that the lines of a batch may address."""
-
-    schema: ResponseSchema
-    read: Callable[[Fields], GenerationRequest]
-
-
-ENDPOINTS: Final = {
-    "/v1/chat/completions": Endpoint(CHAT, read_chat),
-    "/v1/completions": Endpoint(TEXT, read_completion),
+ENDPOINTS: Final[Mapping[str, GenerationFormat]] = {
+    "/v1/chat/completions": CHAT_COMPLETIONS,
+    "/v1/completions": COMPLETIONS,
 }
+"""The generating endpoints that the lines of a batch may address."""
 
 
-def read_request(endpoint: Endpoint, body: dict[str, object], context: BatchContext) -> GenerationRequest:
+def read_request(
+    endpoint: GenerationFormat, body: dict[str, object], context: BatchContext
+) -> GenerationRequest:
     """Read the body of a line. Raises BadRequest, as the endpoint itself would."""
     problems = Problems()
     request = endpoint.read(Fields(body, problems))
@@ -70,7 +62,7 @@ def line_queries(
 
 
 async def answer_line(
-    endpoint: Endpoint,
+    endpoint: GenerationFormat,
     body: dict[str, object],
     caller: Caller,
     context: BatchContext,
@@ -87,10 +79,8 @@ async def answer_line(
     async with aclosing(answer_all(context.answer, queries)) as pieces:
         answer = await unary_response.collect(pieces, request.choices)
     created_s = int(context.unix_time())
-    head = ResponseHead(
-        endpoint.schema.id_prefix + query_id, created_s, request.model, answer.opening.fingerprint
-    )
-    return answer.body(endpoint.schema, head, request.sampling.logprobs is not None)
+    head = ResponseHead(endpoint.id_prefix + query_id, created_s, request.model, answer.opening.fingerprint)
+    return endpoint.body(request, head, answer)
 
 
 def response_line(custom_id: str, query_id: str, body: bytes, status: int = 200) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from litestar.exceptions import HTTPException
@@ -63,14 +63,16 @@ def log_and_translate(exc: Exception, exchange: Exchange) -> ErrorResponse:
     return translate_exception(exc, exchange.request_id)
 
 
-async def send_error(exc: Exception, exchange: Exchange, send: Send) -> None:
-    """Send the response for `exc`. Raises `exc` again if a status was sent before: the server then cuts the
-    connection, which is the only way left to report the failure.
+async def send_error(
+    exc: Exception, exchange: Exchange, send: Send, render: Callable[[ErrorResponse, str], bytes]
+) -> None:
+    """Send the response for `exc`, its body rendered in the endpoint's format. Raises `exc` again if a status
+    was sent before: the server then cuts the connection, which is the only way left to report the failure.
     """
     problem = log_and_translate(exc, exchange)
     if exchange.status:
         raise exc
-    body = problem.body()
+    body = render(problem, exchange.request_id)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),

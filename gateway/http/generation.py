@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -20,15 +20,12 @@ from gateway.http.error_handler import is_unexpected, send_error, translate_exce
 from gateway.http.exchange import Exchange, header, safe_header_value
 from gateway.http.sse import EventStream
 from gateway.openai import unary_response
-from gateway.openai.chat_request import read_chat
-from gateway.openai.completion_request import read_completion
 from gateway.openai.error_body import Header, incomplete_answer
 from gateway.openai.fields import Fields, Problems
-from gateway.openai.frames import frame
+from gateway.openai.generation_format import CHAT_COMPLETIONS, COMPLETIONS, GenerationFormat, StreamEncoder
 from gateway.openai.merge import Pieces, answer_all
 from gateway.openai.request import GenerationRequest, build_queries, check_model
-from gateway.openai.response_schema import CHAT, TEXT, ResponseHead, ResponseSchema
-from gateway.openai.stream_response import ChunkEncoder
+from gateway.openai.response_schema import ResponseHead
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +36,8 @@ DELIVERY_S = 30.0
 def generation_apps(backend: Backend) -> dict[str, ASGIApp]:
     """Return the applications of the generating endpoints, by path."""
     return {
-        "/v1/chat/completions": GenerationEndpoint(backend, CHAT, read_chat),
-        "/v1/completions": GenerationEndpoint(backend, TEXT, read_completion),
+        "/v1/chat/completions": GenerationEndpoint(backend, CHAT_COMPLETIONS),
+        "/v1/completions": GenerationEndpoint(backend, COMPLETIONS),
     }
 
 
@@ -65,15 +62,14 @@ class GenerationEndpoint:
     """
 
     backend: Backend
-    schema: ResponseSchema
-    read: Callable[[Fields], GenerationRequest]
+    api_format: GenerationFormat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
         try:
             await self._handle(scope, receive, send, exchange)
         except Exception as exc:  # noqa: BLE001 - becomes a response, and is logged if unexpected
-            await send_error(exc, exchange, send)
+            await send_error(exc, exchange, send, self.api_format.error_body)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         exchange.caller = caller = await authenticate(scope, self.backend)
@@ -98,7 +94,7 @@ class GenerationEndpoint:
     def _read_request(self, body: dict[str, object]) -> GenerationRequest:
         problems = Problems()
         fields = Fields(body, problems)
-        request = self.read(fields)
+        request = self.api_format.read(fields)
         problems.raise_any()
         check_model(request, self.backend.models())
         if log.isEnabledFor(logging.DEBUG) and (unknown := fields.unread()):
@@ -108,7 +104,7 @@ class GenerationEndpoint:
     def _head(self, request: GenerationRequest, exchange: Exchange, opening: Opening) -> ResponseHead:
         created_s = int(self.backend.unix_time())
         return ResponseHead(
-            self.schema.id_prefix + exchange.query_id, created_s, request.model, opening.fingerprint
+            self.api_format.id_prefix + exchange.query_id, created_s, request.model, opening.fingerprint
         )
 
     async def _send_unary(
@@ -117,7 +113,7 @@ class GenerationEndpoint:
         async with aclosing(pieces):
             answer = await unary_response.collect(pieces, request.choices)
         head = self._head(request, exchange, answer.opening)
-        body = answer.body(self.schema, head, request.sampling.logprobs is not None)
+        body = self.api_format.body(request, head, answer)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
@@ -135,35 +131,31 @@ class GenerationEndpoint:
             send, backend.clock, keep_alive_s=backend.keep_alive_s, first_byte_s=backend.first_byte_s
         )
         last_frames = b""
+        encoder: StreamEncoder | None = None
         async with events, aclosing(pieces):
             try:
-                await self._relay(request, pieces, exchange, events)
+                async for piece in pieces:
+                    if isinstance(piece, Opening):
+                        head = self._head(request, exchange, piece)
+                        encoder = self.api_format.encoder(request, head, piece.prompt_tokens)
+                        await events.start(provenance_headers(piece))
+                    assert encoder is not None, "an answer begins with its opening"
+                    if frames := encoder.encode(piece):
+                        await events.write(frames)
+                if encoder is None or not encoder.complete:
+                    raise incomplete_answer()
             except Exception as exc:
                 await events.stop_comments()
                 if not events.started:
                     raise
                 if is_unexpected(exc):
                     log.exception("request %s failed in its stream", exchange.request_id)
-                last_frames = frame(translate_exception(exc, exchange.request_id).body())
-            await events.end(last_frames)
-
-    async def _relay(
-        self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, events: EventStream
-    ) -> None:
-        encoder: ChunkEncoder | None = None
-        async for piece in pieces:
-            if isinstance(piece, Opening):
-                head = self._head(request, exchange, piece)
-                encoder = ChunkEncoder(
-                    self.schema, head, request.choices, request.stream_options, piece.prompt_tokens
-                )
-                await events.start(provenance_headers(piece))
-            assert encoder is not None, "an answer begins with its opening"
-            frames = encoder.encode(piece)
-            if frames:
-                await events.write(frames)
-        if encoder is None or not encoder.complete:
-            raise incomplete_answer()
+                error = translate_exception(exc, exchange.request_id)
+                if encoder is None:
+                    last_frames = self.api_format.error_frames(error, exchange.request_id)
+                else:
+                    last_frames = encoder.encode_error(error)
+            await events.end(last_frames + self.api_format.end_frames)
 
 
 def provenance_headers(opening: Opening) -> tuple[Header, ...]:

@@ -13,7 +13,6 @@ from typing import Self
 from litestar.types import Send
 
 from gateway.openai.error_body import Header
-from gateway.openai.frames import DONE
 
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS: tuple[Header, ...] = (
@@ -77,10 +76,10 @@ class EventStream:
         self._last_s = self._clock()
         await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
-    async def end(self, frames: bytes = b"") -> None:
-        """Send the last frames and [DONE]. A stream without [DONE] was cut."""
+    async def end(self, frames: bytes) -> None:
+        """Send the last frames, of which the format's own last one says that the stream was not cut."""
         await self.stop_comments()
-        await self._send({"type": "http.response.body", "body": frames + DONE, "more_body": False})
+        await self._send({"type": "http.response.body", "body": frames, "more_body": False})
 
     def _start_timer(self) -> None:
         """Set the timer to the moment when the silence will have lasted too long."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from gateway.domain import AnswerEvent, Delta, Finish, Opening, Usage
-from gateway.openai.frames import one_line
+from gateway.openai.error_body import ErrorResponse
+from gateway.openai.frames import frame, one_line
 from gateway.openai.request import StreamOptions
 from gateway.openai.response_schema import ResponseHead, ResponseSchema, reasoning_fields, usage_fields
 from gateway.openai.tool_calls import tool_call_chunk
@@ -55,6 +56,9 @@ class ChunkEncoder:
         if isinstance(piece, Opening):
             return self._encode_opening()
         return self._encode_usage(piece)
+
+    def encode_error(self, error: ErrorResponse) -> bytes:
+        return frame(error.body())
 
     def _encode_opening(self) -> bytes:
         """Encode the role of each choice, before any text. Text completions have none."""

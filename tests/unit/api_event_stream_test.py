@@ -39,14 +39,14 @@ def events(wire: Wire, **limits: float) -> EventStream:
     return EventStream(wire.send, loop.time, **({"keep_alive_s": 60.0, "first_byte_s": 60.0} | limits))
 
 
-def test_a_stream_starts_once_and_ends_with_done() -> None:
+def test_a_stream_starts_once_and_ends_with_its_last_frames() -> None:
     async def main() -> None:
         wire = Wire()
         async with events(wire) as stream:
             await stream.start(((b"x-mico-site", b"a"),))
             await stream.start()
             await stream.write(b"data: 1\n\n")
-            await stream.end(b"data: 2\n\n")
+            await stream.end(b"data: 2\n\n" + DONE)
         assert wire.statuses == [200]
         assert (b"x-mico-site", b"a") in wire.sent[0]["headers"]
         assert wire.body == b"data: 1\n\ndata: 2\n\n" + DONE
@@ -95,7 +95,7 @@ def test_a_comment_under_way_is_finished_before_the_end() -> None:
             wire.taken.set()
             await stopping
             assert stream.started
-            await stream.end(b"data: sorry\n\n")
+            await stream.end(b"data: sorry\n\n" + DONE)
         assert wire.statuses == [200]
         assert wire.body.endswith(b"data: sorry\n\n" + DONE)
 
@@ -122,7 +122,7 @@ def test_comments_come_whole_between_frames() -> None:
             for number in range(20):
                 await stream.write(b"data: %d\n\n" % number)
                 await asyncio.sleep(0)
-            await stream.end()
+            await stream.end(DONE)
         blocks = [block + b"\n\n" for block in wire.body.split(b"\n\n")[:-1]]
         frames = [block for block in blocks if block != KEEP_ALIVE]
         assert frames == [b"data: %d\n\n" % number for number in range(20)] + [DONE]
@@ -155,7 +155,7 @@ def test_a_stream_leaves_no_garbage_that_only_a_collection_finds() -> None:
             async with events(wire) as stream:
                 await stream.start()
                 await stream.write(b"data: 1\n\n")
-                await stream.end()
+                await stream.end(DONE)
         gone = weakref.ref(stream)
         del stream
         await asyncio.sleep(0)
