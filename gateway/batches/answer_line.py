@@ -20,10 +20,12 @@ from gateway.openai.generation_format import CHAT_COMPLETIONS, COMPLETIONS, Gene
 from gateway.openai.merge import answer_all
 from gateway.openai.request import GenerationRequest, build_queries, check_model
 from gateway.openai.response_schema import ResponseHead
+from gateway.openai.responses_format import RESPONSES
 
 ENDPOINTS: Final[Mapping[str, GenerationFormat]] = {
     "/v1/chat/completions": CHAT_COMPLETIONS,
     "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
 }
 """The generating endpoints that the lines of a batch may address."""
 

@@ -26,6 +26,7 @@ from gateway.openai.generation_format import CHAT_COMPLETIONS, COMPLETIONS, Gene
 from gateway.openai.merge import Pieces, answer_all
 from gateway.openai.request import GenerationRequest, build_queries, check_model
 from gateway.openai.response_schema import ResponseHead
+from gateway.openai.responses_format import RESPONSES
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def generation_apps(backend: Backend) -> dict[str, ASGIApp]:
     return {
         "/v1/chat/completions": GenerationEndpoint(backend, CHAT_COMPLETIONS),
         "/v1/completions": GenerationEndpoint(backend, COMPLETIONS),
+        "/v1/responses": GenerationEndpoint(backend, RESPONSES),
     }
 
 
@@ -102,10 +104,8 @@ class GenerationEndpoint:
         return request
 
     def _head(self, request: GenerationRequest, exchange: Exchange, opening: Opening) -> ResponseHead:
-        created_s = int(self.backend.unix_time())
-        return ResponseHead(
-            self.api_format.id_prefix + exchange.query_id, created_s, request.model, opening.fingerprint
-        )
+        response_id, unix_time = self.api_format.id_prefix + exchange.query_id, self.backend.unix_time
+        return ResponseHead(response_id, int(unix_time()), request.model, opening.fingerprint, unix_time)
 
     async def _send_unary(
         self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send

@@ -7,14 +7,19 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.errors import NotFound
 
-SERVED = "This gateway serves /v1/chat/completions, /v1/completions, /v1/models, /v1/files and /v1/batches"
+SERVED = (
+    "This gateway serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/files and"
+    " /v1/batches"
+)
 _UNSUPPORTED = {
     "embeddings": ("/v1/embeddings",),
     "reranking": ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/score"),
     "images": ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
     "audio": ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"),
     "moderation": ("/v1/moderations",),
-    "responses and assistants": ("/v1/responses", "/v1/assistants", "/v1/threads"),
+    "assistants": ("/v1/assistants", "/v1/threads"),
+    "compaction of responses": ("/v1/responses/compact",),
+    "stored responses": ("/v1/responses/{id:str}", "/v1/responses/{id:str}/input_items"),
     "fine-tuning": ("/v1/fine_tuning/jobs",),
     "tokenizing (models and their tokenizers live at the sites)": ("/tokenize", "/detokenize"),
 }
@@ -25,7 +30,7 @@ def unsupported_routes() -> list[HTTPRouteHandler]:
 
 
 def _refusing_route(what: str, paths: tuple[str, ...]) -> HTTPRouteHandler:
-    @route(list(paths), http_method=["GET", "POST"], status_code=200)
+    @route(list(paths), http_method=["GET", "POST", "DELETE"], status_code=200)
     async def refuse() -> None:
         raise NotFound(f"{SERVED}; it has no {what}.")
 

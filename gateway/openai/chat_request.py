@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
+from gateway.openai.fields import MISSING, UNSUPPORTED, Fields, echo
 from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.response_format import read_format
 from gateway.openai.sampling import MAX_COUNT, read_priority, read_sampling, refuse_unsupported
+from gateway.openai.text_parts import read_text
 from gateway.openai.tools import read_tools
 from gateway.prompt import Chat, Message
 
@@ -84,7 +85,11 @@ def _message(message: Fields) -> Message:
     if role == "assistant" and message.raw("audio") is not None:
         message.refuse("audio", "is not supported yet; leave it out", UNSUPPORTED)
     return Message(
-        role, "" if content is None else _content(message, content), message.text("name"), calls, call_id
+        role,
+        "" if content is None else read_text(message, "content", content),
+        message.text("name"),
+        calls,
+        call_id,
     )
 
 
@@ -94,31 +99,6 @@ def _role(message: Fields) -> str:
         return role
     if role is not None:
         message.refuse("role", f"must be one of {', '.join(ROLES)}, got {echo(role)}")
-    return ""
-
-
-def _content(message: Fields, content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        message.refuse(
-            "content", f"must be a string or a list of text parts, got {echo(content)}", WRONG_TYPE
-        )
-        return ""
-    parts = (message.nested(f"content.{number}", item) for number, item in enumerate(content))
-    return "".join(_text_of(part) for part in parts if part is not None)
-
-
-def _text_of(part: Fields) -> str:
-    kind = part.required("type")
-    if kind == "text":
-        if part.required("text") is None:
-            return ""
-        return part.text("text")
-    if kind is not None:
-        part.refuse(
-            "type", f"can only be 'text', got {echo(kind)}: this endpoint reads text alone", UNSUPPORTED
-        )
     return ""
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gateway.domain import Caller, Model, Query, Sampling, needs
 from gateway.errors import BadRequest, ContextTooLong
@@ -25,7 +25,10 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`limit_field` is the name under which the client gave `sampling.max_tokens`."""
+    """`limit_field` is the name under which the client gave `sampling.max_tokens`.
+
+    `repeated`: fields of the request that its response repeats, in the format of the response.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -33,6 +36,7 @@ class GenerationRequest:
     limit_field: str
     stream_options: StreamOptions
     priority: int
+    repeated: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def choices(self) -> int:

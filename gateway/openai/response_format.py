@@ -7,7 +7,7 @@ import msgspec
 from gateway.openai.fields import UNSUPPORTED, Fields, echo
 from gateway.openai.tools import NAME, NAME_RULE
 
-_ANY_OBJECT = '{"type":"object"}'
+ANY_OBJECT = '{"type":"object"}'
 
 
 def read_format(fields: Fields) -> str:
@@ -17,7 +17,7 @@ def read_format(fields: Fields) -> str:
         return ""
     kind = response_format.required("type")
     if kind == "json_object":
-        return _ANY_OBJECT
+        return ANY_OBJECT
     if kind == "json_schema":
         return _schema(response_format)
     if kind not in (None, "text"):
@@ -30,17 +30,20 @@ def _schema(response_format: Fields) -> str:
     if response_format.required("json_schema") is None:
         return ""
     json_schema = response_format.child("json_schema")
-    if json_schema is None:
-        return ""
-    name = json_schema.required_text("name")
+    return "" if json_schema is None else read_schema(json_schema)
+
+
+def read_schema(fields: Fields) -> str:
+    """Read `name`, `description`, `strict` and `schema` of a format; return the schema as JSON."""
+    name = fields.required_text("name")
     if name and not NAME.fullmatch(name):
-        json_schema.refuse("name", NAME_RULE)
-    json_schema.text("description")
-    json_schema.flag("strict")
-    schema = json_schema.raw("schema")
+        fields.refuse("name", NAME_RULE)
+    fields.text("description")
+    fields.flag("strict")
+    schema = fields.raw("schema")
     if schema is None:
         return "{}"
     if not isinstance(schema, dict):
-        json_schema.nested("schema", schema)  # records the problem
+        fields.nested("schema", schema)  # records the problem
         return ""
     return msgspec.json.encode(schema).decode()

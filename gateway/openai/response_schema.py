@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,12 +41,13 @@ class ResponseSchema:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """Fields that every chunk of one response repeats."""
+    """Fields that every chunk of one response repeats. `unix_time` dates its end."""
 
     id: str
     created_s: int
     model: str
     fingerprint: str
+    unix_time: Callable[[], float] = time.time
 
     def fields(self, object_type: str) -> dict[str, object]:
         """Return the JSON fields. The fingerprint is left out when the site has none."""

@@ -15,15 +15,20 @@ def tool_call_chunk(part: ToolCall) -> dict[str, object]:
     return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
-def merge_tool_calls(parts: Iterable[ToolCall]) -> list[dict[str, object]]:
-    """Merge the parts of calls into a message's `tool_calls`, in order."""
+def merge_calls(parts: Iterable[ToolCall]) -> list[ToolCall]:
+    """Merge the parts of calls into whole calls, in order."""
     calls: dict[int, ToolCall] = {}
     for part in parts:
         call = calls.get(part.index, ToolCall(part.index))
         calls[part.index] = ToolCall(
             part.index, call.id or part.id, call.name or part.name, call.arguments + part.arguments
         )
+    return [call for _, call in sorted(calls.items())]
+
+
+def merge_tool_calls(parts: Iterable[ToolCall]) -> list[dict[str, object]]:
+    """Merge the parts of calls into a message's `tool_calls`, in order."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for _, call in sorted(calls.items())
+        for call in merge_calls(parts)
     ]

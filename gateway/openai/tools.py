@@ -90,10 +90,11 @@ def _tool(tool: Fields | None) -> dict[str, object]:
         tool.refuse("type", f"can only be 'function', got {echo(kind)}", UNSUPPORTED)
         return invalid
     function = _required_child(tool, "function")
-    return invalid if function is None else _function(function)
+    return invalid if function is None else read_function(function)
 
 
-def _function(function: Fields) -> dict[str, object]:
+def read_function(function: Fields) -> dict[str, object]:
+    """Read name, description, parameters and `strict` of a function; templates and grammars need no more."""
     name = function.required_text("name")
     if name and not NAME.fullmatch(name):
         function.refuse("name", NAME_RULE)

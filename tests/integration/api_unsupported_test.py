@@ -16,7 +16,7 @@ from tests.support.fakes.edge import error_of, get, post
         ("/v1/audio/speech", "audio"),
         ("/v1/audio/transcriptions", "audio"),
         ("/v1/moderations", "moderation"),
-        ("/v1/responses", "responses"),
+        ("/v1/assistants", "assistants"),
     ],
 )
 def test_unsupported_openai_endpoints_are_named(path: str, what: str) -> None:

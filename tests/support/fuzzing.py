@@ -23,6 +23,7 @@ HUGE_BYTES = 10**9
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/responses",
     "/v1/models",
     "/v1/models/m",
     "/v1/files",
@@ -47,6 +48,7 @@ FIELDS = (
     *("model", "messages", "prompt", "max_tokens", "n", "temperature", "top_p", "stop", "seed", "stream"),
     *("stream_options", "tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "logit_bias"),
     *("user", "metadata", "echo", "suffix", "priority", "min_tokens", "stop_token_ids", "frequency_penalty"),
+    *("input", "instructions", "text", "reasoning", "include", "store", "max_output_tokens", "truncation"),
 )
 
 

@@ -17,11 +17,14 @@ from openai.types import batch_create_params as batch_params
 from openai.types import completion_create_params as text_params
 from openai.types.chat import ChatCompletion
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import Response
+from openai.types.responses import response_create_params as response_params
 from pydantic import TypeAdapter
 
 SERVED = {
     "/chat/completions": ("post",),
     "/completions": ("post",),
+    "/responses": ("post",),
     "/models": ("get",),
     "/models/{model}": ("get",),
     "/files": ("get", "post"),
@@ -34,9 +37,11 @@ SERVED = {
 TYPES: dict[str, Any] = {
     "ChatAsked": chat_params.CompletionCreateParamsNonStreaming,
     "TextAsked": text_params.CompletionCreateParamsNonStreaming,
+    "ResponseAsked": response_params.ResponseCreateParamsNonStreaming,
     "BatchAsked": batch_params.BatchCreateParams,
     "Chat": ChatCompletion,
     "Text": Completion,
+    "Response": Response,
     "Model": Model,
     "File": FileObject,
     "FileDeleted": FileDeleted,
@@ -45,6 +50,7 @@ TYPES: dict[str, Any] = {
 ANSWERS = {
     ("/chat/completions", "post"): ("Chat", "ChatAsked"),
     ("/completions", "post"): ("Text", "TextAsked"),
+    ("/responses", "post"): ("Response", "ResponseAsked"),
     ("/models", "get"): ("Model list", ""),
     ("/models/{model}", "get"): ("Model", ""),
     ("/files", "get"): ("File list", ""),
@@ -123,7 +129,7 @@ def from_types() -> dict[str, Any]:
     for name, kind in TYPES.items():
         schema = TypeAdapter(kind).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
         defined = schema.pop("$defs", {})
-        if name in ("ChatAsked", "TextAsked"):
+        if name in ("ChatAsked", "TextAsked", "ResponseAsked"):
             _bound(schema["properties"], TEXT_BOUNDS if name == "TextAsked" else BOUNDS)
         schemas |= {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}
     paths: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from gateway.openai.chat_request import read_chat
 from gateway.openai.completion_request import read_completion
 from gateway.openai.fields import MAX_PROBLEMS, Fields, Problems, echo, whole_number
 from gateway.openai.request import GenerationRequest
+from gateway.openai.responses_request import read_response
 
 scalars = (
     st.none()
@@ -63,8 +64,18 @@ TOOL_FIELDS = [
     "messages",
     "prompt",
     "guided_json",
+    "input",
+    "text",
+    "reasoning",
+    "include",
+    "metadata",
 ]
-SANE: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+SANE: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "x"}],
+    "prompt": "x",
+    "input": "x",
+}
 bodies = st.dictionaries(st.sampled_from(TOOL_FIELDS), anything, max_size=6).map(lambda body: SANE | body)
 
 
@@ -93,7 +104,7 @@ def check_bounds(asked: GenerationRequest) -> None:
     )
 
 
-@pytest.mark.parametrize("reader", [read_chat, read_completion])
+@pytest.mark.parametrize("reader", [read_chat, read_completion, read_response])
 @given(body=bodies)
 def test_a_body_is_read_within_bounds_or_refused_by_name(reader: Any, body: dict[str, Any]) -> None:
     try:
@@ -104,7 +115,7 @@ def test_a_body_is_read_within_bounds_or_refused_by_name(reader: Any, body: dict
         assert len(refusal.message) <= MAX_PROBLEMS * 450
 
 
-@pytest.mark.parametrize("reader", [read_chat, read_completion])
+@pytest.mark.parametrize("reader", [read_chat, read_completion, read_response])
 @given(body=bodies)
 def test_null_and_absent_read_the_same(reader: Any, body: dict[str, Any]) -> None:
     present = {name: value for name, value in body.items() if value is not None}

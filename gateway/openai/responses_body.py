@@ -1,0 +1,133 @@
+"""Encodes an answer as one response object of POST /v1/responses, and the items of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from gateway.domain import Finish, TokenLogprob, ToolCall, Usage
+from gateway.openai.error_body import ErrorResponse
+from gateway.openai.logprobs import chat_logprobs
+from gateway.openai.request import GenerationRequest
+from gateway.openai.response_schema import ResponseHead
+from gateway.openai.responses_tools import CUSTOM_INPUT
+from gateway.openai.tool_calls import merge_calls
+from gateway.openai.unary_response import UnaryResponse
+
+COMPLETED: Final = "completed"
+INCOMPLETE: Final = "incomplete"
+IN_PROGRESS: Final = "in_progress"
+_INCOMPLETE_REASONS: Final = {Finish.LENGTH: "max_output_tokens"}
+
+Item = dict[str, object]
+
+
+def custom_names(request: GenerationRequest) -> frozenset[str]:
+    """Return the names of the custom tools of a request."""
+    tools = request.repeated.get("tools")
+    assert isinstance(tools, list), "a response repeats its tools"
+    return frozenset(tool["name"] for tool in tools if tool["type"] == "custom")
+
+
+def response_fields(
+    request: GenerationRequest,
+    head: ResponseHead,
+    status: str,
+    output: Sequence[Item],
+    *,
+    usage: Usage | None = None,
+    finish: Finish | None = None,
+    error: ErrorResponse | None = None,
+) -> dict[str, object]:
+    """Return the fields of a response object. `usage` None: the answer has not ended."""
+    reason = _INCOMPLETE_REASONS.get(finish) if finish else None
+    return {
+        "id": head.id,
+        "object": "response",
+        "created_at": head.created_s,
+        "completed_at": int(head.unix_time()) if status == COMPLETED else None,
+        "status": status,
+        "error": None if error is None else {"code": _error_code(error), "message": error.message},
+        "incomplete_details": {"reason": reason} if reason else None,
+        "model": head.model,
+        "output": output,
+        "usage": None if usage is None else usage_fields(usage),
+        "previous_response_id": None,
+        "truncation": "disabled",
+        "store": False,
+        "background": False,
+        "service_tier": "default",
+        **request.repeated,
+    }
+
+
+def _error_code(error: ErrorResponse) -> str:
+    """Return the code of a failed response, of the few that the format has."""
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if error.status < 500 else "server_error"
+
+
+def usage_fields(usage: Usage) -> dict[str, object]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def item_id(kind: str, head: ResponseHead, output_index: int) -> str:
+    """Return the id of an item: unique among the items of all responses."""
+    prefix = {"message": "msg", "custom_tool_call": "ctc"}.get(kind, "fc")
+    return f"{prefix}_{head.id.removeprefix('resp_')}_{output_index}"
+
+
+def output_text(text: str, logprobs: Sequence[TokenLogprob] = ()) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": text_logprobs(logprobs)}
+
+
+def text_logprobs(logprobs: Sequence[TokenLogprob]) -> object:
+    return chat_logprobs(logprobs)["content"] if logprobs else []
+
+
+def message_item(identity: str, status: str, content: Sequence[Item]) -> Item:
+    return {"type": "message", "id": identity, "status": status, "role": "assistant", "content": content}
+
+
+def call_item(identity: str, status: str, call: ToolCall, customs: frozenset[str]) -> Item:
+    """Return the item of a call. `customs`: the names of custom tools, whose calls have an input only."""
+    fields = {"id": identity, "status": status, "call_id": call.id, "name": call.name}
+    if call.name in customs:
+        return {"type": "custom_tool_call", **fields, "input": custom_input(call.arguments)}
+    return {"type": "function_call", **fields, "arguments": call.arguments}
+
+
+def custom_input(arguments: str) -> str:
+    """Return the one argument of a custom tool's call, or all of `arguments` if it is missing."""
+    try:
+        read = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+    value = read.get(CUSTOM_INPUT) if isinstance(read, Mapping) else None
+    return value if isinstance(value, str) else arguments
+
+
+def response_body(request: GenerationRequest, head: ResponseHead, answer: UnaryResponse) -> bytes:
+    (choice,) = answer.choices
+    text, calls = "".join(choice.texts), merge_calls(choice.tool_calls)
+    output: list[Item] = []
+    if text or choice.logprobs or not calls:
+        content = [output_text(text, choice.logprobs)]
+        output.append(message_item(item_id("message", head, 0), COMPLETED, content))
+    customs = custom_names(request)
+    for call in calls:
+        kind = "custom_tool_call" if call.name in customs else "function_call"
+        output.append(call_item(item_id(kind, head, len(output)), COMPLETED, call, customs))
+    status = INCOMPLETE if choice.finish in _INCOMPLETE_REASONS else COMPLETED
+    output[-1]["status"] = status  # what came before the last item had been complete
+    fields = response_fields(request, head, status, output, usage=answer.usage, finish=choice.finish)
+    return msgspec.json.encode(fields)

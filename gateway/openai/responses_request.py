@@ -1,0 +1,234 @@
+"""Reads the body of POST /v1/responses as a chat. Stateless: the whole conversation is in `input`.
+
+Does not keep responses: `store`, `previous_response_id` and `conversation` are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
+from gateway.openai.request import GenerationRequest, StreamOptions
+from gateway.openai.response_format import ANY_OBJECT, read_schema
+from gateway.openai.responses_tools import CUSTOM_INPUT, read_response_tools
+from gateway.openai.sampling import MAX_COUNT, read_priority, read_sampling, refuse_unsupported
+from gateway.openai.text_parts import read_text
+from gateway.prompt import Chat, Message
+
+MAX_ITEMS = 4096
+MAX_TOP_LOGPROBS = 20
+MAX_METADATA = 16
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+LOGPROBS = "message.output_text.logprobs"
+_ROLES = ("system", "developer", "user", "assistant")
+_PART_KINDS = {"assistant": ("output_text", "refusal", "input_text")}
+_STATEFUL = {
+    "store": "responses are not stored here; leave it out or set it to false",
+    "previous_response_id": "responses are not stored here; send the whole conversation as 'input'",
+    "conversation": "conversations are not stored here; send the whole conversation as 'input'",
+    "background": "is not supported: nothing is stored here that could be fetched later",
+    "prompt": "prompt templates are not stored here; send the text as 'instructions' and 'input'",
+}
+_IGNORED_FIELDS = frozenset({"user", "stream_options", "client_metadata", "prompt_cache_retention"})
+
+
+def read_response(fields: Fields) -> GenerationRequest:
+    model = fields.required_text("model")
+    for name, reason in _STATEFUL.items():
+        if fields.raw(name):
+            fields.refuse(name, reason, UNSUPPORTED)
+    if fields.raw("truncation") not in (None, "disabled"):
+        fields.refuse("truncation", "can only be 'disabled': a prompt is never cut here", UNSUPPORTED)
+    refuse_unsupported(fields, frozenset({"context_management"}))
+    fields.present(_IGNORED_FIELDS)
+    messages = _messages(fields)
+    tools, shown_tools, shown_choice = read_response_tools(fields)
+    text_format, guided_json = _text_format(fields)
+    max_tokens = fields.integer("max_output_tokens", 1, MAX_COUNT, None)
+    top_logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, None)
+    include = fields.items("include")
+    logprobs = (top_logprobs or 0) if top_logprobs is not None or LOGPROBS in include else None
+    sampling = read_sampling(fields, max_tokens=max_tokens, logprobs=logprobs, guided_json=guided_json)
+    if sampling.n != 1:
+        fields.refuse("n", "can only be 1: a response is one answer", UNSUPPORTED)
+    repeated = {
+        "instructions": fields.text("instructions") or None,
+        "max_output_tokens": max_tokens,
+        "max_tool_calls": fields.integer("max_tool_calls", 1, MAX_COUNT, None),
+        "metadata": _metadata(fields),
+        "parallel_tool_calls": fields.raw("parallel_tool_calls") is None
+        or fields.flag("parallel_tool_calls"),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "top_logprobs": top_logprobs or 0,
+        "tools": shown_tools,
+        "tool_choice": shown_choice,
+        "text": text_format,
+        "reasoning": _reasoning(fields),
+        "safety_identifier": fields.text("safety_identifier") or None,
+        "prompt_cache_key": fields.text("prompt_cache_key") or None,
+    }
+    return GenerationRequest(
+        model=model,
+        prompts=(Chat(messages, tools.json, tools.choice, tools.name, tools.single),),
+        sampling=sampling,
+        limit_field="max_output_tokens",
+        stream_options=StreamOptions(fields.flag("stream")),
+        priority=read_priority(fields),
+        repeated=repeated,
+    )
+
+
+# ---- input
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Messages so far. Calls that follow one another, or a text of the assistant, are of one message."""
+
+    messages: list[Message] = field(default_factory=list)
+    calls: list[dict[str, object]] = field(default_factory=list)
+
+    def add(self, message: Message) -> None:
+        self.end_calls()
+        self.messages.append(message)
+
+    def add_call(self, call_id: str, name: str, arguments: str) -> None:
+        function = {"name": name, "arguments": arguments}
+        self.calls.append({"id": call_id, "type": "function", "function": function})
+
+    def end_calls(self) -> None:
+        if not self.calls:
+            return
+        calls_json = msgspec.json.encode(self.calls).decode()
+        text = ""
+        if self.messages and self.messages[-1].role == "assistant" and not self.messages[-1].tool_calls_json:
+            text = self.messages.pop().content
+        self.messages.append(Message("assistant", text, tool_calls_json=calls_json))
+        self.calls = []
+
+
+def _messages(fields: Fields) -> tuple[Message, ...]:
+    conversation = _Conversation()
+    if instructions := fields.text("instructions"):
+        conversation.add(Message("system", instructions))
+    value = fields.required("input")
+    if isinstance(value, str):
+        if not value:
+            fields.refuse("input", "must not be empty")
+        conversation.add(Message("user", value))
+    elif value is not None:
+        _read_items(fields, conversation)
+    conversation.end_calls()
+    return tuple(conversation.messages)
+
+
+def _read_items(fields: Fields, conversation: _Conversation) -> None:
+    items = fields.items("input")
+    if fields.raw("input") == []:
+        fields.refuse("input", "must hold at least one item")
+    if len(items) > MAX_ITEMS:
+        fields.refuse("input", f"holds at most {MAX_ITEMS} items, got {len(items)}")
+        return
+    for number, value in enumerate(items):
+        item = fields.nested(f"input.{number}", value)
+        if item is not None:
+            _read_item(item, conversation)
+
+
+def _read_item(item: Fields, conversation: _Conversation) -> None:
+    kind = item.raw("type") or ("message" if item.raw("role") is not None else None)
+    if kind == "message":
+        conversation.add(_message(item))
+    elif kind == "function_call":
+        conversation.add_call(
+            item.required_text("call_id"), item.required_text("name"), item.text("arguments")
+        )
+    elif kind == "custom_tool_call":
+        arguments = msgspec.json.encode({CUSTOM_INPUT: item.text("input")}).decode()
+        conversation.add_call(item.required_text("call_id"), item.required_text("name"), arguments)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        output = item.required("output")
+        text = "" if output is None else read_text(item, "output", output, ("input_text", "output_text"))
+        conversation.add(Message("tool", text, tool_call_id=item.required_text("call_id")))
+    elif kind is None:
+        item.refuse("type", "is required", MISSING)
+    elif kind != "reasoning":  # earlier reasoning is for the client to keep; no template here reads it
+        item.refuse("type", f"can't be {echo(kind)}: this endpoint reads messages and calls", UNSUPPORTED)
+
+
+def _message(item: Fields) -> Message:
+    role = item.required("role")
+    if role not in _ROLES:
+        if role is not None:
+            item.refuse("role", f"must be one of {', '.join(_ROLES)}, got {echo(role)}")
+        return Message("user", "")
+    kinds = _PART_KINDS.get(str(role), ("input_text",))
+    content = item.required("content")
+    return Message(str(role), "" if content is None else read_text(item, "content", content, kinds))
+
+
+# ---- other fields
+
+
+def _text_format(fields: Fields) -> tuple[dict[str, object], str]:
+    """Return the field `text` as the response repeats it, and the schema to enforce, empty if none."""
+    plain: dict[str, object] = {"format": {"type": "text"}}
+    text = fields.child("text")
+    if text is None:
+        return plain, ""
+    verbosity = text.raw("verbosity")
+    if verbosity not in (None, "low", "medium", "high"):
+        text.refuse("verbosity", f"can be 'low', 'medium' or 'high', got {echo(verbosity)}")
+    shown: dict[str, object] = {"verbosity": verbosity} if verbosity is not None else {}
+    text_format = text.child("format")
+    if text_format is None:
+        return plain | shown, ""
+    kind = text_format.required("type")
+    if kind == "json_object":
+        return {"format": {"type": "json_object"}, **shown}, ANY_OBJECT
+    if kind == "json_schema":
+        schema = read_schema(text_format)
+        described = {
+            "type": "json_schema",
+            "name": text_format.text("name"),
+            "description": text_format.text("description") or None,
+            "schema": text_format.raw("schema"),
+            "strict": text_format.flag("strict"),
+        }
+        return {"format": described, **shown}, schema
+    if kind not in (None, "text"):
+        message = f"can be 'text', 'json_object' or 'json_schema', got {echo(kind)}: no other can be enforced"
+        text_format.refuse("type", message, UNSUPPORTED)
+    return plain | shown, ""
+
+
+def _reasoning(fields: Fields) -> dict[str, object]:
+    reasoning = fields.child("reasoning")
+    if reasoning is None:
+        return {"effort": None, "summary": None}
+    effort = reasoning.raw("effort")
+    if effort is not None and effort not in EFFORTS:
+        reasoning.refuse("effort", f"must be one of {', '.join(EFFORTS)}, got {echo(effort)}")
+    return {"effort": effort, "summary": reasoning.text("summary") or None}
+
+
+def _metadata(fields: Fields) -> dict[str, object]:
+    metadata = fields.child("metadata")
+    if metadata is None:
+        return {}
+    names = metadata.unread()
+    if len(names) > MAX_METADATA:
+        fields.refuse("metadata", f"holds at most {MAX_METADATA} pairs, got {len(names)}")
+        return {}
+    for name in names:
+        value = metadata.raw(name)
+        if not isinstance(value, str) or len(name) > 64 or len(value) > 512:
+            metadata.refuse(
+                name[:64], "must be a text of at most 512 characters under a name of at most 64", WRONG_TYPE
+            )
+    return {name: metadata.raw(name) for name in names}

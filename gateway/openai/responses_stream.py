@@ -1,0 +1,206 @@
+"""Encodes an answer as the events of a streamed response, numbered without a gap.
+
+Output items follow one another: one is closed before the next one begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, ToolCall, Usage
+from gateway.openai.error_body import ErrorResponse, incomplete_answer
+from gateway.openai.frames import one_line
+from gateway.openai.request import GenerationRequest
+from gateway.openai.response_schema import ResponseHead
+from gateway.openai.responses_body import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Item,
+    call_item,
+    custom_input,
+    custom_names,
+    item_id,
+    message_item,
+    output_text,
+    response_fields,
+    text_logprobs,
+)
+
+_json = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """The item that is being written: a message or, with `call`, a call. `delta_head` begins its events."""
+
+    id: str
+    index: int
+    delta_head: bytes
+    call: ToolCall | None = None
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class ResponseEncoder:
+    """Encodes the events of one answer. `output` holds the items that are complete."""
+
+    def __init__(self, request: GenerationRequest, head: ResponseHead) -> None:
+        self._request = request
+        self._head = head
+        self._customs = custom_names(request)
+        self._output: list[Item] = []
+        self._open: _OpenItem | None = None
+        self._number = 0
+        self._finish: Finish | None = None
+        self._has_usage = False
+
+    @property
+    def complete(self) -> bool:
+        return self._has_usage and self._finish is not None
+
+    def encode(self, piece: AnswerEvent) -> bytes:
+        if isinstance(piece, Delta):
+            return self._encode_delta(piece)
+        if isinstance(piece, Opening):
+            response = self._response(IN_PROGRESS)
+            created = self._event("response.created", response=response)
+            return created + self._event("response.in_progress", response=response)
+        return self._encode_usage(piece)
+
+    def encode_error(self, error: ErrorResponse) -> bytes:
+        frames = self._close(INCOMPLETE)
+        fields = response_fields(self._request, self._head, "failed", self._output, error=error)
+        return frames + self._event("response.failed", response=fields)
+
+    # ---- events of the answer
+
+    def _encode_delta(self, delta: Delta) -> bytes:
+        frames = b""
+        if delta.text or delta.logprobs:
+            frames = self._encode_text(delta)
+        for part in delta.tool_calls:
+            frames += self._encode_call(part)
+        if delta.finish is not None:
+            self._finish = delta.finish
+            if self._open is None and not self._output:
+                frames += self._open_message()
+            frames += self._close(self._status())
+        return frames
+
+    def _encode_text(self, delta: Delta) -> bytes:
+        frames = b""
+        if self._open is None or self._open.call is not None:
+            frames = self._close(COMPLETED) + self._open_message()
+        item = self._open
+        assert item is not None, "a message was opened"
+        item.parts.append(delta.text)
+        logprobs = b"[]"
+        if delta.logprobs:
+            item.logprobs += delta.logprobs
+            logprobs = _json(text_logprobs(delta.logprobs))
+        text = one_line(_json(delta.text) + b',"logprobs":' + logprobs)
+        return frames + item.delta_head + b"%d" % self._next() + b',"delta":' + text + b"}\n\n"
+
+    def _encode_call(self, part: ToolCall) -> bytes:
+        frames = b""
+        if part.id:
+            frames = self._close(COMPLETED) + self._open_call(part)
+        item = self._open
+        if item is None or item.call is None or item.call.index != part.index:
+            raise incomplete_answer()  # more of a call that was complete
+        if not part.arguments:
+            return frames
+        item.parts.append(part.arguments)
+        if item.call.name in self._customs:
+            return frames  # its input is known at its end only
+        arguments = one_line(_json(part.arguments))
+        return frames + item.delta_head + b"%d" % self._next() + b',"delta":' + arguments + b"}\n\n"
+
+    def _encode_usage(self, usage: Usage) -> bytes:
+        self._has_usage = True
+        fields = response_fields(
+            self._request, self._head, self._status(), self._output, usage=usage, finish=self._finish
+        )
+        return self._event(f"response.{self._status()}", response=fields)
+
+    # ---- items
+
+    def _open_message(self) -> bytes:
+        index = len(self._output)
+        identity = item_id("message", self._head, index)
+        delta_head = _delta_head("response.output_text.delta", identity, index, content_index=0)
+        self._open = _OpenItem(identity, index, delta_head)
+        item = message_item(identity, IN_PROGRESS, [])
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        return added + self._event(
+            "response.content_part.added",
+            item_id=identity,
+            output_index=index,
+            content_index=0,
+            part=output_text(""),
+        )
+
+    def _open_call(self, part: ToolCall) -> bytes:
+        index, custom = len(self._output), part.name in self._customs
+        identity = item_id("custom_tool_call" if custom else "function_call", self._head, index)
+        delta_head = _delta_head("response.function_call_arguments.delta", identity, index)
+        call = ToolCall(part.index, part.id, part.name)
+        self._open = _OpenItem(identity, index, delta_head, call)
+        item = call_item(identity, IN_PROGRESS, call, self._customs)
+        return self._event("response.output_item.added", output_index=index, item=item)
+
+    def _close(self, status: str) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        text = "".join(item.parts)
+        where = {"item_id": item.id, "output_index": item.index}
+        if item.call is None:
+            part = output_text(text, item.logprobs)
+            done = self._event(
+                "response.output_text.done", **where, content_index=0, text=text, logprobs=part["logprobs"]
+            )
+            done += self._event("response.content_part.done", **where, content_index=0, part=part)
+            finished = message_item(item.id, status, [part])
+        else:
+            call = ToolCall(item.call.index, item.call.id, item.call.name, text)
+            finished = call_item(item.id, status, call, self._customs)
+            if call.name in self._customs:
+                value = custom_input(text)
+                done = self._event("response.custom_tool_call_input.delta", **where, delta=value)
+                done += self._event("response.custom_tool_call_input.done", **where, input=value)
+            else:
+                done = self._event(
+                    "response.function_call_arguments.done", **where, name=call.name, arguments=text
+                )
+        self._output.append(finished)
+        return done + self._event("response.output_item.done", output_index=item.index, item=finished)
+
+    # ---- frames
+
+    def _status(self) -> str:
+        return INCOMPLETE if self._finish is Finish.LENGTH else COMPLETED
+
+    def _response(self, status: str) -> dict[str, object]:
+        return response_fields(self._request, self._head, status, self._output)
+
+    def _next(self) -> int:
+        number, self._number = self._number, self._number + 1
+        return number
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        return event_frame(kind, {"type": kind, "sequence_number": self._next(), **fields})
+
+
+def event_frame(kind: str, body: dict[str, object]) -> bytes:
+    """Return a frame of a named event."""
+    return b"event: " + kind.encode() + b"\ndata: " + one_line(_json(body)) + b"\n\n"
+
+
+def _delta_head(kind: str, identity: str, output_index: int, **fields: object) -> bytes:
+    """Return a frame of a delta up to the value of its sequence number, which is followed by the delta."""
+    body = {"type": kind, "item_id": identity, "output_index": output_index, **fields}
+    return b"event: " + kind.encode() + b"\ndata: " + _json(body)[:-1] + b',"sequence_number":'
