@@ -5,14 +5,15 @@
 
 It starts a federation of its own: journals and SQLite on a small file system, or a Postgres primary with a
 synchronous standby where the fault concerns replicas of a shared database. For each fault it runs `--count`
-streams, or more until the fault is over, `--concurrency` at a time, beside a batch of 50 lines; the tenant
-has quotas that suffice. A client whose query is refused, or whose stream breaks because its own gateway died,
-asks the other gateway, as an SDK would. Checked for each fault: every query is answered, each text equals
-that of plain `transformers` alone (nothing repeated, nothing missing), each line of the batch is there once,
-each answer has one usage row with its tokens, streams break only where their gateway ends, no query is
-refused unless the disk is full, every counter is at zero in the end, and recovery takes no longer than the
-fault's limit. Exit status 1 where one of these fails. A fault that this machine cannot have is reported as
-skipped: a full disk and lost names need root (they mount), some faults need Postgres.
+streams (a fifth of them where a process, a link or the machine fails), or more until the fault is over,
+`--concurrency` at a time, beside a batch of 50 lines; the tenant has quotas that suffice. A client whose
+query is refused, or whose stream breaks because its own gateway died, asks the other gateway, as an SDK
+would. Checked for each fault: every query is answered, each text equals that of plain `transformers` alone
+(nothing repeated, nothing missing), each line of the batch is there once, each answer has one usage row with
+its tokens, streams break only where their gateway ends, no query is refused unless the disk is full, every
+counter is at zero in the end, and recovery takes no longer than the fault's limit. Exit status 1 where one of
+these fails. A fault that this machine cannot have is reported as skipped: a full disk and lost names need
+root (they mount), some faults need Postgres.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Struck(NamedTuple):
 
 async def strike(federation: Federation, name: str, options: argparse.Namespace) -> Struck:
     """Run the streams and the batch of one fault, and inject it after a quarter of the streams."""
-    load = Load.from_options(federation.running.root_urls, federation.key, options)
+    fault = FAULTS[name]
+    some = argparse.Namespace(**{**vars(options), "count": round(options.count * fault.share)})
+    load = Load.from_options(federation.running.root_urls, federation.key, some)
     load.open = True
     batch = Batch(load.clients, load.texts[:BATCH_LINES], options.max_tokens)
     await batch.submit()
@@ -78,7 +81,7 @@ async def strike(federation: Federation, name: str, options: argparse.Namespace)
     try:
         await load.reached(STRUCK_AT)
         began = time.perf_counter()
-        found = await FAULTS[name].inject(federation)
+        found = await fault.inject(federation)
         found["lasted_s"] = round(time.perf_counter() - began, 1)
     finally:
         load.open = False
@@ -183,6 +186,7 @@ def main() -> int:
         "--faults", type=fault_names, default=list(FAULTS), help=f"of {', '.join(FAULTS)}; default: all"
     )
     add_options(parser)
+    parser.set_defaults(concurrency=64, max_tokens=24)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leave no process, no mount
     report = run(options)

@@ -27,7 +27,7 @@ from mico.local.processes import Process, start_stamp
 from mico.local.profiles import Profile, profiles
 
 DISK_MIB = 96
-SLOTS, ITERATION_FLOOR_S = 12, 0.02
+SLOTS, ITERATION_FLOOR_S = 24, 0.04
 ANSWER_WITHIN_S = 90.0
 """Longer than any fault, so that a query that nobody rescues ends here, with an error."""
 QUOTAS = {"tokens_per_min": 2_000_000, "tokens_per_month": 10**9}

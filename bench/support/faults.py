@@ -16,6 +16,8 @@ from bench.support.chaos_federation import Federation
 from bench.support.relay import Relay
 
 LAMED_S = 12.0
+SUSPENDED_S = 60.0
+A_FIFTH = 0.2
 FROZEN_S = 2.0
 
 Figures = dict[str, float]
@@ -26,7 +28,8 @@ class Fault:
     """A fault and what is permitted while it lasts.
 
     `limits_s`: the most of a figure, of the fault or of its clients. `breaks`: streams may break, since their
-    own gateway dies. `refuses`: a query may be refused with 503 before it is accepted.
+    own gateway dies. `refuses`: a query may be refused with 503 before it is accepted. `share`: the part of
+    the streams that it is run with.
     """
 
     inject: Callable[[Federation], Awaitable[Figures]]
@@ -34,6 +37,7 @@ class Fault:
     postgres: bool = False
     breaks: bool = False
     refuses: bool = False
+    share: float = 1.0
 
 
 async def kill_site(federation: Federation) -> Figures:
@@ -44,12 +48,13 @@ async def kill_site(federation: Federation) -> Figures:
     return {"noticed_s": noticed_s, "back_s": await federation.back(victim.name)}
 
 
-async def stop_site(federation: Federation) -> Figures:
+async def suspend_site(federation: Federation) -> Figures:
+    """Stop a site's process for a minute; its sockets stay open."""
     victim = federation.running.sites[1]
     os.kill(victim.pid, signal.SIGSTOP)
     try:
         noticed_s = await federation.down(victim.name)
-        await asyncio.sleep(max(0.0, LAMED_S - noticed_s))
+        await asyncio.sleep(max(0.0, SUSPENDED_S - noticed_s))
     finally:
         os.kill(victim.pid, signal.SIGCONT)
     return {"noticed_s": noticed_s, "back_s": await federation.back(victim.name)}
@@ -108,11 +113,11 @@ def first_relayed(federation: Federation) -> tuple[str, list[Relay]]:
 
 
 FAULTS: dict[str, Fault] = {
-    "site-killed": Fault(kill_site),
-    "site-stopped": Fault(stop_site),
-    "links-cut": Fault(cut_links),
-    "half-open": Fault(half_open),
-    "far-away": Fault(far_away),
-    "reports-held": Fault(freeze_reports),
-    "gateway-killed": Fault(kill_gateway, breaks=True),
+    "site-killed": Fault(kill_site, share=A_FIFTH),
+    "site-suspended": Fault(suspend_site, share=A_FIFTH),
+    "links-cut": Fault(cut_links, share=A_FIFTH),
+    "half-open": Fault(half_open, share=A_FIFTH),
+    "far-away": Fault(far_away, share=A_FIFTH),
+    "reports-held": Fault(freeze_reports, share=A_FIFTH),
+    "gateway-killed": Fault(kill_gateway, breaks=True, share=A_FIFTH),
 }

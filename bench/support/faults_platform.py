@@ -1,4 +1,4 @@
-"""Faults of the platform under a process: it is suspended for a minute, its names resolve no more."""
+"""Faults of the platform under processes: machines are suspended for a minute, names resolve no more."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from bench.support.chaos_federation import Federation, NotHere
-from bench.support.faults import Fault, Figures
+from bench.support.faults import A_FIFTH, SUSPENDED_S, Fault, Figures
 from mico.local.processes import Process
 
-SUSPENDED_S = 60.0
 NAMELESS_S = 10.0
 
 
@@ -27,13 +26,6 @@ async def suspended(processes: Sequence[Process]) -> AsyncIterator[None]:
     finally:
         for process in processes:
             os.kill(process.pid, signal.SIGCONT)
-
-
-async def suspend_site(federation: Federation) -> Figures:
-    victim = federation.running.sites[1]
-    async with suspended([victim]):
-        noticed_s = await federation.down(victim.name)
-    return {"noticed_s": noticed_s, "back_s": await federation.back(victim.name)}
 
 
 async def suspend_gateway(federation: Federation) -> Figures:
@@ -68,8 +60,7 @@ async def lose_names(federation: Federation) -> Figures:
 
 
 FAULTS: dict[str, Fault] = {
-    "names-lost": Fault(lose_names),
-    "site-suspended": Fault(suspend_site),
-    "gateway-suspended": Fault(suspend_gateway),
-    "all-suspended": Fault(suspend_all),
+    "names-lost": Fault(lose_names, share=A_FIFTH),
+    "gateway-suspended": Fault(suspend_gateway, share=A_FIFTH),
+    "all-suspended": Fault(suspend_all, share=A_FIFTH),
 }
