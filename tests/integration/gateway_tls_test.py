@@ -75,6 +75,44 @@ def test_clients_are_shown_a_new_certificate_without_a_restart(tmp_path: Path, a
     asyncio.run(scenario())
 
 
+CLIENT_HELLO = bytes.fromhex("16030100c8010000c40303")
+"""The first bytes of a handshake whose rest never comes."""
+
+
+def test_handshakes_that_never_end_hold_up_nobody(tmp_path: Path, authority: Authority) -> None:
+    async def scenario() -> None:
+        files = CertificateFiles(*put(authority, tmp_path))
+        clients = http_server(
+            create_http(Script().backend()), host="127.0.0.1", port=0, end_within_s=1, certificate=files
+        )
+        serving = asyncio.create_task(clients.serve())
+        await until(lambda: clients.started, "started")
+        port = clients.servers[0].sockets[0].getsockname()[1]
+        sites = grpc.aio.server()
+        sites_port = sites.add_secure_port("127.0.0.1:0", grpc_credentials(files))
+        await sites.start()
+        trust = ssl.create_default_context(cadata=authority.pem.decode())
+        stuck = [
+            (await asyncio.open_connection("127.0.0.1", each))[1]
+            for each in (port, sites_port)
+            for _ in range(200)
+        ]
+        for writer in stuck[::2]:
+            writer.write(CLIENT_HELLO)
+        async with asyncio.timeout(10):
+            assert (await asked(port, trust))[0].startswith(b"HTTP/1.1 200")
+            root = grpc.ssl_channel_credentials(authority.pem)
+            async with grpc.aio.secure_channel(f"127.0.0.1:{sites_port}", root) as channel:
+                await channel.channel_ready()
+        for writer in stuck:
+            writer.transport.abort()
+        await sites.stop(None)
+        clients.should_exit = True
+        await serving
+
+    asyncio.run(scenario())
+
+
 def old_protocols(trust: ssl.SSLContext) -> ssl.SSLContext:
     with pytest.warns(DeprecationWarning):
         trust.maximum_version = ssl.TLSVersion.TLSv1_1
