@@ -5,6 +5,7 @@ StoreError                has a sentence that a person can act on; stops the sta
 │   └── SchemaTooNew      a newer program has changed the tables so that this one can't use them
 ├── JournalTaken          another process writes to the same journal
 ├── StoreUnavailable      the database does not answer now: try again later
+├── TooManyKeys           replicas would hold more keys in memory than they may
 └── RecordsRefused        the database will never take these values: trying again is useless
 """
 
@@ -32,4 +33,8 @@ class StoreUnavailable(StoreError):
 
 
 class RecordsRefused(StoreError):
+    pass
+
+
+class TooManyKeys(StoreError):
     pass

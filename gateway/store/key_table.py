@@ -6,19 +6,21 @@ import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.domain import Caller
 from gateway.store.audit import Act, add_entry
 from gateway.store.database import insert_new
+from gateway.store.errors import TooManyKeys
+from gateway.store.key_changes import names, next_number
 from gateway.store.pepper import Pepper, new_secret
 from gateway.store.tables import keys, tenants
 
 DEFAULT_TENANT = "default"
-STAMP_BITS = 40
+MAX_KEYS = 1_000_000
+"""Keys that are not revoked: every replica holds them in memory."""
 MAX_NAME_CHARS = 200
 NAME_RULE = f"1 to {MAX_NAME_CHARS} printable characters"
 
@@ -51,24 +53,6 @@ class KeyInfo:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
-class StoredKey(NamedTuple):
-    """A key as `KeyRing` holds it in memory."""
-
-    digest: bytes
-    pepper_id: str
-    caller: Caller
-    expires_at: float | None
-
-
-class Marker(NamedTuple):
-    """Fingerprint of the table: differs after any change of a key or of its tenant."""
-
-    keys: int
-    revoked: int
-    stamps: int
-    tenants: int
-
-
 @dataclass(frozen=True, slots=True)
 class NewKey:
     name: str
@@ -83,9 +67,14 @@ class NewKey:
 async def create(
     engine: AsyncEngine, pepper: Pepper, new: NewKey, now: float, act: Act
 ) -> tuple[KeyInfo, str]:
-    """Create a key, and its tenant if missing. Return the key and its secret, which cannot be read again."""
+    """Create a key, and its tenant if missing. Return the key and its secret, which cannot be read again.
+
+    Raises TooManyKeys.
+    """
     async with engine.begin() as connection:
-        info, secret = await _insert(connection, pepper, new, now)
+        number = await next_number(connection)
+        await _require_room(connection)
+        info, secret = await _insert(connection, pepper, new, now, number)
         await add_entry(
             connection, act, now, action=f"create key {info.id}", before="none", after=_scopes(info)
         )
@@ -97,26 +86,34 @@ async def rotate(
 ) -> tuple[KeyInfo, str] | None:
     """Replace a key by one with the same scopes, quotas and lifetime; both are valid for `overlap_s`.
 
-    Returns None when there is no such key, or it is not valid any more.
+    Returns None when there is no such key, or it is not valid any more. Raises TooManyKeys.
     """
     async with engine.begin() as connection:
+        number = await next_number(connection)
+        await _require_room(connection)
         old = await _get(connection, key_id)
         if old is None or not old.valid(now):
             return None
         lasts_s = None if old.expires_at is None else old.expires_at - old.created_at
         until = None if lasts_s is None else now + lasts_s
         new = NewKey(old.name, old.tenant, old.models, old.admin, until, old.regions, old.first_id or old.id)
-        info, secret = await _insert(connection, pepper, new, now)
+        info, secret = await _insert(connection, pepper, new, now, number)
         ends = min(now + overlap_s, old.expires_at or inf)
         change = update(keys).where(keys.c.id == key_id)
-        await connection.execute(change.values(expires_at=ends, stamp=secrets.randbits(STAMP_BITS)))
+        await connection.execute(change.values(expires_at=ends, stamp=number))
         after = f"{info.id}; {key_id} ends in {ends - now:.0f} s"
         await add_entry(connection, act, now, action=f"rotate key {key_id}", before=key_id, after=after)
     return info, secret
 
 
+async def _require_room(connection: AsyncConnection) -> None:
+    count = select(func.count()).select_from(keys).where(keys.c.revoked_at.is_(None))
+    if int(await connection.scalar(count) or 0) >= MAX_KEYS:
+        raise TooManyKeys(f"there are {MAX_KEYS:,} keys: revoke those that have expired or that nobody uses")
+
+
 async def _insert(
-    connection: AsyncConnection, pepper: Pepper, new: NewKey, now: float
+    connection: AsyncConnection, pepper: Pepper, new: NewKey, now: float, number: int
 ) -> tuple[KeyInfo, str]:
     secret = new_secret()
     values: dict[str, Any] = {
@@ -132,7 +129,7 @@ async def _insert(
         "admin": new.admin,
         "created_at": now,
         "expires_at": new.expires_at,
-        "stamp": secrets.randbits(STAMP_BITS),
+        "stamp": number,
     }
     tenant = {"name": new.tenant, "created_at": now}
     await connection.execute(insert_new(connection.dialect.name, tenants), tenant)
@@ -146,7 +143,8 @@ async def revoke(engine: AsyncEngine, key_id: str, now: float, act: Act) -> KeyI
     """Revoke a key; None when there is no such key. A second revocation keeps the time of the first."""
     first = update(keys).where(keys.c.id == key_id, keys.c.revoked_at.is_(None))
     async with engine.begin() as connection:
-        change = first.values(revoked_at=now, stamp=secrets.randbits(STAMP_BITS))
+        number = await next_number(connection)
+        change = first.values(revoked_at=now, stamp=number)
         if (await connection.execute(change)).rowcount:
             await add_entry(
                 connection, act, now, action=f"revoke key {key_id}", before="valid", after="revoked"
@@ -161,53 +159,6 @@ async def list_all(engine: AsyncEngine) -> list[KeyInfo]:
         return [_info(row) for row in found]
 
 
-_MARKER = select(
-    func.count(),
-    func.count(keys.c.revoked_at),
-    func.coalesce(func.sum(keys.c.stamp), 0),
-    select(func.coalesce(func.sum(tenants.c.stamp), 0)).scalar_subquery(),
-).select_from(keys)
-
-
-async def marker(connection: AsyncConnection) -> Marker:
-    """Read the table's fingerprint: one small query."""
-    total, revoked, stamped, changed = (await connection.execute(_MARKER)).one()
-    return Marker(total, revoked, int(stamped), int(changed))
-
-
-async def unrevoked(connection: AsyncConnection) -> list[StoredKey]:
-    """Return all keys that are not revoked, expired ones too."""
-    columns = (
-        keys.c.id,
-        keys.c.tenant,
-        keys.c.digest,
-        keys.c.pepper_id,
-        keys.c.models,
-        keys.c.regions,
-        keys.c.first_id,
-        keys.c.admin,
-        keys.c.expires_at,
-        tenants.c.best_priority,
-    )
-    valid = select(*columns).join(tenants, tenants.c.name == keys.c.tenant).where(keys.c.revoked_at.is_(None))
-    return [
-        StoredKey(bytes.fromhex(row.digest), row.pepper_id, _caller(row), row.expires_at)
-        for row in await connection.execute(valid)
-    ]
-
-
-def _caller(row: Any) -> Caller:
-    return Caller(
-        key_id=row.id,
-        tenant=row.tenant,
-        models=_names(row.models),
-        admin=row.admin,
-        regions=_names(row.regions),
-        first_id=row.first_id or "",
-        best_priority=row.best_priority,
-    )
-
-
 async def _get(connection: AsyncConnection, key_id: str) -> KeyInfo | None:
     row = (await connection.execute(select(keys).where(keys.c.id == key_id))).one_or_none()
     return None if row is None else _info(row)
@@ -219,12 +170,12 @@ def _info(row: Row[Any]) -> KeyInfo:
         name=row.name,
         tenant=row.tenant,
         hint=row.hint,
-        models=_names(row.models),
+        models=names(row.models),
         admin=row.admin,
         created_at=row.created_at,
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
-        regions=_names(row.regions),
+        regions=names(row.regions),
         first_id=row.first_id or "",
     )
 
@@ -236,7 +187,3 @@ def _scopes(key: KeyInfo) -> str:
         f"regions {', '.join(sorted(key.regions)) if key.regions is not None else 'all'}",
     ]
     return "; ".join(allowed + ["admin"] * key.admin)
-
-
-def _names(names: list[str] | None) -> frozenset[str] | None:
-    return None if names is None else frozenset(names)

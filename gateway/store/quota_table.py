@@ -18,10 +18,11 @@ from gateway.quotas.limits import Kind, LimitId, Scope
 from gateway.store.audit import Act, add_entry
 from gateway.store.database import insert_new
 from gateway.store.errors import StoreError
-from gateway.store.key_table import STAMP_BITS
+from gateway.store.key_changes import next_number
 from gateway.store.slices import id_of
 from gateway.store.tables import keys, quota_slices, quotas, tenants
 
+STAMP_BITS: Final = 40
 MAX_AMOUNT: Final = 2**53
 """Largest integer that JSON carries exactly."""
 
@@ -63,11 +64,12 @@ class QuotaTable:
         """Create or change a tenant."""
         now = self._clock()
         async with self._engine.begin() as connection:
+            number = await next_number(connection)
             new = {"name": name, "created_at": now}
             before = await connection.scalar(select(tenants.c.best_priority).where(tenants.c.name == name))
             await connection.execute(insert_new(connection.dialect.name, tenants), new)
             change = update(tenants).where(tenants.c.name == name)
-            await connection.execute(change.values(best_priority=best_priority, stamp=_stamp()))
+            await connection.execute(change.values(best_priority=best_priority, stamp=number))
             was = "none" if before is None else f"best priority {before}"
             after = f"best priority {best_priority}"
             await add_entry(connection, act, now, action=f"set tenant {name}", before=was, after=after)

@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0009"
+SCHEMA: Final = "0010"
 """The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
@@ -68,9 +68,15 @@ keys = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("revoked_at", Double),
-    Column(
-        "stamp", BigInteger, nullable=False
-    ),  # random at every change: the sum over all rows reveals any change
+    Column("stamp", BigInteger, nullable=False),  # number of its last change, see key_changes.py
+    Index("ix_keys_stamp", "stamp", "revoked_at"),
+)
+
+change_counters = Table(
+    "change_counters",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("number", BigInteger, nullable=False),  # of the newest change
 )
 
 usage = Table(
@@ -124,7 +130,9 @@ quotas = Table(
     Column("subject", String, primary_key=True),  # the tenant's name or the first id of the key
     Column("kind", String, primary_key=True),
     Column("amount", BigInteger, nullable=False),
-    Column("stamp", BigInteger, nullable=False),  # as that of keys
+    Column(
+        "stamp", BigInteger, nullable=False
+    ),  # random at every change: the sum over all rows reveals any change
 )
 
 replicas = Table(

@@ -113,10 +113,10 @@ def test_a_flood_of_wrong_keys_is_one_query_per_rest(
     looks = 0
     real_refresh = KeyRing.refresh
 
-    async def counted(self: KeyRing) -> None:
+    async def counted(self: KeyRing, **options: bool) -> None:
         nonlocal looks
         looks += 1
-        await real_refresh(self)
+        await real_refresh(self, **options)
 
     async def main() -> None:
         async with open_store(url, tmp_path) as store:
@@ -155,8 +155,8 @@ def test_an_unknown_key_hurries_the_look_at_the_database(
     looked = asyncio.Event()
     real_refresh = KeyRing.refresh
 
-    async def refresh_and_signal(self: KeyRing) -> None:
-        await real_refresh(self)
+    async def refresh_and_signal(self: KeyRing, **options: bool) -> None:
+        await real_refresh(self, **options)
         looked.set()
 
     async def main() -> None:
