@@ -188,9 +188,11 @@ async def _core(
     log.info("sites join at %s:%d", config.grpc_host, port)
     if mutual_port is not None:
         log.info("sites with a certificate join at %s:%d", config.grpc_host, mutual_port)
+    watching = asyncio.create_task(federation.watch_progress())
     try:
         yield Core(query_context, metrics, publisher, leases)
     finally:
+        watching.cancel()
         await server.stop(grace=1.0)
         await query_context.wait_settled()
         await leases.close()

@@ -32,7 +32,7 @@ _TEXTS = {
     SiteState.DOWN: ("is down", True),
     SiteState.DRAINING: ("drains: no new queries, running ones finish", False),
     SiteState.PAUSED: ("is paused: no new queries, what is left moves", False),
-    SiteState.EJECTED: ("is ejected", True),
+    SiteState.EJECTED: ("is ejected: no queries until it works again", True),
 }
 
 
@@ -57,7 +57,7 @@ class EventLog:
         """Record the state changes since the last call as events, and return them.
 
         `sites` yields (name, boot id, state) of every listed site; `down_reasons` says why sites that are
-        down left.
+        down left, and why others are ejected.
         """
         seen: dict[str, tuple[str, SiteState]] = {}
         changes: list[Event] = []
@@ -70,7 +70,8 @@ class EventLog:
                 changes.append(Event(now, "state", name, "was restarted and joined again", bad=True))
             if before is not state and not (before is None and state is SiteState.READY):
                 text, bad = _TEXTS[state]
-                why = f": {down_reasons[name]}" if state is SiteState.DOWN and name in down_reasons else ""
+                has_reason = state in (SiteState.DOWN, SiteState.EJECTED) and name in down_reasons
+                why = f": {down_reasons[name]}" if has_reason else ""
                 changes.append(Event(now, "state", name, text + why, bad=bad))
         self._states = seen
         self._kept.extend(changes)

@@ -59,9 +59,16 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
         allow_special_tokens=config.allow_special_tokens,
     )
     hello = make_hello(config, loaded, engine.features, engine.max_token_chars or 0)
-    site = Site(hello, engine, time.monotonic, config.max_pending, on_finish=on_finish)
-    links = dialer.links(site)
     shutdown = Shutdown()
+    site = Site(
+        hello,
+        engine,
+        time.monotonic,
+        config.max_pending,
+        on_finish=on_finish,
+        on_stuck=shutdown.engine_broken,
+    )
+    links = dialer.links(site)
     ticking = asyncio.create_task(tick(site))
     engine.start(Listener(site.outputs, site.load, shutdown.engine_broken))
     try:

@@ -106,6 +106,13 @@ class EngineClient(Protocol):
         """Return the number of prompts of `tenant` that wait to be prepared."""
         ...
 
+    def stalled_s(self) -> float:
+        """Return how long the engine has been without progress if its work does not explain it, else 0.
+
+        Called a few times a second.
+        """
+        ...
+
     def prepare(
         self,
         assign: Assign,

@@ -93,6 +93,9 @@ class NativeEngine:
     def waiting_of(self, tenant: str) -> int:
         return self._tokenizer.waiting_of(tenant)
 
+    def stalled_s(self) -> float:
+        return self._engine_thread.stalled_s()
+
     def prepare(
         self,
         assign: Assign,

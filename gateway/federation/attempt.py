@@ -54,12 +54,14 @@ class LiveAttempt:
         moves: int,
         on_cancel: Callable[[LiveAttempt], None],
         resumable: bool = True,
+        tried: frozenset[str] = frozenset(),
     ) -> None:
         self.decision = decision
         self.demand = demand
         self.site = site
         self.moves = moves
         self.resumable = resumable
+        self.tried = tried  # sites that failed the query before
         self.started = False
         self.accepted: Accepted | None = None
         self.expired = False

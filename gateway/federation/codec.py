@@ -22,6 +22,7 @@ from gateway.domain import (
     ToolCall,
 )
 from gateway.federation.attempt import Accepted
+from gateway.federation.progress import EngineReport
 from gateway.prompt import Chat
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
@@ -107,6 +108,14 @@ def load(report: pb.Load, received_s: float) -> LoadReport:
         prompt_tokens_total=report.prompt_tokens_total,
         unread_tokens=report.unread_tokens,
         unknown_messages=report.unknown_messages,
+    )
+
+
+def engine_report(report: pb.Load) -> EngineReport:
+    return EngineReport(
+        _amount(report.stalled_s, "stalled_s"),
+        _amount(report.longest_iteration_s, "longest_iteration_s"),
+        (report.tokens_total, report.prompt_tokens_total, report.unread_tokens),
     )
 
 

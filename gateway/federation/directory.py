@@ -25,7 +25,7 @@ class Directory:
         self._standings: Mapping[str, Standing] = {}
         self._snapshot: tuple[Site, ...] | None = None
         self._models_by_states: dict[tuple[SiteState, ...], Mapping[str, Model]] = {}
-        self.down_reasons: dict[str, str] = {}  # of sites that are down, one line each
+        self.down_reasons: dict[str, str] = {}  # of sites that are down or ejected, one line each
         self.unknown_messages: dict[str, int] = {}  # of kinds that only newer sites know, by site
         self.fleet = Fleet()  # the same sites, as routing reads them
 
@@ -35,6 +35,9 @@ class Directory:
         if self._snapshot is None:
             self._snapshot = tuple(self._with_standing(self._sites[name]) for name in sorted(self._sites))
         return self._snapshot
+
+    def load_of(self, name: str) -> LoadReport:
+        return self._sites[name].load
 
     def cloud_of(self, name: str) -> str:
         """Return the cloud of a site, empty if it is not listed."""
@@ -96,6 +99,17 @@ class Directory:
 
     def set_state(self, name: str, state: SiteState) -> None:
         self._put(replace(self._sites[name], state=state))
+
+    def eject(self, name: str, reason: str) -> None:
+        """Give a site no work until `restore`: its link is up, but nothing moves behind it."""
+        if self._sites[name].state in (SiteState.READY, SiteState.STALE, SiteState.EJECTED):
+            self.down_reasons[name] = reason
+            self.set_state(name, SiteState.EJECTED)
+
+    def restore(self, name: str) -> None:
+        if self._sites[name].state is SiteState.EJECTED:
+            self.down_reasons.pop(name, None)
+            self.set_state(name, SiteState.READY)
 
     def apply_standings(self, standings: Mapping[str, Standing]) -> None:
         """Replace the orders of operators, by site."""

@@ -5,11 +5,13 @@ The number of running attempts is the size of the map of live attempts, never a 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from gateway.decision import Decision
 from gateway.domain import AttemptFailure, Credit, FailureCause, Query, Resume, SiteIdentity, SiteState
@@ -17,17 +19,36 @@ from gateway.federation import codec
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.offloading import Offloading
+from gateway.federation.outbox import Outbox
+from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
 from gateway.routing.demand import Demand
+from gateway.routing.failover import NATIVE, same_weights
+from gateway.routing.filters import may
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 ABANDONED = frozenset((pb.Delta.FAILED, pb.Delta.CANCELLED))
+PING = "ping"
+MAX_UNANSWERED_PINGS = 8
+"""A site that reports load but answers no ping does not read what is sent to it."""
+READ_WITHIN_S, MIN_READ_BYTES_PER_S = 10.0, 2**17
+"""A message that takes longer to be read, and longer than by this rate, is not read at all."""
+FIRST_EJECTION_S, MAX_EJECTION_S = 5.0, 60.0
+"""For so long a site that answers nothing gets no work, doubled each time until it gives a token."""
+
+
+class _Ejection(NamedTuple):
+    began_s: float
+    lasts_until_s: float
+
+    def is_over(self, now_s: float, reported_s: float) -> bool:
+        return now_s >= self.lasts_until_s and reported_s > self.began_s
 
 
 class Link:
-    """`outbox` holds the messages still to be sent, bounded by the attempts that admission lets in."""
+    """One stream of one site. `outbox` holds the messages still to be sent."""
 
     def __init__(
         self,
@@ -37,10 +58,11 @@ class Link:
         clock: Callable[[], float],
         *,
         reads_bunches: bool = False,
+        awake: AwakeClock | None = None,
     ) -> None:
         self.identity = identity
         self.last_heard_s = clock()
-        self.outbox: asyncio.Queue[pb.GatewayMessage] = asyncio.Queue()
+        self.outbox = Outbox()
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
         self._uncovered: dict[str, Demand] = {}  # assigned, and not in a report of the site yet
@@ -48,7 +70,13 @@ class Link:
         self._directory = directory
         self._offloading = offloading
         self._clock = clock
-        self._pings: dict[int, float] = {}
+        self._nonce = 0
+        self._pings: dict[int, float] = {}  # that are not answered: when each was made
+        self._awake = awake or AwakeClock(clock)
+        self._progress = Progress(self._awake.now_s)
+        self._writing: tuple[float, int] | None = None  # since when, and how many bytes, until it is read
+        self._ejections = 0  # in a row
+        self._ejected: _Ejection | None = None
         self._handlers: Mapping[str, Callable[[Any], None]] = {
             "accepted": self._accepted,
             "rejected": self._rejected,
@@ -72,13 +100,11 @@ class Link:
     # -- to the site --
 
     async def next_message(self) -> pb.GatewayMessage:
-        """Wait for the next message; bunch it with all that waits behind it if the site reads bunches."""
-        first = await self.outbox.get()
-        return codec.bundle(first, self._waiting()) if self._reads_bunches else first
-
-    def _waiting(self) -> Iterator[pb.GatewayMessage]:
-        while not self.outbox.empty():
-            yield self.outbox.get_nowait()
+        """Wait for the next message. The one before it counts as read."""
+        self._writing = None
+        message = await self.outbox.next(in_bunches=self._reads_bunches)
+        self._writing = self._awake.now_s, message.ByteSize()
+        return message
 
     def assign(
         self,
@@ -89,6 +115,7 @@ class Link:
         *,
         resume: Resume | None = None,
         moves: int = 0,
+        tried: frozenset[str] = frozenset(),
     ) -> LiveAttempt:
         attempt = LiveAttempt(
             decision=decision,
@@ -98,16 +125,22 @@ class Link:
             moves=moves,
             on_cancel=self._cancel,
             resumable=query.sampling.resumable and self._names_tokens(query.model),
+            tried=tried,
         )
         if self.closing is not None:
             attempt.fail(AttemptFailure(self.name, FailureCause.LOST, self.closing))
             return attempt
+        if self.outbox.full:
+            message = f"{self.name} reads too slowly: {self.outbox.bytes >> 20} MiB wait for it"
+            attempt.fail(AttemptFailure(self.name, FailureCause.FULL, message))
+            return attempt
         deadline_s = max(0.001, query.deadline_s - self._clock())
-        message = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
+        assign = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
         self._live[attempt.id] = attempt
         self._uncovered[attempt.id] = demand
+        self._progress.assigned(attempt.id, self._awake.now_s)
         self._directory.set_credit(self.name, self._credit())
-        self.outbox.put_nowait(message)
+        self.outbox.put(assign, attempt.id)
         return attempt
 
     def pending(self) -> list[LiveAttempt]:
@@ -116,7 +149,7 @@ class Link:
 
     def release(self, release_id: str, attempt_ids: list[str]) -> None:
         release = pb.Release(release_id=release_id, attempt_ids=attempt_ids)
-        self.outbox.put_nowait(pb.GatewayMessage(release=release))
+        self.outbox.put(pb.GatewayMessage(release=release))
 
     def forget(self, attempt: LiveAttempt) -> None:
         """Stop waiting for the end of an attempt; later messages about it are dropped."""
@@ -136,20 +169,33 @@ class Link:
             each for each in self._live.values() if each.movable and each.demand.model in served_elsewhere
         ]
         for attempt in moving:
-            self._cancel(attempt)
-            self._end(attempt, AttemptFailure(self.name, FailureCause.DRAINING, reason))
+            self._give_up(attempt, AttemptFailure(self.name, FailureCause.DRAINING, reason))
         return len(moving)
 
-    def ping(self) -> None:
-        """Send a ping; the ping of eight rounds ago will not be answered any more."""
-        nonce = max(self._pings, default=0) + 1
-        self._pings[nonce] = self._clock()
-        self._pings.pop(nonce - 8, None)
-        self.outbox.put_nowait(pb.GatewayMessage(ping=pb.Ping(nonce=nonce)))
+    def ping(self) -> str | None:
+        """Send a ping, unless one waits to be sent; return why the link must end if none is answered."""
+        if len(self._pings) >= MAX_UNANSWERED_PINGS:
+            return f"it has answered none of {MAX_UNANSWERED_PINGS} pings"
+        if PING not in self.outbox:
+            self._nonce += 1
+            self._pings[self._nonce] = self._clock()
+            self.outbox.put(pb.GatewayMessage(ping=pb.Ping(nonce=self._nonce)), PING)
+        return None
 
     def _cancel(self, attempt: LiveAttempt) -> None:
-        if attempt.id in self._live:
-            self.outbox.put_nowait(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
+        """End an attempt that was not sent yet; ask the site to end any other."""
+        if attempt.id not in self._live:
+            return
+        if self.outbox.withdraw(attempt.id):
+            self._end(attempt, AttemptFailure(self.name, FailureCause.CANCELLED, "cancelled"))
+        else:
+            self.outbox.put(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
+
+    def _give_up(self, attempt: LiveAttempt, failure: AttemptFailure) -> None:
+        """End an attempt here without waiting for the site, which is told."""
+        if not self.outbox.withdraw(attempt.id):
+            self.outbox.put(pb.GatewayMessage(cancel=pb.Cancel(attempt_id=attempt.id)))
+        self._end(attempt, failure)
 
     def _names_tokens(self, model: str) -> bool:
         """Return whether the site names its tokens, so that another site can resume from them."""
@@ -177,6 +223,62 @@ class Link:
             else:
                 self._handlers[body](getattr(each, body))
 
+    # -- silence --
+
+    def check_progress(self) -> None:
+        """Move attempts away from a site behind whose link nothing moves; close a link that is not read."""
+        if self.closing is not None:
+            return
+        now_s = self._awake.now_s
+        if self._writing is not None:
+            unread_s = now_s - self._writing[0] - self._writing[1] / MIN_READ_BYTES_PER_S
+            if unread_s > READ_WITHIN_S:
+                self._directory.eject(self.name, reason := f"it has read nothing for {unread_s:.0f} s")
+                self.close(reason)
+                return
+        silence = self._progress.silence(
+            self._directory.load_of(self.name),
+            sum(demand.prompt_tokens for demand in self._uncovered.values()),
+            now_s,
+            native=self.identity.engine == NATIVE,
+        )
+        if silence is not None:
+            self._eject(silence, now_s)
+        elif self._ejected is not None and self._ejected.is_over(now_s, self._progress.reported_s):
+            log.warning("site %s gets work again", self.name)
+            self._ejected = None
+            self._directory.restore(self.name)
+
+    def _eject(self, silence: Silence, now_s: float) -> None:
+        """Give the site no work. Decide anew what another site can take; the rest waits for a while."""
+        reason = f"{silence.what} for {silence.lasts_s:.1f} s"
+        if self._ejected is None:
+            log.warning("site %s is ejected, %d attempts wait there: %s", self.name, self.live, reason)
+            backoff_s = min(MAX_EJECTION_S, FIRST_EJECTION_S * 2.0**self._ejections)
+            self._ejected = _Ejection(now_s, now_s + backoff_s if silence.needs_trial else now_s)
+            self._ejections += silence.needs_trial
+        self._directory.eject(self.name, reason)
+        over = silence.lasts_s > GIVE_UP_AFTER_S and self.identity.engine == NATIVE
+        failure = AttemptFailure(self.name, FailureCause.LOST, f"{self.name} hangs: {reason}")
+        for attempt in list(self._live.values()):
+            if silence.only_unanswered and not self._progress.is_unanswered(attempt.id):
+                continue
+            if over or self._can_move(attempt):
+                self._give_up(attempt, failure)
+
+    def _can_move(self, attempt: LiveAttempt) -> bool:
+        """Return whether another site could take the attempt now."""
+        if not attempt.movable:
+            return False
+        demand, fleet = attempt.demand, self._directory.fleet
+        if attempt.started:
+            demand = replace(demand, needs=demand.needs | {"resume"})
+        takers = may(demand, fleet, fleet.figures, self._clock(), (self.name, *attempt.tried))
+        return any(
+            not attempt.started or same_weights(self.identity, fleet.sites[place].identity, demand.model)
+            for place in np.flatnonzero(takers)
+        )
+
     def close(self, reason: str) -> None:
         """Close the link: fail every live attempt, which wakes its reader."""
         self.closing = reason
@@ -187,10 +289,12 @@ class Link:
 
     def _accepted(self, message: pb.Accepted) -> None:
         if attempt := self._live.get(message.attempt_id):
+            self._progress.answered(attempt.id, self._awake.now_s, accepted=True)
             attempt.accept(codec.accepted(message))
 
     def _rejected(self, message: pb.Rejected) -> None:
         if attempt := self._live.get(message.attempt_id):
+            self._progress.answered(attempt.id, self._awake.now_s, accepted=False)
             self._end(attempt, codec.rejected(message, self.name))
 
     def _step(self, message: pb.Step) -> None:
@@ -207,6 +311,8 @@ class Link:
                 self._abandoned(attempt, message)
             else:
                 attempt.feed(codec.delta(message))
+                self._ejections = 0
+                self._progress.output(self._awake.now_s)
         except IndexError as exc:
             reason = f"choice {message.index} of attempt {attempt.id} was not asked for"
             raise codec.ProtocolError(reason) from exc
@@ -217,11 +323,8 @@ class Link:
         """Drop the text in the message: the less a client has, the more sites can resume."""
         attempt.count(message.index, message.completion_tokens)
         if message.finish == pb.Delta.FAILED:
-            self._cancel(attempt)  # or its other choices would run on
-            self._end(
-                attempt,
-                AttemptFailure(self.name, FailureCause.FAILED, message.error or f"{self.name} failed"),
-            )
+            failure = AttemptFailure(self.name, FailureCause.FAILED, message.error or f"{self.name} failed")
+            self._give_up(attempt, failure)  # or its other choices would run on
         else:
             attempt.close_choice(
                 message.index, AttemptFailure(self.name, FailureCause.CANCELLED, "cancelled")
@@ -230,10 +333,13 @@ class Link:
     def _report(self, message: pb.Load) -> None:
         """Record a load report. Messages keep their order, so it covers every attempt accepted before it."""
         report = codec.load(message, self._clock())
+        self._progress.reported(codec.engine_report(message), self._awake.now_s)
         live = self._live
         self._uncovered = {k: demand for k, demand in self._uncovered.items() if live[k].accepted is None}
         self._directory.report(self.name, report, self._credit())
-        if report.running < self.identity.slots and report.pending == 0:
+        if message.stalled_s:
+            self.check_progress()
+        elif report.running < self.identity.slots and report.pending == 0:
             self._offloading.bid(self.name)
 
     def _released(self, message: pb.Released) -> None:
@@ -249,7 +355,9 @@ class Link:
                 )
 
     def _pong(self, message: pb.Pong) -> None:
-        if sent_s := self._pings.pop(message.nonce, None):
+        sent_s = self._pings.get(message.nonce)
+        if sent_s is not None:
+            self._pings = {nonce: s for nonce, s in self._pings.items() if nonce > message.nonce}
             rtt_s = self.last_heard_s - sent_s
             ahead_s = message.unix_s - (time.time() - rtt_s / 2) if message.unix_s else None
             self._directory.set_rtt(self.name, rtt_s, ahead_s)
@@ -264,6 +372,7 @@ class Link:
 
     def _forget(self, attempt: LiveAttempt) -> None:
         self._live.pop(attempt.id, None)
+        self._progress.forget(attempt.id)
         if self._uncovered.pop(attempt.id, None) is not None:
             self._directory.set_credit(self.name, self._credit())
 

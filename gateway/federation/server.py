@@ -16,6 +16,7 @@ from gateway.federation import codec
 from gateway.federation.directory import MAX_SITES, Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
+from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.federation.site_auth import Certificates, Refusal, SiteAuth
 from gateway.security.pki.authority import SiteCertificate
 from wire import federation_pb2 as pb
@@ -66,11 +67,24 @@ class Federation(rpc.FederationServicer):
         self._sleep = sleep
         self._site_auth = SiteAuth(settings.site_tokens, certificates)
         self._links: dict[str, Link] = {}
+        self._awake = AwakeClock(clock)
         self._offloading = Offloading(self._links, directory, clock)
 
     @property
     def links(self) -> Mapping[str, Link]:
         return MappingProxyType(self._links)
+
+    async def watch_progress(self) -> None:
+        """Check all links, again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            self.check_progress()
+
+    def check_progress(self) -> None:
+        """Move attempts away from sites behind whose links nothing moves."""
+        self._awake.tick()
+        for link in self._links.values():
+            link.check_progress()
 
     async def Join(self, _: object, context: Any) -> None:  # noqa: N802 — the name of the RPC
         try:
@@ -109,7 +123,14 @@ class Federation(rpc.FederationServicer):
         identity = codec.identity(first.hello)
         self._check_name(identity, certificate)
         bunches = first.hello.reads_bunches
-        link = Link(identity, self.directory, self._offloading, self._clock, reads_bunches=bunches)
+        link = Link(
+            identity,
+            self.directory,
+            self._offloading,
+            self._clock,
+            reads_bunches=bunches,
+            awake=self._awake,
+        )
         settings = self._settings
         welcome = pb.Welcome(
             gateway=settings.replica,
@@ -205,7 +226,8 @@ class Federation(rpc.FederationServicer):
                 return f"silent for {self._clock() - link.last_heard_s:.1f} s"
             if invalid_reason := self._site_auth.invalid_reason(certificate):
                 return invalid_reason
-            link.ping()
+            if unread_reason := link.ping():
+                return unread_reason
             began_s = self._clock()
             await self._sleep(heartbeat_s)
             stalled = self._clock() - began_s > 1.5 * heartbeat_s

@@ -167,7 +167,15 @@ class QueryRun:
         assert forecast is not None, "a query is forecast before it is dispatched"
         link = self.context.federation.links[decision.site]
         traced = self.context.trace_query(self.query, decision.attempt_id)
-        attempt = link.assign(traced, decision, demand, forecast, resume=planned.resume, moves=planned.moves)
+        attempt = link.assign(
+            traced,
+            decision,
+            demand,
+            forecast,
+            resume=planned.resume,
+            moves=planned.moves,
+            tried=planned.tried,
+        )
         self.state.add_attempt(attempt)
         return attempt
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Finish, Output, Request, RequestRejected, Sampling
+from site_engine.core.stall_watch import StallWatch
 from site_engine.engine_client import Group, Listener, LoadSeen
 from site_engine.errors import EngineBroken, NotServed, Reason
 
@@ -26,6 +27,11 @@ MAX_CONSECUTIVE_ERRORS = 3
 MAX_STEPS_WITHOUT_TOKEN = 3
 """After this many iterations with failures and no token, the thread submits a probe request."""
 PROBE_ID = "probe"
+STALLED_AFTER_S = 2.0
+"""An iteration has stalled if it takes so much longer than twice the time that a full batch should take. To
+take a slow one, such as the first with a new kernel, for a stall costs little: the gateways move what others
+can take, and come back.
+"""
 
 
 class Engine(Protocol):
@@ -75,12 +81,20 @@ class EngineThread:
         self._steps_without_token = 0
         self._ready_s = 0.0
         self._load_s = 0.0
+        self._turn_s: float | None = None  # the start of the turn that runs, None between turns
+        self._longest_iteration_s = 0.0
+        self._stall_watch = StallWatch()
         self._load_wanted = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, listener: Listener) -> None:
         self.listener = listener
         self._thread.start()
+
+    def stalled_s(self) -> float:
+        """Return how long the turn that runs has taken if that is too long, else 0. Called on the loop."""
+        taken_s = self._stall_watch.look(self._turn_s, self._clock())
+        return taken_s if taken_s > STALLED_AFTER_S + 2 * self._longest_iteration_s else 0.0
 
     def stop(self, within_s: float = 10.0) -> None:
         """End the thread after the current iteration, waiting at most `within_s`; drop what still runs."""
@@ -144,8 +158,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait():
+                self._turn_s = self._clock()
                 self.turn()
+                self._turn_s = None
         except Exception as exc:  # noqa: BLE001 - the thread ends here: every request gets the reason
+            self._turn_s = None
             self._break(exc)
             while self._wait():
                 self._operations.popleft()()
@@ -195,7 +212,9 @@ class EngineThread:
         if self._load_wanted or now - self._load_s >= LOAD_INTERVAL_S or not self._engine.has_work:
             self._load_wanted = False
             self._load_s = now
-            self._calls.append(partial(self.listener.load, LoadSeen(self._engine.load(), now)))
+            figures = self._engine.load()
+            self._longest_iteration_s = figures.longest_iteration_s
+            self._calls.append(partial(self.listener.load, LoadSeen(figures, now)))
 
     def _admit(self, group: Group) -> Admission | NotServed:
         if self._broken:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from site_engine import messages as m
+from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Output
 from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 LOAD_EVERY_S = 1.0
 BID_INTERVAL_S = 1.0
 MAX_GRACE_S = 600.0
+STUCK_AFTER_S = 120.0
+"""An engine that has been without progress for so long does not come back: a new process has to load it."""
+READS_STALLS = 2
+"""The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +42,7 @@ class Connection:
     lost_s: float = 0.0
     grace_s: float = 0.0
     draining: bool = False  # at the request of this gateway
+    protocol: int = 1
     has_bid: bool = False
     bid_s: float = float("-inf")
 
@@ -52,8 +58,11 @@ class Site:
         max_preparing: int,
         *,
         on_finish: m.OnFinish = lambda *_: None,
+        on_stuck: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`on_stuck` is told why the process has to be started again."""
         self._on_finish = on_finish
+        self._on_stuck = on_stuck
         self._hello = hello
         self._engine = engine
         self._clock = clock
@@ -66,6 +75,8 @@ class Site:
         self._bids = 0
         self.unknown_messages = 0  # of kinds that only newer gateways know
         self._load_s = float("-inf")
+        self._figures: LoadFigures | None = None
+        self._stalled = False
         self._draining: m.Draining | None = None
         self._when_idle: Callable[[], None] | None = None
 
@@ -100,6 +111,7 @@ class Site:
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
         known.draining = known.has_bid = False
+        known.protocol = welcome.protocol
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
         for attempt_id in unwanted:
             self._engine.cancel(known.attempts.cancel(attempt_id))
@@ -126,7 +138,24 @@ class Site:
                 self._abandon(each)
         if now - self._load_s >= LOAD_EVERY_S:
             self._engine.request_load()
+        self._watch_engine(now)
         self._check_idle()
+
+    def _watch_engine(self, now: float) -> None:
+        """Report an engine without progress, which reports nothing itself."""
+        was_stalled, stalled_s = self._stalled, self._engine.stalled_s()
+        self._stalled = stalled_s > 0
+        if was_stalled and not self._stalled:
+            log.warning("the engine moves again")
+        if not self._stalled:
+            return
+        if not was_stalled:
+            log.error("the engine has not moved for %.1f s; %d attempts wait for it", stalled_s, self.live)
+        if stalled_s >= STUCK_AFTER_S:
+            self._on_stuck(f"it has not moved for {stalled_s:.0f} s")
+        if self._figures is not None and (not was_stalled or now - self._load_s >= LOAD_EVERY_S):
+            able = [each for each in self._connections.values() if each.protocol >= READS_STALLS]
+            self._send_load(able, LoadSeen(self._figures, now), stalled_s)
 
     # from a gateway
 
@@ -215,10 +244,14 @@ class Site:
                 self._changed(connection)
 
     def load(self, seen: LoadSeen) -> None:
+        self._figures = seen.figures
+        self._send_load(self._connections.values(), seen)
+
+    def _send_load(self, to: Iterable[Connection], seen: LoadSeen, stalled_s: float = 0.0) -> None:
         self._load_s = seen.at_s
         self._loads += 1
-        load = m.Load(self._loads, seen.at_s, seen.figures, unknown_messages=self.unknown_messages)
-        for connection in self._connections.values():
+        load = m.Load(self._loads, seen.at_s, seen.figures, stalled_s, self.unknown_messages)
+        for connection in to:
             if connection.linked:
                 connection.attempts.outbox.load(load)
                 self._bid(connection, load)
@@ -231,7 +264,7 @@ class Site:
         preparing = any(each.attempts.preparing for each in self._connections.values())
         room = free_slots > 0 and figures.kv_free_tokens > 0 and not (figures.pending or preparing)
         now = self._clock()
-        if not room or self._draining is not None or connection.draining:
+        if not room or load.stalled_s or self._draining is not None or connection.draining:
             connection.has_bid = False
             connection.attempts.outbox.bid(None)
         elif not connection.has_bid and now - connection.bid_s >= BID_INTERVAL_S:

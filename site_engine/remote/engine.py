@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from site_engine.core.request import Admission, Finish, Output
 from site_engine.core.request_queue import has_place
+from site_engine.core.stall_watch import StallWatch
 from site_engine.engine_client import Group, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.messages import Assign, TextPrompt
@@ -31,6 +32,10 @@ LOAD_INTERVAL_S = 0.05
 MAX_FAILURES = 3
 """Answers in a row that fail, none between them succeeding, mean a broken server, whatever its probe says."""
 LAST_BYTES_S = 1.0
+SILENT_AFTER_S = 15.0
+"""A server that has begun answers and then sends nothing at all for so long, beyond the time for reading the
+prompts that it has, counts as stalled. `silence_s` of the configuration ends each answer for itself, later.
+"""
 GUESS_FACTOR = 2
 """A prompt of so many times the context, by the guess of its tokens, is too long for certain; some servers
 would read it to its end.
@@ -79,12 +84,25 @@ class RemoteEngine:
         self._pump_timer: asyncio.TimerHandle | None = None
         self._load_timer: asyncio.TimerHandle | None = None
         self._load_s = float("-inf")
+        self._received_s = float("-inf")
+        self._stall_watch = StallWatch()
 
     # the interface of a site
 
     def waiting_of(self, tenant: str) -> int:
         """Return 0: prompts are prepared at once."""
         return 0
+
+    def stalled_s(self) -> float:
+        """Return how long all answers that the server has begun are silent if that is too long, else 0."""
+        begun = [each for each in self.queue.sent if each.first_s is not None]
+        silent_s = self._stall_watch.look(self._received_s if begun else None, self._clock())
+        if silent_s <= SILENT_AFTER_S:
+            return 0.0
+        unread = sum(each.prompt_tokens for each in self.queue.sent if each.first_s is None)
+        cost = self._throughput.fit.cost()
+        reading_s = cost.seconds(len(self.queue.sent), unread, self.queue.sent_tokens)
+        return silent_s if silent_s > SILENT_AFTER_S + 2 * reading_s else 0.0
 
     def prepare(
         self,
@@ -196,6 +214,7 @@ class RemoteEngine:
         try:
             async with asyncio.timeout(left_s), self._server.stream(request.http) as received:
                 async for data in received:
+                    self._received_s = self._clock()
                     before = request.stream.tokens
                     outputs = request.stream.feed(data)
                     self._throughput.tokens_total += request.stream.tokens - before

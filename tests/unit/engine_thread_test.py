@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from site_engine.core.request import Admission, Finish, Output, Request, Sampling
-from site_engine.engine.engine_thread import MAX_CONSECUTIVE_ERRORS, EngineThread
+from site_engine.core.stall_watch import MAX_GAP_S, StallWatch
+from site_engine.engine.engine_thread import MAX_CONSECUTIVE_ERRORS, STALLED_AFTER_S, EngineThread
 from site_engine.engine_client import Listener, LoadSeen
 from site_engine.errors import NotServed, Reason
 from tests.support.site_fakes import CONTEXT_TOKENS, FakeClock, FakeEngine
@@ -116,6 +118,55 @@ def test_a_group_with_a_started_choice_is_not_given_up_and_loses_nothing() -> No
         for _ in range(40):
             loop.step()
         assert loop.finishes() == dict.fromkeys(("a0", "a1", "long"), Finish.LENGTH)
+
+
+class StuckEngine(FakeEngine):
+    """Its second step ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+        self.inside, self.let_go = threading.Event(), threading.Event()
+
+    def step(self) -> list[Output]:
+        self.steps += 1
+        if self.steps == 2:
+            self.inside.set()
+            assert self.let_go.wait(PATIENCE_S)
+        return super().step()
+
+
+@pytest.mark.parametrize("longest_s", [0.0, 4.0])
+def test_an_iteration_that_takes_too_long_is_a_stall_until_it_ends(longest_s: float) -> None:
+    engine = StuckEngine()
+    figures = engine.load()._replace(longest_iteration_s=longest_s)
+    engine.load = lambda: figures  # type: ignore[method-assign]
+    with at_work(engine, floor_s=1.0) as loop:
+        loop.submit(request("r", tokens=9))
+        loop.step()
+        assert loop.engine_thread.stalled_s() == 0.0
+        loop.clock.now += 1.0
+        loop.engine_thread.request_load()
+        assert engine.inside.wait(PATIENCE_S)
+        taken_s = 0.0
+        while not (stalled_s := loop.engine_thread.stalled_s()):
+            loop.clock.now += 0.25
+            taken_s += 0.25
+        assert stalled_s == taken_s == STALLED_AFTER_S + 2 * longest_s + 0.25
+        engine.let_go.set()
+        loop.step()
+        loop.step()
+        assert loop.engine_thread.stalled_s() == 0.0
+        assert loop.finishes() == {}
+
+
+def test_time_in_which_the_process_did_not_run_is_no_stall() -> None:
+    watch = StallWatch()
+    assert watch.look(None, 0.0) == 0.0
+    assert watch.look(0.2, 0.25) == pytest.approx(0.05)
+    assert watch.look(0.2, 60.25) == pytest.approx(0.05 + MAX_GAP_S), "suspended for a minute"
+    assert watch.look(60.3, 60.5) == pytest.approx(0.2), "it has moved"
+    assert watch.look(None, 61.0) == 0.0
 
 
 def test_unknown_requests_are_nobodys_concern() -> None:

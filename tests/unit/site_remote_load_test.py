@@ -6,10 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request, Sampling
+from site_engine.remote.dialects import DIALECTS
+from site_engine.remote.engine import SILENT_AFTER_S, RemoteEngine, ServerProfile
 from site_engine.remote.load import Throughput, load_figures
 from site_engine.remote.prometheus import ServerLoad
 from site_engine.remote.queue import RemoteQueue, RemoteRequest
 from site_engine.remote.request import HttpRequest
+from tests.support.site_fakes import FakeClock
 
 CURVE = RemainingCurve((RemainingPoint(0, 30.0, 50),))
 CAPACITY = 10_000
@@ -94,3 +97,42 @@ def test_the_pace_of_a_stream_is_learned_from_answers() -> None:
     cost = throughput.fit.cost()
     assert 0.01 < cost.seconds(4, 4, 400) < 0.03
     assert cost.seconds(4, 104, 400) > cost.seconds(4, 4, 400)
+
+
+class Silence:
+    """A remote engine whose server holds the given requests, the first so many of them begun."""
+
+    def __init__(self, *, sent: int, begun: int, prompt_tokens: int = 10) -> None:
+        self.clock = FakeClock(0.0)
+        profile = ServerProfile({"m": "m"}, DIALECTS[0], 1000, CAPACITY, slots=8, max_pending=8)
+        self.engine = RemoteEngine(object(), profile, self.clock)  # type: ignore[arg-type] - nothing is sent
+        self.engine._received_s = 0.0
+        for number in range(sent):
+            self.engine.queue.add(request(str(number)))
+            taken = self.engine.queue.pop(0.0)
+            taken.prompt_tokens, taken.first_s = prompt_tokens, 0.0 if number < begun else None
+
+    def until_stalled(self, within_s: float) -> float | None:
+        """Return when the silence counts as a stall."""
+        while self.clock.now < within_s:
+            self.clock.now += 0.25
+            if self.engine.stalled_s():
+                return self.clock.now
+        return None
+
+
+def test_a_server_that_falls_silent_in_all_that_it_has_begun_has_stalled() -> None:
+    assert Silence(sent=2, begun=2).until_stalled(60.0) == SILENT_AFTER_S + 0.25
+
+
+def test_a_server_that_has_begun_nothing_may_think() -> None:
+    assert Silence(sent=3, begun=0).until_stalled(300.0) is None
+
+
+def test_a_server_that_reads_a_long_prompt_has_the_time_that_it_takes() -> None:
+    busy = Silence(sent=3, begun=2, prompt_tokens=1_000)
+    for _ in range(50):
+        busy.engine._throughput.observe_prefill(rows=1, prompt_tokens=1_000, kv_tokens=0, seconds=10.0)
+    stalled_s = busy.until_stalled(120.0)
+    assert stalled_s
+    assert stalled_s > SILENT_AFTER_S + 15.0

@@ -9,7 +9,7 @@ import pytest
 from site_engine import messages as m
 from site_engine.core.request import Finish, Sampling
 from site_engine.engine_client import LoadSeen
-from site_engine.federation.site import BID_INTERVAL_S, LOAD_EVERY_S, MAX_GRACE_S, Site
+from site_engine.federation.site import BID_INTERVAL_S, LOAD_EVERY_S, MAX_GRACE_S, STUCK_AFTER_S, Site
 from tests.support.site_fakes import HELLO, FakeClock, FakeEngine
 
 
@@ -20,6 +20,7 @@ class QuietEngine:
         self.tenants: list[str] = []  # of the prompts that wait
         self.loads_asked = 0
         self.cancelled: list[str] = []
+        self.still_s = 0.0
 
     @property
     def waiting(self) -> int:
@@ -41,15 +42,20 @@ class QuietEngine:
     def request_load(self) -> None:
         self.loads_asked += 1
 
+    def stalled_s(self) -> float:
+        return self.still_s
+
 
 class Scene:
     def __init__(self, max_preparing: int = 1) -> None:
         self.clock, self.engine = FakeClock(), QuietEngine()
-        self.site = Site(HELLO, self.engine, self.clock, max_preparing)
+        self.stuck: list[str] = []
+        self.site = Site(HELLO, self.engine, self.clock, max_preparing, on_stuck=self.stuck.append)
 
-    def link(self, gateway: str = "east", grace_s: float = 1.0):
+    def link(self, gateway: str = "east", grace_s: float = 1.0, protocol: int = 2):
         hello = self.site.hello()
-        return self.site.welcomed(hello, m.Welcome(gateway, (), 1.0, grace_s, ()), lambda: None)
+        welcome = m.Welcome(gateway, (), 1.0, grace_s, (), protocol=protocol)
+        return self.site.welcomed(hello, welcome, lambda: None)
 
     def load(self, *, running: int = 0, pending: int = 0) -> None:
         figures = FakeEngine().load()._replace(running=running, pending=pending)
@@ -110,6 +116,53 @@ def test_a_load_is_asked_for_when_none_came_for_a_second() -> None:
     scene.clock.now += LOAD_EVERY_S
     scene.site.tick()
     assert scene.engine.loads_asked == 1
+
+
+def loads(connection) -> list[m.Load]:
+    return [each for each in connection.attempts.outbox.take(float("inf")) if isinstance(each, m.Load)]
+
+
+def test_an_engine_that_stalls_is_reported_every_second_until_it_moves() -> None:
+    scene = Scene()
+    connection = scene.link()
+    scene.load(running=1)
+    assert [each.stalled_s for each in loads(connection)] == [0.0]
+    scene.engine.still_s = 2.5
+    scene.site.tick()
+    (report,) = loads(connection)
+    assert (report.stalled_s, report.figures.running) == (2.5, 1)
+    scene.site.tick()
+    assert loads(connection) == []
+    scene.clock.now += LOAD_EVERY_S
+    scene.engine.still_s = 3.5
+    scene.site.tick()
+    assert [each.stalled_s for each in loads(connection)] == [3.5]
+    scene.engine.still_s = 0.0
+    scene.load(running=1)
+    scene.site.tick()
+    assert [each.stalled_s for each in loads(connection)] == [0.0]
+    assert scene.stuck == []
+
+
+def test_a_gateway_that_does_not_know_stalls_gets_no_report_that_looks_fresh() -> None:
+    scene = Scene()
+    older = scene.link(protocol=1)
+    scene.load(running=1)
+    loads(older)
+    scene.engine.still_s = 2.5
+    scene.site.tick()
+    assert loads(older) == []
+
+
+def test_a_site_whose_engine_does_not_come_back_is_to_be_started_again() -> None:
+    scene = Scene()
+    scene.load(running=1)
+    scene.engine.still_s = STUCK_AFTER_S - 1
+    scene.site.tick()
+    assert scene.stuck == []
+    scene.engine.still_s = STUCK_AFTER_S
+    scene.site.tick()
+    assert scene.stuck == ["it has not moved for 120 s"]
 
 
 def test_reports_rise_over_all_gateways() -> None:

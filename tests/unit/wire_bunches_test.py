@@ -31,7 +31,7 @@ def link(*, reads_bunches: bool) -> Link:
 
 async def sent(here: Link) -> list[pb.GatewayMessage]:
     messages = []
-    while not here.outbox.empty():
+    while here.outbox.bytes:
         messages.append(await here.next_message())
     return messages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ import pytest
 
 from gateway.domain import Caller, Outcome, Query, Sampling
 from gateway.federation.directory import Directory
+from gateway.federation.progress import CHECK_EVERY_S
 from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
 from gateway.prompt import Chat, Message
 from gateway.query.context import QueryContext
@@ -71,7 +73,7 @@ class ScriptedSite:
         self.names_tokens = True
         self.context_tokens = context_tokens
         self.revision, self.engine = revision, engine
-        self._seq = 0
+        self.reports = 0
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._channel: Any = None
         self._call: Any = None
@@ -108,9 +110,9 @@ class ScriptedSite:
         return welcome.welcome
 
     async def report(self, **figures: Any) -> None:
-        self._seq += 1
+        self.reports += 1
         cost = pb.IterationCost(base_s=self.seconds_per_token)
-        load = pb.Load(seq=self._seq, iteration=cost, **{"kv_free_tokens": 100_000, **figures})
+        load = pb.Load(seq=self.reports, iteration=cost, **{"kv_free_tokens": 100_000, **figures})
         await self.send(load=load)
 
     async def send(self, **body: Any) -> None:
@@ -176,11 +178,24 @@ class Heart:
                 each.set_result(None)
 
 
+class LinkClock:
+    """The clock of the links; a test moves it."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
 class Scene:
     """A gateway's core, its outcomes, and the sites that joined it."""
 
-    def __init__(self, gateway: QueryContext, address: str, outcomes: list[Outcome], heart: Heart) -> None:
+    def __init__(
+        self, gateway: QueryContext, address: str, outcomes: list[Outcome], heart: Heart, clock: LinkClock
+    ) -> None:
         self.gateway, self.address, self.outcomes, self._heart = gateway, address, outcomes, heart
+        self._clock = clock
         self.sites: list[ScriptedSite] = []
         self._number = 0
 
@@ -205,6 +220,17 @@ class Scene:
             self._heart.beat()
             await until(lambda: len(self._heart.waiting) >= len(links), "the next pings")
         assert name not in links
+
+    def let_pass(self, seconds: float) -> None:
+        """Let the links wait: whatever sites have sent by now was read, and nothing comes meanwhile."""
+        for _ in range(math.ceil(seconds / CHECK_EVERY_S)):
+            self._clock.ahead_s += CHECK_EVERY_S
+            self.gateway.federation.check_progress()
+
+    def suspend(self, seconds: float) -> None:
+        """Let time pass in which this process did not run."""
+        self._clock.ahead_s += seconds
+        self.gateway.federation.check_progress()
 
     def query(
         self,
@@ -243,12 +269,12 @@ async def scene(**settings: Any) -> AsyncIterator[Scene]:
         outcomes: list[Outcome] = []
         directory = Directory()
         linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=DEADLINE_S)
-        heart = Heart()
-        federation = Federation(linked, directory, time.monotonic, sleep=heart.sleep)
+        heart, clock = Heart(), LinkClock()
+        federation = Federation(linked, directory, clock, sleep=heart.sleep)
         forecasts = ForecastService(FlatForecaster(), FlatForecaster())
         server, port, _ = await listen(federation, "127.0.0.1:0")
         gateway = QueryContext(directory, federation, forecasts, outcomes.append, **settings)
-        here = Scene(gateway, f"127.0.0.1:{port}", outcomes, heart)
+        here = Scene(gateway, f"127.0.0.1:{port}", outcomes, heart, clock)
         try:
             yield here
         finally:

@@ -1,0 +1,58 @@
+"""The messages that wait to be sent to one site. An Assign is withdrawn if its attempt ends before that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from itertools import count
+
+from gateway.federation import codec
+from wire import federation_pb2 as pb
+
+MAX_BYTES = 64 * 2**20
+"""Above this a site is full: it reads too slowly for what it is given."""
+
+
+class Outbox:
+    """Messages in the order in which they were put. One writer awaits `next`."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str | int, pb.GatewayMessage] = {}
+        self._numbers = count()
+        self._filled = asyncio.Event()
+        self.bytes = 0  # of the messages that wait
+
+    @property
+    def full(self) -> bool:
+        return self.bytes > MAX_BYTES
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._messages
+
+    def put(self, message: pb.GatewayMessage, key: str | None = None) -> None:
+        """Add a message; `key` names one that may be withdrawn or looked for."""
+        self._messages[next(self._numbers) if key is None else key] = message
+        self.bytes += message.ByteSize()
+        self._filled.set()
+
+    def withdraw(self, key: str) -> bool:
+        """Remove a message; return False if it was sent before."""
+        message = self._messages.pop(key, None)
+        if message is not None:
+            self.bytes -= message.ByteSize()
+        return message is not None
+
+    async def next(self, *, in_bunches: bool) -> pb.GatewayMessage:
+        """Wait for a message and take it, bunched with what waits behind it for a site that reads bunches."""
+        while not self._messages:
+            self._filled.clear()
+            await self._filled.wait()
+        waiting = self._take()
+        first = next(waiting)
+        return codec.bundle(first, waiting) if in_bunches else first
+
+    def _take(self) -> Iterator[pb.GatewayMessage]:
+        while self._messages:
+            message = self._messages.pop(next(iter(self._messages)))
+            self.bytes -= message.ByteSize()
+            yield message

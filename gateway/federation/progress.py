@@ -1,0 +1,137 @@
+"""Judge from what a site sends whether anything moves behind its link.
+
+A link can be up while the engine is blocked in an iteration, a thread of the site is stuck, or the site takes
+work and says no more. Four silences tell: the site itself reports that its engine stalled, it reports no
+load, it answers no assignment, or neither its reports nor its answers show progress. A site that answers or
+computes for others is not silent, however long its queue is: one attempt alone never condemns a site.
+
+Each silence is allowed for as long as the site's work explains by its own fit of its iterations, so that a
+slow site is not taken for a dead one. A wrong verdict costs little: only attempts that another site can take
+are moved at once, and the site is used again as soon as it shows progress. Does not know messages, and reads
+no clock: times are those of `AwakeClock`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gateway.domain import LoadReport
+
+CHECK_EVERY_S = 0.25
+REPORT_WITHIN_S = 3.0
+"""Sites report at least once a second."""
+ANSWER_WITHIN_S = 1.25
+PROGRESS_WITHIN_S = 6.0
+GIVE_UP_AFTER_S = 30.0
+"""Attempts that no other site can take wait so long for a silent site."""
+MAX_EXPLAINED_S = 60.0
+"""Whatever a site claims, its work explains no longer silence."""
+PROMPT_TOKENS_PER_S = 50_000
+"""Slower than any tokenizer reads prompts."""
+ITERATION_TOKENS = 2_048
+"""Assumed for one iteration of a site that does not say how long a full batch takes."""
+
+
+class AwakeClock:
+    """Seconds in which this process ran. A gap between two ticks, from a stalled event loop or a suspended
+    machine, counts as two: what sites sent meanwhile waits to be read, and they are not at fault.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.now_s = 0.0
+        self._clock = clock
+        self._ticked_s = clock()
+
+    def tick(self) -> None:
+        now_s = self._clock()
+        self.now_s += min(now_s - self._ticked_s, 2 * CHECK_EVERY_S)
+        self._ticked_s = now_s
+
+
+class EngineReport(NamedTuple):
+    """The part of a load report that shows whether the engine moves. `counters` change with any work."""
+
+    stalled_s: float
+    longest_iteration_s: float
+    counters: tuple[int, ...]
+
+
+class Silence(NamedTuple):
+    """What a site owes, and for how long beyond what its work explains."""
+
+    what: str
+    lasts_s: float
+    only_unanswered: bool = False  # it concerns the attempts that the site has not answered
+    needs_trial: bool = False  # only new work will show whether it is over
+
+
+class Progress:
+    """The last signs of work of one site."""
+
+    def __init__(self, now_s: float) -> None:
+        self.reported_s = now_s
+        self._report = EngineReport(0.0, 0.0, ())
+        self._answered_s = now_s
+        self._moved_s = now_s
+        self._unanswered: dict[str, float] = {}  # when each was assigned, the oldest first
+        self._accepted: set[str] = set()
+
+    def assigned(self, attempt_id: str, now_s: float) -> None:
+        self._unanswered[attempt_id] = now_s
+
+    def answered(self, attempt_id: str, now_s: float, *, accepted: bool) -> None:
+        self._answered_s = now_s
+        self._unanswered.pop(attempt_id, None)
+        if accepted:
+            if not self._accepted:
+                self._moved_s = now_s  # there was nothing to do until now
+            self._accepted.add(attempt_id)
+
+    def forget(self, attempt_id: str) -> None:
+        self._unanswered.pop(attempt_id, None)
+        self._accepted.discard(attempt_id)
+
+    def is_unanswered(self, attempt_id: str) -> bool:
+        return attempt_id in self._unanswered
+
+    def reported(self, report: EngineReport, now_s: float) -> None:
+        if report.counters != self._report.counters and not report.stalled_s:
+            self._moved_s = now_s
+        self.reported_s, self._report = now_s, report
+
+    def output(self, now_s: float) -> None:
+        self._moved_s = now_s
+
+    def silence(
+        self, load: LoadReport, prompt_tokens: float, now_s: float, *, native: bool
+    ) -> Silence | None:
+        """Return the silence of a site, None if it moves or has nothing to do.
+
+        `prompt_tokens`: of the attempts that no report covers yet. `native`: each of its iterations shows in
+        its reports; a server behind another site may think for minutes, which that site judges itself.
+        """
+        if self._report.stalled_s:
+            waited_s = now_s - self.reported_s
+            return Silence("its engine has not moved", self._report.stalled_s + waited_s)
+        if not (self._unanswered or self._accepted):
+            return None
+        iteration_s = self._longest_iteration_s(load, prompt_tokens)
+        explained_s = min(MAX_EXPLAINED_S, 2 * iteration_s)
+        if (lasts_s := now_s - self.reported_s - explained_s) > REPORT_WITHIN_S:
+            return Silence("it has reported no load", lasts_s)
+        oldest_s = next(iter(self._unanswered.values()), now_s)
+        reading_s = min(MAX_EXPLAINED_S, explained_s + prompt_tokens / PROMPT_TOKENS_PER_S)
+        if (lasts_s := now_s - max(oldest_s, self._answered_s) - reading_s) > ANSWER_WITHIN_S:
+            return Silence("it has answered no assignment", lasts_s, only_unanswered=True, needs_trial=True)
+        if native and self._accepted and (lasts_s := now_s - self._moved_s - explained_s) > PROGRESS_WITHIN_S:
+            return Silence("it has made no progress", lasts_s, needs_trial=True)
+        return None
+
+    def _longest_iteration_s(self, load: LoadReport, prompt_tokens: float) -> float:
+        """Return the longest that one iteration may take, by the site's fit."""
+        if self._report.longest_iteration_s:
+            return self._report.longest_iteration_s
+        unread = min(load.unread_tokens + load.pending_prompt_tokens + prompt_tokens, ITERATION_TOKENS)
+        rows = load.running + load.pending
+        return max(load.seconds_per_iteration, load.iteration.seconds(rows, rows + unread, 0))

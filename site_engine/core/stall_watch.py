@@ -1,0 +1,27 @@
+"""Measure how long something has not moved, in time during which this process ran."""
+
+from __future__ import annotations
+
+MAX_GAP_S = 1.0
+"""Between two looks no more than this counts: a longer gap means that this process, too, stood still."""
+
+
+class StallWatch:
+    """`look` is to be called a few times a second."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._looked_s = float("-inf")
+        self._still_s = 0.0
+
+    def look(self, since_s: float | None, now: float) -> float:
+        """Return the seconds without a move. `since_s`: the time of the last one, None if nothing is due."""
+        gap_s, self._looked_s = now - self._looked_s, now
+        if since_s is None:
+            self._still_s = 0.0
+        elif since_s != self._since_s:
+            self._still_s = min(now - since_s, MAX_GAP_S)
+        else:
+            self._still_s += min(gap_s, MAX_GAP_S)
+        self._since_s = since_s
+        return self._still_s
