@@ -41,7 +41,7 @@ async def leftovers(workspace: Workspace, gateway: GatewayProcess) -> dict[str, 
     deadline_s = loop.time() + SETTLED_WITHIN_S
     async with httpx.AsyncClient() as client:
         while True:
-            page = (await client.get(f"http://127.0.0.1:{gateway.port}/metrics")).text
+            page = (await client.get(f"http://127.0.0.1:{gateway.metrics_port}/metrics")).text
             counts = await stats(workspace.upstream_port)
             open_jobs = counts["begun"] - counts["finished"] - counts["aborted"]
             live = re.search(r"^mico_queries_live (\S+)", page, re.MULTILINE)

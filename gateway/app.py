@@ -24,11 +24,11 @@ from gateway.config import ConfigError, GatewayConfig
 from gateway.domain import Outcome, SiteState
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
-from gateway.http.app import create_http
+from gateway.http.app import create_http, create_operators_http
 from gateway.http.backend import Backend, Readiness
 from gateway.http.batches import batch_routes
 from gateway.http.files import file_routes
-from gateway.http.server import HttpServer, http_server
+from gateway.http.server import ConnectionLimits, HttpServer, http_server
 from gateway.listeners import ListenerCredentials, load_credentials
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
@@ -57,6 +57,7 @@ REJOIN_S = 15.0
 """By then every site has dialled again: the longest pause of a site between two tries, and a little more."""
 FAREWELL_S = 2.0
 """Time for clients to receive the error that ends their answers, once the time to drain is up."""
+OPERATORS_CONNECTIONS = 100
 SILENT_S = 2.0
 """After this long a silence of the database, the readiness answer says that it is away."""
 GC_THRESHOLDS = (5_000, 20, 20)
@@ -106,19 +107,16 @@ async def serve(config: GatewayConfig) -> int:
         core.metrics.register(scaler)
         core.publisher.pools = scaler.pools
         backend = _backend(config, core, store)
-        server = _http(
-            config,
-            core,
-            backend,
-            [*admin_routes(backend, admin), *_batch_routes(backend, admin, batches)],
-            credentials,
-        )
+        routes = [*admin_routes(backend, admin), *_batch_routes(backend, admin, batches)]
+        server = _http(config, backend, routes, credentials)
+        operators_server = _operators_http(config, core, backend)
         gc.collect()
         gc.freeze()  # what was loaded lives as long as the process: no collection need look at it again
         gc.set_threshold(*GC_THRESHOLDS)
         serving = asyncio.create_task(server.serve())
+        telling = asyncio.create_task(operators_server.serve())
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, telling, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             log.info("draining %d queries for at most %.0f s", core.query_context.live, config.drain_s)
             core.publisher.close()  # or listening pages would keep the server from ending
@@ -127,6 +125,8 @@ async def serve(config: GatewayConfig) -> int:
             asyncio.get_running_loop().call_later(config.drain_s, core.query_context.shut_down)
         stopping.cancel()
         await serving
+        operators_server.should_exit = True
+        await telling
         await core.query_context.wait_settled()
         return 0 if server.started else 1
 
@@ -301,19 +301,29 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
     )
 
 
-def _http(
-    config: GatewayConfig,
-    core: Core,
-    backend: Backend,
-    routes: Sequence[HTTPRouteHandler],
-    credentials: ListenerCredentials,
-) -> HttpServer:
+def _operators_http(config: GatewayConfig, core: Core, backend: Backend) -> HttpServer:
     @get("/metrics")
     async def export() -> Response[bytes]:
         return Response(core.metrics.text(), media_type=CONTENT_TYPE)
 
     return http_server(
-        create_http(backend, [*routes, export]),
+        create_operators_http(backend, [export]),
+        host=config.metrics_host,
+        port=config.own_metrics_port,
+        end_within_s=FAREWELL_S,
+        limits=ConnectionLimits(connections=OPERATORS_CONNECTIONS),
+        who="operators",
+    )
+
+
+def _http(
+    config: GatewayConfig,
+    backend: Backend,
+    routes: Sequence[HTTPRouteHandler],
+    credentials: ListenerCredentials,
+) -> HttpServer:
+    return http_server(
+        create_http(backend, routes),
         host=config.host,
         port=config.http_port,
         end_within_s=config.drain_s + FAREWELL_S,

@@ -17,6 +17,7 @@ from gateway.routing.policies import POLICIES
 SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT\w*|PORT|PORT_\d+_\w+")
 """Names that Kubernetes sets, behind the prefix, for a service called mico-gateway: not settings."""
 LAST_PORT = 65_535
+METRICS_ABOVE = 1_000
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -26,13 +27,15 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Ports: HTTP for clients, gRPC for sites. `folder` holds the journal of outcomes not yet in the
-    database.
+    """Ports: HTTP for clients, gRPC for sites, HTTP for metrics. `folder` holds the journal of outcomes not
+    yet in the database.
     """
 
     name: str = "gateway-1"
     host: str = "127.0.0.1"
     http_port: int = 8080
+    metrics_host: str = "127.0.0.1"  # whoever reaches it reads /metrics and a detailed /ready, without a key
+    metrics_port: int | None = None  # absent: 1,000 above http_port
     grpc_host: str = "127.0.0.1"
     grpc_port: int = 8081
     database_url: str = field(default="sqlite+aiosqlite:///.mico/mico.db", repr=False)
@@ -102,13 +105,25 @@ class GatewayConfig:
             raise ConfigError(f"drain_s is {self.drain_s}; it can't be negative")
 
     def _check_ports(self) -> None:
-        for name in ("http_port", "grpc_port", "mtls_port"):
+        for name in ("http_port", "grpc_port", "mtls_port", "own_metrics_port"):
             if not 0 <= getattr(self, name) <= LAST_PORT:
-                raise ConfigError(f"{name} is {getattr(self, name)}; a port is from 0 to {LAST_PORT}")
+                shown = name.removeprefix("own_")
+                raise ConfigError(f"{shown} is {getattr(self, name)}; a port is from 0 to {LAST_PORT}")
         if self.http_port == self.grpc_port != 0:
             raise ConfigError(f"http_port and grpc_port are both {self.http_port}; they need two ports")
+        if self.own_metrics_port in {self.http_port, self.grpc_port} - {0}:
+            raise ConfigError(
+                f"metrics_port is {self.own_metrics_port} as another port is; set one of its own"
+            )
         if self.pki is not None and self.mtls_port in {self.http_port, self.grpc_port} - {0}:
             raise ConfigError(f"mtls_port is {self.mtls_port} as another port is; it needs one of its own")
+
+    @property
+    def own_metrics_port(self) -> int:
+        """The port of the metrics; 0, any free one, where the clients' is."""
+        if self.metrics_port is not None:
+            return self.metrics_port
+        return self.http_port + METRICS_ABOVE if self.http_port else 0
 
     def tokens(self) -> tuple[str, ...]:
         """Return every token that lets a site in. Raises ConfigError if no site could join at all."""
@@ -182,4 +197,9 @@ def _number(value: Any) -> float:
     return number
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {"int": _integer, "float": _number, "str": str}
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "int": _integer,
+    "int | None": lambda value: None if value == "" else _integer(value),
+    "float": _number,
+    "str": str,
+}

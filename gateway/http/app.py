@@ -52,6 +52,18 @@ def create_http(backend: Backend, handlers: Sequence[ControllerRouterHandler] = 
     return app
 
 
+def create_operators_http(backend: Backend, handlers: Sequence[ControllerRouterHandler]) -> Litestar:
+    """Build the application of the port that is not for clients. It asks for no key."""
+    app = Litestar(
+        [*health_routes(backend, details=True), *handlers],
+        exception_handlers={Exception: _render_error},
+        openapi_config=None,
+        logging_config=None,
+    )
+    app.asgi_handler = ExchangeMiddleware(app.asgi_handler, {}, backend.clock, backend.new_id)
+    return app
+
+
 def _render_error(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
     problem = log_and_translate(exc, Exchange.of(request.scope))
     headers = {name.decode(): value.decode() for name, value in problem.headers}

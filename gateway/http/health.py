@@ -1,4 +1,4 @@
-"""Serves /health, /ready, /version and / to probes and people, without a key."""
+"""Serves /health, /ready, /version and / without a key; details to operators only, on their own port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ def get_or_head(path: str) -> HTTPRouteHandler:
     return route(path, http_method=["GET", "HEAD"], status_code=200)
 
 
-def health_routes(backend: Backend) -> list[HTTPRouteHandler]:
+def health_routes(backend: Backend, *, details: bool = False) -> list[HTTPRouteHandler]:
+    """`details`: name the sites that are ready, and what is amiss."""
+
     @get_or_head("/health")
     async def health() -> Response[bytes]:
         return Response(b"", media_type="text/plain")
@@ -23,8 +25,8 @@ def health_routes(backend: Backend) -> list[HTTPRouteHandler]:
     async def ready() -> dict[str, str]:
         state = backend.ready()
         if not state.ready:
-            raise NoSite(state.reason)
-        return {"status": "ready", "reason": state.reason}
+            raise NoSite(state.reason if details else "no site can serve now")
+        return {"status": "ready", "reason": state.reason} if details else {"status": "ready"}
 
     @get_or_head("/version")
     async def version() -> dict[str, str]:

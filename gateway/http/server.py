@@ -43,6 +43,10 @@ class ConnectionLimits:
     unread_bytes: int = 16 * 2**20
 
 
+class HeadTooLarge(Exception):
+    """What precedes a request's body is larger than the limit."""
+
+
 class WriteBuffer:
     """Buffers what the responses of a connection write until the turn of the event loop or the response ends.
 
@@ -88,6 +92,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._started_s = 0.0
         self._received = 0
         self._in_head = True
+        self._head_bytes = 0
         self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -112,8 +117,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._received, self._unread = True, 0, 0
+        self._in_head, self._received, self._head_bytes, self._unread = True, 0, 0, 0
         self._start_timer()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -136,10 +149,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP with an error in the usual format, but never within the previous answer."""
+        """Answer what can't be read with an error in the usual format, but never within the previous
+        answer.
+        """
         if self.cycle is None or self.cycle.response_complete:
-            self.transport.write(_malformed_request_response())
+            too_large = self._head_bytes > self._limits.header_bytes
+            self.transport.write(_head_too_large(self._limits) if too_large else _malformed_request())
         self.transport.close()
+
+    def _count_head(self, size: int) -> None:
+        """Count a part of what precedes the body, however it arrives. Raises HeadTooLarge to end parsing."""
+        self._head_bytes += size
+        if self._head_bytes > self._limits.header_bytes:
+            raise HeadTooLarge
 
     def _is_idle(self) -> bool:
         """Return whether no answer is in progress and no timer of uvicorn's runs."""
@@ -169,27 +191,43 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(remaining_s, self._check_progress)
 
 
-def _malformed_request_response() -> bytes:
+def _malformed_request() -> bytes:
     message = "This is no HTTP request that can be read: its method, URL or headers are malformed."
-    body = ErrorResponse(400, message, "invalid_request_error", "invalid_http").body()
+    return _unread_response("400 Bad Request", message)
+
+
+def _head_too_large(limits: ConnectionLimits) -> bytes:
+    message = f"The URL and the headers are larger than the limit of {limits.header_bytes} bytes."
+    return _unread_response("431 Request Header Fields Too Large", message)
+
+
+def _unread_response(status: str, message: str) -> bytes:
+    body = ErrorResponse(int(status[:3]), message, "invalid_request_error", "invalid_http").body()
     head = (
-        "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nx-content-type-options: nosniff\r\n"
+        f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nx-content-type-options: nosniff\r\n"
         f"x-request-id: {uuid4().hex}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + body
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without its handling of signals. Raises ConfigError if it cannot listen."""
+    """uvicorn's server without its handling of signals. Raises ConfigError if it cannot listen.
+
+    `who`: those whom it serves, for the log.
+    """
+
+    def __init__(self, config: uvicorn.Config, who: str) -> None:
+        super().__init__(config)
+        self._who = who
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
         except SystemExit as exc:  # uvicorn ends the process like this if it cannot listen
             where = f"{self.config.host}:{self.config.port}"
-            raise ConfigError(f"clients can't ask at {where}: taken, or not of this machine") from exc
+            raise ConfigError(f"{self._who} can't ask at {where}: taken, or not of this machine") from exc
         for listening in (each for server in self.servers for each in server.sockets):
-            log.info("clients ask at %s:%d", *listening.getsockname()[:2])
+            log.info("%s ask at %s:%d", self._who, *listening.getsockname()[:2])
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -204,8 +242,11 @@ def http_server(
     end_within_s: float,
     certificate: CertificateFiles | None = None,
     limits: ConnectionLimits = ConnectionLimits(),
+    who: str = "clients",
 ) -> HttpServer:
-    """Build the server. `end_within_s`: the time for answers to finish once the server shuts down."""
+    """Build the server. `end_within_s`: the time for answers to finish once the server shuts down. `who` it
+    serves is for the log.
+    """
     config = uvicorn.Config(
         app,
         host=host,
@@ -221,4 +262,4 @@ def http_server(
         timeout_graceful_shutdown=max(1, round(end_within_s)),
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context(),
     )
-    return HttpServer(config)
+    return HttpServer(config, who)

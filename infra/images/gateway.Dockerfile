@@ -19,7 +19,7 @@ COPY --from=build /opt/mico /opt/mico
 ENV PATH=/opt/mico/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /var/lib/mico
-EXPOSE 8080 8081
+EXPOSE 8080 8081 9080
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 \
   CMD ["python", "-c", "import urllib.request as http; http.urlopen('http://127.0.0.1:8080/health', timeout=2)"]
 ENTRYPOINT ["mico"]

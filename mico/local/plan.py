@@ -21,10 +21,11 @@ LAST_PORT = 65_535
 
 
 class Ports(NamedTuple):
-    """Ports of one gateway: HTTP for clients, gRPC for sites."""
+    """Ports of one gateway: HTTP for clients, gRPC for sites, HTTP for metrics; 0: any free one."""
 
     http: int
     grpc: int
+    metrics: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Plan:
             "http_port": ports.http,
             "grpc_host": HOST,
             "grpc_port": ports.grpc,
+            "metrics_port": ports.metrics,
             "database_url": self.database_url,
             "folder": str(self.folder.path if name == "gateway" else self.folder.path / name),
             "site_token_file": str(self.folder.token_file),
@@ -96,21 +98,24 @@ def to_toml(settings: Mapping[str, object]) -> str:
 
 
 def choose_ports(http_port: int) -> Ports:
-    """Return `http_port` and a free gRPC port, the next one if possible; for 0 any two free ports.
+    """Return `http_port` and free ones for sites and metrics, the next one and that 1,000 above if possible;
+    for 0 any free ports.
 
     Raises CommandFailed if the port is in use or no port.
     """
     if http_port == 0:
-        return Ports(free_port(), free_port())
+        return Ports(free_port(), free_port(), free_port())
     if not is_free(http_port):
         raise CommandFailed(
             f"port {http_port} is in use",
             cause=f"another program listens on {HOST}:{http_port}",
             tip="--port chooses another, --port 0 takes a free one",
         )
-    return Ports(
-        http_port, http_port + 1 if http_port < LAST_PORT and is_free(http_port + 1) else free_port()
-    )
+    return Ports(http_port, _port_or_free(http_port + 1), _port_or_free(http_port + 1_000))
+
+
+def _port_or_free(port: int) -> int:
+    return port if port <= LAST_PORT and is_free(port) else free_port()
 
 
 def is_free(port: int) -> bool:

@@ -71,7 +71,7 @@ def local(applied: Local) -> Local:
 @pytest.fixture(scope="module")
 def applied(terraform: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     folder = tmp_path_factory.mktemp("local")
-    http, grpc = choose_ports(0)
+    http, grpc, _ = choose_ports(0)
     applied = Local(copy_tree(folder, {}), folder / "run", f"http://127.0.0.1:{http}/v1")
     settings = {
         "folder": str(applied.folder),

@@ -338,14 +338,18 @@ def test_health_is_200_and_empty() -> None:
     assert get("/health", "HEAD").status_code == 200
 
 
-def test_ready_is_503_with_a_reason_while_no_site_can_serve() -> None:
+def test_ready_is_503_while_no_site_can_serve_and_tells_clients_no_details() -> None:
     async def scenario(edge: Edge) -> None:
-        assert (await edge.http.get("/ready")).status_code == 200
-        edge.script.readiness = Readiness(False, "No site has joined yet.")
+        assert (await edge.http.get("/ready")).json() == {"status": "ready"}
+        edge.script.readiness = Readiness(False, "site alpha has gone")
         response = await edge.http.get("/ready")
-        assert error_of(response, 503)["message"] == "No site has joined yet."
+        assert error_of(response, 503)["message"] == "no site can serve now"
 
     run(scenario)
+
+
+def test_metrics_are_not_on_the_clients_port() -> None:
+    assert error_of(get("/metrics"), 404)
 
 
 def test_version_is_the_packages() -> None:

@@ -24,7 +24,7 @@ from gateway.domain import Status
 from gateway.federation.server import Federation
 from gateway.federation.site_auth import Refusal
 from gateway.store.store import open_store
-from tests.support.announced import CLIENTS, SITES, port_of
+from tests.support.announced import CLIENTS, OPERATORS, SITES, port_of
 from tests.support.answers import backend_of
 from tests.support.fakes.edge import Edge, Script, chat_body, error_of, on_loopback
 from tests.support.fakes.federation import DEADLINE_S, TOKEN, Scene, ScriptedSite, scene, until
@@ -198,11 +198,13 @@ def test_a_gateway_says_that_its_database_is_away_though_nobody_asks_anything(
     monkeypatch.setattr("gateway.app.SILENT_S", 1.0)
 
     async def scenario() -> None:
-        async with whole_gateway(tmp_path, caplog) as (client, _):
+        async with whole_gateway(tmp_path, caplog), httpx.AsyncClient() as told:
+            told.base_url = f"http://127.0.0.1:{port_of(OPERATORS, caplog.text)}"
+            assert "mico_queries_live 0.0" in (await told.get("/metrics")).text
 
             async def until_told(degraded: bool) -> None:
                 async with asyncio.timeout(DEADLINE_S):
-                    while ("degraded: the database is away" in await ready(client)) is not degraded:  # noqa: ASYNC110
+                    while ("degraded: the database is away" in await ready(told)) is not degraded:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
 
             await until_told(False)
@@ -212,7 +214,7 @@ def test_a_gateway_says_that_its_database_is_away_though_nobody_asks_anything(
             with closing(other):  # it may wait for a transaction that only this loop can end
                 await asyncio.to_thread(other.execute, "BEGIN EXCLUSIVE")
                 await until_told(True)
-                assert (await ready(client)).endswith("the database is away")  # and not where it is, nor why
+                assert (await ready(told)).endswith("the database is away")  # and not where it is, nor why
                 other.execute("ROLLBACK")
             await until_told(False)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-CLIENTS, SITES, CERTIFIED = "clients ask at", "sites join at", "sites with a certificate join at"
+CLIENTS, OPERATORS = "clients ask at", "operators ask at"
+SITES, CERTIFIED = "sites join at", "sites with a certificate join at"
 
 
 def port_of(who: str, log: str) -> int | None:

@@ -36,6 +36,7 @@ class GatewayProcess:
     key: str
     process: asyncio.subprocess.Process
     log: Path
+    metrics_port: int = 0  # of Mico's own
 
     @property
     def pids(self) -> list[int]:
@@ -139,10 +140,11 @@ async def mico(
     """
     folder = workspace.folder / "mico"
     folder.mkdir(exist_ok=True)
-    port, url = free_port(), f"sqlite+aiosqlite:///{folder}/mico.db"
+    port, metrics_port, url = free_port(), free_port(), f"sqlite+aiosqlite:///{folder}/mico.db"
     settings = {
         "http_port": port,
         "grpc_port": workspace.link_port,
+        "metrics_port": metrics_port,
         "database_url": url,
         "folder": str(folder),
         "site_tokens": [TOKEN],
@@ -166,4 +168,4 @@ async def mico(
             await store.quotas.set_quotas(Scope.TENANT, "shop", UNREACHED, ACT)
     async with process("mico", workspace, *command) as started:
         await wait_until_answering(f"http://127.0.0.1:{port}/ready", started, workspace.folder)
-        yield GatewayProcess("mico", port, secret, started, workspace.folder / "mico.log")
+        yield GatewayProcess("mico", port, secret, started, workspace.folder / "mico.log", metrics_port)

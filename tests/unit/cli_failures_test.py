@@ -42,10 +42,12 @@ def test_a_gateway_that_cant_start_says_why_without_a_traceback(empty_folder: Pa
         port = taken.getsockname()[1]
         taken_one = f"at 127.0.0.1:{port}: taken, or not of this machine"
         with ThreadPoolExecutor() as pool:
-            ends = pool.map(lambda name: start(**{name: port, "folder": name}), ["grpc_port", "http_port"])
+            names = ["grpc_port", "http_port", "metrics_port"]
+            ends = pool.map(lambda name: start(**{name: port, "folder": name}), names)
         assert list(ends) == [
             (2, f"{refused}sites can't join {taken_one}"),
             (2, f"{refused}clients can't ask {taken_one}"),
+            (2, f"{refused}operators can't ask {taken_one}"),
         ]
 
 

@@ -114,8 +114,7 @@ def test_a_port_in_use_is_refused_and_zero_finds_a_free_one() -> None:
         taken.listen()
         with pytest.raises(CommandFailed, match="in use"):
             choose_ports(taken.getsockname()[1])
-    http_port, grpc_port = choose_ports(0)
-    assert http_port != grpc_port
+    assert len(set(choose_ports(0))) == 3
     with pytest.raises(CommandFailed, match="no port"):
         choose_ports(70_000)
 

@@ -24,6 +24,8 @@ def test_the_later_source_wins(tmp_path: Path) -> None:
         ({"policy": "best"}, "there are: mico"),
         ({"most_live": 0}, "must be above 0"),
         ({"http_port": 8081}, "need two ports"),
+        ({"metrics_port": 8080}, "one of its own"),
+        ({"http_port": 65_000}, "metrics_port is 66000"),
         ({"http_port": True}, "must be int"),
         ({"http_port": 8080.7}, "must be int"),
         ({"http_port": 99999}, "from 0 to 65535"),

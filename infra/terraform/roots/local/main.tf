@@ -54,6 +54,7 @@ locals {
   folder   = abspath(var.folder)
   database = "sqlite:///${local.folder}/mico.db"
   urls     = { for name, gateway in var.gateways : name => "http://127.0.0.1:${gateway.http_port}" }
+  told     = { for name, gateway in var.gateways : name => "http://127.0.0.1:${gateway.http_port + 1000}" } # what operators are told
   dialled  = [for name, gateway in var.gateways : "127.0.0.1:${gateway.grpc_port}"]
   python   = { PYTHONPATH = local.source, OMP_NUM_THREADS = "1" }
 }
@@ -115,7 +116,7 @@ module "site" {
   local = {
     folder  = "${local.folder}/processes"
     command = concat(var.mico, ["site"])
-    ready   = { url = "${values(local.urls)[0]}/ready", contains = "{name}" } # a gateway names the sites that can serve
+    ready   = { url = "${values(local.told)[0]}/ready", contains = "{name}" } # a gateway names the sites that can serve
     environment = merge(local.python, {
       MICO_SITE_SITE                = "{name}"
       MICO_SITE_CLOUD               = split("-", each.key)[0]
