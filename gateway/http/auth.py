@@ -11,8 +11,13 @@ from gateway.http.exchange import header
 
 
 async def authenticate(scope: Scope, backend: Backend) -> Caller:
-    """Return the caller. Raises Unauthenticated or TooMany; their messages never repeat what was sent."""
+    """Return the caller, by `Authorization: Bearer` or Anthropic's `x-api-key`.
+
+    Raises Unauthenticated or TooMany; their messages never repeat what was sent.
+    """
     scheme, _, secret = header(scope, b"authorization").partition(" ")
+    if not scheme:
+        scheme, secret = "bearer", header(scope, b"x-api-key")
     address = client_address(scope)
     secret = secret.strip()
     if scheme.lower() != "bearer" or not secret:

@@ -64,21 +64,21 @@ def log_and_translate(exc: Exception, exchange: Exchange) -> ErrorResponse:
 
 
 async def send_error(
-    exc: Exception, exchange: Exchange, send: Send, render: Callable[[ErrorResponse, str], bytes]
+    exc: Exception, exchange: Exchange, send: Send, render: Callable[[ErrorResponse, str], tuple[int, bytes]]
 ) -> None:
-    """Send the response for `exc`, its body rendered in the endpoint's format. Raises `exc` again if a status
+    """Send the response for `exc`, rendered in the endpoint's format. Raises `exc` again if a status
     was sent before: the server then cuts the connection, which is the only way left to report the failure.
     """
     problem = log_and_translate(exc, exchange)
     if exchange.status:
         raise exc
-    body = render(problem, exchange.request_id)
+    status, body = render(problem, exchange.request_id)
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         *problem.headers,
     ]
-    await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

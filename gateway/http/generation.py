@@ -11,6 +11,7 @@ from litestar import post
 from litestar.handlers import HTTPRouteHandler
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.anthropic.messages_format import MESSAGES
 from gateway.domain import Opening
 from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
@@ -40,6 +41,7 @@ def generation_apps(backend: Backend) -> dict[str, ASGIApp]:
         "/v1/chat/completions": GenerationEndpoint(backend, CHAT_COMPLETIONS),
         "/v1/completions": GenerationEndpoint(backend, COMPLETIONS),
         "/v1/responses": GenerationEndpoint(backend, RESPONSES),
+        "/v1/messages": GenerationEndpoint(backend, MESSAGES),
     }
 
 
@@ -71,7 +73,7 @@ class GenerationEndpoint:
         try:
             await self._handle(scope, receive, send, exchange)
         except Exception as exc:  # noqa: BLE001 - becomes a response, and is logged if unexpected
-            await send_error(exc, exchange, send, self.api_format.error_body)
+            await send_error(exc, exchange, send, self.api_format.error_response)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, exchange: Exchange) -> None:
         exchange.caller = caller = await authenticate(scope, self.backend)
@@ -154,7 +156,7 @@ class GenerationEndpoint:
                 if encoder is None:
                     last_frames = self.api_format.error_frames(error, exchange.request_id)
                 else:
-                    last_frames = encoder.encode_error(error)
+                    last_frames = encoder.encode_error(error, exchange.request_id)
             await events.end(last_frames + self.api_format.end_frames)
 
 

@@ -8,8 +8,8 @@ from litestar.handlers import HTTPRouteHandler
 from gateway.errors import NotFound
 
 SERVED = (
-    "This gateway serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /v1/files and"
-    " /v1/batches"
+    "This gateway serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models,"
+    " /v1/files and /v1/batches"
 )
 _UNSUPPORTED = {
     "embeddings": ("/v1/embeddings",),
@@ -19,6 +19,7 @@ _UNSUPPORTED = {
     "moderation": ("/v1/moderations",),
     "assistants": ("/v1/assistants", "/v1/threads"),
     "compaction of responses": ("/v1/responses/compact",),
+    "counting of tokens": ("/v1/messages/count_tokens",),
     "stored responses": ("/v1/responses/{id:str}", "/v1/responses/{id:str}/input_items"),
     "fine-tuning": ("/v1/fine_tuning/jobs",),
     "tokenizing (models and their tokenizers live at the sites)": ("/tokenize", "/detokenize"),

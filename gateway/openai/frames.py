@@ -9,6 +9,11 @@ def frame(body: bytes) -> bytes:
     return b"data: " + one_line(body) + b"\n\n"
 
 
+def named_frame(name: str, body: bytes) -> bytes:
+    """Return a frame of a named event."""
+    return b"event: " + name.encode() + b"\ndata: " + one_line(body) + b"\n\n"
+
+
 def one_line(body: bytes) -> bytes:
     """Escape what many clients take for the end of a line in the JSON `body`: U+0085, U+2028, U+2029."""
     if body.isascii():

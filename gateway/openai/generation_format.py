@@ -32,7 +32,7 @@ class StreamEncoder(Protocol):
     def encode(self, piece: AnswerEvent) -> bytes:
         """Return the frames of one event, possibly none."""
 
-    def encode_error(self, error: ErrorResponse) -> bytes:
+    def encode_error(self, error: ErrorResponse, request_id: str) -> bytes:
         """Return the last frames of an answer that failed after it had begun."""
 
 
@@ -55,8 +55,8 @@ class GenerationFormat(Protocol):
         self, request: GenerationRequest, head: ResponseHead, prompt_tokens: int
     ) -> StreamEncoder: ...
 
-    def error_body(self, error: ErrorResponse, request_id: str) -> bytes:
-        """Return the JSON body of an error response."""
+    def error_response(self, error: ErrorResponse, request_id: str) -> tuple[int, bytes]:
+        """Return the status and the JSON body of an error response."""
 
     def error_frames(self, error: ErrorResponse, request_id: str) -> bytes:
         """Return the frames of an error in a stream that was opened before the answer began."""
@@ -80,8 +80,8 @@ class CompletionFormat:
     def encoder(self, request: GenerationRequest, head: ResponseHead, prompt_tokens: int) -> StreamEncoder:
         return ChunkEncoder(self.schema, head, request.choices, request.stream_options, prompt_tokens)
 
-    def error_body(self, error: ErrorResponse, request_id: str) -> bytes:
-        return error.body()
+    def error_response(self, error: ErrorResponse, request_id: str) -> tuple[int, bytes]:
+        return error.status, error.body()
 
     def error_frames(self, error: ErrorResponse, request_id: str) -> bytes:
         return frame(error.body())

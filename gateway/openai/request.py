@@ -25,7 +25,8 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """`limit_field` is the name under which the client gave `sampling.max_tokens`.
+    """`limit_field` is the name under which the client gave `sampling.max_tokens`; empty: where that is more
+    than a context holds, it means as many as fit.
 
     `repeated`: fields of the request that its response repeats, in the format of the response.
     """
@@ -76,7 +77,7 @@ def _check_max_tokens(request: GenerationRequest, model: Model) -> None:
     The site clips a smaller number that does not fit beside the prompt.
     """
     max_tokens = request.sampling.max_tokens
-    if max_tokens is None or max_tokens <= model.context_tokens:
+    if max_tokens is None or not request.limit_field or max_tokens <= model.context_tokens:
         return
     raise BadRequest(
         f"'{request.limit_field}' is {max_tokens}, but the context of {model.id} is"

@@ -19,9 +19,10 @@ from gateway.openai.unary_response import UnaryResponse
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
 IN_PROGRESS: Final = "in_progress"
-_INCOMPLETE_REASONS: Final = {Finish.LENGTH: "max_output_tokens"}
+INCOMPLETE_REASONS: Final = {Finish.LENGTH: "max_output_tokens", Finish.CONTENT_FILTER: "content_filter"}
 
 Item = dict[str, object]
+_ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
 def custom_names(request: GenerationRequest) -> frozenset[str]:
@@ -42,7 +43,7 @@ def response_fields(
     error: ErrorResponse | None = None,
 ) -> dict[str, object]:
     """Return the fields of a response object. `usage` None: the answer has not ended."""
-    reason = _INCOMPLETE_REASONS.get(finish) if finish else None
+    reason = INCOMPLETE_REASONS.get(finish) if finish else None
     return {
         "id": head.id,
         "object": "response",
@@ -73,16 +74,16 @@ def _error_code(error: ErrorResponse) -> str:
 def usage_fields(usage: Usage) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }
 
 
 def item_id(kind: str, head: ResponseHead, output_index: int) -> str:
     """Return the id of an item: unique among the items of all responses."""
-    prefix = {"message": "msg", "custom_tool_call": "ctc"}.get(kind, "fc")
+    prefix = _ID_PREFIXES[kind]
     return f"{prefix}_{head.id.removeprefix('resp_')}_{output_index}"
 
 
@@ -94,7 +95,18 @@ def text_logprobs(logprobs: Sequence[TokenLogprob]) -> object:
     return chat_logprobs(logprobs)["content"] if logprobs else []
 
 
-def message_item(identity: str, status: str, content: Sequence[Item]) -> Item:
+def refusal_part(text: str) -> Item:
+    return {"type": "refusal", "refusal": text}
+
+
+def reasoning_text(text: str) -> Item:
+    return {"type": "reasoning_text", "text": text}
+
+
+def part_item(identity: str, status: str, content: Sequence[Item], *, reasoning: bool = False) -> Item:
+    """Return a message or, of reasoning, an item of that."""
+    if reasoning:
+        return {"type": "reasoning", "id": identity, "status": status, "summary": [], "content": content}
     return {"type": "message", "id": identity, "status": status, "role": "assistant", "content": content}
 
 
@@ -118,16 +130,21 @@ def custom_input(arguments: str) -> str:
 
 def response_body(request: GenerationRequest, head: ResponseHead, answer: UnaryResponse) -> bytes:
     (choice,) = answer.choices
-    text, calls = "".join(choice.texts), merge_calls(choice.tool_calls)
+    text, reasoning, refusal = map("".join, (choice.texts, choice.reasoning, choice.refusals))
+    calls, customs = merge_calls(choice.tool_calls), custom_names(request)
     output: list[Item] = []
-    if text or choice.logprobs or not calls:
-        content = [output_text(text, choice.logprobs)]
-        output.append(message_item(item_id("message", head, 0), COMPLETED, content))
-    customs = custom_names(request)
+    if reasoning:
+        part = reasoning_text(reasoning)
+        output.append(part_item(item_id("reasoning", head, 0), COMPLETED, [part], reasoning=True))
+    if text or choice.logprobs or not (calls or refusal or reasoning):
+        part = output_text(text, choice.logprobs)
+        output.append(part_item(item_id("message", head, len(output)), COMPLETED, [part]))
+    if refusal:
+        output.append(part_item(item_id("message", head, len(output)), COMPLETED, [refusal_part(refusal)]))
     for call in calls:
         kind = "custom_tool_call" if call.name in customs else "function_call"
         output.append(call_item(item_id(kind, head, len(output)), COMPLETED, call, customs))
-    status = INCOMPLETE if choice.finish in _INCOMPLETE_REASONS else COMPLETED
+    status = INCOMPLETE if choice.finish in INCOMPLETE_REASONS else COMPLETED
     output[-1]["status"] = status  # what came before the last item had been complete
     fields = response_fields(request, head, status, output, usage=answer.usage, finish=choice.finish)
     return msgspec.json.encode(fields)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from gateway.openai.error_body import ErrorResponse
 from gateway.openai.fields import Fields
+from gateway.openai.frames import named_frame
 from gateway.openai.generation_format import StreamEncoder
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.responses_body import response_body
 from gateway.openai.responses_request import read_response
-from gateway.openai.responses_stream import ResponseEncoder, event_frame
+from gateway.openai.responses_stream import ResponseEncoder
 from gateway.openai.unary_response import UnaryResponse
 
 
@@ -32,13 +35,14 @@ class ResponsesFormat:
     def encoder(self, request: GenerationRequest, head: ResponseHead, prompt_tokens: int) -> StreamEncoder:
         return ResponseEncoder(request, head)
 
-    def error_body(self, error: ErrorResponse, request_id: str) -> bytes:
-        return error.body()
+    def error_response(self, error: ErrorResponse, request_id: str) -> tuple[int, bytes]:
+        return error.status, error.body()
 
     def error_frames(self, error: ErrorResponse, request_id: str) -> bytes:
         payload = {"type": error.type, "code": error.code, "message": error.message, "param": error.param}
         flat = {"code": error.code, "message": error.message, "param": error.param}
-        return event_frame("error", {"type": "error", "sequence_number": 0, **flat, "error": payload})
+        body = {"type": "error", "sequence_number": 0, **flat, "error": payload}
+        return named_frame("error", msgspec.json.encode(body))
 
 
 RESPONSES: Final = ResponsesFormat()

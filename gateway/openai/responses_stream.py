@@ -5,26 +5,31 @@ Output items follow one another: one is closed before the next one begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import msgspec
 
 from gateway.domain import AnswerEvent, Delta, Finish, Opening, TokenLogprob, ToolCall, Usage
 from gateway.openai.error_body import ErrorResponse, incomplete_answer
-from gateway.openai.frames import one_line
+from gateway.openai.frames import named_frame, one_line
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.responses_body import (
     COMPLETED,
     IN_PROGRESS,
     INCOMPLETE,
+    INCOMPLETE_REASONS,
     Item,
     call_item,
     custom_input,
     custom_names,
     item_id,
-    message_item,
     output_text,
+    part_item,
+    reasoning_text,
+    refusal_part,
     response_fields,
     text_logprobs,
 )
@@ -32,13 +37,28 @@ from gateway.openai.responses_body import (
 _json = msgspec.json.Encoder().encode
 
 
+class _PartKind(NamedTuple):
+    """A kind of content part: its item, the name of its events, the field of the last one, its JSON."""
+
+    item: str
+    event: str
+    field: str
+    render: Callable[[str], Item]
+
+
+_TEXT: Final = _PartKind("message", "response.output_text", "text", output_text)
+_REFUSAL: Final = _PartKind("message", "response.refusal", "refusal", refusal_part)
+_REASONING: Final = _PartKind("reasoning", "response.reasoning_text", "text", reasoning_text)
+
+
 @dataclass(slots=True)
 class _OpenItem:
-    """The item that is being written: a message or, with `call`, a call. `delta_head` begins its events."""
+    """The item that is being written: one content part, or a call. `delta_head` begins its events."""
 
     id: str
     index: int
     delta_head: bytes
+    kind: _PartKind | None = None
     call: ToolCall | None = None
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -70,7 +90,7 @@ class ResponseEncoder:
             return created + self._event("response.in_progress", response=response)
         return self._encode_usage(piece)
 
-    def encode_error(self, error: ErrorResponse) -> bytes:
+    def encode_error(self, error: ErrorResponse, request_id: str) -> bytes:
         frames = self._close(INCOMPLETE)
         fields = response_fields(self._request, self._head, "failed", self._output, error=error)
         return frames + self._event("response.failed", response=fields)
@@ -79,30 +99,33 @@ class ResponseEncoder:
 
     def _encode_delta(self, delta: Delta) -> bytes:
         frames = b""
+        if delta.reasoning:
+            frames = self._encode_part(_REASONING, delta.reasoning)
         if delta.text or delta.logprobs:
-            frames = self._encode_text(delta)
+            frames += self._encode_part(_TEXT, delta.text, delta.logprobs)
+        if delta.refusal:
+            frames += self._encode_part(_REFUSAL, delta.refusal)
         for part in delta.tool_calls:
             frames += self._encode_call(part)
         if delta.finish is not None:
             self._finish = delta.finish
             if self._open is None and not self._output:
-                frames += self._open_message()
+                frames += self._open_part(_TEXT)
             frames += self._close(self._status())
         return frames
 
-    def _encode_text(self, delta: Delta) -> bytes:
+    def _encode_part(self, kind: _PartKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
         frames = b""
-        if self._open is None or self._open.call is not None:
-            frames = self._close(COMPLETED) + self._open_message()
+        if self._open is None or self._open.kind is not kind:
+            frames = self._close(COMPLETED) + self._open_part(kind)
         item = self._open
-        assert item is not None, "a message was opened"
-        item.parts.append(delta.text)
-        logprobs = b"[]"
-        if delta.logprobs:
-            item.logprobs += delta.logprobs
-            logprobs = _json(text_logprobs(delta.logprobs))
-        text = one_line(_json(delta.text) + b',"logprobs":' + logprobs)
-        return frames + item.delta_head + b"%d" % self._next() + b',"delta":' + text + b"}\n\n"
+        assert item is not None, "a part was opened"
+        item.parts.append(text)
+        body = _json(text)
+        if kind is _TEXT:
+            item.logprobs += logprobs
+            body += b',"logprobs":' + (_json(text_logprobs(logprobs)) if logprobs else b"[]")
+        return frames + item.delta_head + b"%d" % self._next() + b',"delta":' + one_line(body) + b"}\n\n"
 
     def _encode_call(self, part: ToolCall) -> bytes:
         frames = b""
@@ -128,19 +151,19 @@ class ResponseEncoder:
 
     # ---- items
 
-    def _open_message(self) -> bytes:
+    def _open_part(self, kind: _PartKind) -> bytes:
         index = len(self._output)
-        identity = item_id("message", self._head, index)
-        delta_head = _delta_head("response.output_text.delta", identity, index, content_index=0)
-        self._open = _OpenItem(identity, index, delta_head)
-        item = message_item(identity, IN_PROGRESS, [])
+        identity = item_id(kind.item, self._head, index)
+        delta_head = _delta_head(f"{kind.event}.delta", identity, index, content_index=0)
+        self._open = _OpenItem(identity, index, delta_head, kind)
+        item = part_item(identity, IN_PROGRESS, [], reasoning=kind is _REASONING)
         added = self._event("response.output_item.added", output_index=index, item=item)
         return added + self._event(
             "response.content_part.added",
             item_id=identity,
             output_index=index,
             content_index=0,
-            part=output_text(""),
+            part=kind.render(""),
         )
 
     def _open_call(self, part: ToolCall) -> bytes:
@@ -148,7 +171,7 @@ class ResponseEncoder:
         identity = item_id("custom_tool_call" if custom else "function_call", self._head, index)
         delta_head = _delta_head("response.function_call_arguments.delta", identity, index)
         call = ToolCall(part.index, part.id, part.name)
-        self._open = _OpenItem(identity, index, delta_head, call)
+        self._open = _OpenItem(identity, index, delta_head, call=call)
         item = call_item(identity, IN_PROGRESS, call, self._customs)
         return self._event("response.output_item.added", output_index=index, item=item)
 
@@ -157,32 +180,41 @@ class ResponseEncoder:
         if item is None:
             return b""
         text = "".join(item.parts)
-        where = {"item_id": item.id, "output_index": item.index}
         if item.call is None:
-            part = output_text(text, item.logprobs)
-            done = self._event(
-                "response.output_text.done", **where, content_index=0, text=text, logprobs=part["logprobs"]
-            )
-            done += self._event("response.content_part.done", **where, content_index=0, part=part)
-            finished = message_item(item.id, status, [part])
+            done, finished = self._close_part(item, text, status)
         else:
             call = ToolCall(item.call.index, item.call.id, item.call.name, text)
-            finished = call_item(item.id, status, call, self._customs)
-            if call.name in self._customs:
-                value = custom_input(text)
-                done = self._event("response.custom_tool_call_input.delta", **where, delta=value)
-                done += self._event("response.custom_tool_call_input.done", **where, input=value)
-            else:
-                done = self._event(
-                    "response.function_call_arguments.done", **where, name=call.name, arguments=text
-                )
+            done, finished = self._close_call(item, call, status)
         self._output.append(finished)
         return done + self._event("response.output_item.done", output_index=item.index, item=finished)
+
+    def _close_part(self, item: _OpenItem, text: str, status: str) -> tuple[bytes, Item]:
+        kind = item.kind
+        assert kind is not None, "an item that is no call has a content part"
+        where = {"item_id": item.id, "output_index": item.index, "content_index": 0}
+        fields: dict[str, object] = {kind.field: text}
+        part = kind.render(text)
+        if kind is _TEXT:
+            fields["logprobs"] = part["logprobs"] = text_logprobs(item.logprobs)
+        done = self._event(f"{kind.event}.done", **where, **fields)
+        done += self._event("response.content_part.done", **where, part=part)
+        return done, part_item(item.id, status, [part], reasoning=kind is _REASONING)
+
+    def _close_call(self, item: _OpenItem, call: ToolCall, status: str) -> tuple[bytes, Item]:
+        where = {"item_id": item.id, "output_index": item.index}
+        if call.name in self._customs:
+            value = custom_input(call.arguments)
+            done = self._event("response.custom_tool_call_input.delta", **where, delta=value)
+            done += self._event("response.custom_tool_call_input.done", **where, input=value)
+        else:
+            arguments = {"name": call.name, "arguments": call.arguments}
+            done = self._event("response.function_call_arguments.done", **where, **arguments)
+        return done, call_item(item.id, status, call, self._customs)
 
     # ---- frames
 
     def _status(self) -> str:
-        return INCOMPLETE if self._finish is Finish.LENGTH else COMPLETED
+        return INCOMPLETE if self._finish in INCOMPLETE_REASONS else COMPLETED
 
     def _response(self, status: str) -> dict[str, object]:
         return response_fields(self._request, self._head, status, self._output)
@@ -192,12 +224,7 @@ class ResponseEncoder:
         return number
 
     def _event(self, kind: str, **fields: object) -> bytes:
-        return event_frame(kind, {"type": kind, "sequence_number": self._next(), **fields})
-
-
-def event_frame(kind: str, body: dict[str, object]) -> bytes:
-    """Return a frame of a named event."""
-    return b"event: " + kind.encode() + b"\ndata: " + one_line(_json(body)) + b"\n\n"
+        return named_frame(kind, _json({"type": kind, "sequence_number": self._next(), **fields}))
 
 
 def _delta_head(kind: str, identity: str, output_index: int, **fields: object) -> bytes:

@@ -57,7 +57,7 @@ class ChunkEncoder:
             return self._encode_opening()
         return self._encode_usage(piece)
 
-    def encode_error(self, error: ErrorResponse) -> bytes:
+    def encode_error(self, error: ErrorResponse, request_id: str) -> bytes:
         return frame(error.body())
 
     def _encode_opening(self) -> bytes:

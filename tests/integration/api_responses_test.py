@@ -277,6 +277,25 @@ def test_calls_are_items_of_their_own(stream: bool) -> None:
     assert whole["tools"][0]["strict"] is False
 
 
+def test_reasoning_refusals_and_cached_tokens_are_told() -> None:
+    answer = play(
+        OPENING,
+        Delta(0, "", 2, reasoning="Hm.", reasoning_tokens=2),
+        Delta(0, "", 3, refusal="No.", finish=Finish.CONTENT_FILTER, reasoning_tokens=2, cached_tokens=5),
+        Usage(7, 3, cached_tokens=5, reasoning_tokens=2),
+    )
+    for stream in (False, True):
+        response, _ = post("/v1/responses", body(stream=stream), answer)
+        body_json = events_of(response.content)[-1]["response"] if stream else response.json()
+        whole = Response.model_validate(body_json, strict=True)
+        reasoning, message = whole.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Hm.")
+        assert (message.type, message.content[0].refusal) == ("message", "No.")
+        assert whole.incomplete_details.reason == "content_filter"
+        assert whole.usage.input_tokens_details.cached_tokens == 5
+        assert whole.usage.output_tokens_details.reasoning_tokens == 2
+
+
 def test_log_probabilities_are_of_the_text() -> None:
     fields = body(include=["message.output_text.logprobs"], top_logprobs=1, stream=True)
     events = events_of(post("/v1/responses", fields)[0].content)
@@ -333,7 +352,9 @@ words = st.lists(texts, max_size=4)
 @st.composite
 def answers(draw: st.DrawFn) -> list[AnswerEvent]:
     """Draw an answer: texts, then calls, each cut anywhere, as deltas."""
-    deltas = [Delta(0, text, 1) for text in draw(words)]
+    deltas = [Delta(0, "", 1, reasoning=text) for text in draw(words)]
+    deltas += [Delta(0, text, 1) for text in draw(words)]
+    deltas += [Delta(0, "", 1, refusal=text) for text in draw(words)]
     for index in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from(("add", "apply_patch")))
         parts = [ToolCall(index, f"call_{index}", name), *(ToolCall(index, arguments=a) for a in draw(words))]
@@ -359,8 +380,9 @@ def test_the_events_of_a_stream_join_to_the_whole_answer(pieces: list[AnswerEven
     for index, item in enumerate(whole["output"]):
         deltas = [event for event in events if event.get("output_index") == index and "delta" in event]
         joined = "".join(event["delta"] for event in deltas)
-        expected = item["content"][0]["text"] if item["type"] == "message" else None
-        assert joined == (expected if expected is not None else item.get("arguments", item.get("input")))
+        whole_text = item["content"][0] if "content" in item else item
+        fields = ("text", "refusal", "arguments", "input")
+        assert joined == next(whole_text[name] for name in fields if name in whole_text)
         done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         assert done[index] == item
 

@@ -24,6 +24,7 @@ PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/messages",
     "/v1/models",
     "/v1/models/m",
     "/v1/files",
@@ -49,6 +50,7 @@ FIELDS = (
     *("stream_options", "tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "logit_bias"),
     *("user", "metadata", "echo", "suffix", "priority", "min_tokens", "stop_token_ids", "frequency_penalty"),
     *("input", "instructions", "text", "reasoning", "include", "store", "max_output_tokens", "truncation"),
+    *("system", "thinking", "output_config", "stop_sequences"),
 )
 
 

@@ -1,0 +1,230 @@
+"""Reads the body of POST /v1/messages as a chat.
+
+`cache_control` has no effect: sites keep the prefixes of prompts by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from gateway.domain import Sampling
+from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
+from gateway.openai.request import GenerationRequest, StreamOptions
+from gateway.openai.sampling import MAX_COUNT
+from gateway.openai.text_parts import read_text
+from gateway.openai.tools import MAX_TOOLS, NO_TOOLS, Tools
+from gateway.prompt import Chat, Message
+
+MAX_MESSAGES = 4096
+MAX_STOPS = 16
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_ROLES = ("user", "assistant", "system")
+_THINKING = ("enabled", "disabled", "adaptive")
+_UNSUPPORTED_FIELDS = ("container", "mcp_servers", "previous_message_id")
+_IGNORED_FIELDS = frozenset(
+    {"metadata", "service_tier", "cache_control", "inference_geo", "context_management"}
+)
+
+
+def read_message_request(fields: Fields) -> GenerationRequest:
+    """Read a request. `max_tokens` above a model's context means as many as fit, as clients send one number
+    to all models.
+    """
+    model = fields.required_text("model")
+    max_tokens = fields.integer("max_tokens", 1, MAX_COUNT, None)
+    if max_tokens is None:
+        fields.required("max_tokens")
+    fields.present(_IGNORED_FIELDS)
+    for name in _UNSUPPORTED_FIELDS:
+        if fields.raw(name):
+            fields.refuse(name, "is not supported; leave it out", UNSUPPORTED)
+    thinking = fields.child("thinking")
+    if thinking is not None and (kind := thinking.required("type")) not in (None, *_THINKING):
+        thinking.refuse("type", f"must be one of {', '.join(_THINKING)}, got {echo(kind)}")
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", 0, 2, 1.0),
+        top_p=fields.number("top_p", 0, 1, 1.0),
+        top_k=fields.integer("top_k", 0, MAX_COUNT, 0),
+        stop=_stop(fields),
+        guided_json=_output_schema(fields),
+    )
+    tools = _tools(fields)
+    return GenerationRequest(
+        model=model,
+        prompts=(Chat(_messages(fields), tools.json, tools.choice, tools.name, tools.single),),
+        sampling=sampling,
+        limit_field="",
+        stream_options=StreamOptions(fields.flag("stream")),
+        priority=0,
+    )
+
+
+# ---- messages
+
+
+def _messages(fields: Fields) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    system = fields.raw("system")
+    if system is not None and (text := read_text(fields, "system", system)):
+        messages.append(Message("system", text))
+    if fields.required("messages") is None:
+        return ()
+    items = fields.items("messages")
+    if fields.raw("messages") == []:
+        fields.refuse("messages", "must hold at least one message")
+    if len(items) > MAX_MESSAGES:
+        fields.refuse("messages", f"holds at most {MAX_MESSAGES} messages, got {len(items)}")
+        return ()
+    for number, item in enumerate(items):
+        message = fields.nested(f"messages.{number}", item)
+        if message is not None:
+            messages += _turn(message)
+    return tuple(messages)
+
+
+def _turn(message: Fields) -> list[Message]:
+    """Return the messages of one turn: results of calls are messages of their own, before the text."""
+    role = message.required("role")
+    if role not in _ROLES:
+        if role is not None:
+            message.refuse("role", f"must be one of {', '.join(_ROLES)}, got {echo(role)}")
+        return []
+    content = message.required("content")
+    if content is None or isinstance(content, str):
+        return [Message(str(role), content or "")]
+    if not isinstance(content, list):
+        message.refuse("content", f"must be a string or a list of blocks, got {echo(content)}", WRONG_TYPE)
+        return []
+    blocks = [message.nested(f"content.{number}", block) for number, block in enumerate(content)]
+    read = [_block(block, str(role)) for block in blocks if block is not None]
+    text = "".join(part for part in read if isinstance(part, str))
+    calls = [part for part in read if isinstance(part, dict)]
+    results = [part for part in read if isinstance(part, Message)]
+    if not text and not calls and results:
+        return results
+    calls_json = msgspec.json.encode(calls).decode() if calls else ""
+    return [*results, Message(str(role), text, tool_calls_json=calls_json)]
+
+
+def _block(block: Fields, role: str) -> str | dict[str, object] | Message:
+    """Return a text, a call in the form of a template, or the result of a call."""
+    kind = block.required("type")
+    if kind == "text":
+        return "" if block.required("text") is None else block.text("text")
+    if kind == "tool_use" and role == "assistant":
+        arguments = msgspec.json.encode(block.raw("input") or {}).decode()
+        function = {"name": block.required_text("name"), "arguments": arguments}
+        return {"id": block.required_text("id"), "type": "function", "function": function}
+    if kind == "tool_result" and role == "user":
+        content = block.raw("content")
+        text = "" if content is None else read_text(block, "content", content)
+        return Message("tool", text, tool_call_id=block.required_text("tool_use_id"))
+    if kind in ("thinking", "redacted_thinking") and role == "assistant":
+        return ""  # no template here reads what was thought in earlier turns
+    if kind is not None:
+        block.refuse("type", f"can't be {echo(kind)} in a message of the {role}", UNSUPPORTED)
+    return ""
+
+
+# ---- tools
+
+
+class _Choice(NamedTuple):
+    choice: str
+    name: str = ""
+    single: bool = False
+
+
+_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+
+
+def _tools(fields: Fields) -> Tools:
+    items = fields.items("tools")
+    if len(items) > MAX_TOOLS:
+        fields.refuse("tools", f"holds at most {MAX_TOOLS} tools, got {len(items)}")
+        items = []
+    nested = [fields.nested(f"tools.{number}", item) for number, item in enumerate(items)]
+    functions = [_tool(item) for item in nested if item is not None]
+    names = {str(function["name"]) for function in functions}
+    if len(names) < len(functions):
+        fields.refuse("tools", "holds two tools of one name")
+    choice = _read_choice(fields, names)
+    if not functions or choice.choice == "none":
+        return NO_TOOLS
+    chat_tools = [{"type": "function", "function": function} for function in functions]
+    return Tools(msgspec.json.encode(chat_tools).decode(), choice.choice, choice.name, choice.single)
+
+
+def _tool(item: Fields) -> dict[str, object]:
+    kind = item.raw("type")
+    if kind not in (None, "custom"):
+        item.refuse("type", f"can only be 'custom', got {echo(kind)}: no tool runs here", UNSUPPORTED)
+    name = item.required_text("name")
+    if name and not TOOL_NAME.fullmatch(name):
+        item.refuse("name", "has 1 to 128 letters, digits, underscores and dashes")
+    read: dict[str, object] = {"name": name}
+    if description := item.text("description"):
+        read["description"] = description
+    schema = item.raw("input_schema")
+    if isinstance(schema, dict):
+        read["parameters"] = schema
+    elif schema is not None:
+        item.refuse("input_schema", f"must be a JSON schema, got {echo(schema)}", WRONG_TYPE)
+    elif kind in (None, "custom"):
+        item.refuse("input_schema", "is required", MISSING)
+    if item.flag("strict"):
+        read["strict"] = True
+    return read
+
+
+def _read_choice(fields: Fields, names: set[str]) -> _Choice:
+    choice = fields.child("tool_choice")
+    if choice is None:
+        return _Choice("auto")
+    kind = choice.required("type")
+    single = choice.flag("disable_parallel_tool_use")
+    if kind not in _CHOICES:
+        if kind is not None:
+            choice.refuse("type", f"must be one of {', '.join(_CHOICES)}, got {echo(kind)}")
+        return _Choice("auto")
+    if kind in ("any", "tool") and not names:
+        fields.refuse("tool_choice", "is only allowed with 'tools'")
+        return _Choice("auto")
+    name = choice.required_text("name") if kind == "tool" else ""
+    if name and name not in names:
+        choice.refuse("name", f"is {echo(name)}, which is not among 'tools'")
+    return _Choice(_CHOICES[str(kind)], name, single)
+
+
+# ---- other fields
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    items = fields.items("stop_sequences")
+    if len(items) > MAX_STOPS:
+        fields.refuse("stop_sequences", f"holds at most {MAX_STOPS} strings, got {len(items)}")
+        return ()
+    for number, item in enumerate(items):
+        if not isinstance(item, str) or not item:
+            message = f"must be a string of at least one character, got {echo(item)}"
+            fields.refuse(f"stop_sequences.{number}", message, WRONG_TYPE)
+    return tuple(item for item in items if isinstance(item, str))
+
+
+def _output_schema(fields: Fields) -> str:
+    """Return the JSON schema of `output_config.format`, empty if there is none."""
+    config = fields.child("output_config")
+    output_format = None if config is None else config.child("format")
+    if output_format is None:
+        return ""
+    kind = output_format.required("type")
+    if kind not in (None, "json_schema"):
+        output_format.refuse("type", f"can only be 'json_schema', got {echo(kind)}", UNSUPPORTED)
+    schema = output_format.required("schema")
+    if schema is None or output_format.child("schema") is None:
+        return ""
+    return msgspec.json.encode(schema).decode()

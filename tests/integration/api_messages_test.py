@@ -1,0 +1,358 @@
+"""The API's promises about POST /v1/messages: what a request means as a chat, whole and streamed answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import httpx2
+import pytest
+from anthropic.types import Message as AnthropicMessage
+from anthropic.types import RawMessageStreamEvent
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from gateway.anthropic.message_body import message_body
+from gateway.anthropic.message_stream import MessageEncoder
+from gateway.anthropic.messages_request import read_message_request
+from gateway.domain import AnswerEvent, Delta, Finish, Opening, ToolCall, Usage
+from gateway.errors import NoSite, UpstreamLost
+from gateway.openai.fields import Fields, Problems
+from gateway.openai.request import GenerationRequest
+from gateway.openai.response_schema import ResponseHead
+from gateway.openai.unary_response import Choice, UnaryResponse
+from gateway.prompt import Chat, Message
+from tests.support.fakes.edge import KEY, MODEL, OPENING, Edge, fail, play, post, run, scripted
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+HEAD = ResponseHead("msg_q1", 1_750_000_000, MODEL, "rev-1")
+ADD = {"name": "add", "description": "adds", "input_schema": {"type": "object", "properties": {}}}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "Hi"}]} | fields
+
+
+def read(**fields: Any) -> GenerationRequest:
+    problems = Problems()
+    request = read_message_request(Fields(body(**fields), problems))
+    problems.raise_any()
+    return request
+
+
+def chat_of(**fields: Any) -> Chat:
+    (prompt,) = read(**fields).prompts
+    assert isinstance(prompt, Chat)
+    return prompt
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    """Return the events, each named by its type and, but for an error, accepted by Anthropic's own types."""
+    events = []
+    for block in raw.decode().split("\n\n")[:-1]:
+        if block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] != "error":
+            EVENT.validate_python(event)
+        events.append(event)
+    return events
+
+
+def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
+    """Return the error, in Anthropic's shape, with the id of the request."""
+    assert response.status_code == status, response.text
+    whole = response.json()
+    assert whole.keys() == {"type", "error", "request_id"}
+    assert whole["request_id"] == response.headers["x-request-id"]
+    error: dict[str, Any] = whole["error"]
+    return error
+
+
+# ---- reading
+
+
+def test_system_texts_and_turns_are_a_chat() -> None:
+    chat = chat_of(
+        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]},
+            {"role": "assistant", "content": "Hello"},
+            {"role": "user", "content": "Bye"},
+        ],
+    )
+    assert chat.messages == (
+        Message("system", "Be brief."),
+        Message("user", "Hi there"),
+        Message("assistant", "Hello"),
+        Message("user", "Bye"),
+    )
+
+
+def test_calls_and_their_results_are_messages_in_order() -> None:
+    chat = chat_of(
+        messages=[
+            {"role": "user", "content": "1 + 2"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "text", "text": "Adding."},
+                    {"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "3"}]},
+                    {"type": "text", "text": "And now?"},
+                ],
+            },
+        ]
+    )
+    _, turn, result, question = chat.messages
+    assert turn.content == "Adding."
+    assert json.loads(turn.tool_calls_json) == [
+        {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x":1}'}}
+    ]
+    assert (result.role, result.content, result.tool_call_id) == ("tool", "3", "a")
+    assert question == Message("user", "And now?")
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "choice", "name", "single"),
+    [
+        (None, "auto", "", False),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", "", True),
+        ({"type": "any"}, "required", "", False),
+        ({"type": "tool", "name": "add"}, "named", "add", False),
+    ],
+)
+def test_tools_reach_the_site(tool_choice: Any, choice: str, name: str, single: bool) -> None:
+    chat = chat_of(tools=[ADD], tool_choice=tool_choice)
+    (tool,) = json.loads(chat.tools_json)
+    assert tool["function"] == {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": {}},
+    }
+    assert (chat.tool_choice, chat.tool_name, chat.single_tool_call) == (choice, name, single)
+    assert chat_of(tools=[ADD], tool_choice={"type": "none"}).tools_json == ""
+
+
+def test_limits_stops_and_schemas_reach_the_site() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    sampling = read(
+        max_tokens=20,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        stop_sequences=["END", "\n\n"],
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    ).sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (20, 0.5, 0.9, 5)
+    assert sampling.stop == ("END", "\n\n")
+    assert json.loads(sampling.guided_json) == schema
+
+
+def test_max_tokens_above_the_context_mean_as_many_as_fit() -> None:
+    response, script = post("/v1/messages", body(max_tokens=100_000))
+    assert response.status_code == 200
+    assert script.query.sampling.max_tokens == 100_000
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("model", {"model": None}),
+        ("max_tokens", {"max_tokens": None}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("messages", {"messages": None}),
+        ("messages", {"messages": []}),
+        ("messages.0.role", {"messages": [{"role": "robot", "content": "x"}]}),
+        ("messages.0.content", {"messages": [{"role": "user"}]}),
+        ("messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}),
+        ("system.0.type", {"system": [{"type": "image"}]}),
+        ("tools.0.input_schema", {"tools": [{"name": "f"}]}),
+        ("tools.0.type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
+        ("tool_choice.name", {"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}),
+        ("tool_choice", {"tool_choice": {"type": "any"}}),
+        ("stop_sequences.0", {"stop_sequences": [""]}),
+        ("thinking.type", {"thinking": {"type": "perhaps"}}),
+        ("output_config.format.type", {"output_config": {"format": {"type": "xml"}}}),
+        ("container", {"container": "c"}),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(param: str, fields: dict[str, Any]) -> None:
+    response, script = post("/v1/messages", body(**fields))
+    error = error_of(response, 400)
+    assert error["type"] == "invalid_request_error"
+    assert f"'{param}'" in error["message"]
+    assert not script.queries
+
+
+# ---- answers
+
+
+def test_a_whole_answer_has_anthropics_shape() -> None:
+    response, script = post("/v1/messages", body())
+    assert response.status_code == 200, response.text
+    message = AnthropicMessage.model_validate(response.json(), strict=True)
+    assert (message.content[0].type, message.stop_reason) == ("text", "end_turn")
+    assert response.json()["content"][0]["text"] == "Hello world"
+    assert (message.usage.input_tokens, message.usage.output_tokens) == (7, 2)
+    assert message.id == f"msg_{script.query.id}"
+
+
+def test_a_streamed_answer_has_anthropics_events_in_order() -> None:
+    events = events_of(post("/v1/messages", body(stream=True))[0].content)
+    assert [event["type"] for event in events] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[0]["message"]["usage"]["input_tokens"] == 7
+    assert events[-2]["delta"]["stop_reason"] == "end_turn"
+    assert events[-2]["usage"]["output_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_at_its_limit_says_so(stream: bool) -> None:
+    response, _ = post("/v1/messages", body(stream=stream), scripted("Hello", finish=Finish.LENGTH))
+    ended = events_of(response.content)[-2]["delta"] if stream else response.json()
+    assert ended["stop_reason"] == "max_tokens"
+
+
+CALLS = (
+    OPENING,
+    Delta(0, "Let me see.", 3, tool_calls=(ToolCall(0, "call_1", "add", '{"a"'),)),
+    Delta(0, "", 5, tool_calls=(ToolCall(0, arguments=": 1}"), ToolCall(1, "call_2", "add"))),
+    Delta(0, "", 6, finish=Finish.TOOL_CALLS),
+    Usage(7, 6),
+)
+
+
+def test_calls_are_blocks_of_their_own() -> None:
+    response, _ = post("/v1/messages", body(tools=[ADD]), play(*CALLS))
+    message = AnthropicMessage.model_validate(response.json(), strict=True)
+    assert message.stop_reason == "tool_use"
+    text, first, second = response.json()["content"]
+    assert text["text"] == "Let me see."
+    assert (first["id"], first["name"], first["input"]) == ("call_1", "add", {"a": 1})
+    assert (second["id"], second["input"]) == ("call_2", {})
+
+
+def test_reasoning_and_cached_tokens_are_told() -> None:
+    answer = play(
+        OPENING,
+        Delta(0, "", 2, reasoning="Hm.", reasoning_tokens=2),
+        Delta(0, "42", 3, finish=Finish.STOP, reasoning_tokens=2, cached_tokens=5),
+        Usage(7, 3, cached_tokens=5, reasoning_tokens=2),
+    )
+    whole = post("/v1/messages", body(), answer)[0].json()
+    message = AnthropicMessage.model_validate(whole, strict=True)
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (2, 5)
+    events = events_of(post("/v1/messages", body(stream=True), answer)[0].content)
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert [delta["type"] for delta in deltas] == ["thinking_delta", "text_delta"]
+
+
+def test_errors_have_anthropics_shape_and_status() -> None:
+    wrong_key: list[httpx2.Response] = []
+
+    async def scenario(edge: Edge) -> None:
+        wrong_key.append(await edge.post("/v1/messages", body(), authorization="Bearer wrong"))
+
+    run(scenario)
+    assert error_of(wrong_key[0], 401)["type"] == "authentication_error"
+    no_room = post("/v1/messages", body(), fail(NoSite("no site now")))[0]
+    assert error_of(no_room, 529)["type"] == "overloaded_error"
+    assert no_room.headers["retry-after"] == "2"
+    lost = post("/v1/messages", body(stream=True), fail(UpstreamLost("the site was lost")))[0]
+    assert error_of(lost, 502)["type"] == "api_error"
+
+
+def test_a_failure_in_the_stream_is_its_last_event() -> None:
+    answer = fail(UpstreamLost("the site was lost"), after=(OPENING, Delta(0, "Hel", 1)))
+    last = events_of(post("/v1/messages", body(stream=True), answer)[0].content)[-1]
+    assert (last["type"], last["error"]["message"]) == ("error", "the site was lost")
+
+
+def test_the_key_may_come_as_x_api_key() -> None:
+    async def scenario(edge: Edge) -> None:
+        edge.http.headers.pop("authorization")
+        assert (await edge.post("/v1/messages", body())).status_code == 401
+        assert (await edge.post("/v1/messages", body(), x_api_key="wrong")).status_code == 401
+        assert (await edge.post("/v1/messages", body(), x_api_key=KEY)).status_code == 200
+
+    run(scenario)
+
+
+def test_anthropics_sdk_reads_whole_and_streamed_answers() -> None:
+    seen: list[Any] = []
+
+    async def scenario(edge: Edge) -> None:
+        client = anthropic.AsyncAnthropic(api_key=KEY, base_url="http://edge", http_client=edge.http)
+        asked: Any = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+        whole = await client.messages.create(**asked)
+        seen.append(whole.content[0].to_dict()["text"])
+        async with client.messages.stream(**asked) as stream:
+            seen.append(await stream.get_final_text())
+
+    run(scenario)
+    assert seen == ["Hello world", "Hello world"]
+
+
+# ---- laws
+
+texts = st.lists(st.text(st.characters(codec="utf-8"), max_size=6), max_size=4)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[AnswerEvent]:
+    """Draw an answer: texts, then calls whose arguments are cut anywhere."""
+    deltas = [Delta(0, "", 1, reasoning=text) for text in draw(texts)]
+    deltas += [Delta(0, text, 1) for text in draw(texts)]
+    for index in range(draw(st.integers(0, 3))):
+        arguments = json.dumps(draw(st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)))
+        cut = draw(st.integers(0, len(arguments)))
+        parts = [
+            ToolCall(index, f"call_{index}", "add", arguments[:cut]),
+            ToolCall(index, "", "", arguments[cut:]),
+        ]
+        deltas += [Delta(0, "", 1, tool_calls=(part,)) for part in parts]
+    return [OPENING, *deltas, Delta(0, "", 1, finish=draw(st.sampled_from(Finish))), Usage(7, len(deltas))]
+
+
+@given(answers())
+def test_the_events_of_a_stream_join_to_the_whole_answer(pieces: list[AnswerEvent]) -> None:
+    encoder = MessageEncoder(HEAD)
+    events = events_of(b"".join(encoder.encode(piece) for piece in pieces))
+    assert encoder.complete
+    choice = Choice()
+    for piece in pieces:
+        if isinstance(piece, Delta):
+            choice.add(piece)
+    assert isinstance(pieces[0], Opening)
+    assert isinstance(pieces[-1], Usage)
+    whole = json.loads(message_body(HEAD, UnaryResponse(pieces[0], [choice], pieces[-1])))
+    assert len(whole["content"]) == sum(event["type"] == "content_block_start" for event in events)
+    for index, block in enumerate(whole["content"]):
+        deltas = [e["delta"] for e in events if e["type"] == "content_block_delta" and e["index"] == index]
+        if block["type"] in ("text", "thinking"):
+            field = block["type"]
+            assert "".join(delta[field] for delta in deltas) == block[field]
+        else:
+            assert json.loads("".join(delta["partial_json"] for delta in deltas) or "{}") == block["input"]
+    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert events[-2]["usage"] == whole["usage"]
