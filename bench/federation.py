@@ -3,10 +3,11 @@
     mico up --detach
     python -m bench.federation --data alpaca_like.jsonl.zst --model mico/demo_model/weights
 
-Checks: every body is valid by the `openai` package's own types, every answer ends, every site takes part, all
-counters are zero within two seconds of the end, and (with --model) every greedy text equals that of the same
-prompt run alone by plain `transformers` in float32. A prompt longer than the model's context has to be
-refused with a 400 for that reason; it is counted (`refused`), and with --model measured. Texts that differ
+With --kill-site a site dies once a third of the answers have ended, and what ran there goes on elsewhere.
+Checks: every body is valid by the `openai` package's own types, every answer ends, every living site takes
+part, all counters are zero within two seconds of the end, and (with --model) every greedy text equals that of
+the same prompt run alone by plain `transformers` in float32. A prompt longer than the model's context has to
+be refused with a 400 for that reason; it is counted (`refused`), and with --model measured. Texts that differ
 where the two best tokens are equal but for rounding are listed apart (`numeric_ties`).
 """
 
@@ -15,8 +16,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import itertools
 import json
+import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -30,6 +34,9 @@ import httpx
 import zstandard
 from openai import AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from mico.known_models import cached_folder, is_fetchable
+from mico.local.folder import Folder
 
 FOLDER = Path(".mico")
 TOO_LONG = "context_length_exceeded"
@@ -139,10 +146,15 @@ async def run(options: argparse.Namespace, key: str) -> dict[str, Any]:
     client = AsyncOpenAI(base_url=options.base_url, api_key=key, max_retries=0, timeout=600)
     model = options.served_model or (await client.models.list()).data[0].id
     gate = asyncio.Semaphore(options.concurrency)
+    places = itertools.count(1)
+    killed = []
 
     async def one(number: int, prompt: str) -> Answered | None:
         async with gate:
-            return await answer_or_none(client, model, prompt, number, options.max_tokens)
+            answer = await answer_or_none(client, model, prompt, number, options.max_tokens)
+        if next(places) == options.count // 3 and options.kill_site:
+            killed.append(kill_site(FOLDER))
+        return answer
 
     began = time.perf_counter()
     ended = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(chosen)))
@@ -151,7 +163,16 @@ async def run(options: argparse.Namespace, key: str) -> dict[str, Any]:
     await client.close()
     answers = [answer for answer in ended if answer is not None]
     refused = [prompt for prompt, answer in zip(chosen, ended, strict=True) if answer is None]
-    return _report(options, answers, refused, sites, wall_s)
+    return {"killed": killed, **_report(options, answers, refused, sites, wall_s)}
+
+
+def kill_site(folder: Path) -> str:
+    """Kill the first living site of the federation in a folder, without a word to it; return its name."""
+    running = Folder(folder.resolve()).running()
+    assert running is not None, f"no federation runs in {folder}"
+    site = next(site for site in running.sites if site.alive)
+    os.kill(site.pid, signal.SIGKILL)
+    return site.name
 
 
 async def _idle_sites(base_url: str, key: str) -> list[dict[str, Any]]:
@@ -195,12 +216,13 @@ def _report(
         "p50_first_token_s": round(statistics.median(a.first_token_s for a in answers if a.first_token_s), 3),
         "queries_by_site": dict(by_site),
         "tokens_by_site": dict(tokens_by_site),
-        "every_site_took_part": set(by_site) == {s["name"] for s in sites if s["state"] == "ready"},
+        "every_site_took_part": set(by_site) >= {s["name"] for s in sites if s["state"] == "ready"},
     }
     if options.model:
-        differ = mismatches(options.model, answers, options.max_tokens)
+        differ = mismatches(options.model, answers, options.max_tokens, options.reference)
         report["numeric_ties"] = {name: gap for name, gap in differ.items() if gap <= TIE}
         report["greedy_mismatches"] = real_mismatches(differ)
+        report["equal_texts"] = len(answers) - len(differ)
         report["wrongly_refused"] = fitting(options.model, refused)
     return report
 
@@ -224,9 +246,13 @@ def fitting(folder: Path, refused: list[str]) -> list[str]:
     return [prompt for prompt in refused if tokens(prompt) < context]
 
 
-def mismatches(folder: Path, answers: list[Answered], most: int) -> dict[str, float]:
+def mismatches(
+    folder: Path, answers: list[Answered], most: int, reference: Path | None = None
+) -> dict[str, float]:
     """Return the request ids whose text differs from `generate` run alone on the same prompt in float32, each
     with the distance between its two best logits at the first difference.
+
+    The texts of `generate` are kept in the file `reference`, and taken from it another time.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -235,8 +261,11 @@ def mismatches(folder: Path, answers: list[Answered], most: int) -> dict[str, fl
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     context = model.config.max_position_embeddings
+    kept = Kept.read(reference, f"{folder}, {most} tokens")
     wrong = {}
     for a in answers:
+        if kept.texts.get(a.prompt) == a.text:
+            continue
         chat = [{"role": "user", "content": a.prompt}]
         ids = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -251,13 +280,38 @@ def mismatches(folder: Path, answers: list[Answered], most: int) -> dict[str, fl
                 return_dict_in_generate=True,
             )
         token_ids = out.sequences[0, length:].tolist()
-        if tokenizer.decode(token_ids, skip_special_tokens=True) != a.text:
+        kept.add(a.prompt, tokenizer.decode(token_ids, skip_special_tokens=True))
+        if kept.texts[a.prompt] != a.text:
             parts = first_difference(
                 a.text, [tokenizer.decode(token_ids[:end]) for end in range(1, len(token_ids) + 1)]
             )
             best, second = out.logits[parts][0].topk(2).values.tolist()
             wrong[a.request_id] = best - second
     return wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Texts by prompt, kept in a file, which belong to one model and one number of tokens."""
+
+    file: Path | None
+    of: str
+    texts: dict[str, str]
+
+    @classmethod
+    def read(cls, file: Path | None, of: str) -> Kept:
+        found = json.loads(file.read_text()) if file is not None and file.exists() else {}
+        return cls(file, of, found["texts"] if found.get("of") == of else {})
+
+    def add(self, prompt: str, text: str) -> None:
+        self.texts[prompt] = text
+        if self.file is not None:
+            self.file.write_text(json.dumps({"of": self.of, "texts": self.texts}))
+
+
+def model_folder(model: str) -> Path:
+    """Return the folder of a model: itself, or that of one which `mico models fetch` knows."""
+    return (cached_folder(model) if is_fetchable(model) else None) or Path(model)
 
 
 def first_difference(text: str, beginnings: list[str]) -> int:
@@ -273,7 +327,13 @@ def main() -> int:
     parser.add_argument("--base-url", default="http://127.0.0.1:8080/v1")
     parser.add_argument("--key", help="default: the key that `mico up` wrote to .mico/key")
     parser.add_argument("--served-model", help="default: the first one listed")
-    parser.add_argument("--model", type=Path, help="folder of the same weights, to compare greedy texts")
+    parser.add_argument(
+        "--model",
+        type=model_folder,
+        help="folder of the same weights, or a name as in mico models list, to compare greedy texts",
+    )
+    parser.add_argument("--reference", type=Path, help="file to keep the texts of transformers in")
+    parser.add_argument("--kill-site", action="store_true", help="needs the federation of mico up here")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=256)

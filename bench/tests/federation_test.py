@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import openai
 import pytest
 
-from bench.federation import answer_or_none, first_difference
+from bench.federation import Kept, answer_or_none, first_difference
 from gateway.errors import BadRequest, ContextTooLong
 from tests.support.fakes.edge import MODEL, Edge, fail, run
 
@@ -27,3 +29,10 @@ def test_texts_part_at_the_first_token_that_only_one_has() -> None:
     assert first_difference("abX", ["a", "ab", "abc", "abcd"]) == 2
     assert first_difference("X", ["a", "ab"]) == 0
     assert first_difference("ab and more", ["a", "ab"]) == 1
+
+
+def test_kept_texts_belong_to_one_model_and_length(tmp_path: Path) -> None:
+    Kept.read(tmp_path / "texts.json", "a, 32 tokens").add("prompt", "text")
+    assert Kept.read(tmp_path / "texts.json", "a, 32 tokens").texts == {"prompt": "text"}
+    assert Kept.read(tmp_path / "texts.json", "a, 64 tokens").texts == {}
+    assert Kept.read(None, "a, 32 tokens").texts == {}
