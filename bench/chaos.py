@@ -10,10 +10,10 @@ streams (a fifth of them where a process, a link or the machine fails), or more 
 query is refused, or whose stream breaks because its own gateway died, asks the other gateway, as an SDK
 would. Checked for each fault: every query is answered, each text equals that of plain `transformers` alone
 (nothing repeated, nothing missing), each line of the batch is there once, each answer has one usage row with
-its tokens, streams break only where their gateway ends, no query is refused unless the disk is full, every
-counter is at zero in the end, and recovery takes no longer than the fault's limit. Exit status 1 where one of
-these fails. A fault that this machine cannot have is reported as skipped: a full disk and lost names need
-root (they mount), some faults need Postgres.
+its tokens, streams break only where their gateway ends or stands still, queries are refused only then and
+while the disk is full, every counter is at zero in the end, and recovery takes no longer than the fault's
+limit. Exit status 1 where one of these fails. A fault that this machine cannot have is reported as skipped: a
+full disk and lost names need root (they mount), some faults need Postgres.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def complaints(report: Mapping[str, Any], fault: Fault) -> list[str]:
     found = [f"{name}: {len(report[name])}" for name in MUST_BE_EMPTY if report[name]]
     if report["broken"] and not fault.breaks:
         found.append(f"broken: {sum(report['broken'].values())}")
-    if report["refused"] and not fault.refuses:
+    if report["refused"] and not (fault.refuses or fault.breaks):
         found.append(f"refused: {sum(report['refused'].values())}")
     for name, limit_s in fault.limits_s.items():
         if report[name] > limit_s:

@@ -27,9 +27,9 @@ Figures = dict[str, float]
 class Fault:
     """A fault and what is permitted while it lasts.
 
-    `limits_s`: the most of a figure, of the fault or of its clients. `breaks`: streams may break, since their
-    own gateway dies. `refuses`: a query may be refused with 503 before it is accepted. `share`: the part of
-    the streams that it is run with.
+    `limits_s`: the most of a figure, of the fault or of its clients. `breaks`: streams may break and queries
+    be refused, since their own gateway dies. `refuses`: queries may be refused. `share`: the part of the
+    streams that the fault is run with.
     """
 
     inject: Callable[[Federation], Awaitable[Figures]]

@@ -61,6 +61,6 @@ async def lose_names(federation: Federation) -> Figures:
 
 FAULTS: dict[str, Fault] = {
     "names-lost": Fault(lose_names, share=A_FIFTH),
-    "gateway-suspended": Fault(suspend_gateway, share=A_FIFTH),
+    "gateway-suspended": Fault(suspend_gateway, breaks=True, share=A_FIFTH),
     "all-suspended": Fault(suspend_all, share=A_FIFTH),
 }

@@ -56,6 +56,7 @@ def test_streams_break_and_queries_are_refused_only_where_that_is_expected() -> 
     assert complaints(broken, Fault(nothing)) == ["broken: 2"]
     assert complaints(refused, Fault(nothing)) == ["refused: 3"]
     assert complaints(broken, Fault(nothing, breaks=True)) == []
+    assert complaints(refused, Fault(nothing, breaks=True)) == []
     assert complaints(refused, Fault(nothing, refuses=True)) == []
 
 
