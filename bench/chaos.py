@@ -6,7 +6,7 @@
 It starts a federation of its own: journals and SQLite on a small file system, or a Postgres primary with a
 synchronous standby where the fault concerns replicas of a shared database. For each fault it runs `--count`
 streams (a fifth of them where a process, a link or the machine fails), or more until the fault is over,
-`--concurrency` at a time, beside a batch of 50 lines; the tenant has quotas that suffice. A client whose
+`--concurrency` at a time, beside a batch of 100 lines; the tenant has quotas that suffice. A client whose
 query is refused, or whose stream breaks because its own gateway died, asks the other gateway, as an SDK
 would. Checked for each fault: every query is answered, each text equals that of plain `transformers` alone
 (nothing repeated, nothing missing), each line of the batch is there once, each answer has one usage row with
@@ -51,7 +51,7 @@ FAULTS: Mapping[str, Fault] = {
     **faults_storage.FAULTS,
 }
 STRUCK_AT = 0.25
-BATCH_LINES = 50
+BATCH_LINES = 100
 MUST_BE_EMPTY = (
     "failed",
     "rows_twice",
@@ -76,10 +76,10 @@ async def strike(federation: Federation, name: str, options: argparse.Namespace)
     load = Load.from_options(federation.running.root_urls, federation.key, some)
     load.open = True
     batch = Batch(load.clients, load.texts[:BATCH_LINES], options.max_tokens)
-    await batch.submit()
     running = asyncio.create_task(load.run())
     try:
         await load.reached(STRUCK_AT)
+        await batch.submit()
         began = time.perf_counter()
         found = await fault.inject(federation)
         found["lasted_s"] = round(time.perf_counter() - began, 1)

@@ -10,7 +10,7 @@ from mico.local.federation import GATEWAY_STOP_TIMEOUT_S
 from mico.local.processes import Process, end
 
 MINUTE_S, DAY_S = 60.0, 86_400.0
-STEPS_S = (5 * MINUTE_S, -5 * MINUTE_S, 2 * DAY_S, -2 * DAY_S, 0.0)
+STEPS_S = (2 * DAY_S, -2 * DAY_S, 5 * MINUTE_S, -5 * MINUTE_S, 0.0)
 STEP_LASTS_S = 3.0
 BEYOND_RETENTION_S = 401 * DAY_S
 
