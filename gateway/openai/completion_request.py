@@ -59,6 +59,9 @@ def _prompts(fields: Fields) -> tuple[Prompt, ...]:
 def _prompt_list(fields: Fields, items: list[object]) -> tuple[Prompt, ...]:
     """Read a list of texts, of lists of token ids, or of token ids; the first item decides which."""
     first = items[0]
+    if isinstance(first, str | list) and len(items) > MAX_CHOICES:
+        fields.refuse("prompt", f"holds at most {MAX_CHOICES} prompts, got {len(items)}")
+        return ()
     if isinstance(first, str):
         return tuple(_text(fields, number, item) for number, item in enumerate(items))
     if isinstance(first, list):

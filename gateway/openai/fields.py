@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 from gateway.errors import BadRequest
-from gateway.wording import several
 
 MAX_PROBLEMS = 10
 MAX_ECHO_CHARS = 200
@@ -35,22 +34,23 @@ class Problems:
 
     def __init__(self) -> None:
         self._problems: list[FieldProblem] = []
-        self._omitted = 0
 
     def add(self, param: str, message: str, code: str = WRONG_VALUE) -> None:
-        if len(self._problems) < MAX_PROBLEMS:
-            self._problems.append(FieldProblem(param, message, code))
-        else:
-            self._omitted += 1
+        """Add a problem. Raises BadRequest once there are more than are shown: a body of a million wrong
+        items is not read to its end.
+        """
+        if len(self._problems) == MAX_PROBLEMS:
+            self.raise_any("There are more problems.")
+        self._problems.append(FieldProblem(param, message, code))
 
-    def raise_any(self) -> None:
+    def raise_any(self, *more: str) -> None:
         """Raise BadRequest if there is any problem."""
         if not self._problems:
             return
         sentences = [f"'{problem.param}' {problem.message}." for problem in self._problems]
-        if self._omitted:
-            sentences.append(f"{several(self._omitted, 'more problem is', 'more problems are')} not shown.")
-        raise BadRequest(" ".join(sentences), param=self._problems[0].param, code=self._problems[0].code)
+        raise BadRequest(
+            " ".join([*sentences, *more]), param=self._problems[0].param, code=self._problems[0].code
+        )
 
 
 def echo(value: object) -> str:

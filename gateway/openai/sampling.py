@@ -11,6 +11,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIASES = 1024
 MAX_COUNT = 2**31 - 1
 MAX_TOKEN_ID = 2**32 - 1
+MAX_TOKEN_IDS = 2**20
+"""Of one prompt: more than any context."""
 
 IGNORED_FIELDS = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -132,6 +134,11 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
 
 def token_ids(fields: Fields, name: str, items: list[object]) -> tuple[int, ...]:
     """Read token ids up to the first bad one: a long prompt of bad ids is one problem."""
+    if len(items) > MAX_TOKEN_IDS:
+        fields.refuse(name, f"holds at most {MAX_TOKEN_IDS} token ids, got {len(items)}")
+        return ()
+    if set(map(type, items)) == {int} and min(items) >= 0 and max(items) <= MAX_TOKEN_ID:  # type: ignore[type-var, operator]
+        return tuple(items)  # type: ignore[arg-type]
     ids: list[int] = []
     for number, item in enumerate(items):
         token = whole_number(item)

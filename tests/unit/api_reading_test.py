@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.errors import BadRequest
 from gateway.http.body import decode
 from gateway.openai import sampling, tools
-from gateway.openai.chat_request import read_chat
+from gateway.openai.chat_request import MAX_MESSAGES, read_chat
 from gateway.openai.completion_request import read_completion
 from gateway.openai.fields import MAX_PROBLEMS, Fields, Problems, echo, whole_number
 from gateway.openai.request import GenerationRequest
@@ -152,16 +153,16 @@ def test_nothing_else_is_an_integer(value: Any) -> None:
     assert whole_number(value) is None
 
 
-def test_problems_beyond_the_limit_are_counted() -> None:
+def test_reading_ends_at_the_first_problem_beyond_the_limit() -> None:
     problems = Problems()
-    for number in range(MAX_PROBLEMS + 2):
+    for number in range(MAX_PROBLEMS):
         problems.add(f"field_{number}", "is wrong")
     with pytest.raises(BadRequest) as refusal:
-        problems.raise_any()
+        problems.add("field_10", "is wrong")
     assert refusal.value.param == "field_0"
     assert "field_9" in refusal.value.message
     assert "field_10" not in refusal.value.message
-    assert "2 more" in refusal.value.message
+    assert refusal.value.message.endswith("There are more problems.")
 
 
 @pytest.mark.parametrize(
@@ -176,3 +177,65 @@ def test_what_is_read_only_if_something_of_it_was_sent_names_all_of_it(
     else:
         tools.read_tools(fields)
     assert fields._read == quick
+
+
+class Watched(list[object]):
+    """Counts the items that a reader looks at one by one; passes over all of them are not counted."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[object]:
+        for item in super().__iter__():
+            self.read += 1
+            yield item
+
+
+WRONG: dict[str, Callable[[Watched], tuple[Any, dict[str, object]]]] = {
+    "messages": lambda items: (read_chat, {"messages": items}),
+    "parts": lambda items: (read_chat, {"messages": [{"role": "user", "content": items}]}),
+    "calls": lambda items: (read_chat, {"messages": [{"role": "assistant", "tool_calls": items}]}),
+    "prompts": lambda items: (read_completion, {"prompt": ["a", *items]}),
+    "stop_token_ids": lambda items: (read_completion, {"prompt": "a", "stop_token_ids": items}),
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_a_list_of_wrong_items_is_not_read_to_its_end(where: str) -> None:
+    for number in (4_000, 100_000):
+        items = Watched([1.5] * number)
+        read, body = WRONG[where](items)
+        items.read = 0
+        with pytest.raises(BadRequest) as refused:
+            problems = Problems()
+            read(Fields({"model": "m", **body}, problems))
+            problems.raise_any()
+        assert items.read <= MAX_MESSAGES + 2 * MAX_PROBLEMS
+        assert len(str(refused.value)) < 5_000
+
+
+def test_many_parts_and_calls_are_refused_together() -> None:
+    part, call = {"type": "text", "text": "a"}, {"id": "c", "type": "function", "function": {"name": "f"}}
+    says: dict[str, object] = {"role": "assistant", "content": [part] * 2048, "tool_calls": [call] * 2048}
+    for number, refused in ((2, False), (3, True)):
+        problems = Problems()
+        read_chat(Fields({"model": "m", "messages": [says] * number}, problems))
+        if refused:
+            with pytest.raises(BadRequest, match="at most 8192 parts and tool_calls, got 12288"):
+                problems.raise_any()
+        else:
+            problems.raise_any()
+
+
+@given(st.lists(st.integers(-1, 2**32) | st.booleans() | st.floats(0, 9), max_size=6))
+def test_token_ids_are_read_alike_one_by_one_and_all_at_once(items: list[object]) -> None:
+    problems = Problems()
+    ids = sampling.token_ids(Fields({}, problems), "prompt", items)
+    numbers = [whole_number(item) for item in items]
+    good = all(number is not None and 0 <= number <= sampling.MAX_TOKEN_ID for number in numbers)
+    assert not good or list(ids) == numbers
+    try:
+        problems.raise_any()
+    except BadRequest:
+        assert not good
+    else:
+        assert good
