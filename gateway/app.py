@@ -102,6 +102,7 @@ async def serve(config: GatewayConfig) -> int:
             config.name,
             query_context=core.query_context,
             caller=store.keys.unrevoked,
+            unix_time=store.clock,
         ) as batches,
     ):
         core.metrics.register(scaler)
@@ -161,7 +162,7 @@ async def _core(
             traces.observe(outcome)
         forecasts.observe(outcome)
 
-    leases = Leases(store.slices, WhenAway(config.quotas_when_away))
+    leases = Leases(store.slices, WhenAway(config.quotas_when_away), unix_time=store.clock)
     await leases.start()
     query_context = QueryContext(
         directory,
@@ -173,6 +174,7 @@ async def _core(
         max_live=config.most_live,
         max_tries=config.most_tries,
         clock=clock,
+        wall_clock=store.clock,
         quotas=leases.quotas,
         lease_more=leases.lease_more,
         fleet_complete_s=clock() + REJOIN_S,
@@ -295,6 +297,7 @@ def _backend(config: GatewayConfig, core: Core, store: Store) -> Backend:
         ready=ready,
         version=version("mico"),
         clock=query_context.clock,
+        unix_time=store.clock,
         timeout_s=config.answer_within_s,
         body_limit_bytes=config.body_limit_bytes,
         keep_alive_s=config.keep_alive_s,

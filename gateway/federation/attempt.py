@@ -42,6 +42,8 @@ class LiveAttempt:
     """Merge the deltas of a choice that the reader has not fetched yet: memory is bounded by one answer.
 
     One reader awaits `next`. `ended` is set once every choice has finished or the attempt has failed.
+    `on_uncovered` is called with each delta that makes the answer longer than `covered_tokens`, whether or
+    not the reader has fetched what came before.
     """
 
     def __init__(
@@ -65,6 +67,10 @@ class LiveAttempt:
         self.started = False
         self.accepted: Accepted | None = None
         self.expired = False
+        self.truncated = False
+        self._cancelled = False
+        self.covered_tokens = 0.0
+        self.on_uncovered: Callable[[LiveAttempt], None] | None = None
         self.failure: AttemptFailure | None = None
         self.ended = asyncio.Event()
         self._choices = [_Choice() for _ in range(choices)]
@@ -97,18 +103,24 @@ class LiveAttempt:
         choice = self._choices[delta.index]
         if choice.finished or self.ended.is_set():
             return
-        self.started = True
-        choice.pending = delta if choice.pending is None else _merge(choice.pending, delta)
-        choice.completion_tokens = max(choice.completion_tokens, delta.completion_tokens)
+        if not self.truncated:
+            self.started = True
+            choice.pending = delta if choice.pending is None else _merge(choice.pending, delta)
+            choice.completion_tokens = max(choice.completion_tokens, delta.completion_tokens)
         if delta.finish is not None:
             choice.finished = True
             if all(c.finished for c in self._choices):
                 self.ended.set()
         self._wake()
+        if self.on_uncovered is None or self.ended.is_set():
+            return
+        if self.completion_tokens > self.covered_tokens:
+            self.on_uncovered(self)
 
     def count(self, index: int, completion_tokens: int) -> None:
         choice = self._choices[index]
-        choice.completion_tokens = max(choice.completion_tokens, completion_tokens)
+        if not self.truncated:
+            choice.completion_tokens = max(choice.completion_tokens, completion_tokens)
 
     def close_choice(self, index: int, failure: AttemptFailure) -> None:
         """Mark a choice as cancelled at the site; the attempt ends once all its choices have ended."""
@@ -137,6 +149,8 @@ class LiveAttempt:
         while True:
             if deltas := self._take_pending():
                 return deltas
+            if self.truncated:
+                return []
             if self.failure is not None:
                 raise AttemptFailed(self.failure)
             if self.ended.is_set():
@@ -151,18 +165,25 @@ class LiveAttempt:
         self.expired = True
         self._wake()
 
-    def truncate(self) -> list[Delta]:
-        """Return the last deltas of the choices that still run, as if they had reached their length."""
-        unfinished = [index for index, choice in enumerate(self._choices) if not choice.finished]
-        deltas = {delta.index: delta for delta in self._take_pending()}
-        for index in unfinished:
-            last = deltas.get(index) or Delta(index, "", self._choices[index].completion_tokens)
-            deltas[index] = replace(last, finish=Finish.LENGTH)
-        return list(deltas.values())
+    def truncate(self) -> None:
+        """End the answer here, as if the choices that still run had reached their length.
+
+        What the site sends until it reads the cancel is dropped and not counted: the client never gets it.
+        """
+        if self.ended.is_set():
+            return
+        for index, choice in enumerate(self._choices):
+            if not choice.finished:
+                last = choice.pending or Delta(index, "", choice.completion_tokens)
+                choice.pending = replace(last, finish=Finish.LENGTH)
+        self.truncated, self.on_uncovered = True, None
+        self.cancel()
+        self._wake()
 
     def cancel(self) -> None:
         """Give the attempt up. Does nothing after its end; the last count of the site still arrives."""
-        if not self.ended.is_set():
+        if not (self._cancelled or self.ended.is_set()):
+            self._cancelled = True
             self._on_cancel(self)
 
     def _take_pending(self) -> list[Delta]:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from gateway.decision import Decision
 from gateway.domain import AnswerEvent, Query
-from gateway.errors import DeadlinePassed, Forbidden, MicoError, ShuttingDown
+from gateway.errors import DeadlinePassed, Forbidden, MicoError, ShuttingDown, TooMany
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.query.admission import admit
 from gateway.query.context import QueryContext
@@ -22,6 +22,9 @@ from gateway.routing.failover import FailedTry, Try, final_error, resume_options
 from gateway.routing.policies import JOINT_POLICIES
 
 T = TypeVar("T")
+
+LEASE_WITHIN_S = 2.0
+"""Time that a query waits for its replica to lease more of a quota; then it is refused, or its answer cut."""
 
 
 def answer(context: QueryContext, query: Query) -> AsyncGenerator[AnswerEvent, None]:
@@ -44,12 +47,13 @@ class Assignment(NamedTuple):
 class QueryRun:
     """The way of one query through the gateway. `run` calls the other public methods in order."""
 
-    __slots__ = ("context", "query", "state")
+    __slots__ = ("_covering", "context", "query", "state")
 
     def __init__(self, context: QueryContext, query: Query) -> None:
         self.context = context
         self.query = query
         self.state = context.new_state(query)
+        self._covering: asyncio.Task[None] | None = None  # tops up the reservation of a longer answer
 
     async def run(self) -> AsyncGenerator[AnswerEvent, None]:
         """Yield the events of the answer. An attempt that fails leads to the next try, until none is left."""
@@ -176,17 +180,16 @@ class QueryRun:
             moves=planned.moves,
             tried=planned.tried,
         )
+        if self.state.reservation.bound:
+            attempt.on_uncovered = self._cover
         self.state.add_attempt(attempt)
         return attempt
 
     async def relay(self, attempt: LiveAttempt) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield the output of the site, coalesced as it came.
-
-        An answer that has used up the caller's quota ends like one that has reached its length. Raises
-        AttemptFailed, DeadlinePassed and ShuttingDown.
+        """Yield the output of the site, coalesced as it came. Raises AttemptFailed, DeadlinePassed and
+        ShuttingDown.
         """
         state = self.state
-        covered_tokens = 0  # the answer's length up to which its reservation need not be looked at
         try:
             while deltas := await attempt.next():
                 if not state.opened:
@@ -194,19 +197,13 @@ class QueryRun:
                 for delta in deltas:
                     state.record_delta(attempt, delta)
                     yield delta
-                if attempt.completion_tokens <= covered_tokens or attempt.ended.is_set():
-                    continue
-                if not await self._covered():
-                    for delta in attempt.truncate():
-                        state.record_delta(attempt, delta)
-                        yield delta
-                    return
-                covered_tokens = state.reservation.tokens - state.prompt_tokens
         except TimeoutError as exc:
             raise self._timeout_error() from exc
 
     def settle(self) -> None:
         """End the query: cancel what still runs, record one outcome, and return unused quota."""
+        if self._covering is not None:
+            self._covering.cancel()
         self.context.settle(self.state)
 
     # ---- deciding
@@ -288,28 +285,51 @@ class QueryRun:
     # ---- quotas
 
     async def _reserve(self, reserve: Callable[[], None]) -> None:
-        """Call `reserve`. Where only this replica's slice of a quota is full, lease more of it and try once
-        more.
-        """
-        try:
-            reserve()
-            return
-        except SliceFull as full:
-            if not full.elsewhere:
-                raise full.refusal from full
-        await self._in_time(self.context.lease_more())
-        try:
-            reserve()
-        except SliceFull as full:
-            raise full.refusal from full
+        """Call `reserve`, again after each round of leasing while only this replica's slice is short."""
+        until_s = self.context.clock() + LEASE_WITHIN_S
+        while True:
+            try:
+                return reserve()
+            except SliceFull as full:
+                left_s = until_s - self.context.clock()
+                if not (full.may_grow and left_s > 0 and await self._lease_more(left_s)):
+                    raise full.refusal from full
 
-    async def _covered(self) -> bool:
-        """Return whether the answer may go on: what it has used is reserved, or could be topped up."""
-        quotas, state = self.context.quotas, self.state
-        if quotas.covers(state.reservation, state.used_tokens):
-            return True
-        await self._in_time(self.context.lease_more())
-        return quotas.covers(state.reservation, state.used_tokens)
+    async def _lease_more(self, within_s: float) -> bool:
+        """Wait for one round of leasing. Return False if there was none in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._in_time(self.context.lease_more())
+        except TimeoutError:
+            return False
+
+    def _cover(self, attempt: LiveAttempt) -> None:
+        """Top up the reservation of an answer that has grown beyond it, also while nobody reads it."""
+        try:
+            self._top_up(attempt)
+        except SliceFull as full:
+            if not full.may_grow:
+                attempt.truncate()
+                return
+            attempt.covered_tokens = float("inf")  # until leasing has ended
+            if self._covering is not None:
+                self._covering.cancel()  # it was for an attempt that has ended
+            self._covering = asyncio.create_task(self._lease_cover(attempt))
+
+    async def _lease_cover(self, attempt: LiveAttempt) -> None:
+        """Lease more of the quota for an answer. Where there is none left, the answer ends by its length."""
+        try:
+            await self._reserve(lambda: self._top_up(attempt))
+        except TooMany:
+            attempt.truncate()
+        except (DeadlinePassed, ShuttingDown):
+            return  # the reader of the answer raises it
+
+    def _top_up(self, attempt: LiveAttempt) -> None:
+        """Raises SliceFull."""
+        state = self.state
+        self.context.quotas.cover(state.reservation, state.used_tokens)
+        attempt.covered_tokens = state.reservation.tokens - state.prompt_tokens
 
     # ---- time
 

@@ -29,16 +29,18 @@ LAST_COUNT_WITHIN_S = 5.0
 """Time for the site of a cancelled attempt to report its last count; then what is known is recorded."""
 
 
-async def _no_lease() -> None:
+async def _no_lease() -> bool:
     """The default of `lease_more`: there is one replica, or no quota."""
+    return False
 
 
 @dataclass(slots=True)
 class QueryContext:
     """`record` must not block; `has_room` returns whether it could take another outcome.
 
-    `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` asks
-    the other replicas for more of the quotas that are short here, for a bounded time. `trace_query` returns
+    `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` waits
+    until more of the quotas that are short here was asked for once, and returns False where that is of no
+    use. `trace_query` returns
     the query as the site of an attempt gets it: with the span of that attempt, where there are traces.
     """
 
@@ -56,7 +58,7 @@ class QueryContext:
     turns: itertools.count[int] = field(default_factory=itertools.count)
     window: AssignmentWindow = field(default_factory=AssignmentWindow)
     quotas: QuotaLedger = field(default_factory=QuotaLedger)
-    lease_more: Callable[[], Awaitable[None]] = _no_lease
+    lease_more: Callable[[], Awaitable[bool]] = _no_lease
     fleet_complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
     shutting_down: bool = False
     new_id: Callable[[], str] = field(default_factory=hex_ids)

@@ -22,15 +22,18 @@ log = logging.getLogger(__name__)
 ROUND_EVERY_S: Final = 0.5
 MIN_PAUSE_S: Final = 0.1
 """The shortest pause between two rounds, however many queries find a slice too small."""
-MORE_WITHIN_S: Final = 2.0
-"""Time that a query waits for its replica to lease more; then its quota counts as used up."""
 
 
 class Leases:
     def __init__(
-        self, slices: Slices, when_away: WhenAway, *, clock: Callable[[], float] = time.monotonic
+        self,
+        slices: Slices,
+        when_away: WhenAway,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
-        self.quotas = QuotaLedger(lapsed=self._lapsed)
+        self.quotas = QuotaLedger(lapsed=self._lapsed, clock=clock, unix_time=unix_time)
         self._slices = slices
         self._when_away = when_away
         self._clock = clock
@@ -65,15 +68,13 @@ class Leases:
             await self._renew_once()  # what was used since the last round counts, of a month at least
             await self._slices.leave()
 
-    async def lease_more(self) -> None:
-        """Wait until a slice that was too small may have grown, for at most MORE_WITHIN_S."""
+    async def lease_more(self) -> bool:
+        """Wait for one round that begins from now on. Return False, at once, while the database is away."""
         if self._away:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(MORE_WITHIN_S):
-                for _ in range(3):  # this replica asks, the others give back, this replica takes
-                    self._round_wanted.set()
-                    await self._round_done.wait()
+            return False
+        self._round_wanted.set()
+        await self._round_done.wait()
+        return not self._away
 
     async def renew(self) -> None:
         """Run one round. Raises SlicesUnavailable; the leased slices then stay as they are."""

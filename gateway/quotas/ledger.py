@@ -6,7 +6,7 @@ Does not lease the slices from the database: `leases.py` does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,23 +14,23 @@ from gateway.domain import Caller
 from gateway.errors import AboveQuota, BudgetSpent, Overloaded, TooMany
 from gateway.quotas.limits import WINDOW_S, Claim, Grant, Kind, LimitId, Scope
 from gateway.quotas.meter import Meter, meter_of
-from gateway.quotas.shares import STANDING_PARTS
 
 TOP_UP_TOKENS = 64
 OVERDRAFT = 0.05
 """The part of a slice by which answers that have begun may exceed it before they are cut."""
-HEADROOM = 1.25
-"""A slice wants this much of what is in use, so that it grows before it is full."""
+FRESH_S = 1.0
+"""Time for which the last round's news of other replicas counts: two rounds."""
+RETRY_AFTER_S = 1.0
+"""Time until a slice that is too small may have grown."""
 
 
 class SliceFull(Exception):
-    """A reservation does not fit the slice leased here. `elsewhere`: the quota as a whole may have room."""
+    """A reservation does not fit the slice leased here. `may_grow`: the slice could become large enough."""
 
-    def __init__(self, leased: LeasedLimit, refusal: TooMany, *, elsewhere: bool) -> None:
+    def __init__(self, refusal: TooMany, *, may_grow: bool) -> None:
         super().__init__(refusal.message)
-        self.leased = leased
         self.refusal = refusal
-        self.elsewhere = elsewhere
+        self.may_grow = may_grow
 
 
 @dataclass(slots=True, eq=False)
@@ -38,9 +38,10 @@ class LeasedLimit:
     """One limit and the slice of it that this replica has leased.
 
     Of the slice, `ceiling` may be used; `written` and `written_used` are the figures in the database, -1
-    where they are to be written anew. `elsewhere` is in use at other replicas, `unmet` was refused since the
-    last round. `fair`: in the last round, the other replicas had a right to what this slice wanted beyond its
-    size.
+    where they are to be written anew. `elsewhere` is in use at other replicas, `reachable` the largest slice
+    that they leave, both as of `settled_at`. `unmet` did not fit since then: what waits is counted anew after
+    each round. `asked`: the want in the database includes what did not fit. `reserved` is the part of the use
+    here that queries in progress may give back.
     """
 
     id: LimitId
@@ -50,11 +51,19 @@ class LeasedLimit:
     written: int = -1
     written_used: int = 0
     elsewhere: int = 0
+    reachable: int = 0
+    settled_at: float = float("-inf")
     unmet: int = 0
-    fair: bool = False
+    asked: bool = False
+    reserved: int = 0
 
     def room(self, now: float) -> int:
         return self.ceiling - self.meter.used(now)
+
+    def used_anywhere(self, now: float) -> int:
+        """Return the usage at all replicas. News of the others is forgotten when it can't count any more."""
+        counts = self.id.kind is Kind.MONTH or now - self.settled_at < WINDOW_S
+        return self.meter.used(now) + (self.elsewhere if counts else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,12 +90,17 @@ class QuotaLedger:
         self,
         *,
         lapsed: Callable[[], bool] = lambda: False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
-        """`lapsed`: whether the leases have run out and are not to be trusted. `clock` returns unix time."""
+        """`lapsed`: whether the leases have run out and are not to be trusted.
+
+        `clock` is monotonic; `unix_time`, the same at all replicas, says which month it is.
+        """
         self.replicas = 1
         self._lapsed = lapsed
         self._clock = clock
+        self._unix_time = unix_time
         self._limits: dict[LimitId, LeasedLimit] = {}
         self._bound: dict[tuple[Scope, str], tuple[LeasedLimit, ...]] = {}
 
@@ -105,20 +119,17 @@ class QuotaLedger:
         even = [each.limit // self.replicas for each in reservation.bound if each.id.kind is Kind.TOKENS]
         self._take(reservation, min([tokens, *(max(0, share - reservation.tokens) for share in even)]))
 
-    def covers(self, reservation: Reservation, tokens: int) -> bool:
-        """Return whether the reservation covers this many tokens, topped up where that is possible."""
+    def cover(self, reservation: Reservation, tokens: int) -> None:
+        """Top the reservation up to this many tokens at least. Raises SliceFull."""
         missing = tokens - reservation.tokens
-        if missing <= 0 or not reservation.bound:
-            return True
+        if missing <= 0:
+            return
         now = self._clock()
         counted = [each for each in reservation.bound if each.id.kind.counts_tokens]
-        room = min((each.room(now) + int(OVERDRAFT * each.ceiling) for each in counted), default=missing)
-        if room < missing:
-            for each in counted:
-                each.unmet += missing
-            return False
-        self._add(reservation, min(room, max(missing, TOP_UP_TOKENS)), now)
-        return True
+        free = [each.room(now) + int(OVERDRAFT * each.ceiling) for each in counted]
+        if any(room < missing for room in free):
+            raise self._full([(each, missing, room) for each, room in zip(counted, free, strict=True)], now)
+        self._add(reservation, min([max(missing, TOP_UP_TOKENS), *free]), now)
 
     def settle(self, reservation: Reservation, tokens: int, *, refused: bool = False) -> None:
         """Replace the reservation by the tokens used, at the end of the query; a refused one counts as no
@@ -134,16 +145,16 @@ class QuotaLedger:
             self._add(reservation, tokens - reserved, now)
         self._give_back(reservation, reserved - tokens, now)
         for each in reservation.bound:
+            if each.id.kind.counts_tokens:
+                each.reserved -= reservation.tokens
             if each.id.kind is Kind.QUERIES or (refused and each.id.kind is Kind.REQUESTS):
                 each.meter.give_back(1, reservation.opened_at, now)
 
     def _take(self, reservation: Reservation, tokens: int, *, opening: bool = False) -> None:
         now = self._clock()
-        for each in reservation.bound:
-            need = tokens if each.id.kind.counts_tokens else int(opening)
-            if need > each.room(now):
-                each.unmet += need
-                raise self._full(each, need, now)
+        needs = [(each, tokens if each.id.kind.counts_tokens else int(opening)) for each in reservation.bound]
+        if any(need > each.room(now) for each, need in needs):
+            raise self._full([(each, need, each.room(now)) for each, need in needs], now)
         self._add(reservation, tokens, now)
         for each in reservation.bound:
             if opening and not each.id.kind.counts_tokens:
@@ -155,6 +166,7 @@ class QuotaLedger:
         for each in reservation.bound:
             if each.id.kind.counts_tokens:
                 each.meter.take(tokens, now)
+                each.reserved += tokens
 
     def _give_back(self, reservation: Reservation, tokens: int, now: float) -> None:
         """Return tokens, those reserved last first: they were needed least."""
@@ -166,11 +178,22 @@ class QuotaLedger:
             for each in reservation.bound:
                 if each.id.kind.counts_tokens:
                     each.meter.give_back(back, taken_at, now)
+                    each.reserved -= back
 
-    def _full(self, leased: LeasedLimit, need: int, now: float) -> SliceFull:
-        free = leased.limit - leased.elsewhere - leased.meter.used(now)
-        elsewhere = free >= need and leased.ceiling < leased.limit and not leased.fair
-        return SliceFull(leased, refusal_of(leased, need, now), elsewhere=elsewhere)
+    def _full(self, needs: Sequence[tuple[LeasedLimit, int, int]], now: float) -> SliceFull:
+        """Note what does not fit, in all limits alike: none is to shrink while the query waits for another.
+
+        `needs`: limits, with what is needed and what is free. Returns the error for the first that is full.
+        """
+        for each, need, _ in needs:
+            each.unmet += need
+        leased, need, _ = next(full for full in needs if full[1] > full[2])
+        wanted = leased.meter.used(now) + need
+        fresh = now - leased.settled_at <= FRESH_S
+        may_grow = leased.ceiling < leased.limit >= wanted and (not fresh or wanted <= leased.reachable)
+        kept = wanted - leased.reserved if leased.id.kind is Kind.MONTH else wanted
+        used_up = kept > leased.limit - (leased.elsewhere if fresh else 0)
+        return SliceFull(refusal_of(leased, need, now, used_up=used_up), may_grow=may_grow)
 
     # ---- shown to people and clients
 
@@ -183,7 +206,7 @@ class QuotaLedger:
     def in_use(self, limit_id: LimitId) -> int:
         """Return the usage here and elsewhere, as far as is known."""
         leased = self._limits.get(limit_id)
-        return 0 if leased is None else leased.meter.used(self._clock()) + leased.elsewhere
+        return 0 if leased is None else leased.used_anywhere(self._clock())
 
     def _binding(self, caller: Caller) -> tuple[LeasedLimit, ...]:
         if not self._bound:
@@ -196,7 +219,8 @@ class QuotaLedger:
     def set_limits(self, limits: Mapping[LimitId, int]) -> None:
         """Replace the limits. The usage of those that stay is kept."""
         self._limits = {
-            limit_id: self._limits.get(limit_id) or LeasedLimit(limit_id, limit, meter_of(limit_id.kind))
+            limit_id: self._limits.get(limit_id)
+            or LeasedLimit(limit_id, limit, meter_of(limit_id.kind, self._unix_time))
             for limit_id, limit in limits.items()
         }
         bound: dict[tuple[Scope, str], tuple[LeasedLimit, ...]] = {}
@@ -212,26 +236,26 @@ class QuotaLedger:
         now = self._clock()
         for limit_id, leased in self._limits.items():
             written = leased.ceiling == leased.written and leased.meter.used(now) == leased.written_used
-            if leased.unmet or not written:
+            if leased.unmet or leased.asked or not written:
                 yield limit_id
 
     def claim(self, limit_id: LimitId) -> Claim | None:
-        """Return what this replica asks of a limit, None if the limit is gone."""
+        """Return what this replica asks of a limit, None if it is gone. Asks once for what did not fit."""
         leased, now = self._limits.get(limit_id), self._clock()
         if leased is None:
             return None
         used = leased.meter.used(now)
-        standing = leased.limit // (STANDING_PARTS * self.replicas)
-        want = min(leased.limit, max(standing, int(used * HEADROOM) + leased.unmet))
+        want = min(leased.limit, used + leased.unmet)
+        leased.asked, leased.unmet = leased.unmet > 0, 0
         return Claim(leased.ceiling, used, want, leased.meter.period(now))
 
-    def restore(self, limit_id: LimitId, amount: int, used: int, used_at: float) -> None:
-        """Take over a slice, and its usage, from the process before this one."""
+    def restore(self, limit_id: LimitId, amount: int, used: int, age_s: float) -> None:
+        """Take over a slice, and its usage of `age_s` seconds ago, from the process before this one."""
         leased = self._limits.get(limit_id)
         if leased is not None and leased.written < 0 and limit_id.kind is not Kind.QUERIES:
-            leased.ceiling, now = amount, self._clock()
-            if limit_id.kind is Kind.MONTH or used_at > now - WINDOW_S:
-                leased.meter.take(used, min(used_at, now))
+            leased.ceiling = amount
+            if limit_id.kind is Kind.MONTH or age_s < WINDOW_S:
+                leased.meter.take(used, self._clock() - max(0.0, age_s))
 
     def apply_grant(self, limit_id: LimitId, claim: Claim, grant: Grant) -> bool:
         """Take the granted slice, and shrink towards its target: first here, then in the database.
@@ -241,10 +265,10 @@ class QuotaLedger:
         leased = self._limits.get(limit_id)
         if leased is None:
             return False
-        used = leased.meter.used(self._clock())
-        leased.ceiling = min(grant.amount, max(used, min(grant.target, grant.amount)))
-        leased.written, leased.written_used, leased.elsewhere = grant.amount, claim.used, grant.elsewhere
-        leased.unmet, leased.fair = 0, grant.target <= grant.amount < claim.want
+        now = self._clock()
+        leased.ceiling = min(grant.amount, max(leased.meter.used(now), grant.target))
+        leased.written, leased.written_used = grant.amount, claim.used
+        leased.elsewhere, leased.reachable, leased.settled_at = grant.elsewhere, grant.reachable, now
         return leased.ceiling < leased.written
 
     def forget_slices(self) -> None:
@@ -255,11 +279,19 @@ class QuotaLedger:
             leased.ceiling, leased.written = 0, -1
 
 
-def refusal_of(leased: LeasedLimit, need: int, now: float) -> TooMany:
-    """Return an error that names the quota and the time to wait, as far as is known here."""
+def refusal_of(leased: LeasedLimit, need: int, now: float, *, used_up: bool) -> TooMany:
+    """Return an error that names the quota and the time to wait, as far as is known here.
+
+    `used_up`: the quota as a whole is, and not only the slice leased here.
+    """
     quota = f"the quota of {leased.limit:,} {leased.id.kind.phrase} of {leased.id}"
     if need > leased.limit:
         return AboveQuota(f"this query alone needs {need:,}, more than {quota}: make it smaller")
+    if not used_up:
+        return TooMany(
+            f"{quota} is reserved by queries in progress or by replicas; try again in {RETRY_AFTER_S:g} s",
+            retry_after_s=RETRY_AFTER_S,
+        )
     short = need - leased.room(now)
     wait_s = leased.meter.until_less(short, now)
     if leased.id.kind is Kind.MONTH:
@@ -269,5 +301,5 @@ def refusal_of(leased: LeasedLimit, need: int, now: float) -> TooMany:
 
 def _status(leased: LeasedLimit, now: float) -> QuotaStatus:
     used = leased.meter.used(now)
-    remaining = max(0, leased.limit - used - leased.elsewhere)
+    remaining = max(0, leased.limit - leased.used_anywhere(now))
     return QuotaStatus(leased.limit, remaining, leased.meter.until_less(used, now) if used else 0.0)

@@ -71,8 +71,13 @@ class Claim(NamedTuple):
 class Grant(NamedTuple):
     """The slice in the database: the replica owns `amount` from now on, and should shrink to `target` if that
     is less. `elsewhere` is in use at other replicas.
+
+    `reachable` is the largest slice that the replica could get if it wanted all of the limit, given what the
+    others want. `want` is stored with the slice: more than `amount` asks the others to give up what they can.
     """
 
     amount: int
     target: int
     elsewhere: int
+    reachable: int
+    want: int = 0

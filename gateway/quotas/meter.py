@@ -1,8 +1,10 @@
-"""Count the usage of a limit on this replica, within its window. Pure; times are unix seconds."""
+"""Count the usage of a limit on this replica, within its window. Pure; times are monotonic seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import cache
 from math import ceil
 from typing import Protocol
 
@@ -37,7 +39,7 @@ class Minute:
         return self._total
 
     def take(self, amount: int, now: float) -> None:
-        second = max(int(now), next(reversed(self._seconds), 0))  # a clock that was set back changes nothing
+        second = max(int(now), next(reversed(self._seconds), 0))  # what was restored comes first
         self._seconds[second] = self._seconds.get(second, 0) + amount
         self._total += amount
 
@@ -87,42 +89,50 @@ class Concurrent:
 
 
 class Month:
-    """Counts since the first of the month, in UTC."""
+    """Counts since the first of the month, in UTC. `unix_time` says when that was."""
 
-    def __init__(self) -> None:
-        self._period = 0
+    def __init__(self, unix_time: Callable[[], float]) -> None:
+        self._unix_time = unix_time
+        self._began = float("-inf")
+        self._month = month_of(unix_time())
         self._total = 0
 
     def used(self, now: float) -> int:
-        if (period := month_of(now)) > self._period:
-            self._period, self._total = period, 0
+        unix_time = self._unix_time()
+        if not month_start(self._month) <= unix_time < month_start(self._month + 1):
+            if (month := month_of(unix_time)) > self._month:
+                self._began, self._total = now, 0
+            self._month = month  # that of a clock that was set back goes on with what was used
         return self._total
 
     def take(self, amount: int, now: float) -> None:
         self._total = self.used(now) + amount
 
     def give_back(self, amount: int, taken_at: float, now: float) -> None:
-        if month_of(taken_at) == month_of(now):
-            self._total = max(0, self.used(now) - amount)
+        used = self.used(now)
+        if taken_at >= self._began:
+            self._total = max(0, used - amount)
 
     def until_less(self, amount: int, now: float) -> float:
-        return ceil(next_month(now) - now)
+        return ceil(month_start(self._month + 1) - self._unix_time())
 
     def period(self, now: float) -> int:
-        return month_of(now)
+        self.used(now)
+        return self._month
 
 
-def month_of(now: float) -> int:
-    day = datetime.fromtimestamp(now, UTC)
+def month_of(unix_time: float) -> int:
+    day = datetime.fromtimestamp(unix_time, UTC)
     return day.year * 12 + day.month - 1
 
 
-def next_month(now: float) -> float:
-    year, month = divmod(month_of(now) + 1, 12)
-    return datetime(year, month + 1, 1, tzinfo=UTC).timestamp()
+@cache
+def month_start(month: int) -> float:
+    """Return the unix time at which a month begins."""
+    return datetime(month // 12, month % 12 + 1, 1, tzinfo=UTC).timestamp()
 
 
-def meter_of(kind: Kind) -> Meter:
+def meter_of(kind: Kind, unix_time: Callable[[], float]) -> Meter:
     if kind is Kind.QUERIES:
         return Concurrent()
-    return Month() if kind is Kind.MONTH else Minute()
+    return Month(unix_time) if kind is Kind.MONTH else Minute()

@@ -15,12 +15,12 @@ class GrantedSlice(NamedTuple):
 
 
 class PreviousSlice(NamedTuple):
-    """The slice of one limit that an earlier process of the same name held. `used_at` is unix time."""
+    """The slice of one limit that an earlier process of the same name held, and its use `age_s` ago."""
 
     id: LimitId
     amount: int
     used: int
-    used_at: float
+    age_s: float
 
 
 class LeaseRound(NamedTuple):

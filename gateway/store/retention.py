@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 DAY_S: Final = 86_400.0
 SWEEP_INTERVAL_S: Final = 3_600.0
+FIRST_SWEEP_S: Final = 600.0
+"""Time from the start of a process until it deletes: a machine that has just booted may not know the time."""
 ROWS_PER_STEP: Final = 500
 PAUSE_S: Final = 0.05
 """Pause between two steps: SQLite has one writer, and the recorder has precedence."""
@@ -39,11 +40,9 @@ class RetentionPeriods:
 
 
 class Retention:
-    """Deletes rows older than `periods`, every SWEEP_INTERVAL_S."""
+    """Deletes rows older than `periods` by `clock`, every SWEEP_INTERVAL_S."""
 
-    def __init__(
-        self, engine: AsyncEngine, periods: RetentionPeriods, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, periods: RetentionPeriods, *, clock: Callable[[], float]) -> None:
         self._engine = engine
         self._periods = periods
         self._clock = clock
@@ -86,6 +85,7 @@ class Retention:
             await asyncio.sleep(PAUSE_S)
 
     async def _sweep_for_ever(self) -> None:
+        await asyncio.sleep(FIRST_SWEEP_S)
         while True:
             try:
                 if removed := await self.sweep():

@@ -53,7 +53,7 @@ _RENEWED = (
     .where(replicas.c.name == bindparam("own"), replicas.c.boot_id == bindparam("boot"))
     .values(expires_at=bindparam("until"))
 )
-_DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())")
+DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())")
 
 T = TypeVar("T")
 
@@ -61,8 +61,11 @@ ClaimOf = Callable[[LimitId], Claim | None]
 
 
 class _RoundState(NamedTuple):
-    """State that a round reads before it settles: live replicas, limits in short supply, quotas."""
+    """State that a round reads before it settles: the database's time, live replicas, limits in short supply,
+    quotas.
+    """
 
+    now: float
     alive: list[str]
     short: list[LimitId]
     mark: tuple[int, int]
@@ -83,12 +86,17 @@ class SliceTable:
         *,
         lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.time,
+        heard: Callable[[float], None] = lambda _: None,
     ) -> None:
+        """`clock` is the machine's unix time, for SQLite. `heard` is called with every reading of the
+        database's time.
+        """
         self._engine = engine
         self._name = name
         self._boot_id = uuid4().hex
         self._lease_s = lease_s
         self._clock = clock
+        self._heard = heard
         self._mark: tuple[int, int] | None = None
         dialect = engine.dialect.name
         self._put = upsert(dialect, quota_slices, ("period", "amount", "used", "used_at", "want"))
@@ -104,9 +112,9 @@ class SliceTable:
             await self._renew(connection, take=True)
             own = select(quota_slices).where(quota_slices.c.replica == self._name)
             found = [*await connection.execute(own)]
-            now = self._clock()
+            now = await self._database_time(connection)
             return [
-                PreviousSlice(id_of(row), row.amount, row.used, row.used_at)
+                PreviousSlice(id_of(row), row.amount, row.used, now - row.used_at)
                 for row in found
                 if not row.period or (row.kind == Kind.MONTH and row.period == month_of(now))
             ]
@@ -144,13 +152,13 @@ class SliceTable:
 
         Raises NameTaken.
         """
-        now, own = self._clock(), set(unsettled)
+        own = set(unsettled)
 
         async def first(connection: AsyncConnection) -> tuple[_RoundState, list[LimitId], list[GrantedSlice]]:
             state = await self._read_state(connection)
             wanted = sorted(own.union(state.short))
             chunk = wanted[:LIMITS_PER_TRANSACTION]
-            return state, wanted, await self._settle(connection, chunk, claim_of, state.alive, now)
+            return state, wanted, await self._settle(connection, chunk, claim_of, state)
 
         state, wanted, grants = await self._transaction(first)
         for start in range(LIMITS_PER_TRANSACTION, len(wanted), LIMITS_PER_TRANSACTION):
@@ -159,7 +167,7 @@ class SliceTable:
             async def work(connection: AsyncConnection, chunk: list[LimitId] = chunk) -> list[GrantedSlice]:
                 if connection.dialect.name == "sqlite":
                     await self._renew(connection)
-                return await self._settle(connection, chunk, claim_of, state.alive, now)
+                return await self._settle(connection, chunk, claim_of, state)
 
             grants += await self._transaction(work)
         self._mark = state.mark
@@ -168,12 +176,15 @@ class SliceTable:
     async def _read_state(self, connection: AsyncConnection) -> _RoundState:
         now = await self._renew(connection)
         found = [*await connection.execute(_REPLICAS)]
+        if any(row.expires_at > now + 2 * self._lease_s for row in found):
+            await self._shorten_leases(connection, now)
         if any(row.expires_at + WINDOW_S < now for row in found):
             await self._remove_gone_replicas(connection, now)
         alive = sorted({self._name, *(row.name for row in found if row.expires_at >= now)})
         short = [id_of(row) for row in await connection.execute(_SHORT)]
         mark = await _mark(connection)
-        return _RoundState(alive, short, mark, None if mark == self._mark else await _limits(connection))
+        limits = None if mark == self._mark else await _limits(connection)
+        return _RoundState(now, alive, short, mark, limits)
 
     async def _renew(self, connection: AsyncConnection, *, take: bool = False) -> float:
         """Renew the lease and return the database's time.
@@ -196,8 +207,7 @@ class SliceTable:
         connection: AsyncConnection,
         ids: Sequence[LimitId],
         claim_of: ClaimOf,
-        alive: list[str],
-        now: float,
+        state: _RoundState,
     ) -> list[GrantedSlice]:
         if not ids:
             return []
@@ -209,9 +219,9 @@ class SliceTable:
         for limit_id, limit in limits.items():
             claim = claim_of(limit_id)
             if claim is not None:
-                grants.append(self._grant(limit_id, limit, claim, rows[limit_id], alive))
+                grants.append(self._grant(limit_id, limit, claim, rows[limit_id], state.alive))
         if grants:
-            await connection.execute(self._put, [self._row(each, now) for each in grants])
+            await connection.execute(self._put, [self._row(each, state.now) for each in grants])
         return grants
 
     def _grant(
@@ -232,8 +242,13 @@ class SliceTable:
             "amount": granted.grant.amount,
             "used": claim.used,
             "used_at": now,
-            "want": claim.want,
+            "want": granted.grant.want,
         }
+
+    async def _shorten_leases(self, connection: AsyncConnection, now: float) -> None:
+        """End within one lease what ends later: the database's clock was set back."""
+        too_late = replicas.c.expires_at > now + self._lease_s
+        await connection.execute(update(replicas).where(too_late).values(expires_at=now + self._lease_s))
 
     async def _remove_gone_replicas(self, connection: AsyncConnection, now: float) -> None:
         """Remove replicas gone for longer than WINDOW_S; of their slices keep only the month's use."""
@@ -263,9 +278,10 @@ class SliceTable:
 
     async def _database_time(self, connection: AsyncConnection) -> float:
         """Return the time of the one clock that all replicas share: on SQLite the machine's."""
-        if self._engine.dialect.name == "sqlite":
-            return self._clock()
-        return float(await connection.scalar(_DATABASE_TIME) or 0.0)
+        sqlite = self._engine.dialect.name == "sqlite"
+        now = self._clock() if sqlite else float(await connection.scalar(DATABASE_TIME) or 0.0)
+        self._heard(now)
+        return now
 
     async def _transaction(self, work: Callable[[AsyncConnection], Awaitable[T]]) -> T:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from gateway.store.certificates import CertificateRegistry
+from gateway.store.clock import DatabaseClock
 from gateway.store.database import open_engine
 from gateway.store.keys import KeyRing
 from gateway.store.orders import OrderTable
@@ -27,8 +28,9 @@ DEFAULT_RETENTION: Final = RetentionPeriods()
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """All parts of the store, over one engine."""
+    """All parts of the store, over one engine. `clock` is unix time, the same at all replicas."""
 
+    clock: DatabaseClock
     keys: KeyRing
     recorder: Recorder
     read: OperatorReads
@@ -59,7 +61,8 @@ async def open_store(
     certificates = CertificateRegistry(engine)
     keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
-    retention = Retention(engine, periods)
+    clock = DatabaseClock()
+    retention = Retention(engine, periods, clock=clock)
     try:
         await check_schema(engine)
         if serving:
@@ -67,6 +70,7 @@ async def open_store(
             await recorder.start()
             retention.start()
         yield Store(
+            clock=clock,
             keys=keys,
             recorder=recorder,
             read=OperatorReads(engine),
@@ -74,7 +78,7 @@ async def open_store(
             snapshots=SnapshotTable(engine),
             certificates=certificates,
             quotas=QuotaTable(engine),
-            slices=SliceTable(engine, name),
+            slices=SliceTable(engine, name, heard=clock.read),
         )
     finally:
         await certificates.close()

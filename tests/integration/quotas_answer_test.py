@@ -9,6 +9,7 @@ import pytest
 from gateway.domain import Caller, Delta, Finish, Opening, Status, Usage
 from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany
 from gateway.http.rate_headers import duration
+from gateway.query.answer import answer
 from gateway.quotas.ledger import QuotaLedger, QuotaStatus
 from gateway.quotas.limits import Grant, Kind, LimitId, Scope
 from gateway.telemetry.recent import is_failure
@@ -29,7 +30,7 @@ def quotas_of(**limits: int) -> QuotaLedger:
     for limit_id, amount in ids.items():
         claim = found.claim(limit_id)
         assert claim is not None
-        found.apply_grant(limit_id, claim, Grant(amount, amount, 0))
+        found.apply_grant(limit_id, claim, Grant(amount, amount, 0, amount))
     return found
 
 
@@ -118,7 +119,70 @@ def test_an_answer_longer_than_forecast_is_topped_up_and_in_the_end_cut() -> Non
             assert finishes == [Finish.LENGTH]
             assert "".join(piece.text for piece in pieces if isinstance(piece, Delta)) == "a" * 150 + "b" * 60
             (outcome,) = here.outcomes
-            assert (outcome.status, outcome.completion_tokens) == (Status.ANSWERED, 215)
+            assert (outcome.status, outcome.completion_tokens) == (Status.ANSWERED, 210)
+            assert pieces[-1] == Usage(7, 210), "what the client was told"
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_is_held_to_its_quota_like_one_that_does() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(tokens_per_min=200)) as here:
+            site = await here.site("a")
+            pieces = answer(here.gateway, here.query())
+            opening = asyncio.create_task(anext(pieces))
+            assign = await site.assigned()
+            await site.step(assign, "a" * 150, 150)
+            await opening  # and from here on nothing is read
+            tokens = 150
+            while site.inbox.empty() and tokens < 10_000:
+                tokens += 10
+                await site.step(assign, "b" * 10, tokens)
+                await until(lambda: not site.inbox.empty() or used(here, Kind.TOKENS) >= tokens)  # noqa: B023
+            assert (await site.next()).WhichOneof("body") == "cancel"
+            await site.step(assign, "c" * 500, tokens + 500)  # until the site reads the cancel
+            await site.step(assign, "", tokens + 500, finish=3)
+            rest = [piece async for piece in pieces]
+            await here.gateway.wait_settled()
+            (outcome,) = here.outcomes
+            cut_at = outcome.prompt_tokens + outcome.completion_tokens
+            assert cut_at == used(here, Kind.TOKENS) <= 200 * 1.05 + 10
+            assert rest[-1] == Usage(7, outcome.completion_tokens)
+            text = "".join(piece.text for piece in rest if isinstance(piece, Delta))
+            assert len(text) == outcome.completion_tokens, "all that is charged is there to be read"
+            assert here.nothing_is_left()
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_outgrows_its_slice_waits_for_more_and_goes_on() -> None:
+    quotas = quotas_of(tokens_per_min=1_000)
+    tokens = LimitId(Scope.TENANT, TENANT, Kind.TOKENS)
+    leased = asyncio.Event()
+
+    async def lease_more() -> bool:
+        await leased.wait()
+        claim = quotas.claim(tokens)
+        assert claim is not None
+        quotas.apply_grant(tokens, claim, Grant(1_000, 1_000, 0, 1_000))
+        return True
+
+    async def main() -> None:
+        async with scene(quotas=quotas, lease_more=lease_more) as here:
+            site = await here.site("a")
+            asking = asyncio.create_task(collect(here, here.query()))
+            assign = await site.assigned()
+            quotas._limits[tokens].ceiling = 100
+            await site.step(assign, "a" * 300, 300)
+            await until(lambda: quotas._limits[tokens].unmet > 0)
+            leased.set()
+            await until(lambda: used(here, Kind.TOKENS) >= 307)
+            await site.finish(assign, "b", 301)
+            pieces = await asking
+            finishes = [piece.finish for piece in pieces if isinstance(piece, Delta) and piece.finish]
+            assert finishes == [Finish.STOP]
+            await here.gateway.wait_settled()
+            assert used(here, Kind.TOKENS) == 308
 
     asyncio.run(main())
 
@@ -128,12 +192,13 @@ def test_a_slice_that_is_short_is_asked_for_once_and_the_query_goes_on() -> None
     tokens = LimitId(Scope.TENANT, TENANT, Kind.TOKENS)
     asked = 0
 
-    async def lease_more() -> None:
+    async def lease_more() -> bool:
         nonlocal asked
         asked += 1
         claim = quotas.claim(tokens)
         assert claim is not None and claim.want > 0
-        quotas.apply_grant(tokens, claim, Grant(1_000, 1_000, 0))
+        quotas.apply_grant(tokens, claim, Grant(1_000, 1_000, 0, 1_000))
+        return True
 
     async def main() -> None:
         quotas._limits[tokens].ceiling = 0

@@ -44,7 +44,7 @@ class Shrinking:
             self.several.set()
         claim = claim_of(LIMIT)
         assert claim is not None
-        grant = Grant(amount=1_000 - self.rounds, target=900 - self.rounds, elsewhere=0)
+        grant = Grant(amount=1_000 - self.rounds, target=900 - self.rounds, elsewhere=0, reachable=1_000)
         return LeaseRound(self.replicas, [GrantedSlice(LIMIT, claim, grant)])
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.errors import TooMany
+from gateway.prompt import Chat, Message
 from gateway.query.answer import answer
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import Kind, Scope, WhenAway
 from gateway.store.audit import Act
 from gateway.store.store import Store, open_store
+from tests.support.answers import collect
 from tests.support.fakes.federation import DEADLINE_S, Scene, ScriptedSite, scene
 
 ACT = Act("test", "test")
@@ -57,11 +60,47 @@ async def ask(store: Store, here: Scene, site: ScriptedSite, secret: str) -> boo
     return False
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_one_query_may_need_most_of_a_quota_that_nobody_uses(
+    postgres_url: str, tmp_path: Path, count: int
+) -> None:
+    limit = 1_000
+    prompt = Chat((Message("user", "word" * 850),))
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            replicas = [
+                await stack.enter_async_context(gateway(postgres_url, tmp_path, f"r{number}"))
+                for number in range(count)
+            ]
+            store, here, site = replicas[0]
+            _, secret = await store.keys.create_key("app", "shop")
+            limits = {Kind.TOKENS: limit, Kind.MONTH: limit}
+            await store.quotas.set_quotas(Scope.TENANT, "shop", limits, ACT)
+            for _, each, _ in replicas:
+                while not each.gateway.quotas._limits:
+                    await each.gateway.lease_more()
+            caller = store.keys.authenticate(secret)
+            assert caller is not None
+            query = replace(here.query(caller=caller, max_tokens=5), prompt=prompt)
+            assert 0.85 * limit <= query.prompt_tokens_guess <= 0.9 * limit
+            asking = asyncio.create_task(collect(here, query))
+            assigned = asyncio.create_task(site.assigned())
+            await asyncio.wait({asking, assigned}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                assigned.cancel()
+            else:
+                await site.finish(assigned.result(), "hello", 5)
+            await asking
+
+    asyncio.run(main())
+
+
 def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.quotas.meter.WINDOW_S", float("inf"))  # the test may take its minutes
-    monkeypatch.setattr("gateway.quotas.leases.MORE_WITHIN_S", DEADLINE_S)
+    monkeypatch.setattr("gateway.query.answer.LEASE_WITHIN_S", DEADLINE_S)
     monkeypatch.setattr("gateway.quotas.leases.ROUND_EVERY_S", 0.1)
     monkeypatch.setattr("gateway.quotas.leases.MIN_PAUSE_S", 0.01)
 
