@@ -9,6 +9,9 @@ ARG PYTHON
 
 FROM ${PYTHON} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ONLY_BINARY=:all:
+# indexes of packages, other than the public one
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
 RUN python -m venv /opt/mico
 WORKDIR /source
 COPY . .
@@ -18,7 +21,7 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-de
 RUN TRITON_CACHE_DIR=/opt/triton /opt/mico/bin/python infra/images/triton_glue.py
 
 FROM ${PYTHON}
-LABEL org.opencontainers.image.title="mico engine"
+LABEL org.opencontainers.image.title="mico engine" org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --home-dir /var/lib/mico --create-home --shell /usr/sbin/nologin mico
 COPY --from=build /opt/mico /opt/mico
 COPY --from=build --chown=10001:10001 /opt/triton /opt/triton

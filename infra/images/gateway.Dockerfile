@@ -7,13 +7,16 @@ ARG PYTHON
 
 FROM ${PYTHON} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ONLY_BINARY=:all:
+# indexes of packages, other than the public one
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
 RUN python -m venv /opt/mico
 WORKDIR /source
 COPY . .
 RUN /opt/mico/bin/pip install --constraint constraints.txt ".[postgres,otel,aws]"
 
 FROM ${PYTHON}
-LABEL org.opencontainers.image.title="mico gateway"
+LABEL org.opencontainers.image.title="mico gateway" org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --home-dir /var/lib/mico --create-home --shell /usr/sbin/nologin mico
 COPY --from=build /opt/mico /opt/mico
 ENV PATH=/opt/mico/bin:$PATH PYTHONUNBUFFERED=1
