@@ -350,3 +350,10 @@ def test_signing_out_ends_the_feed(page: Browser) -> None:
     page.until("document.querySelector('#sign-in').open", "it asks for a key again")
     assert page.run("fetch('/admin/api/overview').then((answer) => answer.status)") == 401
     assert page.text("#feed") == "connecting"
+
+
+def test_what_only_screen_readers_are_told_is_never_seen(page: Browser) -> None:
+    """However long it is: a banner of two lines once stood in the picture twice."""
+    page.run("document.querySelector('#status').textContent = 'much is wrong, '.repeat(99)")
+    seen = "(() => { const { right, width } = document.querySelector('#status').getBoundingClientRect();"
+    assert page.run(seen + " return right <= 0 || width <= 1; })()")
