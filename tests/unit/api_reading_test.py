@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.anthropic.messages_request import read_message_request
 from gateway.errors import BadRequest
 from gateway.http.body import decode
 from gateway.openai import sampling, tools
@@ -70,12 +71,17 @@ TOOL_FIELDS = [
     "reasoning",
     "include",
     "metadata",
+    "system",
+    "thinking",
+    "output_config",
+    "stop_sequences",
 ]
 SANE: dict[str, Any] = {
     "model": "m",
     "messages": [{"role": "user", "content": "x"}],
     "prompt": "x",
     "input": "x",
+    "max_tokens": 9,
 }
 bodies = st.dictionaries(st.sampled_from(TOOL_FIELDS), anything, max_size=6).map(lambda body: SANE | body)
 
@@ -98,14 +104,14 @@ def check_bounds(asked: GenerationRequest) -> None:
     assert 0 <= sampling.temperature <= 2
     assert 0 <= sampling.top_p <= 1
     assert 0 <= sampling.top_k < 2**31
-    assert len(sampling.stop) <= 4
+    assert len(sampling.stop) <= 16
     assert all(0 <= token < 2**32 for token in (*sampling.stop_token_ids, *sampling.logit_bias))
     assert all(
         type(value) is int for value in (sampling.n, sampling.top_k, sampling.min_tokens, asked.priority)
     )
 
 
-@pytest.mark.parametrize("reader", [read_chat, read_completion, read_response])
+@pytest.mark.parametrize("reader", [read_chat, read_completion, read_response, read_message_request])
 @given(body=bodies)
 def test_a_body_is_read_within_bounds_or_refused_by_name(reader: Any, body: dict[str, Any]) -> None:
     try:
@@ -116,7 +122,7 @@ def test_a_body_is_read_within_bounds_or_refused_by_name(reader: Any, body: dict
         assert len(refusal.message) <= MAX_PROBLEMS * 450
 
 
-@pytest.mark.parametrize("reader", [read_chat, read_completion, read_response])
+@pytest.mark.parametrize("reader", [read_chat, read_completion, read_response, read_message_request])
 @given(body=bodies)
 def test_null_and_absent_read_the_same(reader: Any, body: dict[str, Any]) -> None:
     present = {name: value for name, value in body.items() if value is not None}
