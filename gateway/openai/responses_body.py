@@ -12,7 +12,7 @@ from gateway.openai.error_body import ErrorResponse
 from gateway.openai.logprobs import chat_logprobs
 from gateway.openai.request import GenerationRequest
 from gateway.openai.response_schema import ResponseHead
-from gateway.openai.responses_tools import CUSTOM_INPUT
+from gateway.openai.responses_tools import CUSTOM_INPUT, CalledTool, called_tools
 from gateway.openai.tool_calls import merge_calls
 from gateway.openai.unary_response import UnaryResponse
 
@@ -23,13 +23,6 @@ INCOMPLETE_REASONS: Final = {Finish.LENGTH: "max_output_tokens", Finish.CONTENT_
 
 Item = dict[str, object]
 _ID_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
-
-
-def custom_names(request: GenerationRequest) -> frozenset[str]:
-    """Return the names of the custom tools of a request."""
-    tools = request.repeated.get("tools")
-    assert isinstance(tools, list), "a response repeats its tools"
-    return frozenset(tool["name"] for tool in tools if tool["type"] == "custom")
 
 
 def response_fields(
@@ -110,12 +103,18 @@ def part_item(identity: str, status: str, content: Sequence[Item], *, reasoning:
     return {"type": "message", "id": identity, "status": status, "role": "assistant", "content": content}
 
 
-def call_item(identity: str, status: str, call: ToolCall, customs: frozenset[str]) -> Item:
-    """Return the item of a call. `customs`: the names of custom tools, whose calls have an input only."""
-    fields = {"id": identity, "status": status, "call_id": call.id, "name": call.name}
-    if call.name in customs:
+def call_item(identity: str, status: str, call: ToolCall, tool: CalledTool) -> Item:
+    """Return the item of a call. A call of a custom tool has an input only."""
+    fields: Item = {"id": identity, "status": status, "call_id": call.id, "name": tool.name}
+    if tool.namespace:
+        fields["namespace"] = tool.namespace
+    if tool.custom:
         return {"type": "custom_tool_call", **fields, "input": custom_input(call.arguments)}
     return {"type": "function_call", **fields, "arguments": call.arguments}
+
+
+def call_kind(tool: CalledTool) -> str:
+    return "custom_tool_call" if tool.custom else "function_call"
 
 
 def custom_input(arguments: str) -> str:
@@ -131,7 +130,7 @@ def custom_input(arguments: str) -> str:
 def response_body(request: GenerationRequest, head: ResponseHead, answer: UnaryResponse) -> bytes:
     (choice,) = answer.choices
     text, reasoning, refusal = map("".join, (choice.texts, choice.reasoning, choice.refusals))
-    calls, customs = merge_calls(choice.tool_calls), custom_names(request)
+    calls, tools = merge_calls(choice.tool_calls), called_tools(request.repeated["tools"])
     output: list[Item] = []
     if reasoning:
         part = reasoning_text(reasoning)
@@ -142,8 +141,8 @@ def response_body(request: GenerationRequest, head: ResponseHead, answer: UnaryR
     if refusal:
         output.append(part_item(item_id("message", head, len(output)), COMPLETED, [refusal_part(refusal)]))
     for call in calls:
-        kind = "custom_tool_call" if call.name in customs else "function_call"
-        output.append(call_item(item_id(kind, head, len(output)), COMPLETED, call, customs))
+        tool = tools.get(call.name, CalledTool(call.name))
+        output.append(call_item(item_id(call_kind(tool), head, len(output)), COMPLETED, call, tool))
     status = INCOMPLETE if choice.finish in INCOMPLETE_REASONS else COMPLETED
     output[-1]["status"] = status  # what came before the last item had been complete
     fields = response_fields(request, head, status, output, usage=answer.usage, finish=choice.finish)

@@ -12,7 +12,7 @@ import msgspec
 from gateway.openai.fields import MISSING, UNSUPPORTED, WRONG_TYPE, Fields, echo
 from gateway.openai.request import GenerationRequest, StreamOptions
 from gateway.openai.response_format import ANY_OBJECT, read_schema
-from gateway.openai.responses_tools import CUSTOM_INPUT, read_response_tools
+from gateway.openai.responses_tools import CUSTOM_INPUT, qualified_name, read_response_tools
 from gateway.openai.sampling import MAX_COUNT, read_priority, read_sampling, refuse_unsupported
 from gateway.openai.text_parts import read_text
 from gateway.prompt import Chat, Message
@@ -145,9 +145,8 @@ def _read_item(item: Fields, conversation: _Conversation) -> None:
     if kind == "message":
         conversation.add(_message(item))
     elif kind == "function_call":
-        conversation.add_call(
-            item.required_text("call_id"), item.required_text("name"), item.text("arguments")
-        )
+        name = qualified_name(item.text("namespace"), item.required_text("name"))
+        conversation.add_call(item.required_text("call_id"), name, item.text("arguments"))
     elif kind == "custom_tool_call":
         arguments = msgspec.json.encode({CUSTOM_INPUT: item.text("input")}).decode()
         conversation.add_call(item.required_text("call_id"), item.required_text("name"), arguments)

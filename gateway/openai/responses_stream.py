@@ -23,8 +23,8 @@ from gateway.openai.responses_body import (
     INCOMPLETE_REASONS,
     Item,
     call_item,
+    call_kind,
     custom_input,
-    custom_names,
     item_id,
     output_text,
     part_item,
@@ -33,6 +33,7 @@ from gateway.openai.responses_body import (
     response_fields,
     text_logprobs,
 )
+from gateway.openai.responses_tools import CalledTool, called_tools
 
 _json = msgspec.json.Encoder().encode
 
@@ -51,6 +52,9 @@ _REFUSAL: Final = _PartKind("message", "response.refusal", "refusal", refusal_pa
 _REASONING: Final = _PartKind("reasoning", "response.reasoning_text", "text", reasoning_text)
 
 
+NO_TOOL: Final = CalledTool("")
+
+
 @dataclass(slots=True)
 class _OpenItem:
     """The item that is being written: one content part, or a call. `delta_head` begins its events."""
@@ -60,6 +64,7 @@ class _OpenItem:
     delta_head: bytes
     kind: _PartKind | None = None
     call: ToolCall | None = None
+    tool: CalledTool = NO_TOOL
     parts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -70,7 +75,7 @@ class ResponseEncoder:
     def __init__(self, request: GenerationRequest, head: ResponseHead) -> None:
         self._request = request
         self._head = head
-        self._customs = custom_names(request)
+        self._tools = called_tools(request.repeated["tools"])
         self._output: list[Item] = []
         self._open: _OpenItem | None = None
         self._number = 0
@@ -137,7 +142,7 @@ class ResponseEncoder:
         if not part.arguments:
             return frames
         item.parts.append(part.arguments)
-        if item.call.name in self._customs:
+        if item.tool.custom:
             return frames  # its input is known at its end only
         arguments = one_line(_json(part.arguments))
         return frames + item.delta_head + b"%d" % self._next() + b',"delta":' + arguments + b"}\n\n"
@@ -167,12 +172,12 @@ class ResponseEncoder:
         )
 
     def _open_call(self, part: ToolCall) -> bytes:
-        index, custom = len(self._output), part.name in self._customs
-        identity = item_id("custom_tool_call" if custom else "function_call", self._head, index)
+        index, tool = len(self._output), self._tools.get(part.name, CalledTool(part.name))
+        identity = item_id(call_kind(tool), self._head, index)
         delta_head = _delta_head("response.function_call_arguments.delta", identity, index)
         call = ToolCall(part.index, part.id, part.name)
-        self._open = _OpenItem(identity, index, delta_head, call=call)
-        item = call_item(identity, IN_PROGRESS, call, self._customs)
+        self._open = _OpenItem(identity, index, delta_head, call=call, tool=tool)
+        item = call_item(identity, IN_PROGRESS, call, tool)
         return self._event("response.output_item.added", output_index=index, item=item)
 
     def _close(self, status: str) -> bytes:
@@ -202,14 +207,14 @@ class ResponseEncoder:
 
     def _close_call(self, item: _OpenItem, call: ToolCall, status: str) -> tuple[bytes, Item]:
         where = {"item_id": item.id, "output_index": item.index}
-        if call.name in self._customs:
+        if item.tool.custom:
             value = custom_input(call.arguments)
             done = self._event("response.custom_tool_call_input.delta", **where, delta=value)
             done += self._event("response.custom_tool_call_input.done", **where, input=value)
         else:
-            arguments = {"name": call.name, "arguments": call.arguments}
+            arguments = {"name": item.tool.name, "arguments": call.arguments}
             done = self._event("response.function_call_arguments.done", **where, **arguments)
-        return done, call_item(item.id, status, call, self._customs)
+        return done, call_item(item.id, status, call, item.tool)
 
     # ---- frames
 

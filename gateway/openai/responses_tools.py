@@ -1,4 +1,8 @@
-"""Reads the tools of POST /v1/responses: functions, and custom tools as functions of one string."""
+"""Reads the tools of POST /v1/responses.
+
+Templates know functions only: a custom tool is a function of one string, and the functions of a namespace
+have its name before theirs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,19 @@ from gateway.openai.tools import MAX_TOOLS, NO_TOOLS, Tools, read_function
 
 CUSTOM_INPUT = "input"
 """The one argument of the function that stands for a custom tool."""
+
+
+NAMESPACE_SEPARATOR = "__"
+UNUSED_TOOLS = ("web_search", "web_search_preview")
+"""Tools that clients offer with every request and that run at nobody's here: models are not told of them."""
+
+
+class CalledTool(NamedTuple):
+    """A tool as its client knows it."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
 
 
 class ResponseTools(NamedTuple):
@@ -34,12 +51,12 @@ def read_response_tools(fields: Fields) -> ResponseTools:
     if len(items) > MAX_TOOLS:
         fields.refuse("tools", f"holds at most {MAX_TOOLS} tools, got {len(items)}")
         items = []
-    shown, functions = [], []
+    shown: list[dict[str, object]] = []
+    functions: list[dict[str, object]] = []
     for number, value in enumerate(items):
         item = fields.nested(f"tools.{number}", value)
-        if item is not None and (read := _read_tool(item)) is not None:
-            shown.append(read[0])
-            functions.append(read[1])
+        if item is not None and item.raw("type") not in UNUSED_TOOLS:
+            _read_tool(item, shown, functions)
     names = {str(function["name"]) for function in functions}
     if len(names) < len(functions):
         fields.refuse("tools", "holds two tools of one name")
@@ -55,24 +72,53 @@ def read_response_tools(fields: Fields) -> ResponseTools:
     return ResponseTools(tools, shown, shown_choice)
 
 
-def _read_tool(item: Fields) -> tuple[dict[str, object], dict[str, object]] | None:
-    """Return a tool as the response repeats it, and as the function that a template reads."""
+def qualified_name(namespace: str, name: str) -> str:
+    """Return the name under which a model knows a function."""
+    return f"{namespace}{NAMESPACE_SEPARATOR}{name}" if namespace else name
+
+
+def called_tools(shown: object) -> dict[str, CalledTool]:
+    """Return the tools of `ResponseTools.shown` by the names under which a model calls them."""
+    assert isinstance(shown, list), "a response repeats its tools"
+    called = {}
+    for tool in shown:
+        namespace = tool["name"] if tool["type"] == "namespace" else ""
+        for each in tool["tools"] if namespace else [tool]:
+            known = CalledTool(each["name"], namespace, each["type"] == "custom")
+            called[qualified_name(namespace, known.name)] = known
+    return called
+
+
+def _read_tool(item: Fields, shown: list[dict[str, object]], functions: list[dict[str, object]]) -> None:
+    """Read one tool: append to `shown` what the response repeats, to `functions` what templates read."""
     kind = item.required("type")
-    if kind not in ("function", "custom"):
-        if kind is not None:
-            item.refuse("type", f"can be 'function' or 'custom', got {echo(kind)}", UNSUPPORTED)
-        return None
+    if kind == "function":
+        function = read_function(item)
+        shown.append(_shown_function(function))
+        functions.append(function)
+    elif kind == "custom":
+        description, function = _read_custom(item)
+        shown.append(description)
+        functions.append(function)
+    elif kind == "namespace":
+        _read_namespace(item, shown, functions)
+    elif kind is not None:
+        item.refuse("type", f"can be 'function', 'custom' or 'namespace', got {echo(kind)}", UNSUPPORTED)
+
+
+def _shown_function(function: dict[str, object]) -> dict[str, object]:
+    return {
+        "type": "function",
+        "name": function["name"],
+        "description": function.get("description"),
+        "parameters": function.get("parameters"),
+        "strict": bool(function.get("strict")),
+    }
+
+
+def _read_custom(item: Fields) -> tuple[dict[str, object], dict[str, object]]:
     function = read_function(item)
     description = function.get("description")
-    if kind == "function":
-        shown = {
-            "type": "function",
-            "name": function["name"],
-            "description": description,
-            "parameters": function.get("parameters"),
-            "strict": bool(function.get("strict")),
-        }
-        return shown, function
     shown = {"type": "custom", "name": function["name"], "description": description}
     tool_format = item.child("format")
     if tool_format is not None and tool_format.raw("type") == "grammar":
@@ -88,6 +134,22 @@ def _read_tool(item: Fields) -> tuple[dict[str, object], dict[str, object]] | No
         },
     }
     return shown, custom | ({"description": description} if description else {})
+
+
+def _read_namespace(item: Fields, shown: list[dict[str, object]], functions: list[dict[str, object]]) -> None:
+    namespace, description = item.required_text("name"), item.text("description")
+    shown_inside: list[dict[str, object]] = []
+    inside: list[dict[str, object]] = []
+    for number, value in enumerate(item.items("tools")):
+        tool = item.nested(f"tools.{number}", value)
+        if tool is not None and tool.raw("type") == "namespace":
+            tool.refuse("type", "can't be 'namespace' inside a namespace", UNSUPPORTED)
+        elif tool is not None:
+            _read_tool(tool, shown_inside, inside)
+    shown.append({"type": "namespace", "name": namespace, "description": description, "tools": shown_inside})
+    functions += [
+        function | {"name": qualified_name(namespace, str(function["name"]))} for function in inside
+    ]
 
 
 def _read_choice(fields: Fields, names: set[str]) -> _ToolChoice:
@@ -130,7 +192,7 @@ def _read_allowed(choice: Fields, names: set[str]) -> _ToolChoice:
 
 
 def _known_name(choice: Fields, names: set[str]) -> str:
-    name = choice.required_text("name")
+    name = qualified_name(choice.text("namespace"), choice.required_text("name"))
     if name and name not in names:
         choice.refuse("name", f"is {echo(name)}, which is not among 'tools'")
     return name

@@ -156,6 +156,40 @@ def test_tools_reach_the_site(fields: dict[str, Any], names: list[str], choice: 
     assert chat_of(tools=[ADD], tool_choice="none").tools_json == ""
 
 
+CRM = {"type": "namespace", "name": "crm", "description": "customers", "tools": [ADD, PATCH]}
+
+
+def test_functions_of_a_namespace_are_known_by_both_names() -> None:
+    chat = chat_of(
+        tools=[ADD, CRM, {"type": "web_search"}],
+        tool_choice={"type": "function", "name": "add", "namespace": "crm"},
+        input=[
+            {"role": "user", "content": "Hi"},
+            {"type": "function_call", "call_id": "a", "name": "add", "namespace": "crm", "arguments": "{}"},
+        ],
+    )
+    names = [tool["function"]["name"] for tool in json.loads(chat.tools_json)]
+    assert names == ["add", "crm__add", "crm__apply_patch"]
+    assert (chat.tool_choice, chat.tool_name) == ("named", "crm__add")
+    assert json.loads(chat.messages[-1].tool_calls_json)[0]["function"]["name"] == "crm__add"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_into_a_namespace_name_it(stream: bool) -> None:
+    answer = play(
+        OPENING,
+        Delta(0, "", 1, tool_calls=(ToolCall(0, "c1", "crm__add", "{}"),)),
+        Delta(0, "", 2, tool_calls=(ToolCall(1, "c2", "crm__apply_patch", '{"input":"x"}'),)),
+        Delta(0, "", 3, finish=Finish.TOOL_CALLS),
+        Usage(7, 3),
+    )
+    response, _ = post("/v1/responses", body(tools=[CRM], stream=stream), answer)
+    whole = events_of(response.content)[-1]["response"] if stream else response.json()
+    call, custom = Response.model_validate(whole, strict=True).output
+    assert (call.type, call.name, call.namespace) == ("function_call", "add", "crm")
+    assert (custom.type, custom.name, custom.input) == ("custom_tool_call", "apply_patch", "x")
+
+
 def test_a_schema_and_limits_reach_the_site() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     request = read(
@@ -192,7 +226,7 @@ def test_a_schema_and_limits_reach_the_site() -> None:
         ("conversation", {"conversation": "conv_1"}),
         ("background", {"background": True}),
         ("truncation", {"truncation": "auto"}),
-        ("tools.0.type", {"tools": [{"type": "web_search"}]}),
+        ("tools.0.type", {"tools": [{"type": "file_search"}]}),
         ("tools.0.name", {"tools": [{"type": "function"}]}),
         ("tools", {"tools": [ADD, ADD]}),
         ("tool_choice", {"tool_choice": "required"}),
