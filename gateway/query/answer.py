@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from gateway.decision import Decision
-from gateway.domain import AnswerEvent, Query
+from gateway.domain import AnswerEvent, FailureCause, Query, SiteState
 from gateway.errors import DeadlinePassed, Forbidden, MicoError, ShuttingDown, TooMany
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.query.admission import admit
@@ -22,7 +22,9 @@ from gateway.routing.failover import FailedTry, Try, final_error, resume_options
 from gateway.routing.policies import JOINT_POLICIES
 
 T = TypeVar("T")
-
+REJOIN_WITHIN_S = 10.0
+"""The longest pause of a site between two dials."""
+REJOIN_POLL_S = 0.1
 LEASE_WITHIN_S = 2.0
 """Time that a query waits for its replica to lease more of a quota; then it is refused, or its answer cut."""
 
@@ -71,6 +73,7 @@ class QueryRun:
             plan = tries(self.query.sampling, self.context.max_tries, self.query.preferred_site)
             planned = await self.batch_assign(next(plan))
             while not state.answered:
+                await self.await_rejoin(planned)
                 assignment = self.decide(planned)
                 attempt = self.dispatch(assignment)
                 try:
@@ -142,6 +145,20 @@ class QueryRun:
         if not context.window.should_wait(demand, context.directory.fleet, context.clock()):
             return first
         return first._replace(preferred_site=await self._in_time(context.assign_in_window(demand)))
+
+    async def await_rejoin(self, planned: Try) -> None:
+        """Wait a while for another site if the site of the last try was lost and no other can take over.
+
+        A stall of this process, or a cut of its network, ends every link at once; sites dial again.
+        """
+        context, current = self.context, self.state.current
+        if current is None or current.failure is None or current.failure.cause is not FailureCause.LOST:
+            return
+        until_s = context.clock() + REJOIN_WITHIN_S
+        while context.clock() < until_s and self._is_down_elsewhere(planned):
+            if self._place(planned)[1].site is not None:
+                return
+            await self._in_time(asyncio.sleep(REJOIN_POLL_S))
 
     def decide(self, planned: Try) -> Assignment:
         """Choose the site of a try. Raises the error for the client if no site can take it."""
@@ -228,6 +245,15 @@ class QueryRun:
             if placed.site is not None:
                 break
         return demand, placed
+
+    def _is_down_elsewhere(self, planned: Try) -> bool:
+        """Return whether a site that has not been tried serves the model, but is down."""
+        return any(
+            site.state is SiteState.DOWN
+            and site.name not in planned.tried
+            and self.query.model in site.identity.models
+            for site in self.context.directory.sites
+        )
 
     def _demand(self, planned: Try, needs: frozenset[str]) -> Demand:
         """Return the demand of a try; that of the first is worked out once."""

@@ -90,6 +90,29 @@ def test_a_site_lost_in_mid_answer_is_resumed_from_what_the_client_has() -> None
     run(scenario)
 
 
+def test_an_answer_goes_on_when_sites_that_were_all_lost_at_once_come_back() -> None:
+    """A gateway that stood still for some seconds finds every link ended."""
+
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site("a"), await here.site("b")]
+        task, pieces = start_answer(here, here.query())
+        serving, assign = await assigned_site(here, *sites)
+        other = next(s for s in sites if s is not serving)
+        await serving.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await other.close()
+        await until(lambda: other.name not in here.gateway.federation.links, "the other one is lost")
+        await serving.close()
+        await until(lambda: not here.gateway.federation.links, "both are lost")
+        again = await here.site(other.name)
+        await again.finish(await again.assigned(), "lo", 5)
+        await task
+        assert text_of(pieces) == "Hello"
+        assert len(here.outcomes) == 1
+
+    run(scenario)
+
+
 def test_an_answer_that_can_not_be_resumed_ends_with_an_honest_error() -> None:
     async def scenario(here: Scene) -> None:
         sites = [await here.site("a"), await here.site("b")]
