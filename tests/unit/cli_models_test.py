@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import typer
 
+from mico.commands.doctor import Verdict, check_models
+from mico.commands.federation import prepare_model
 from mico.known_models import KNOWN, KnownModel, complete_name
+from mico.session import Session
 from site_engine.model.cache import models_folder
 from site_engine.model.loader import load
 from tests.support.command_line import leave_environment, run
@@ -152,3 +156,33 @@ def test_what_can_not_be_fetched_is_said(
 def test_names_are_completed() -> None:
     assert complete_name("smol") == ["smollm2"]
     assert complete_name("x") == []
+
+
+def test_up_converts_a_model_in_a_process_of_its_own_and_takes_others_as_they_are(tmp_path: Path) -> None:
+    session = Session.open(tmp_path / ".mico", quiet=True)
+    folder = prepare_model(session, str(tmp_path / "tiny.gguf"))
+    assert load(folder).name == "tiny"
+    assert prepare_model(session, str(tmp_path / "tiny.gguf")) == folder
+    assert prepare_model(session, "someone/model") == "someone/model"
+
+
+def test_up_ends_where_a_model_can_not_be_converted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.gguf").write_bytes((tmp_path / "tiny.gguf").read_bytes()[:2_000])
+    with pytest.raises(typer.Exit) as ended:
+        prepare_model(Session.open(tmp_path / ".mico", quiet=True), "tiny.gguf")
+    assert ended.value.exit_code == 1
+    assert "cause: tiny.gguf is cut: it ends within its header" in capfd.readouterr().err
+
+
+def test_a_folder_of_a_known_name_is_that_folder(tmp_path: Path) -> None:
+    (tmp_path / "smollm2").mkdir()
+    assert prepare_model(Session.open(tmp_path / ".mico", quiet=True), "smollm2") == "smollm2"
+
+
+def test_the_doctor_knows_what_was_fetched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_models().detail == "none fetched; mico models fetch smollm2"
+    run(capsys, "models", "fetch", "tiny")
+    found = check_models()
+    assert (found.verdict, found.detail.split(";")[0]) == (Verdict.OK, "tiny")
