@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -76,6 +77,10 @@ class Core(NamedTuple):
 def run(config: GatewayConfig) -> int:
     """Serve until SIGTERM or SIGINT, drain queries in flight for at most `drain_s`; return the exit code."""
     logs.configure(config.log_level)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most_files, most_files)
+    )  # a connection each, where 1,024 is usual
     try:
         import uvloop
     except ImportError:

@@ -31,7 +31,8 @@ MAX_BUFFERED_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """A request must arrive in full within `slow_s`, plus one second for every `bytes_per_s` bytes of it.
+    """TLS must be agreed on within `slow_s`. A request must arrive in full within that time again, plus one
+    second for every `bytes_per_s` bytes of it.
 
     `header_bytes` bounds everything before the body, `unread_bytes` what is still sent after the answer.
     """
@@ -216,18 +217,38 @@ class HttpServer(uvicorn.Server):
     `who`: those whom it serves, for the log.
     """
 
-    def __init__(self, config: uvicorn.Config, who: str) -> None:
+    def __init__(self, config: uvicorn.Config, who: str, limits: ConnectionLimits) -> None:
         super().__init__(config)
         self._who = who
+        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. uvicorn's own startup gives TLS a minute, before any limit applies to the connection."""
+        config = self.config
+
+        def create_protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        listen = partial(
+            asyncio.get_running_loop().create_server,
+            create_protocol,
+            ssl=config.ssl,
+            backlog=config.backlog,
+            ssl_handshake_timeout=self._limits.slow_s if config.ssl else None,
+        )
         try:
-            await super().startup(sockets)
-        except SystemExit as exc:  # uvicorn ends the process like this if it cannot listen
-            where = f"{self.config.host}:{self.config.port}"
+            if sockets is None:
+                self.servers = [await listen(host=config.host, port=config.port)]
+            else:
+                self.servers = [await listen(sock=each) for each in sockets]
+        except OSError as exc:
+            where = f"{config.host}:{config.port}"
             raise ConfigError(f"{self._who} can't ask at {where}: taken, or not of this machine") from exc
         for listening in (each for server in self.servers for each in server.sockets):
             log.info("%s ask at %s:%d", self._who, *listening.getsockname()[:2])
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -262,4 +283,4 @@ def http_server(
         timeout_graceful_shutdown=max(1, round(end_within_s)),
         ssl_context_factory=None if certificate is None else lambda *_: certificate.context(),
     )
-    return HttpServer(config, who)
+    return HttpServer(config, who, limits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from gateway.config import ConfigError, GatewayConfig
 from gateway.http.app import create_http
-from gateway.http.server import http_server
+from gateway.http.server import ConnectionLimits, http_server
 from gateway.listeners import load_credentials
 from gateway.security.pki.authority import Authority
 from gateway.security.tls import CertificateFiles, grpc_credentials
@@ -108,6 +109,28 @@ def test_handshakes_that_never_end_hold_up_nobody(tmp_path: Path, authority: Aut
             writer.transport.abort()
         await sites.stop(None)
         clients.should_exit = True
+        await serving
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("sent", [b"", CLIENT_HELLO])
+def test_a_handshake_that_never_ends_is_cut(tmp_path: Path, authority: Authority, sent: bytes) -> None:
+    async def scenario() -> None:
+        files = CertificateFiles(*put(authority, tmp_path))
+        app, limits = create_http(Script().backend()), ConnectionLimits(slow_s=0.3)
+        server = http_server(app, host="127.0.0.1", port=0, end_within_s=1, certificate=files, limits=limits)
+        serving = asyncio.create_task(server.serve())
+        await until(lambda: server.started, "started")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        async with asyncio.timeout(30):
+            with suppress(ConnectionError):
+                while await reader.read(65536):
+                    pass
+        writer.close()
+        server.should_exit = True
         await serving
 
     asyncio.run(scenario())
