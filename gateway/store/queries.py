@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -10,12 +13,15 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.domain import Attempt
+from gateway.errors import Overloaded
 from gateway.operator_orders import AuditEntry
 from gateway.site_events import Event
 from gateway.store.rows import DecisionRow, EventRow, UsageRow, attempt_of, event_of
 from gateway.store.tables import audit, decisions, site_events, usage
 
 MAX_EXPLAINED = 20
+READS_AT_ONCE, READS_WAITING = 2, 16
+READ_WITHIN_S = 30.0
 NEWEST_FIRST = (site_events.c.at.desc(), site_events.c.id.desc())
 
 
@@ -54,10 +60,27 @@ class ExplainedQuery:
 
 
 class OperatorReads:
-    """Methods may raise SQLAlchemy's errors: the callers are commands and pages, not queries."""
+    """Methods may raise SQLAlchemy's errors: the callers are commands and pages, not queries.
+
+    However many ask, READS_AT_ONCE of the database's connections are theirs, for READ_WITHIN_S each; what is
+    beyond READS_WAITING raises Overloaded.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        self._turns = asyncio.Semaphore(READS_AT_ONCE)
+        self._asked = 0
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[AsyncConnection]:
+        if self._asked >= READS_AT_ONCE + READS_WAITING:
+            raise Overloaded("too many reads of the database wait already", retry_after_s=1.0)
+        self._asked += 1
+        try:
+            async with self._turns, asyncio.timeout(READ_WITHIN_S), self._engine.connect() as connection:
+                yield connection
+        finally:
+            self._asked -= 1
 
     async def explain(self, any_id: str) -> list[ExplainedQuery]:
         """Find queries by request id, query id or the answer's id, newest first.
@@ -67,13 +90,13 @@ class OperatorReads:
         query_id = any_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
         named = or_(usage.c.request_id == any_id, usage.c.query_id == query_id)
         newest = select(usage).where(named).order_by(usage.c.received_at.desc()).limit(MAX_EXPLAINED)
-        async with self._engine.connect() as connection:
+        async with self._connection() as connection:
             rows = [UsageRow(**row._mapping) for row in await connection.execute(newest)]
             return [ExplainedQuery(row, await _attempts(connection, row)) for row in rows]
 
     async def count_usage(self) -> int:
         """Return the number of stored queries."""
-        async with self._engine.connect() as connection:
+        async with self._connection() as connection:
             return (await connection.execute(select(func.count()).select_from(usage))).scalar_one()
 
     async def totals(self, by: TotalBy, *, since: float = 0.0) -> list[Total]:
@@ -86,7 +109,7 @@ class OperatorReads:
             .group_by(name)
             .order_by(completion.desc(), name)
         )
-        async with self._engine.connect() as connection:
+        async with self._connection() as connection:
             found = await connection.execute(sums)
             return [Total(who, queries, int(prompt), int(answer)) for who, queries, prompt, answer in found]
 
@@ -94,7 +117,7 @@ class OperatorReads:
         """Return the history of a site as all replicas saw it; at most `limit` events and entries each."""
         events = select(site_events).where(site_events.c.site == name)
         entries = select(audit).where(audit.c.site == name)
-        async with self._engine.connect() as connection:
+        async with self._connection() as connection:
             seen = await connection.execute(events.order_by(*NEWEST_FIRST).limit(limit))
             done = await connection.execute(entries.order_by(audit.c.at.desc(), audit.c.id).limit(limit))
             return SiteHistory(
@@ -104,7 +127,7 @@ class OperatorReads:
     async def events_of_replica(self, replica: str, since: float, limit: int) -> list[Event]:
         """Return the newest events that a replica recorded at `since` (unix time) or later, newest first."""
         own = select(site_events).where(site_events.c.at >= since, site_events.c.replica == replica)
-        async with self._engine.connect() as connection:
+        async with self._connection() as connection:
             found = await connection.execute(own.order_by(*NEWEST_FIRST).limit(limit))
             return [event_of(EventRow(**row._mapping)) for row in found]
 

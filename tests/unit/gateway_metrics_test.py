@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.decision import Decision
 from gateway.domain import Attempt, Credit, LoadReport, Model, Outcome, Site, SiteIdentity, SiteState, Status
 from gateway.federation.directory import Directory
+from gateway.security.login_limiter import MAX_ADDRESSES, LoginLimiter
 from gateway.telemetry.metrics import Metrics, sites_by_model
 from predictor.forecast import Forecast
 
@@ -165,3 +166,19 @@ def test_messages_that_one_end_of_a_link_does_not_know_are_counted_by_their_read
     page = Metrics(here, lambda: 0).text().decode()
     assert 'mico_link_unknown_messages_total{reader="gateway",site="a"} 1.0' in page
     assert 'mico_link_unknown_messages_total{reader="site",site="a"} 3.0' in page
+
+
+def test_a_flood_of_names_that_clients_chose_leaves_the_figures_as_they_are() -> None:
+    """Models that do not exist, and ids of requests, are what anybody may send without end."""
+    metrics, limiter = Metrics(directory(), lambda: 0), LoginLimiter(lambda: 0.0)
+    sizes: list[tuple[int, int]] = []
+    refused = structs.replace(ANSWERED, status=Status.REFUSED, attempts=(), mistaken=True)
+    for number in range(3 * MAX_ADDRESSES):
+        name = f"{number:09}"
+        outcome = structs.replace(refused, query_id=name, request_id=name, model=name, error=name)
+        metrics.observe(outcome)
+        limiter.record_failure(name)
+        if number % MAX_ADDRESSES == MAX_ADDRESSES - 1:
+            sizes.append((metrics.text().count(b"\n"), len(limiter._seen)))
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert limiter.wait_s("000000000") == 0.0, "the oldest is forgotten"
