@@ -24,6 +24,7 @@ from tests.support.stand_in_site import TOKEN, due, hello, report
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
 
+LARGE_MESSAGES = (("grpc.max_receive_message_length", 64 << 20),)
 MODEL = "m"
 WANTED = re.compile(r"(\d+) tokens (at once|paced)")
 PROMPT_TOKENS = 7
@@ -209,7 +210,7 @@ class LinkSite:
     async def run(self) -> None:
         while True:
             with suppress(grpc.RpcError, asyncio.InvalidStateError):
-                async with grpc.aio.insecure_channel(self._address) as channel:
+                async with grpc.aio.insecure_channel(self._address, LARGE_MESSAGES) as channel:
                     await self._serve(channel)
             await asyncio.sleep(REDIAL_S)
 
