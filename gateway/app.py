@@ -8,7 +8,7 @@ import logging
 import resource
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
@@ -78,9 +78,8 @@ def run(config: GatewayConfig) -> int:
     """Serve until SIGTERM or SIGINT, drain queries in flight for at most `drain_s`; return the exit code."""
     logs.configure(config.log_level)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most_files, most_files)
-    )  # a connection each, where 1,024 is usual
+    with suppress(ValueError, OSError):  # macOS calls it unlimited and refuses to have it set so
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # 1,024 are usual
     try:
         import uvloop
     except ImportError:
