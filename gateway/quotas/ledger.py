@@ -217,19 +217,23 @@ class QuotaLedger:
     # ---- leasing
 
     def set_limits(self, limits: Mapping[LimitId, int]) -> None:
-        """Replace the limits. The usage of those that stay is kept."""
-        self._limits = {
-            limit_id: self._limits.get(limit_id)
-            or LeasedLimit(limit_id, limit, meter_of(limit_id.kind, self._unix_time))
-            for limit_id, limit in limits.items()
-        }
-        bound: dict[tuple[Scope, str], tuple[LeasedLimit, ...]] = {}
-        for limit_id, leased in self._limits.items():
-            leased.limit = limits[limit_id]
-            leased.written_used = -1  # settle it in the next round
-            subject = (limit_id.scope, limit_id.subject)
-            bound[subject] = (*bound.get(subject, ()), leased)
-        self._bound = bound
+        """Replace the limits. The usage of those that stay is kept; those that change are settled next."""
+        for gone in [limit_id for limit_id in self._limits if limit_id not in limits]:
+            self._bind(gone, without=self._limits.pop(gone))
+        for limit_id, limit in limits.items():
+            leased = self._limits.get(limit_id)
+            if leased is None:
+                leased = LeasedLimit(limit_id, limit, meter_of(limit_id.kind, self._unix_time))
+                self._limits[limit_id] = leased
+                self._bind(limit_id, leased)
+            elif leased.limit != limit:
+                leased.limit, leased.written_used = limit, -1
+
+    def _bind(self, limit_id: LimitId, *new: LeasedLimit, without: LeasedLimit | None = None) -> None:
+        subject = (limit_id.scope, limit_id.subject)
+        bound = tuple(each for each in self._bound.pop(subject, ()) if each is not without) + new
+        if bound:
+            self._bound[subject] = bound
 
     def unsettled(self) -> Iterator[LimitId]:
         """Yield the limits whose slice differs from the database, or may have to change."""

@@ -289,6 +289,19 @@ def test_a_lapsed_lease_turns_away_only_those_who_have_quotas() -> None:
     quotas.open(Caller("key-2", "nobody's"), 1)
 
 
+def test_one_limit_that_changes_settles_no_other() -> None:
+    limits = {LimitId(Scope.TENANT, f"tenant-{n}", kind): 10 for n in range(50) for kind in Kind}
+    quotas, lifted = alone(limits, Wall()), LimitId(Scope.TENANT, "tenant-9", Kind.TOKENS)
+    assert [*quotas.unsettled()] == []
+    changed = LimitId(Scope.TENANT, "tenant-7", Kind.TOKENS)
+    quotas.set_limits({**limits, changed: 20})
+    assert [*quotas.unsettled()] == [changed]
+    kept = {limit_id: limit for limit_id, limit in limits.items() if limit_id != lifted}
+    quotas.set_limits(kept)
+    assert quotas.status(Caller("key-9", "tenant-9"), Kind.TOKENS) is None
+    assert quotas.status(Caller("key-9", "tenant-9"), Kind.REQUESTS) is not None
+
+
 def test_limits_that_change_keep_what_is_in_use() -> None:
     tokens = limit_of(Kind.TOKENS)
     quotas = alone({tokens: 100}, Wall())
