@@ -257,8 +257,10 @@ class Job:
     async def _run_line(self, line: Line, query_id: str, site: str) -> Outcome | Retry:
         try:
             body = await self._answer_line(line, query_id, site)
-        except (BudgetSpent, AboveQuota) as exc:
+        except AboveQuota as exc:
             return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
+        except BudgetSpent as exc:  # queries in progress at other replicas may give tokens back
+            return self._on_failure(line, query_id, exc)
         except (TooMany, Overloaded, NoSite, ShuttingDown) as exc:
             if isinstance(exc, NoSite) and self._capacities(self._context.clock()):
                 return self._on_failure(line, query_id, exc)  # other lines could run: the cause is this line

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion
 from sqlalchemy.exc import OperationalError
 
 from gateway.domain import AnswerEvent, Lane, Query, Standing
-from gateway.errors import TooMany
+from gateway.errors import BudgetSpent, TooMany
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.store.store import open_store
@@ -258,8 +258,13 @@ def test_a_line_that_no_site_can_serve_holds_up_no_other(url: str, monkeypatch: 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [TooMany("30 requests a minute", retry_after_s=0.02), BudgetSpent("as far as is known here")],
+    ids=["slice", "month"],
+)
 def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch, refusal: TooMany
 ) -> None:
     monkeypatch.setattr("gateway.batches.job.BACKOFF_S", 0.01)
     seen: set[str] = set()
@@ -268,7 +273,7 @@ def test_a_quota_or_a_database_that_is_away_costs_time_and_no_line(
         """Refuse the first run of every line because of a quota."""
         if query.text not in seen:
             seen.add(query.text)
-            raise TooMany("30 requests a minute", retry_after_s=0.02)
+            raise refusal
         async for piece in answer(gateway, query):
             yield piece
 
