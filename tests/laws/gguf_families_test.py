@@ -109,6 +109,9 @@ def test_positions_scaled_as_by_llama_3_are_scaled(tmp_path: Path) -> None:
     factors = (plain / model.model.rotary_emb.inv_freq).numpy()
     path = write_gguf(tmp_path / "tiny.gguf", model, "llama", tensors={"rope_freqs.weight": factors})
     assert greedy(path) == expected(model)
+    served = load(str(path)).model.model.rotary_emb.inv_freq  # short contexts hardly see the difference
+    assert torch.allclose(served, model.model.rotary_emb.inv_freq)
+    assert not torch.allclose(served, plain)
 
 
 def test_positions_scaled_linearly_are_scaled(tmp_path: Path) -> None:
