@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.batches.files import Page, delete_in_steps, lock_tenant, page_query, publish
 from gateway.batches.values import UNFINISHED, Batch, BatchStatus, File, Line, Outcome, Purpose
-from gateway.store.slices import DATABASE_TIME
+from gateway.store.database import database_time
 from gateway.store.tables import batch_lines, batches, files
 
 ROWS_AT_ONCE: Final = 500
@@ -130,11 +130,8 @@ class Ledger:
         return [batch for batch in candidates if await self._take(batch.id, free, now)]
 
     async def _database_time(self) -> float:
-        """Return the time of the one clock that all replicas share: on SQLite the machine's."""
-        if self._engine.dialect.name == "sqlite":
-            return self._clock()
         async with self._engine.connect() as connection:
-            return float(await connection.scalar(DATABASE_TIME) or 0.0)
+            return await database_time(connection, self._clock)
 
     async def _take(self, batch_id: str, free: ColumnElement[bool], now: float) -> bool:
         take = (

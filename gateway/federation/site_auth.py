@@ -81,8 +81,9 @@ class Certificates:
             raise PkiError("the join secret was revoked: `mico pki invite` makes a new one")
 
     async def issue(self, site: str, csr: bytes, *, renewal: bool) -> bytes:
-        """Raises PkiError, StoreUnavailable."""
-        issued = self.authority.issue_site(site, csr, datetime.fromtimestamp(self.unix_time(), UTC))
+        """Issue a certificate later than any revocation. Raises PkiError, StoreUnavailable."""
+        now = max(self.unix_time(), self.register.revoked_until(site) + 1.0)  # of a clock that was ahead
+        issued = self.authority.issue_site(site, csr, datetime.fromtimestamp(now, UTC))
         _, serial, issued_at, expires_at = issued.certificate
         await self.register.record_issued(
             site, serial=serial, issued_at=issued_at, expires_at=expires_at, renewal=renewal
@@ -122,6 +123,7 @@ class SiteAuth:
             renewal = isinstance(asker, SiteCertificate)
             site = self.certificates.named(asker, request)
             pem = await self.certificates.issue(site, request, renewal=renewal)
+            self.certificates.named(self._asker(context, self.certificates), request)  # revoked meanwhile?
         except PkiError as exc:
             raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, str(exc)) from exc
         except StoreUnavailable as exc:

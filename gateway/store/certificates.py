@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import ColumnElement, case, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from gateway.store.database import reason
+from gateway.store.database import database_time, reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import site_certificates as table
 
@@ -81,22 +82,33 @@ class CertificateRegistry:
         """
         count = table.c.renewals + 1 if renewal else 0
         new = {"serial": serial, "issued_at": issued_at, "expires_at": expires_at}
-        await self._put(site, {**new, "renewals": 0, "reason": ""}, {**new, "renewals": count})
+        async with self._transaction() as connection:
+            first = {**new, "renewals": 0, "reason": ""}
+            await self._put(connection, site, first, {**new, "renewals": count})
+        await self.refresh()
 
-    async def revoke(self, site: str, why: str, now: float) -> None:
-        """Void everything issued to the site until now, join secrets too.
+    async def revoke(self, site: str, why: str) -> float:
+        """Void everything issued to the site until now, join secrets too; return the unix time of it.
 
-        A name that ends in `*` also voids what was issued to every site whose name begins so. Raises
-        StoreUnavailable.
+        A name that ends in `*` also voids what was issued to every site whose name begins so. The time is the
+        database's, or later if a gateway whose clock is ahead has issued something. Raises StoreUnavailable.
         """
-        void: dict[str, object] = {
-            "serial": None,
-            "issued_at": None,
-            "expires_at": None,
-            "revoked_at": now,
-            "reason": why,
-        }
-        await self._put(site, {**void, "renewals": 0}, void, _pool_members(site))
+        async with self._transaction() as connection:
+            now = await database_time(connection)
+            latest = func.coalesce(table.c.issued_at, now)
+            void: dict[str, object] = {
+                "serial": None,
+                "issued_at": None,
+                "expires_at": None,
+                "revoked_at": case((latest > now, latest), else_=now),
+                "reason": why,
+            }
+            new = {**void, "renewals": 0, "revoked_at": now}
+            await self._put(connection, site, new, void)
+            if (members := _pool_members(site)) is not None:
+                await connection.execute(update(table).where(members).values(**void))
+        await self.refresh()
+        return self.revoked_until(site)
 
     async def list_sites(self) -> list[RegisteredSite]:
         """Return all sites, sorted by name."""
@@ -114,26 +126,23 @@ class CertificateRegistry:
         except (SQLAlchemyError, OSError) as exc:
             raise StoreUnavailable(reason(exc)) from exc
 
-    async def _put(
-        self,
-        site: str,
-        new: dict[str, object],
-        change: dict[str, object],
-        also_where: ColumnElement[bool] | None = None,
-    ) -> None:
-        """Insert the row of a site or change it, and make the same change to existing rows `also_where`."""
-        insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S), self._engine.begin() as connection:
-                row = insert(table).values(site=site, **new)
-                await connection.execute(row.on_conflict_do_update(index_elements=["site"], set_=change))
-                if also_where is not None:
-                    await connection.execute(update(table).where(also_where).values(**change))
+                yield connection
         except TimeoutError as exc:
             raise StoreUnavailable(f"no answer within {REFRESH_TIMEOUT_S:g} s") from exc
         except (SQLAlchemyError, OSError) as exc:
             raise StoreUnavailable(reason(exc)) from exc
-        await self.refresh()
+
+    async def _put(
+        self, connection: AsyncConnection, site: str, new: dict[str, object], change: dict[str, object]
+    ) -> None:
+        """Insert the row of a site, or change it."""
+        insert = sqlite.insert if self._engine.dialect.name == "sqlite" else postgresql.insert
+        row = insert(table).values(site=site, **new)
+        await connection.execute(row.on_conflict_do_update(index_elements=["site"], set_=change))
 
     async def _refresh_for_ever(self) -> None:
         while True:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any, Final
 
-from sqlalchemy import URL, ExceptionContext, Insert, Table, event, make_url
+from sqlalchemy import URL, ExceptionContext, Insert, Table, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from gateway.store.errors import StoreError
 from gateway.store.sqlite import SingleHopConnection
@@ -35,6 +37,9 @@ _POSTGRES_CONNECT: dict[str, Any] = {
     "tcp_user_timeout": 10_000,
     "application_name": "mico-gateway",
 }
+
+
+_DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())")
 
 
 def database_url(text: str) -> URL:
@@ -110,6 +115,13 @@ def insert_new(dialect: str, into: Table) -> Insert:
     if dialect == "sqlite":
         return sqlite.insert(into).on_conflict_do_nothing()
     return postgresql.insert(into).on_conflict_do_nothing()
+
+
+async def database_time(connection: AsyncConnection, clock: Callable[[], float] = time.time) -> float:
+    """Return the unix time of the one clock that all replicas share: on SQLite the machine's, `clock`."""
+    if connection.dialect.name == "sqlite":
+        return clock()
+    return float(await connection.scalar(_DATABASE_TIME) or 0.0)
 
 
 def reason(error: BaseException) -> str:

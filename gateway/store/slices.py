@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Insert, Row, Table, bindparam, delete, func, select, text, tuple_, update
+from sqlalchemy import Insert, Row, Table, bindparam, delete, func, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -22,7 +22,7 @@ from gateway.quotas.limits import WINDOW_S, Claim, Kind, LimitId, Scope
 from gateway.quotas.meter import month_of
 from gateway.quotas.shares import Slice, granted
 from gateway.quotas.slices import GrantedSlice, LeaseRound, NameTaken, PreviousSlice, SlicesUnavailable
-from gateway.store.database import reason
+from gateway.store.database import database_time, reason
 from gateway.store.errors import StoreUnavailable
 from gateway.store.tables import quota_slices, quotas, replicas
 
@@ -53,7 +53,6 @@ _RENEWED = (
     .where(replicas.c.name == bindparam("own"), replicas.c.boot_id == bindparam("boot"))
     .values(expires_at=bindparam("until"))
 )
-DATABASE_TIME = text("SELECT extract(epoch FROM clock_timestamp())")
 
 T = TypeVar("T")
 
@@ -277,9 +276,7 @@ class SliceTable:
         )
 
     async def _database_time(self, connection: AsyncConnection) -> float:
-        """Return the time of the one clock that all replicas share: on SQLite the machine's."""
-        sqlite = self._engine.dialect.name == "sqlite"
-        now = self._clock() if sqlite else float(await connection.scalar(DATABASE_TIME) or 0.0)
+        now = await database_time(connection, self._clock)
         self._heard(now)
         return now
 

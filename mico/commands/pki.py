@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from datetime import UTC, datetime
@@ -94,14 +95,20 @@ def revoke(
     reason: Annotated[str, typer.Option(help="The reason, shown in the list.")] = "",
     database: Database = None,
 ) -> None:
-    """Revoke the certificates and join secrets of a site, or a pool (NAME*). Gateways cut its links."""
+    """Revoke the certificates and join secrets of a site, or a pool (NAME*). Gateways cut its links.
+
+    The time is the database's, whatever this machine's clock shows.
+    """
     session = session_of(context)
 
-    async def work(store: Store) -> None:
-        await store.certificates.revoke(site, reason, time.time())
+    async def work(store: Store) -> float:
+        return await store.certificates.revoke(site, reason)
 
-    session.with_store(database, work)
+    behind_s = session.with_store(database, work) - time.time()
     session.terminal.info(f"{site} is revoked; mico pki invite {site} lets it back in")
+    if behind_s > 0:
+        again_s = math.ceil(behind_s + 1)  # join secrets are dated in whole seconds
+        session.terminal.info(f"this machine's clock is behind: invite it after {again_s} s, not before")
 
 
 @app.command("renew")

@@ -51,7 +51,7 @@ class Scene:
 
     def invite(self, site: str) -> str:
         now = int(time.time() + self.now_s)
-        made = invitation.Invitation(site, now + 1, now + 3600)  # a second after any revocation before
+        made = invitation.Invitation(site, now, now + 3600)
         return invitation.sign(made, self.authority.secret(invitation.PURPOSE))
 
     def config(self, site: str, **more: Any) -> SiteConfig:
@@ -159,8 +159,7 @@ def test_a_revoked_site_is_cut_off_and_comes_back_only_when_invited_again(
         config = here.config("alpha", join_secret=here.invite("alpha"))
         async with here.site(config):
             await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
-            here.now_s = 2.0  # certificates are dated in whole seconds
-            await here.store.certificates.revoke("alpha", "stolen", time.time() + here.now_s)
+            await here.store.certificates.revoke("alpha", "stolen")
             await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is cut off")
         identity = identity_of(config)
         assert identity is not None and identity.is_valid
@@ -284,8 +283,7 @@ def test_machines_of_a_pool_share_a_join_secret_and_are_revoked_one_by_one(tmp_p
             assert identity is not None
             await identity.renew()
         assert [row.site for row in await here.store.certificates.list_sites()] == ["pool-1", "pool-2"]
-        here.now_s = 2.0
-        await here.store.certificates.revoke("pool-1", "lost", time.time() + here.now_s)
+        await here.store.certificates.revoke("pool-1", "lost")
         for name, refusal in (
             ("pool-1", "was revoked"),
             ("other", "is for sites pool-*, not"),
@@ -310,13 +308,65 @@ def test_a_pool_that_is_revoked_is_cut_off_machine_by_machine(tmp_path: Path) ->
         config = here.config("pool-1", join_secret=here.invite("pool-*"))
         async with here.site(config):
             await until(lambda: here.state("pool-1") is SiteState.READY, "pool-1 is ready")
-            here.now_s = 2.0
-            await here.store.certificates.revoke("pool-*", "stolen", time.time() + here.now_s)
+            await here.store.certificates.revoke("pool-*", "stolen")
             await until(lambda: here.state("pool-1") is SiteState.DOWN, "pool-1 is cut off")
         identity = identity_of(config)
         assert identity is not None
         refusal = await joining_as(None, here.gateways[0], identity.credentials())
         assert refusal == (grpc.StatusCode.UNAUTHENTICATED, "pool-1: its certificate was revoked")
+
+    play(tmp_path, scenario)
+
+
+def test_a_revocation_holds_although_the_clock_of_a_gateway_is_ahead(tmp_path: Path) -> None:
+    """What it issued is dated later than the revocation by the database's clock."""
+
+    async def scenario(here: Scene) -> None:
+        secret, here.now_s = here.invite("alpha"), 60.0
+        config = here.config("alpha", join_secret=secret)
+        async with here.site(config):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
+            await here.store.certificates.revoke("alpha", "stolen")
+            await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is cut off")
+        identity = identity_of(replace(config, join_secret=""))
+        assert identity is not None and identity.is_valid
+        with pytest.raises(LinkLost, match="its certificate was revoked"):
+            await identity.renew()
+        here.now_s += 2.0  # an invitation of now is a new one
+        async with here.site(replace(config, join_secret=here.invite("alpha"))):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is back")
+
+    play(tmp_path, scenario)
+
+
+def test_a_gateway_whose_clock_is_behind_issues_nothing_that_is_void(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        here.now_s = 2.0
+        secret = here.invite("alpha")
+        await here.store.certificates.revoke("alpha", "stolen")
+        here.now_s = -60.0
+        async with here.site(here.config("alpha", join_secret=secret)):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is back")
+
+    play(tmp_path, scenario)
+
+
+def test_who_is_revoked_while_it_renews_gets_no_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(here: Scene) -> None:
+        identity = identity_of(here.config("alpha", join_secret=here.invite("alpha")))
+        assert identity is not None
+        await identity.renew()
+        issue = Certificates.issue
+
+        async def revoked_before(self: Certificates, site: str, csr: bytes, *, renewal: bool) -> bytes:
+            await here.store.certificates.revoke(site, "stolen")
+            return await issue(self, site, csr, renewal=renewal)
+
+        monkeypatch.setattr(Certificates, "issue", revoked_before)
+        with pytest.raises(LinkLost, match="its certificate was revoked"):
+            await identity.renew()
 
     play(tmp_path, scenario)
 
@@ -330,11 +380,10 @@ def test_who_was_revoked_elsewhere_a_moment_ago_gets_nothing_newer(tmp_path: Pat
         beta = identity_of(here.config("beta", join_secret=secrets["beta"]))
         assert alpha is not None and beta is not None
         await alpha.renew()
-        here.now_s = 2.0
         url = f"sqlite:///{tmp_path / 'mico.db'}"
         async with open_store(url, tmp_path / "elsewhere", serving=False) as elsewhere:
             for name in secrets:
-                await elsewhere.certificates.revoke(name, "stolen", time.time() + here.now_s)
+                await elsewhere.certificates.revoke(name, "stolen")
         with pytest.raises(LinkLost, match="its certificate was revoked"):
             await alpha.renew()
         with pytest.raises(LinkLost, match="the join secret was revoked"):

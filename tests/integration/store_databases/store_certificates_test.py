@@ -11,6 +11,9 @@ from gateway.store.certificates import REFRESH_S, REFRESH_TIMEOUT_S, Certificate
 from gateway.store.store import open_store
 from tests.support.fakes.federation import until
 
+FUTURE = 4_000_000_000.0
+"""Issued by a gateway whose clock is far ahead."""
+
 
 async def issue(register: CertificateRegistry, site: str, at: float, *, renewal: bool) -> None:
     await register.record_issued(site, serial=f"{at:.0f}", issued_at=at, expires_at=at + 100, renewal=renewal)
@@ -28,15 +31,16 @@ def test_a_site_has_one_row_through_renewals_and_revocations(url: str, tmp_path:
             first, other = await register.list_sites()
             assert (first.site, first.serial, first.renewals, first.expires_at) == ("a", "1002", 2, 1102.0)
             assert (other.site, other.renewals) == ("b", 0)
-            await register.revoke("a", "why", 1500.0)
-            await register.revoke("never seen", "", 1600.0)
-            assert register.revoked_until("a") == 1500.0
-            assert register.revoked_until("never seen") == 1600.0
+            at = await register.revoke("a", "why")
+            later = await register.revoke("never seen", "")
+            assert register.revoked_until("a") == at
+            assert register.revoked_until("never seen") == later >= at
             assert register.expires_at("a") == float("-inf")
-            await issue(register, "a", 1700.0, renewal=False)
+            await issue(register, "a", FUTURE, renewal=False)
             row = (await register.list_sites())[0]
-            assert (row.renewals, row.revoked_at, row.reason) == (0, 1500.0, "why")
-            assert register.expires_at("a") == 1800.0
+            assert (row.renewals, row.revoked_at, row.reason) == (0, at, "why")
+            assert register.expires_at("a") == FUTURE + 100
+            assert await register.revoke("a", "again") == FUTURE  # whatever was issued is void
 
     asyncio.run(main())
 
@@ -47,20 +51,20 @@ def test_a_pool_is_revoked_with_each_of_its_machines(url: str, tmp_path: Path) -
             register = store.certificates
             for site in ("gpu_1", "gpu_2", "GPU_3", "gpux4", "other"):
                 await issue(register, site, 1000.0, renewal=False)
-            await register.revoke("gpu_*", "stolen", 1500.0)
+            await issue(register, "gpu_2", FUTURE, renewal=True)
+            at = await register.revoke("gpu_*", "stolen")
             found = {
                 row.site: (row.serial, row.revoked_at, row.reason) for row in await register.list_sites()
             }
-            void, good = (None, 1500.0, "stolen"), ("1000", None, "")
+            void, good = (None, at, "stolen"), ("1000", None, "")
             assert found == {
                 "gpu_*": void,
                 "gpu_1": void,
-                "gpu_2": void,
+                "gpu_2": (None, FUTURE, "stolen"),
                 "GPU_3": good,
                 "gpux4": good,
                 "other": good,
             }
-            assert register.revoked_until("gpu_2") == 1500.0
 
     asyncio.run(main())
 
@@ -77,7 +81,7 @@ def test_another_replica_learns_of_a_revocation_within_seconds(
             open_store(url, tmp_path / "two", serving=False) as two,
         ):
             await two.certificates.start()
-            await one.certificates.revoke("a", "", 1500.0)
-            await until(lambda: two.certificates.revoked_until("a") == 1500.0, "the other replica knows")
+            at = await one.certificates.revoke("a", "")
+            await until(lambda: two.certificates.revoked_until("a") == at, "the other replica knows")
 
     asyncio.run(main())
