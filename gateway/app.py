@@ -38,6 +38,7 @@ from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
 from gateway.scaling.plan import ScalingPlan, read_plan
 from gateway.scaling.scaler import scaling
+from gateway.store.recorder_metrics import RecorderMetrics
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
 from gateway.telemetry.metrics import CONTENT_TYPE, Metrics
@@ -110,6 +111,7 @@ async def serve(config: GatewayConfig) -> int:
         ) as batches,
     ):
         core.metrics.register(scaler)
+        core.metrics.register(RecorderMetrics(store.recorder))
         core.publisher.pools = scaler.pools
         backend = _backend(config, core, store)
         routes = [*admin_routes(backend, admin), *_batch_routes(backend, admin, batches)]

@@ -3,9 +3,10 @@
 The journal is the queue. Whether a segment was written a moment ago, before an outage of the database or
 before a `kill -9`, it takes one path: read, insert what is missing, commit, remove.
 
-When the journal is full (the database was away too long), `has_room` is false: the gateway then rejects new
-queries, and the rest of the journal is for those in flight. Records that do not fit are logged and counted.
-Site events are only logged then: usage has precedence.
+What a long outage of the database costs, in this order: above DECISIONS_SHARE of the journal queries are
+recorded without their decisions, most of a record; above 1 - IN_FLIGHT_SHARE `has_room` is false, so that the
+gateway rejects new queries and keeps the rest for those in flight, and site events are only logged. Records
+that do not fit are logged and counted.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ SYNC_S: Final = 0.2
 """A power loss may lose the records of this time. `kill -9` loses none."""
 RETRY_S: Final = (0.5, 5.0)
 CLOSE_S: Final = 10.0
+DECISIONS_SHARE: Final = 1 / 4
 IN_FLIGHT_SHARE: Final = 1 / 16
 """The part of the journal that is reserved for queries in flight."""
 MEMORY_LINES: Final = 4_096
@@ -45,7 +47,9 @@ MEMORY_LINES: Final = 4_096
 
 @dataclass(frozen=True, slots=True)
 class RecorderHealth:
-    """State of the recorder. `failing_since` is unix time; `lost` counts records that are in the log only."""
+    """State of the recorder. `failing_since` is unix time; `lost` counts records that are in the log only,
+    `without_decisions` those whose decisions were dropped.
+    """
 
     pending: int
     journal_bytes: int
@@ -54,6 +58,7 @@ class RecorderHealth:
     failing_since: float | None
     last_error: str
     lost: int
+    without_decisions: int
 
 
 class Recorder:
@@ -82,6 +87,8 @@ class Recorder:
         self._failing_since: float | None = None
         self._last_error = ""
         self._lost = 0
+        self._without_decisions = 0
+        self._dropping = False
         self._boot_id = secrets.token_hex(8)
         self._events = 0
 
@@ -129,17 +136,33 @@ class Recorder:
     def record(self, outcome: Outcome, cloud: str = "") -> None:
         """Record how a query ended. Never blocks and never fails the query. `cloud` is the cloud of its site.
 
-        Once there is no room, a query that used no tokens is not recorded.
+        Once there is no room, a query that used no tokens is not recorded; the decisions go before that.
         """
         journal = self._started
         if not (self.has_room or outcome.prompt_tokens or outcome.completion_tokens):
             return
         try:
-            line = to_line(record_of(outcome, cloud))
+            line = to_line(self._bounded(record_of(outcome, cloud), journal))
         except (ValueError, TypeError, msgspec.MsgspecError) as exc:
             self._log_lost(repr(outcome), exc)
             return
         self._append(journal, line)
+
+    def _bounded(self, record: Record, journal: Journal) -> Record:
+        """Drop the decisions of a record while the journal needs its room for usage."""
+        dropping = journal.size_bytes >= self._limit_bytes * DECISIONS_SHARE
+        if dropping is not self._dropping:
+            self._dropping = dropping
+            logger.warning(
+                "decisions are %s: the journal holds %d of %d bytes",
+                "dropped, usage is kept" if dropping else "kept again",
+                journal.size_bytes,
+                self._limit_bytes,
+            )
+        if not dropping or not record.decisions:
+            return record
+        self._without_decisions += 1
+        return Record(record.usage, ())
 
     def record_event(self, event: Event, replica: str) -> None:
         """Record a site event. Never blocks, and uses no room that usage needs."""
@@ -299,4 +322,5 @@ class Recorder:
             failing_since=self._failing_since,
             last_error=self._last_error,
             lost=self._lost,
+            without_decisions=self._without_decisions,
         )

@@ -20,9 +20,12 @@ from gateway.federation.directory import Directory
 from gateway.query.forecasting import ForecastService
 from gateway.scaling.plan import ScalingPlan
 from gateway.scaling.scaler import Scaler
+from gateway.store.recorder import Recorder
+from gateway.store.recorder_metrics import RecorderMetrics
 from gateway.telemetry.metrics import Metrics
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
+from tests.support.fakes.store import FakeWriter
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "infra" / "grafana"
@@ -44,6 +47,7 @@ def exported() -> dict[str, set[str]]:
     directory.join(SiteIdentity("a", "boot", "aws", "r", models, slots=4, kv_capacity_tokens=100), 0.0)
     metrics = Metrics(directory, lambda: 0)
     metrics.register(scaler(directory))
+    metrics.register(RecorderMetrics(Recorder(Path("never started"), FakeWriter())))
     metrics.register(forecasts := ForecastService(HistogramForecaster(), HistogramForecaster()))
     ends = ("released", "lost", "finished")
     attempts = tuple(

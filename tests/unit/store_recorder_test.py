@@ -11,14 +11,16 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec import structs
 
+from gateway.decision import Estimate
 from gateway.domain import Status
 from gateway.site_events import Event
 from gateway.store.errors import StoreError
-from gateway.store.journal import Journal
-from gateway.store.recorder import MEMORY_LINES, Recorder
-from gateway.store.rows import event_of
-from tests.support.fakes.store import FakeWriter, outcome
+from gateway.store.journal import LIMIT_BYTES, Journal
+from gateway.store.recorder import DECISIONS_SHARE, IN_FLIGHT_SHARE, MEMORY_LINES, Recorder
+from gateway.store.rows import Record, event_of, record_of, to_line
+from tests.support.fakes.store import FakeWriter, attempt, outcome
 
 LEFT = Event(1.5, "state", "aws/one", "is down: silent for 5.0 s", bad=True)
 BACK = Event(1.5, "state", "aws/one", "joined again")
@@ -178,6 +180,54 @@ def test_a_full_journal_says_so_before_anything_is_lost(tmp_path: Path) -> None:
         assert len(writer.rows) == recorded + 1
 
     run(tmp_path, scenario, limit_bytes=40_000)
+
+
+def test_decisions_go_before_usage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        writer.down = True
+        recorded = 0
+        while recorder.has_room:
+            recorder.record(outcome(f"q{recorded}", attempts=2))
+            recorded += 1
+        dropped = recorder.health.without_decisions
+        writer.down = False
+        assert await recorder.flush()
+        kept = [row for row in writer.rows.values() if row.decisions]
+        assert len(kept) == recorded - dropped
+        assert 0 < sum(len(to_line(row)) for row in kept) <= 100_000 * DECISIONS_SHARE + len(to_line(kept[0]))
+        assert {row.usage.completion_tokens for row in writer.rows.values()} == {34}
+        recorder.record(outcome("later"))
+        assert await recorder.flush()
+        assert writer.rows["later"].decisions
+        assert recorder.health.without_decisions == dropped
+
+    assert len(run(tmp_path, scenario, limit_bytes=100_000).rows) > 2
+    assert "decisions are dropped, usage is kept: the journal holds" in caplog.text
+    assert "decisions are kept again" in caplog.text
+
+
+@pytest.mark.parametrize("sites", [3, 80])
+def test_an_outage_of_half_an_hour_costs_no_query(sites: int) -> None:
+    """At 800 queries a second: records as a gateway writes them, with ids and names of their real lengths."""
+    names = tuple(f"region-{number:02d}/pool-{number:02d}" for number in range(sites))
+    taken = attempt("q", 0)
+    estimates = tuple(Estimate(name, 0.123456, 0.234567, 1.456789, 0.00123, 112, 0.05, 2.6) for name in names)
+    decision = structs.replace(taken.decision, site=names[0], attempt_id="f" * 32, estimates=estimates)
+    ended = outcome(
+        "0123456789abcdef" * 2,
+        request_id="0123456789abcdef" * 2,
+        key_id="key_0123456789abcdef",
+        model="organisation/model-70b-instruct",
+    )
+    whole = record_of(structs.replace(ended, attempts=(structs.replace(taken, decision=decision),)), "aws")
+    with_decisions, usage_only = len(to_line(whole)), len(to_line(Record(whole.usage, ())))
+    first = LIMIT_BYTES * DECISIONS_SHARE / with_decisions
+    then = LIMIT_BYTES * (1 - IN_FLIGHT_SHARE - DECISIONS_SHARE) / usage_only
+    minutes = (first + then) / 800 / 60
+    print(
+        f"{sites} sites: {with_decisions} bytes, {usage_only} without decisions; {minutes:.1f} min at 800/s"
+    )
+    assert minutes >= 30, f"{minutes:.1f}: records of {with_decisions} bytes, {usage_only} without decisions"
 
 
 def test_the_last_room_is_for_queries_that_used_tokens_however_they_ended(tmp_path: Path) -> None:
