@@ -249,6 +249,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
             reads=store.read,
             still_valid=store.keys.still_valid,
             session_key=store.keys.session_key,
+            ended_sessions=store.ended_sessions,
             store=store,
         )
     finally:
@@ -275,7 +276,7 @@ def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Foreca
 
 
 def _batch_routes(backend: Backend, admin: AdminContext, batches: Batches) -> list[HTTPRouteHandler]:
-    access = Access(backend, admin.still_valid, admin.session_key)
+    access = Access(backend, admin.still_valid, admin.session_key, admin.ended_sessions)
     return [
         *file_routes(backend, batches.files, batches.limits),
         *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),

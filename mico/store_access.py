@@ -27,7 +27,7 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.store.database import reason
-    from gateway.store.errors import SchemaTooNew, StoreError, StoreUnavailable
+    from gateway.store.errors import SchemaTooNew, StoreError, StoreUnavailable, TooManyKeys
     from gateway.store.quota_table import UnknownSubject
     from gateway.store.store import open_store
 
@@ -40,6 +40,8 @@ def with_store(database_url: str, folder: Path, work: Callable[[Store], Awaitabl
         return asyncio.run(visit())
     except UnknownSubject as error:
         raise CommandFailed(str(error), tip="mico tenants list and mico keys list name them") from error
+    except TooManyKeys as error:
+        raise CommandFailed("no key was made", cause=str(error), tip="mico keys list") from error
     except StoreUnavailable as error:
         raise CommandFailed("the database did not answer", cause=str(error), tip=UNREACHABLE_TIP) from error
     except StoreError as error:

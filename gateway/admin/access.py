@@ -1,6 +1,7 @@
 """Authorize operators: by an admin key in a header, or by a session that the page opened with one.
 
-A session is a signed cookie: HttpOnly, SameSite=Strict, valid for some hours, void once its key is revoked.
+A session is a signed cookie: HttpOnly, SameSite=Strict, valid for some hours, void once its key is revoked or
+its operator has signed out.
 Acts authorized by a cookie must come from our own page.
 """
 
@@ -15,14 +16,17 @@ from urllib.parse import unquote, urlsplit
 
 from litestar import Request
 from litestar.datastructures import State
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.domain import Caller
-from gateway.errors import Forbidden, Unauthenticated
+from gateway.errors import Forbidden, Overloaded, Unauthenticated
 from gateway.http.auth import authenticate, authenticate_key, client_address
 from gateway.http.backend import Backend
+from gateway.store.ended_sessions import EndedSessions
 
 COOKIE = "mico_admin"
 SESSION_S = 8 * 3600
+RETRY_AFTER_S = 2.0
 NEEDS_ADMIN = "This needs an admin key: mico keys create NAME --admin"
 
 AnyRequest = Request[Any, Any, State]
@@ -40,9 +44,14 @@ class Access:
     """Authorizes requests. `still_valid` looks a key up by its id, without I/O."""
 
     def __init__(
-        self, backend: Backend, still_valid: Callable[[str], Caller | None], session_key: bytes
+        self,
+        backend: Backend,
+        still_valid: Callable[[str], Caller | None],
+        session_key: bytes,
+        ended: EndedSessions | None = None,
     ) -> None:
         self._backend = backend
+        self._ended = ended
         self._still_valid = still_valid
         self._session_key = session_key
 
@@ -50,7 +59,7 @@ class Access:
         """Return the operator of a request. Raises Unauthenticated or Forbidden."""
         if "authorization" in request.headers:
             return self._admin(await authenticate(request.scope, self._backend))
-        return self.session_operator(request.cookies.get(COOKIE, ""))
+        return await self._session_operator(request.cookies.get(COOKIE, ""))
 
     async def acting_operator(self, request: AnyRequest) -> Operator:
         """Return the operator of a request that changes state.
@@ -72,20 +81,41 @@ class Access:
         claim = f"{caller.key_id} {until} {'view' if view_only else 'act'}".encode()
         return f"{claim.hex()}.{self._signature(claim)}"
 
-    def session_operator(self, cookie: str) -> Operator:
-        """Return the operator of a session cookie. Raises Unauthenticated."""
-        claim, _, signature = cookie.partition(".")
+    async def end_session(self, request: AnyRequest) -> None:
+        """Void the session of the request on every replica; do nothing without one.
+
+        Raises Overloaded if other replicas can't be told: here it is void.
+        """
+        if (claim := self._claim(request.cookies.get(COOKIE, ""))) is None or self._ended is None:
+            return
         try:
-            payload = bytes.fromhex(claim)
-        except ValueError:
-            payload = b""
-        if not payload or not hmac.compare_digest(signature.encode(), self._signature(payload).encode()):
+            await self._ended.end(_session_id(claim), float(claim.decode().split()[1]))
+        except SQLAlchemyError as exc:
+            raise Overloaded(
+                "signed out at this gateway only: the database is away; try again",
+                retry_after_s=RETRY_AFTER_S,
+            ) from exc
+
+    async def _session_operator(self, cookie: str) -> Operator:
+        """Return the operator of a session cookie. Raises Unauthenticated."""
+        if (claim := self._claim(cookie)) is None:
             raise Unauthenticated("This page needs an admin key, or a session that was opened with one.")
-        key_id, until, role = payload.decode().split()
+        key_id, until, role = claim.decode().split()
         caller = self._still_valid(key_id)
-        if int(until) < self._backend.unix_time() or caller is None or not caller.admin:
+        over = int(until) < self._backend.unix_time() or caller is None or not caller.admin
+        if over or (self._ended is not None and await self._ended.has_ended(_session_id(claim))):
             raise Unauthenticated("The session has ended: enter the key again.")
         return Operator(key_id, role == "act")
+
+    def _claim(self, cookie: str) -> bytes | None:
+        """Return what a cookie of ours says, None for any other."""
+        hexed, _, signature = cookie.partition(".")
+        try:
+            claim = bytes.fromhex(hexed)
+        except ValueError:
+            return None
+        ours = hmac.compare_digest(signature.encode(), self._signature(claim).encode())
+        return claim if claim and ours else None
 
     def _admin(self, caller: Caller) -> Operator:
         if not caller.admin:
@@ -94,6 +124,11 @@ class Access:
 
     def _signature(self, claim: bytes) -> str:
         return hmac.new(self._session_key, claim, sha256).hexdigest()
+
+
+def _session_id(claim: bytes) -> str:
+    """Return the name under which an ended session is stored: of no use to whoever reads it."""
+    return sha256(claim).hexdigest()
 
 
 def path_after(request: AnyRequest, prefix: str) -> str:

@@ -18,6 +18,7 @@ from gateway.admin.tenancy import tenancy_routes
 from gateway.domain import Caller
 from gateway.federation.directory import Directory
 from gateway.http.backend import Backend
+from gateway.store.ended_sessions import EndedSessions
 from gateway.store.queries import OperatorReads
 from gateway.store.store import Store
 from gateway.telemetry.publisher import SnapshotPublisher
@@ -36,11 +37,12 @@ class AdminContext:
     reads: OperatorReads | None
     still_valid: Callable[[str], Caller | None]
     session_key: bytes
+    ended_sessions: EndedSessions | None = None
     store: Store | None = None
 
 
 def admin_routes(backend: Backend, context: AdminContext) -> list[HTTPRouteHandler]:
-    access = Access(backend, context.still_valid, context.session_key)
+    access = Access(backend, context.still_valid, context.session_key, context.ended_sessions)
     return [
         *page_routes(),
         *session_routes(access),

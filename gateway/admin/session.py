@@ -40,6 +40,7 @@ def session_routes(access: Access) -> list[HTTPRouteHandler]:
 
     @delete("/admin/api/session", status_code=200)
     async def close_session(request: AnyRequest) -> Response[dict[str, Any]]:
+        await access.end_session(request)
         return Response({}, cookies=[cookie(request, "", 0)])
 
     return [open_session, session, close_session]

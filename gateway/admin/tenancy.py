@@ -20,6 +20,7 @@ from gateway.operator_orders import clean_reason
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.database import reason
+from gateway.store.errors import TooManyKeys
 from gateway.store.key_table import NAME_RULE, KeyInfo, is_valid_name
 from gateway.store.queries import TotalBy
 from gateway.store.quota_table import MAX_AMOUNT, Quota, UnknownSubject
@@ -192,6 +193,8 @@ async def translated_errors() -> AsyncIterator[None]:
         yield
     except UnknownSubject as exc:
         raise NotFound(str(exc)) from exc
+    except TooManyKeys as exc:
+        raise BadRequest(str(exc)) from exc
     except DataError as exc:  # Postgres refuses NUL in a text
         raise BadRequest("a name has characters that no name here has: nothing was changed") from exc
     except (SQLAlchemyError, OSError) as exc:

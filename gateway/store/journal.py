@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES: Final = 1 << 20
 LIMIT_BYTES: Final = 1 << 30
 SET_ASIDE_BYTES: Final = 16 << 20
+
+
+_IS_SEGMENT = re.compile(r"[0-9]{12}\.jsonl")
 
 
 class JournalFull(OSError):
@@ -45,10 +49,9 @@ class Journal:
         self.limit_bytes = limit_bytes
         self._segment_bytes = segment_bytes
         self._lock = _lock(folder)
-        self._sealed: dict[Path, _Segment] = {
-            path: _Segment.from_file(path) for path in sorted(folder.glob("*.jsonl"))
-        }
-        self._next = 1 + max((int(path.stem) for path in self._sealed), default=0)
+        paths = _segments_in(folder)
+        self._sealed = {segment.path: segment for path in paths if (segment := _opened(path)) is not None}
+        self._next = 1 + max((int(path.stem) for path in paths), default=0)
         self._current: _Segment | None = None
         self._file = -1
         self._unsynced: set[Path] = set()
@@ -159,6 +162,23 @@ class _Segment:
     def from_file(cls, path: Path) -> _Segment:
         content = path.read_bytes()
         return cls(path, len(content), content.count(b"\n"))
+
+
+def _segments_in(folder: Path) -> list[Path]:
+    """Return the segments by age; anything else is not ours, and stays."""
+    found = sorted(folder.glob("*.jsonl"))
+    for path in found:
+        if not _IS_SEGMENT.fullmatch(path.name):
+            logger.warning("%s is no segment of the journal: its records are not stored", path)
+    return [path for path in found if _IS_SEGMENT.fullmatch(path.name)]
+
+
+def _opened(path: Path) -> _Segment | None:
+    try:
+        return _Segment.from_file(path)
+    except OSError as exc:
+        logger.error("journal segment %s stays as it is until the next start: %s", path, exc)
+        return None
 
 
 def _lock(folder: Path) -> int:

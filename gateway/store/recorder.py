@@ -201,14 +201,24 @@ class Recorder:
             try:
                 await self._store_memory()
                 journal.seal()
-                for path in journal.sealed:
-                    await self._store(await asyncio.to_thread(journal.read, path))
-                    journal.remove(path)
+                unreadable = [path for path in journal.sealed if not await self._store_segment(journal, path)]
             except (StoreUnavailable, OSError) as exc:
                 self._failed(str(exc))
                 return False
-            self._succeeded()
-            return True
+            if not unreadable:
+                self._succeeded()
+            return not unreadable
+
+    async def _store_segment(self, journal: Journal, path: Path) -> bool:
+        """Store and remove a segment. Return False if the disk does not give it back: the next ones go on."""
+        try:
+            lines = await asyncio.to_thread(journal.read, path)
+        except OSError as exc:
+            self._failed(f"journal: {exc}")
+            return False
+        await self._store(lines)
+        journal.remove(path)
+        return True
 
     def _move_memory_to_journal(self, journal: Journal) -> None:
         """Append the lines held in memory to the journal. Raises OSError while the disk refuses them."""

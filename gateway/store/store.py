@@ -11,6 +11,7 @@ from typing import Final
 from gateway.store.certificates import CertificateRegistry
 from gateway.store.clock import DatabaseClock
 from gateway.store.database import open_engine
+from gateway.store.ended_sessions import EndedSessions
 from gateway.store.keys import KeyRing
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import Pepper
@@ -39,6 +40,7 @@ class Store:
     certificates: CertificateRegistry
     quotas: QuotaTable
     slices: SliceTable
+    ended_sessions: EndedSessions
 
 
 @asynccontextmanager
@@ -79,6 +81,7 @@ async def open_store(
             certificates=certificates,
             quotas=QuotaTable(engine),
             slices=SliceTable(engine, name, heard=clock.read),
+            ended_sessions=EndedSessions(engine),
         )
     finally:
         await certificates.close()

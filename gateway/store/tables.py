@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0010"
+SCHEMA: Final = "0011"
 """The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
@@ -295,4 +295,11 @@ site_certificates = Table(
     Column("renewals", Integer, nullable=False),  # since the site enrolled
     Column("revoked_at", Double),  # everything issued until then is void
     Column("reason", String, nullable=False),  # of the revocation
+)
+
+ended_sessions = Table(
+    "ended_sessions",
+    metadata,
+    Column("id", String, primary_key=True),  # hash of the session's claim
+    Column("until", Double, nullable=False),  # it would have ended then
 )

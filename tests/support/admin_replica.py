@@ -21,6 +21,7 @@ from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.store.database import open_engine
+from gateway.store.ended_sessions import EndedSessions
 from gateway.store.orders import OrderTable
 from gateway.store.queries import OperatorReads
 from gateway.store.recorder import Recorder
@@ -100,6 +101,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         reads=reads,
         still_valid=lambda key_id: callers.get(by_id.get(key_id, "")),
         session_key=b"k" * 32,
+        ended_sessions=EndedSessions(engine, unix_time=unix_time),
     )
     transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, context)))
     await order_service.start()

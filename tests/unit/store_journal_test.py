@@ -49,6 +49,35 @@ def test_removing_every_segment_leaves_nothing_to_count(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_what_is_no_segment_stops_no_start_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Journal(tmp_path)
+    first.append(b"one\n")
+    first.close()
+    strays = [tmp_path / name for name in ("copy.jsonl", "000000000001 (copy).jsonl", "1.jsonl", "notes")]
+    for path in strays:
+        path.write_bytes(b"a copy\n")
+    (tmp_path / "000000000007.jsonl").mkdir()
+    journal = Journal(tmp_path)
+    journal.append(b"two\n")
+    assert drained(journal) == [b"one", b"two"]
+    assert journal.sealed[-1].name == "000000000008.jsonl"
+    journal.close()
+    assert all(path.read_bytes() == b"a copy\n" for path in strays)
+    assert "copy.jsonl is no segment of the journal" in caplog.text
+    assert "000000000007.jsonl stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"\xff\xfe garbage", b"whole\n\0\0\0\0"])
+def test_a_damaged_segment_costs_no_whole_line(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "000000000001.jsonl").write_bytes(b"before\n" + damage)
+    (tmp_path / "000000000002.jsonl").write_bytes(b"after\n")
+    journal = Journal(tmp_path)
+    assert [line for line in drained(journal) if line != b"whole"] == [b"before", b"after"]
+    journal.close()
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "000000000001.jsonl").write_bytes(b"whole\nto")
     journal = Journal(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -164,6 +165,30 @@ def test_an_unreadable_line_is_set_aside_and_stops_no_other(
     assert "cannot be stored" in caplog.text
 
 
+def test_a_segment_that_cannot_be_read_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Journal.read
+
+    def broken_first(journal: Journal, path: Path) -> list[bytes]:
+        if path.name == "000000000001.jsonl":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(journal, path)
+
+    async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
+        for name in ("a", "b", "c"):
+            recorder.record(outcome(name))
+        with monkeypatch.context() as bad_disk:
+            bad_disk.setattr(Journal, "read", broken_first)
+            assert not await recorder.flush()
+        assert list(writer.rows) == ["b", "c"]
+        assert (recorder.pending, "Input/output error" in recorder.health.last_error) == (1, True)
+        assert await recorder.flush()
+        assert set(writer.rows) == {"a", "b", "c"}
+
+    run(tmp_path, scenario, segment_bytes=1)
+
+
 def test_a_full_journal_says_so_before_anything_is_lost(tmp_path: Path) -> None:
     async def scenario(recorder: Recorder, writer: FakeWriter) -> None:
         writer.down = True
@@ -224,9 +249,6 @@ def test_an_outage_of_half_an_hour_costs_no_query(sites: int) -> None:
     first = LIMIT_BYTES * DECISIONS_SHARE / with_decisions
     then = LIMIT_BYTES * (1 - IN_FLIGHT_SHARE - DECISIONS_SHARE) / usage_only
     minutes = (first + then) / 800 / 60
-    print(
-        f"{sites} sites: {with_decisions} bytes, {usage_only} without decisions; {minutes:.1f} min at 800/s"
-    )
     assert minutes >= 30, f"{minutes:.1f}: records of {with_decisions} bytes, {usage_only} without decisions"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
 
 from gateway.admin.access import COOKIE, SESSION_S
@@ -10,6 +12,7 @@ from tests.support.admin_replica import (
     BEARER,
     USER,
     Replica,
+    open_replica,
     play,
     sign_in,
 )
@@ -109,6 +112,49 @@ def test_a_session_ends_with_its_time_its_key_or_its_signature(url: str) -> None
         assert (await o.http.get("/admin/api/overview")).status_code == 200
         del o.callers[ADMIN]
         assert (await o.http.get("/admin/api/overview")).status_code == 401
+
+    play(url, scenario)
+
+
+def test_signing_out_ends_the_session_on_every_replica(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of its cookie opens nothing any more, also after a restart; other sessions go on."""
+    monkeypatch.setattr("gateway.store.ended_sessions.REFRESH_S", 0.0)
+
+    async def scenario(o: Replica) -> None:
+        async def status(replica: Replica, cookie: str) -> int:
+            headers = {"cookie": f"{COOKIE}={cookie}"}
+            return (await replica.http.get("/admin/api/overview", headers=headers)).status_code
+
+        o.publisher.tick()
+        await sign_in(o)
+        copied = o.http.cookies[COOKIE]
+        async with open_replica(o.here, url, "g2") as other:
+            other.publisher.tick()
+            await sign_in(other, view_only=True)
+            theirs = other.http.cookies[COOKIE]
+            other.http.cookies.clear()
+            assert (await status(o, copied), await status(other, copied)) == (200, 200)
+            assert (await o.http.delete("/admin/api/session")).status_code == 200
+            assert COOKIE not in o.http.cookies
+            assert (await status(o, copied), await status(other, copied)) == (401, 401)
+            assert await status(other, theirs) == 200
+        async with open_replica(o.here, url, "g1 anew") as again:
+            again.publisher.tick()
+            assert (await status(again, copied), await status(again, theirs)) == (401, 200)
+
+    play(url, scenario)
+
+
+def test_who_signs_out_while_the_database_is_away_is_told(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await sign_in(o)
+        headers = {"cookie": f"{COOKIE}={o.http.cookies[COOKIE]}"}
+        with sqlite3.connect(url.removeprefix("sqlite:///")) as database:
+            database.execute("ALTER TABLE ended_sessions RENAME TO away")
+        refused = await o.http.delete("/admin/api/session")
+        assert error_of(refused, 503)["message"].startswith("signed out at this gateway only")
+        assert refused.headers["x-request-id"]
+        assert (await o.http.get("/admin/api/overview", headers=headers)).status_code == 401
 
     play(url, scenario)
 
