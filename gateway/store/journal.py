@@ -185,7 +185,7 @@ def _lock(folder: Path) -> int:
     file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
+    except BlockingIOError as exc:
         os.close(file)
         raise JournalTaken(f"another gateway uses {folder}: give each its own data folder") from exc
     return file

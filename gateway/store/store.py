@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,6 +12,7 @@ from gateway.store.certificates import CertificateRegistry
 from gateway.store.clock import DatabaseClock
 from gateway.store.database import open_engine
 from gateway.store.ended_sessions import EndedSessions
+from gateway.store.errors import StoreError
 from gateway.store.keys import KeyRing
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import Pepper
@@ -61,7 +62,8 @@ async def open_store(
     """
     engine = open_engine(url)
     certificates = CertificateRegistry(engine)
-    keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
+    with _usable(folder):
+        keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
     clock = DatabaseClock()
     retention = Retention(engine, periods, clock=clock)
@@ -69,7 +71,8 @@ async def open_store(
         await check_schema(engine)
         if serving:
             await keys.start()
-            await recorder.start()
+            with _usable(folder):
+                await recorder.start()
             retention.start()
         yield Store(
             clock=clock,
@@ -89,3 +92,12 @@ async def open_store(
         await recorder.close()
         await keys.close()
         await engine.dispose()
+
+
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Translate errors of the disk at the start. Raises StoreError."""
+    try:
+        yield
+    except OSError as exc:
+        raise StoreError(f"can't use the data folder {folder}: {exc}") from exc

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from openai.types import Batch, FileDeleted, FileObject
 from openai.types.chat import ChatCompletion
 from sqlalchemy.exc import OperationalError
 
+from gateway.batches import validate
+from gateway.batches.values import Line
 from gateway.domain import AnswerEvent, Lane, Query, Standing
 from gateway.errors import BudgetSpent, TooMany
 from gateway.query.answer import answer
@@ -349,3 +352,24 @@ def test_lines_run_in_the_batch_lane_and_leave_no_counter_and_no_text_behind(url
 
     asyncio.run(main())
     assert lanes == [Lane.BATCH] * 5
+
+
+def test_the_lines_of_a_batch_are_put_in_order_beside_the_event_loop(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of 50,000 lines takes a third of a second."""
+    real, threads = validate.order, list[threading.Thread]()
+
+    def seen(lines: Sequence[Line]) -> list[int]:
+        threads.append(threading.current_thread())
+        return real(lines)
+
+    monkeypatch.setattr(validate, "order", seen)
+
+    async def main() -> None:
+        async with replica(url) as here:
+            done = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(3)))))
+            assert done.status == "completed"
+
+    asyncio.run(main())
+    assert threads and threading.main_thread() not in threads
