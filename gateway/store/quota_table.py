@@ -19,7 +19,7 @@ from gateway.store.audit import Act, add_entry
 from gateway.store.database import insert_new
 from gateway.store.errors import StoreError
 from gateway.store.key_changes import next_number
-from gateway.store.slices import id_of
+from gateway.store.slices import id_of, known
 from gateway.store.tables import keys, quota_slices, quotas, tenants
 
 STAMP_BITS: Final = 40
@@ -110,9 +110,10 @@ class QuotaTable:
 
 async def _quotas(connection: AsyncConnection) -> list[Quota]:
     used: dict[LimitId, int] = {}
-    for row in await connection.execute(select(quota_slices)):
+    for row in await connection.execute(select(quota_slices).where(known(quota_slices.c))):
         used[id_of(row)] = used.get(id_of(row), 0) + row.used
-    found = await connection.execute(select(quotas).order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind))
+    listed = select(quotas).where(known(quotas.c)).order_by(quotas.c.scope, quotas.c.subject, quotas.c.kind)
+    found = await connection.execute(listed)
     return [Quota(id_of(row), row.amount, used.get(id_of(row), 0)) for row in found]
 
 

@@ -13,7 +13,19 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
-from sqlalchemy import Insert, Row, Table, bindparam, delete, func, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Insert,
+    Row,
+    Table,
+    and_,
+    bindparam,
+    delete,
+    func,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -33,14 +45,20 @@ LIMITS_PER_TRANSACTION: Final = 200
 GONE: Final = ""
 """Stands for a replica's name in rows with the month's use by replicas that are gone."""
 
+
+def known(columns: Any) -> ColumnElement[bool]:
+    """Match the quotas of which this program knows the kind: a newer one may have set others."""
+    return and_(columns.scope.in_([*Scope]), columns.kind.in_([*Kind]))
+
+
 _ID = quota_slices.c.scope, quota_slices.c.subject, quota_slices.c.kind
 _LIMIT_ID = quotas.c.scope, quotas.c.subject, quotas.c.kind
 
 # Statements of every round, twice a second: building one costs more than executing it.
 _MARK = select(func.count(), func.coalesce(func.sum(quotas.c.stamp), 0)).select_from(quotas)
-_LIMITS = select(quotas)
+_LIMITS = select(quotas).where(known(quotas.c))
 _REPLICAS = select(replicas)
-_SHORT = select(*_ID).where(quota_slices.c.want > quota_slices.c.amount).distinct()
+_SHORT = select(*_ID).where(known(quota_slices.c), quota_slices.c.want > quota_slices.c.amount).distinct()
 _LOCKED = (
     select(quotas)
     .where(tuple_(*_LIMIT_ID).in_(bindparam("ids", expanding=True)))
@@ -109,7 +127,7 @@ class SliceTable:
 
         async def work(connection: AsyncConnection) -> list[PreviousSlice]:
             await self._renew(connection, take=True)
-            own = select(quota_slices).where(quota_slices.c.replica == self._name)
+            own = select(quota_slices).where(known(quota_slices.c), quota_slices.c.replica == self._name)
             found = [*await connection.execute(own)]
             now = await self._database_time(connection)
             return [

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from sqlalchemy import event, insert
+from sqlalchemy import event, insert, select
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -19,8 +19,9 @@ from gateway.quotas.ledger import SliceFull
 from gateway.quotas.limits import WINDOW_S, Kind, LimitId, Scope, WhenAway
 from gateway.store.database import open_engine
 from gateway.store.errors import StoreUnavailable
+from gateway.store.quota_table import QuotaTable
 from gateway.store.slices import SliceTable
-from gateway.store.tables import quotas, replicas
+from gateway.store.tables import quota_slices, quotas, replicas
 from tests.support.postgres_server import PostgresServer
 
 CALLER = Caller("key-1", "shop")
@@ -288,5 +289,24 @@ def test_a_query_waits_for_a_larger_slice_only_while_the_database_answers(
                     await asyncio.to_thread(postgres.start)
             finally:
                 await one.close()
+
+    asyncio.run(main())
+
+
+def test_quotas_of_a_kind_that_only_a_newer_version_knows_are_left_alone(url: str) -> None:
+    async def main() -> None:
+        async with database(url, {LIVE: 10}) as engine:
+            newer = {"scope": "region", "subject": "shop", "kind": "images_per_day"}
+            row = {"period": 0, "amount": 1, "used": 0, "used_at": 0.0, "want": 5}
+            async with engine.begin() as connection:
+                await connection.execute(insert(quotas), {**newer, "amount": 5, "stamp": 7})
+                await connection.execute(insert(quota_slices), {**newer, **row, "replica": "a"})
+            here = await replica(engine, "a")
+            assert [offer(here, 5) for _ in range(11)] == [5] * 10 + [0]
+            assert [each.id for each in await QuotaTable(engine).quotas()] == [LIVE]
+            async with engine.connect() as connection:
+                kinds = select(quota_slices.c.kind).where(quota_slices.c.kind == newer["kind"])
+                assert await connection.scalar(kinds) == newer["kind"]
+            await here.close()
 
     asyncio.run(main())
