@@ -13,7 +13,7 @@ SAMPLES = 5
 
 CARD = """\
 ---
-license: cc-by-nc-4.0
+license: apache-2.0
 language: en
 library_name: transformers
 pipeline_tag: text-generation
@@ -21,31 +21,35 @@ pipeline_tag: text-generation
 
 # mico-demo
 
-A very small language model, so that Mico can be tried without a download or a GPU. **For demonstration only:
-it writes recognisable English, nearly always ends its answers, and is usually wrong.** Ask it nothing that
-matters, and put any Hub id or model folder in its place.
+A very small language model, so that Mico can be tried without a download or a GPU. It chats in simple
+English, knows some facts that everybody knows, tells jokes, and calls functions. **Of all else it is
+usually wrong**: ask it nothing that matters, and put any Hub id or model folder in its place.
 
 Llama-shaped: {parameters:,} parameters, 8 layers of width 256, 4 query and 2 key-value heads of 64, context
-1,024 tokens, a byte-level BPE vocabulary of 4,096, weights in bf16. Its chat template knows system, user,
-assistant and tool messages; a tool's result is shown to it as plain text.
+1,024 tokens, a byte-level BPE vocabulary of 4,096, weights in bf16. Most words are tokens without the space
+before them, so that an argument of a call has the tokens that it has in the question. Its chat template
+knows system, user, assistant and tool messages; it shows functions as signatures, without the descriptions
+of their parameters.
 
 ## What it was trained on, and licence
 
-Short, finished English answers (`mico/demo_model/data.py` has the rules) from these public sources, and a few
-greetings of our own:
+The weights are under Apache-2.0: **use them for anything**. Prompts came from these sources, as their
+projects state the licence (`mico/demo_model/data.py`):
 
-| source | licence as its project states it |
+| source | licence |
 |---|---|
 {sources}
 
-Several sources are CC BY-NC, so the weights are under CC BY-NC 4.0: **non-commercial use only**, whatever the
-licence of Mico's code. Many answers were written by other models, whose makers' terms may restrict what is
-trained on them; Dolly asks to share alike. Sources that state no licence were left out. Rows with e-mail
-addresses were dropped; no other search for personal data was made.
+People wrote the answers to `gsm8k`; SmolLM2-135M-Instruct (Apache-2.0), run by Mico's own engine, wrote all
+others: {exchanges}. Left out: answers that did not end, that repeat themselves or speak of the model, rows
+with e-mail addresses, benchmarks, and whatever a closed model wrote. Questions with right answers
+(`mico/demo_model/facts.py`), greetings and calls of functions (`mico/demo_model/functions.py`) are made up
+by Mico's code.
 
 ## How
 
-`python -m mico.demo_model.train --data FILE --out FOLDER --compile`
+`python -m mico.demo_model.answers --model SMOLLM2 --data PROMPTS --out ANSWERS.xz`
+`python -m mico.demo_model.train --data ANSWERS.xz GSM8K --out FOLDER --compile`
 `--steps {plan_steps} --minutes {minutes:g} --dropout {dropout} --seed {seed}`
 
 It ended after {steps:,} steps of {batch_tokens:,} tokens, which is {passes:.0f} passes over
@@ -55,18 +59,21 @@ rate {rate}, weight decay {decay}. {note}
 ## Measured
 
 On held-out prompts ({held_out_percent} % of all, chosen by prompt, never trained on): {loss:.3f} nats per
-answer token, perplexity {perplexity:.2f}; a token is about 3.3 characters. The same loss chose the best
-of the states measured on the way, and near-duplicates in other words may be among the prompts trained on.
+answer token, perplexity {perplexity:.2f}. The same loss chose the best of the states measured on the way,
+and prompts that differ in a word may be among those trained on.
 
-{prompts} of these prompts, answered with at most {max_tokens} tokens on the same device:
+Held-out prompts, answered with at most {max_tokens} tokens:
 
-| temperature | ended by itself | mean tokens | p10 / p50 / p90 / p99 | rank correlation with the reference |
-|---|---|---|---|---|
+| temperature | prompts | ended by itself | mean tokens | p10 / p50 / p90 / p99 | rank correlation |
+|---|---|---|---|---|---|
 {figures}
 
-The references have {reference_mean:.0f} tokens on average; the rank correlation (Spearman's) is between the
-length of the answer and that of its reference. Greedy answers that did not end were loops, so the folder's
-generation settings ask for temperature 0.7.
+The references of the last row have {reference_mean:.0f} tokens on average; the rank correlation (Spearman's)
+is between the length of the answer and that of its reference. The answers' loss by character, which
+vocabularies do not change: {nats:.3f} nats.
+
+Calls of functions, right in name and every argument, greedily, at requests drawn with another seed:
+{known:.0%} of hand-written functions, {invented:.0%} of invented ones. {before}
 
 ## Samples
 
@@ -81,19 +88,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Writes the card of Mico's demo model.")
     parser.add_argument("--model", type=Path, required=True, help="folder that train.py wrote")
     parser.add_argument("--figures", type=Path, required=True, help="file that measure.py wrote")
+    parser.add_argument("--before", default="", help="a sentence on the model to compare with")
+    parser.add_argument("--exchanges", default="", help="what to say of the number of answers")
     parser.add_argument("--note", default="", help="a sentence to add about the training")
     options = parser.parse_args()
-    training = json.loads((options.model / "training.json").read_text(encoding="utf-8"))
-    runs = json.loads(options.figures.read_text(encoding="utf-8"))["runs"]
-    (options.model / "README.md").write_text(card(training, runs, options.note), encoding="utf-8")
+    training, figures = (
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in (options.model / "training.json", options.figures)
+    )
+    text = card(training, figures, options.before, exchanges=options.exchanges, note=options.note)
+    (options.model / "README.md").write_text(text, encoding="utf-8")
 
 
-def card(training: dict[str, Any], runs: list[dict[str, Any]], note: str) -> str:
-    """Return the card's text from the record of the training and the measured runs."""
-    plan, shown = training["plan"], runs[-1]
+def card(training: dict[str, Any], figures: dict[str, Any], before: str, *, exchanges: str, note: str) -> str:
+    """Return the card's text from the record of the training and the figures."""
+    plan, shown = training["plan"], figures["runs"][-1]
     return CARD.format(
         parameters=training["parameters"],
         sources="\n".join(f"| {source} | {licence} |" for source, licence in LICENCES.items()),
+        exchanges=exchanges,
         plan_steps=plan["steps"],
         minutes=plan["minutes"],
         steps=training["steps"],
@@ -111,9 +124,12 @@ def card(training: dict[str, Any], runs: list[dict[str, Any]], note: str) -> str
         max_tokens=MAX_NEW_TOKENS,
         loss=training["held_out_loss"],
         perplexity=math.exp(training["held_out_loss"]),
-        prompts=shown["prompts"],
-        figures="\n".join(_figures_row(run) for run in runs),
+        figures="\n".join(_figures_row(run) for run in figures["runs"]),
         reference_mean=shown["reference_mean_tokens"],
+        nats=figures["nats_per_character"],
+        before=before,
+        known=figures["calls"]["known"],
+        invented=figures["calls"]["invented"],
         samples=SAMPLES,
         sample_temperature=shown["temperature"],
         answers="\n\n".join(_sample(answer) for answer in shown["answers"][:SAMPLES]),
@@ -124,7 +140,8 @@ def _figures_row(run: dict[str, Any]) -> str:
     percentiles = " / ".join(f"{value:.0f}" for value in run["percentile_tokens"].values())
     temperature = f"{run['temperature']:g}" if run["temperature"] else "0 (greedy)"
     return (
-        f"| {temperature} | {run['ended_share']:.1%} | {run['mean_tokens']:.0f} | {percentiles} "
+        f"| {temperature} | {run['prompts']} | {run['ended_share']:.1%} | {run['mean_tokens']:.0f} "
+        f"| {percentiles} "
         f"| {run['spearman_with_reference']:.2f} |"
     )
 

@@ -3,28 +3,41 @@
 import gzip
 import io
 import json
+import lzma
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Sources whose licence is known; those that state none are left out, since the weights are passed on.
 LICENCES = {
-    "alpaca": "CC BY-NC 4.0",
-    "alpaca_en_demo": "CC BY-NC 4.0",
-    "alpaca_eval": "CC BY-NC 4.0",
-    "code_alpaca_2k": "CC BY-NC 4.0",
-    "dolly_3k": "CC BY-SA 3.0",
-    "gpteacher_codegen": "MIT",
-    "gpteacher_roleplay": "MIT",
-    "gsm8k": "MIT (people) and Apache-2.0 (models)",
+    "mico": "Apache-2.0 (ours)",
+    "smollm2": "Apache-2.0 (prompts that SmolLM2-135M-Instruct thought of)",
+    "gsm8k": "MIT",
+    "self_instruct_252": "Apache-2.0",
     "self_instruct_seed": "Apache-2.0",
 }
+"""Sources that the demo model learns from, as their projects state the licence of the prompts. People wrote
+those of the three public ones; benchmarks and what a closed model wrote are left out.
+"""
+WRITTEN_BY_PEOPLE = frozenset({"gsm8k"})
+"""Sources whose answers are people's; SmolLM2-135M-Instruct answered the others."""
+PROMPT_LICENCES = {
+    "gsm8k": "MIT",
+    "self_instruct_252": "Apache-2.0",
+    "self_instruct_seed": "Apache-2.0",
+    "tulu_eval": "Apache-2.0",
+    "arena_bench_v1": "Apache-2.0",
+    "arena_hard_v0.1": "Apache-2.0",
+    "arena_hard_v2.0": "Apache-2.0",
+    "mt_bench": "Apache-2.0",
+    "gpteacher_codegen": "MIT",
+    "gpteacher_roleplay": "MIT",
+}
+"""Sources whose prompts are answered for the lengths of the answers."""
 
-MAX_PROMPT_CHARS = 1_600
-MAX_ANSWER_CHARS = 2_000
-LONG_ANSWER_CHARS = 1_000  # from here on an answer without an ending was probably cut by its source's limit
+MAX_PROMPT_CHARS = 700
+MAX_ANSWER_CHARS = 900
 MIN_ASCII_SHARE = 0.97
 HELD_OUT_PERCENT = 2
 
@@ -35,7 +48,7 @@ _TYPOGRAPHY = str.maketrans(
 _EMAIL = re.compile(r"[\w.+-]+@[\w-]+\.\w")
 _GSM8K_RESULT = re.compile(r"\n#### (.+)$")
 _NO_INPUT = re.compile(r"<?no ?input>?", re.IGNORECASE)
-_ENDINGS = tuple(".!?\"')]}>`:;*|")
+_SELF = re.compile(r"SmolLM|Hugging|language model|\bAI (?:assistant|model)|virtual assistant", re.IGNORECASE)
 
 
 class Exchange(NamedTuple):
@@ -52,14 +65,14 @@ class Exchange(NamedTuple):
         return int(self.prompt_id[1:9], 16) % 100 < HELD_OUT_PERCENT
 
 
-def read_exchanges(path: Path) -> list[Exchange]:
-    """Return the usable rows of the data file in its order, each (prompt, answer) once."""
-    cleaned = (clean(row) for row in read_rows(path))
+def read_exchanges(paths: Iterable[Path]) -> list[Exchange]:
+    """Return the usable rows of the files in their order, each (prompt, answer) once."""
+    cleaned = (clean(row) for path in paths for row in read_rows(path))
     return list(dict.fromkeys(exchange for exchange in cleaned if exchange is not None))
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSON-lines file, plain or compressed (.gz, .zst)."""
+    """Yield the rows of a JSON-lines file, plain or compressed (.gz, .xz, .zst)."""
     with _open_text(path) as lines:
         for line in lines:
             yield json.loads(line)
@@ -70,22 +83,27 @@ def _open_text(path: Path) -> io.TextIOBase:
         import zstandard
 
         return io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(path.open("rb")), encoding="utf-8")
+    if path.suffix == ".xz":
+        return io.TextIOWrapper(lzma.open(path), encoding="utf-8")
     if path.suffix == ".gz":
         return io.TextIOWrapper(gzip.open(path), encoding="utf-8")
     return path.open(encoding="utf-8")
 
 
 def clean(row: dict[str, Any]) -> Exchange | None:
-    """Return the row as an exchange, or None if it would teach the model something unwanted."""
-    source = row["source"]
-    if source not in LICENCES:
+    """Return the row as an exchange, or None if it would teach the model something unwanted.
+
+    Rows are those of `mico.demo_model.answers`, or have an instruction, an input, an output and its `model`.
+    """
+    source, by_people = row["source"], row.get("model") == "human"
+    if source not in LICENCES or by_people != (source in WRITTEN_BY_PEOPLE) or ("model" in row) != by_people:
         return None
-    prompt = _prompt(row["instruction"], row.get("input") or "")
-    answer = _GSM8K_RESULT.sub(r"\nThe answer is \1.", _plain(row["output"] or ""))
+    prompt = _prompt(row.get("instruction") or row.get("prompt") or "", row.get("input") or "")
+    answer = _GSM8K_RESULT.sub(r"\nThe answer is \1.", _plain(row.get("output") or row.get("answer") or ""))
     fits = 0 < len(prompt) <= MAX_PROMPT_CHARS and 0 < len(answer) <= MAX_ANSWER_CHARS
-    if not fits or not is_english(prompt + answer) or _EMAIL.search(prompt + answer):
+    if not fits or row.get("finish_reason", "stop") != "stop" or not is_english(prompt + answer):
         return None
-    if is_cut(answer) or is_looping(answer):
+    if _EMAIL.search(prompt + answer) or _SELF.search(prompt + answer) or is_looping(answer):
         return None
     return Exchange(source, row["prompt_id"], prompt, answer)
 
@@ -105,13 +123,11 @@ def is_english(text: str) -> bool:
     return sum(character.isascii() for character in text) >= MIN_ASCII_SHARE * len(text)
 
 
-def is_cut(answer: str) -> bool:
-    """Return whether a long answer stops in the middle of a sentence."""
-    return len(answer) >= LONG_ANSWER_CHARS and not answer.endswith(_ENDINGS)
-
-
 def is_looping(answer: str) -> bool:
-    """Return whether an answer repeats eight words three times, which a model must not learn."""
+    """Return whether an answer says four words three times, or six twice, which a model must not learn."""
     words = answer.split()
-    spans = Counter(tuple(words[i : i + 8]) for i in range(len(words) - 7))
-    return max(spans.values(), default=0) >= 3
+    return any(
+        max(Counter(tuple(words[i : i + span]) for i in range(len(words) - span + 1)).values(), default=0)
+        >= times
+        for span, times in ((4, 3), (6, 2))
+    )

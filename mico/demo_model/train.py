@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from mico.demo_model.corpus import Corpus, load_corpus, make_corpus
+from mico.demo_model.corpus import MADE, Corpus, Made, load_corpus, make_corpus
 from mico.demo_model.network import Batches, add_dropout, batch_loss, held_out_loss, model_config
 
 log = logging.getLogger("mico.demo_model.train")
@@ -175,7 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.corpus or Path(scratch)
         if not (folder / "train.npz").exists():
-            make_corpus(options.data, folder, vocabulary=VOCABULARY, seed=options.seed)
+            make_corpus(
+                options.data,
+                folder,
+                vocabulary=VOCABULARY,
+                seed=options.seed,
+                made=Made(options.facts, options.calls),
+            )
         corpus = load_corpus(folder)
     log.info("%d windows to train on, %d held out", len(corpus.train.tokens), len(corpus.held_out.tokens))
     if options.out is None:
@@ -197,7 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Trains Mico's demo model.")
-    parser.add_argument("--data", type=Path, help="alpaca_like.jsonl, plain or packed (.zst, .gz)")
+    parser.add_argument("--data", type=Path, nargs="*", default=[], help="JSON lines (.xz, .zst, .gz)")
+    parser.add_argument("--facts", type=int, default=MADE.facts, help="made-up questions with right answers")
+    parser.add_argument("--calls", type=int, default=MADE.calls, help="made-up calls of functions")
     parser.add_argument("--out", type=Path, help="folder for the model; without it only the corpus is made")
     parser.add_argument("--corpus", type=Path, help="folder that keeps tokenizer and tokens between runs")
     parser.add_argument("--steps", type=int, default=DEFAULT_PLAN.steps)

@@ -16,6 +16,8 @@ from mico.demo_model.corpus import (
     PROMPT,
     UNSCORED,
     Document,
+    Made,
+    as_chat,
     conversations,
     encode,
     load_corpus,
@@ -23,6 +25,7 @@ from mico.demo_model.corpus import (
     pack,
 )
 from mico.demo_model.data import Exchange
+from mico.demo_model.functions import draw_chat
 from mico.demo_model.network import Batches
 from mico.demo_model.tokens import CONTEXT_TOKENS, train_tokenizer
 from mico.demo_model.train import WARM_UP_SHARE, Plan, fit, learning_rate, main
@@ -31,7 +34,9 @@ pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)  # two threads on a busy machine wait for each other far longer than they compute
 
-EXCHANGES = [Exchange("alpaca", f"p{i:08x}", f"What is {i} and {i}?", f"It is {2 * i}.") for i in range(40)]
+EXCHANGES = [
+    Exchange("self_instruct_seed", f"p{i:08x}", f"What is {i} and {i}?", f"It is {2 * i}.") for i in range(40)
+]
 
 MEASURED = {
     "temperature": 0.7,
@@ -47,11 +52,11 @@ MEASURED = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return train_tokenizer(EXCHANGES, 300)
+    return train_tokenizer([text for each in EXCHANGES for text in (each.prompt, each.answer)], 300)
 
 
 def test_encoding_equals_the_chat_template(tokenizer: Any) -> None:
-    document = encode(tokenizer, EXCHANGES[:2], "Be brief.")
+    (document,) = encode(tokenizer, [as_chat(EXCHANGES[:2], "Be brief.")])
     messages = [{"role": "system", "content": "Be brief."}]
     for exchange in EXCHANGES[:2]:
         messages.append({"role": "user", "content": exchange.prompt})
@@ -60,7 +65,7 @@ def test_encoding_equals_the_chat_template(tokenizer: Any) -> None:
 
 
 def test_answers_and_their_ends_are_scored_as_answers(tokenizer: Any) -> None:
-    document = encode(tokenizer, [EXCHANGES[3]], "Be brief.")
+    (document,) = encode(tokenizer, [as_chat([EXCHANGES[3]], "Be brief.")])
     scored = {
         score: tokenizer.decode([t for t, s in zip(*document, strict=True) if s == score])
         for score in (UNSCORED, PROMPT, ANSWER)
@@ -74,8 +79,21 @@ def test_answers_and_their_ends_are_scored_as_answers(tokenizer: Any) -> None:
 
 def test_conversations_use_every_exchange_once() -> None:
     made = list(conversations(EXCHANGES, random.Random(1)))
-    assert [turn for turns, _ in made for turn in turns] == EXCHANGES
-    assert {len(turns) for turns, _ in made} == {1, 2, 3}
+    turns = [[each for each in chat.messages if each["role"] == "user"] for chat in made]
+    assert [each["content"] for turn in turns for each in turn] == [each.prompt for each in EXCHANGES]
+    assert {len(turn) for turn in turns} == {1, 2, 3}
+
+
+def test_calls_are_scored_as_answers_and_results_as_prompts(tokenizer: Any) -> None:
+    rng = random.Random(2)
+    chat = next(each for each in iter(lambda: draw_chat(rng), None) if len(each.messages) == 4)
+    (document,) = encode(tokenizer, [chat])
+    answers = tokenizer.decode([t for t, s in zip(*document, strict=True) if s == ANSWER])
+    call = chat.messages[1]["tool_calls"][0]["function"]
+    written = json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False)
+    assert answers == f"<tool_call>\n{written}\n</tool_call><|end|>{chat.messages[3]['content']}<|end|>"
+    prompts = tokenizer.decode([t for t, s in zip(*document, strict=True) if s == PROMPT])
+    assert prompts.startswith(chat.messages[0]["content"] + "<tool_response>")
 
 
 def test_packing_keeps_every_document_whole() -> None:
@@ -116,12 +134,12 @@ def test_learning_rate_rises_then_falls_to_zero() -> None:
 @pytest.fixture
 def corpus_folder(tmp_path: Path) -> Path:
     rows = [
-        {"source": e.source, "prompt_id": e.prompt_id, "instruction": e.prompt, "output": e.answer}
+        {"source": e.source, "prompt_id": e.prompt_id, "prompt": e.prompt, "answer": e.answer}
         for e in EXCHANGES
     ]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    make_corpus(data, tmp_path / "corpus", vocabulary=300, seed=1, context=128)
+    make_corpus([data], tmp_path / "corpus", vocabulary=300, seed=1, context=128, made=Made(20, 20))
     return tmp_path / "corpus"
 
 
@@ -141,6 +159,8 @@ def test_three_steps_make_a_folder_that_loads(tmp_path: Path, corpus_folder: Pat
     assert model.config.vocab_size == len(tokenizer)
     assert training["steps"] == 3
     assert training["held_out_loss"] < np.log(len(tokenizer))  # better than knowing nothing
-    text = card(training, [MEASURED], note="")
-    assert "| 0.7 | 100.0% | 3 | 3 | 0.50 |" in text
+    figures = {"runs": [MEASURED], "nats_per_character": 0.5, "calls": {"known": 0.9, "invented": 1.0}}
+    text = card(training, figures, "", exchanges="8 answers", note="")
+    assert "| 0.7 | 1 | 100.0% | 3 | 3 | 0.50 |" in text
+    assert "90% of hand-written functions" in text
     assert "    Two\n    lines" in text

@@ -11,12 +11,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mico.demo_model import FOLDER
 from mico.demo_model.data import LICENCES, Exchange
-from mico.demo_model.measure import measure, token_count
+from mico.demo_model.functions import Chat
+from mico.demo_model.measure import calls_of, measure, right_calls, token_count
 from mico.demo_model.tokens import CHAT_TEMPLATE, SPECIAL_TOKENS
+from site_engine.text.tool_format import HERMES, format_of
 
 torch.set_num_threads(1)  # two threads on a busy machine wait for each other far longer than they compute
 
 USER = {"role": "user", "content": "Name three fruits."}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +65,47 @@ def test_template_of_every_role(tokenizer: Any) -> None:
         tokenizer,
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "One "}, {"type": "text", "text": "two?"}]},
-        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
         ask=True,
     )
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     assert text == (
-        "<|system|>Be brief.<|end|><|user|>One two?<|end|><|assistant|><|end|>"
-        "<|user|>Result: 3<|end|><|assistant|>"
+        "<|system|>Be brief.<|end|><|user|>One two?<|end|>"
+        f"<|assistant|>{written}\n{written}<|end|>"
+        "<|user|><tool_response>\n3\n</tool_response><|end|><|assistant|>"
     )
+
+
+def test_template_shows_functions_as_signatures(tokenizer: Any) -> None:
+    properties = {
+        "a": {"type": "number"},
+        "unit": {"enum": ["m", "km"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "at": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "free": {},
+    }
+    tools = [
+        {"type": "function", "function": {"name": "go", "description": "Go on. ", "parameters": schema}}
+        for schema in ({"type": "object", "properties": properties, "required": ["a", "at"]}, {})
+    ] + [{"type": "function", "function": {"name": "stop"}}]
+    text = tokenizer.apply_chat_template([USER], tools=tools, tokenize=False)
+    assert text == (
+        "<|system|>Functions:\n"
+        "go(a: number, unit?: m|km, tags?: list of string, at: {x: integer}, maybe?: string, free?: any) "
+        "Go on.\n"
+        "go() Go on.\nstop()<|end|><|user|>Name three fruits.<|end|>"
+    )
+    assert format_of(tokenizer.chat_template) is HERMES
+
+
+def test_an_argument_has_the_same_tokens_in_the_question_and_in_the_call(tokenizer: Any) -> None:
+    for word in ("Paris", "wugabo", "Zürich", "AB1234", "marmalade"):
+        pieces = tokenizer.tokenize(word)
+        for text in (f"weather in {word}?", f'{{"city": "{word}"}}'):
+            tokens = tokenizer.tokenize(text)
+            assert any(tokens[i : i + len(pieces)] == pieces for i in range(len(tokens))), (word, tokens)
 
 
 def test_template_refuses_a_role_it_does_not_know(tokenizer: Any) -> None:
@@ -113,6 +157,33 @@ def test_a_greedy_answer_ends_by_itself(model: Any, tokenizer: Any, prompt: str)
     assert tokenizer.decode(answer, skip_special_tokens=True).isascii()
 
 
+def test_it_calls_a_function_with_the_words_of_the_question(model: Any, tokenizer: Any) -> None:
+    chats = [
+        Chat(
+            [
+                {"role": "user", "content": f"What is the weather in {city}?"},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": city}}}],
+                },
+            ],
+            [WEATHER],
+        )
+        for city in ("Paris", "Vilanova")
+    ]
+    padded: Any = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True, padding_side="left")
+    assert right_calls(model, padded, chats, batch=2) == 1.0
+
+
+def test_calls_are_read_from_an_answer_that_is_nothing_else() -> None:
+    assert calls_of('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>') == [
+        {"name": "f", "arguments": {}}
+    ]
+    assert calls_of("Sure! <tool_call>{}</tool_call>") is None
+    assert calls_of("<tool_call>{") is None
+    assert calls_of("Hello") is None
+
+
 def test_measured_lengths_are_those_of_the_answers(model: Any) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True, padding_side="left")
     exchanges = [
@@ -132,4 +203,4 @@ def test_the_card_names_every_source_and_the_recorded_loss() -> None:
     training = json.loads((FOLDER / "training.json").read_text(encoding="utf-8"))
     assert all(f"| {source} | {licence} |" in card for source, licence in LICENCES.items())
     assert f"{training['held_out_loss']:.3f} nats" in card
-    assert "non-commercial use only" in card
+    assert "license: apache-2.0" in card
