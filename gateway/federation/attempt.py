@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from gateway.decision import Decision
 from gateway.domain import AttemptFailure, Delta, Finish, SiteIdentity
+from gateway.federation.answer_limits import AnswerLimits
 from gateway.routing.demand import Demand
 
 
@@ -55,6 +56,7 @@ class LiveAttempt:
         choices: int,
         moves: int,
         on_cancel: Callable[[LiveAttempt], None],
+        limits: AnswerLimits,
         resumable: bool = True,
         tried: frozenset[str] = frozenset(),
     ) -> None:
@@ -62,6 +64,8 @@ class LiveAttempt:
         self.demand = demand
         self.site = site
         self.moves = moves
+        self.limits = limits
+        self.wire_bytes = 0  # of the deltas so far
         self.resumable = resumable
         self.tried = tried  # sites that failed the query before
         self.started = False

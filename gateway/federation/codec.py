@@ -21,6 +21,7 @@ from gateway.domain import (
     TokenLogprob,
     ToolCall,
 )
+from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import Accepted
 from gateway.federation.progress import EngineReport
 from gateway.prompt import Chat
@@ -35,6 +36,13 @@ LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 2
 MAX_NAME = 200
 MAX_MODELS = 1000
 MAX_CALLS = 1000
+MAX_FEATURES = 64
+MAX_CONTEXT_TOKENS = 100_000_000
+MAX_REASON_CHARS = 1_000
+"""Of a sentence of a site; clients see some of them."""
+MAX_DELTAS = 50_000
+"""Of one Step: sites cut them at 1 MiB."""
+MAX_ABANDONED = 100_000
 BUNCH_BYTES = 1 << 20
 """Size at which a bunch is closed; its last message may exceed it, bounded by the largest HTTP body."""
 MAX_AMOUNT = 1e12
@@ -54,21 +62,23 @@ def identity(hello: pb.Hello) -> SiteIdentity:
         raise ProtocolError(f"a site's name has 1 to {MAX_NAME} printable characters")
     if not 0 < len(hello.models) <= MAX_MODELS:
         raise ProtocolError(f"a site serves 1 to {MAX_MODELS} models, not {len(hello.models)}")
+    if len(hello.attempts) > MAX_ABANDONED:
+        raise ProtocolError(f"a site names at most {MAX_ABANDONED} attempts, not {len(hello.attempts)}")
     if hello.slots == 0 or hello.kv_capacity_tokens == 0:
         raise ProtocolError("a site has at least one slot and one KV token")
     return SiteIdentity(
         name=hello.site,
-        boot_id=hello.boot_id,
-        cloud=hello.cloud or "unknown",
-        region=hello.region or "unknown",
+        boot_id=hello.boot_id[:MAX_NAME],
+        cloud=_name(hello.cloud) or "unknown",
+        region=_name(hello.region) or "unknown",
         models=MappingProxyType({m.id: _model(m) for m in hello.models}),
         slots=hello.slots,
         kv_capacity_tokens=hello.kv_capacity_tokens,
         input_usd_per_mtok=_amount(hello.input_usd_per_mtok, "price"),
         output_usd_per_mtok=_amount(hello.output_usd_per_mtok, "price"),
-        engine=hello.engine or "native",
-        version=hello.version,
-        pool=hello.pool[:MAX_NAME],
+        engine=_name(hello.engine) or "native",
+        version=_name(hello.version),
+        pool=_name(hello.pool),
     )
 
 
@@ -119,8 +129,9 @@ def engine_report(report: pb.Load) -> EngineReport:
     )
 
 
-def accepted(message: pb.Accepted) -> Accepted:
-    return Accepted(message.prompt_tokens, message.position, message.max_tokens)
+def accepted(message: pb.Accepted, limits: AnswerLimits) -> Accepted:
+    prompt_tokens = min(message.prompt_tokens, limits.prompt_tokens)
+    return Accepted(prompt_tokens, message.position, message.max_tokens)
 
 
 _CAUSES: Mapping[int, FailureCause] = MappingProxyType(
@@ -137,7 +148,24 @@ _CAUSES: Mapping[int, FailureCause] = MappingProxyType(
 
 def rejected(message: pb.Rejected, site: str) -> AttemptFailure:
     cause = _CAUSES.get(message.reason, FailureCause.FAILED)
-    return AttemptFailure(site, cause, message.message or f"{site} rejected the query", message.param or None)
+    text = reason(message.message) or f"{site} rejected the query"
+    return AttemptFailure(site, cause, text, message.param[:MAX_NAME] or None)
+
+
+def reason(text: str) -> str:
+    """Return a sentence of a site, cut to a length that people read."""
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}…"
+
+
+def _name(text: str) -> str:
+    return "".join(filter(str.isprintable, text[:MAX_NAME]))
+
+
+def deltas(message: pb.Step) -> Sequence[pb.Delta]:
+    if len(message.deltas) > MAX_DELTAS:
+        raise ProtocolError(f"a step of {len(message.deltas)} deltas; there are at most {MAX_DELTAS}")
+    found: Sequence[pb.Delta] = message.deltas
+    return found
 
 
 _FINISHES: Mapping[int, Finish | None] = MappingProxyType(
@@ -151,24 +179,30 @@ _FINISHES: Mapping[int, Finish | None] = MappingProxyType(
 )
 
 
-def delta(message: pb.Delta) -> Delta:
-    """Convert a delta. Does not take CANCELLED and FAILED: they end an attempt, not a choice.
+def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
+    """Convert a delta; drop what was not asked for. Does not take CANCELLED and FAILED, which end an attempt,
+    not a choice.
 
     A finish that only newer sites know ends the choice like a stop.
     """
+    finish = _FINISHES.get(message.finish, Finish.STOP)
+    if finish is Finish.TOOL_CALLS and not limits.tools:
+        finish = Finish.STOP
     return Delta(
         index=message.index,
         text=message.text,
-        completion_tokens=message.completion_tokens,
+        completion_tokens=min(message.completion_tokens, limits.completion_tokens),
         token_ids=tuple(message.token_ids),
-        finish=_FINISHES.get(message.finish, Finish.STOP),
-        logprobs=_each(_logprob, message.logprobs),
-        prompt_logprobs=_each(_logprob, message.prompt_logprobs),
-        tool_calls=_each(_call, message.tool_calls),
+        finish=finish,
+        logprobs=_logprobs(message.logprobs, limits),
+        prompt_logprobs=_logprobs(message.prompt_logprobs, limits) if limits.echo else (),
+        tool_calls=_each(_call, message.tool_calls) if limits.tools else (),
         reasoning=message.reasoning,
         refusal=message.refusal,
-        reasoning_tokens=message.reasoning_tokens,
-        cached_tokens=message.timings.cached_prompt_tokens if message.finish else 0,
+        reasoning_tokens=min(message.reasoning_tokens, limits.completion_tokens),
+        cached_tokens=min(message.timings.cached_prompt_tokens, limits.prompt_tokens)
+        if message.finish
+        else 0,
     )
 
 
@@ -183,22 +217,30 @@ def _call(message: pb.ToolCall) -> ToolCall:
 
 
 def _model(message: pb.Model) -> Model:
-    if not 0 < len(message.id) <= MAX_NAME:
-        raise ProtocolError(f"a model's id has 1 to {MAX_NAME} characters")
+    if not 0 < len(message.id) <= MAX_NAME or not message.id.isprintable():
+        raise ProtocolError(f"a model's id has 1 to {MAX_NAME} printable characters")
+    if message.context_tokens > MAX_CONTEXT_TOKENS:
+        raise ProtocolError(f"a context of {message.context_tokens} tokens; {MAX_CONTEXT_TOKENS} at most")
     return Model(
         id=message.id,
-        revision=message.revision,
+        revision=_name(message.revision),
         context_tokens=message.context_tokens,
-        created_s=message.created_s,
-        owned_by=message.owned_by or "mico",
-        features=frozenset(message.features),
+        created_s=max(0, message.created_s),
+        owned_by=_name(message.owned_by) or "mico",
+        features=frozenset(_name(each) for each in message.features[:MAX_FEATURES]),
         max_prompt_chars=message.context_tokens * message.max_token_chars,
     )
 
 
-def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
+def _logprobs(messages: Sequence[pb.TokenLogprob], limits: AnswerLimits) -> tuple[TokenLogprob, ...]:
+    if not messages or limits.alternatives is None:
+        return ()  # mostly there are none
+    return tuple(_logprob(each, each.top[: limits.alternatives]) for each in messages)
+
+
+def _logprob(message: pb.TokenLogprob, top: Sequence[pb.TokenLogprob] = ()) -> TokenLogprob:
     logprob = None if message.absent else message.logprob
-    return TokenLogprob(message.token, message.raw, logprob, tuple(map(_logprob, message.top)))
+    return TokenLogprob(message.token, message.raw, logprob, tuple(map(_logprob, top)))
 
 
 def _amount(value: float, name: str) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 from gateway.decision import Decision
 from gateway.domain import AttemptFailure, Credit, FailureCause, Query, Resume, SiteIdentity, SiteState
 from gateway.federation import codec
+from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.offloading import Offloading
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 ABANDONED = frozenset((pb.Delta.FAILED, pb.Delta.CANCELLED))
 PING = "ping"
+MAX_CLOCK_AHEAD_S = 1e10
 MAX_UNANSWERED_PINGS = 8
 """A site that reports load but answers no ping does not read what is sent to it."""
 READ_WITHIN_S, MIN_READ_BYTES_PER_S = 10.0, 2**17
@@ -124,6 +126,7 @@ class Link:
             choices=query.sampling.n,
             moves=moves,
             on_cancel=self._cancel,
+            limits=AnswerLimits.of(query, self.identity, demand.prompt_tokens),
             resumable=query.sampling.resumable and self._names_tokens(query.model),
             tried=tried,
         )
@@ -290,7 +293,7 @@ class Link:
     def _accepted(self, message: pb.Accepted) -> None:
         if attempt := self._live.get(message.attempt_id):
             self._progress.answered(attempt.id, self._awake.now_s, accepted=True)
-            attempt.accept(codec.accepted(message))
+            attempt.accept(codec.accepted(message, attempt.limits))
 
     def _rejected(self, message: pb.Rejected) -> None:
         if attempt := self._live.get(message.attempt_id):
@@ -298,7 +301,7 @@ class Link:
             self._end(attempt, codec.rejected(message, self.name))
 
     def _step(self, message: pb.Step) -> None:
-        for delta in message.deltas:
+        for delta in codec.deltas(message):
             self._delta(delta)
 
     def _delta(self, message: pb.Delta) -> None:
@@ -310,7 +313,8 @@ class Link:
             if message.finish in ABANDONED:
                 self._abandoned(attempt, message)
             else:
-                attempt.feed(codec.delta(message))
+                self._count_bytes(attempt, message)
+                attempt.feed(codec.delta(message, attempt.limits))
                 self._ejections = 0
                 self._progress.output(self._awake.now_s)
         except IndexError as exc:
@@ -319,11 +323,22 @@ class Link:
         if attempt.ended.is_set():
             self._forget(attempt)
 
+    def _count_bytes(self, attempt: LiveAttempt, message: pb.Delta) -> None:
+        """Raises ProtocolError once an answer is larger than any that was asked for."""
+        attempt.wire_bytes += message.ByteSize()
+        if attempt.wire_bytes > attempt.limits.wire_bytes:
+            raise codec.ProtocolError(
+                f"the answer to attempt {attempt.id} has {attempt.wire_bytes} bytes; "
+                f"it can have {attempt.limits.wire_bytes} at most"
+            )
+
     def _abandoned(self, attempt: LiveAttempt, message: pb.Delta) -> None:
         """Drop the text in the message: the less a client has, the more sites can resume."""
-        attempt.count(message.index, message.completion_tokens)
+        attempt.count(message.index, min(message.completion_tokens, attempt.limits.completion_tokens))
         if message.finish == pb.Delta.FAILED:
-            failure = AttemptFailure(self.name, FailureCause.FAILED, message.error or f"{self.name} failed")
+            failure = AttemptFailure(
+                self.name, FailureCause.FAILED, codec.reason(message.error) or f"{self.name} failed"
+            )
             self._give_up(attempt, failure)  # or its other choices would run on
         else:
             attempt.close_choice(
@@ -359,11 +374,12 @@ class Link:
         if sent_s is not None:
             self._pings = {nonce: s for nonce, s in self._pings.items() if nonce > message.nonce}
             rtt_s = self.last_heard_s - sent_s
-            ahead_s = message.unix_s - (time.time() - rtt_s / 2) if message.unix_s else None
-            self._directory.set_rtt(self.name, rtt_s, ahead_s)
+            ahead_s = message.unix_s - (time.time() - rtt_s / 2)
+            known = message.unix_s and abs(ahead_s) < MAX_CLOCK_AHEAD_S  # false for NaN, too
+            self._directory.set_rtt(self.name, rtt_s, ahead_s if known else None)
 
     def _draining(self, message: pb.Draining | pb.Bye) -> None:
-        log.info("site %s takes no more work: %s", self.name, message.reason)
+        log.info("site %s takes no more work: %s", self.name, codec.reason(message.reason))
         self._directory.set_state(self.name, SiteState.DRAINING)
 
     def _end(self, attempt: LiveAttempt, failure: AttemptFailure) -> None:

@@ -19,6 +19,7 @@ from gateway.domain import (
     Sampling,
     SiteIdentity,
 )
+from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
@@ -44,6 +45,7 @@ def live(choices: int) -> LiveAttempt:
         choices=choices,
         moves=0,
         on_cancel=lambda _: None,
+        limits=AnswerLimits(10, 10, 1000),
     )
 
 

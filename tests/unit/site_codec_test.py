@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.domain import Finish as GatewayFinish
 from gateway.domain import SiteIdentity
 from gateway.federation import codec as gateway_codec
+from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.directory import Directory
 from site_engine import messages as m
 from site_engine.core.load import IterationCost, LoadFigures
@@ -194,7 +195,7 @@ def test_a_site_too_far_ahead_is_refused_with_both_ranges(lowest: int, highest: 
 
 
 def test_a_finish_of_a_newer_site_ends_the_choice() -> None:
-    assert gateway_codec.delta(pb.Delta(finish=77)).finish is GatewayFinish.STOP
+    assert gateway_codec.delta(pb.Delta(finish=77), AnswerLimits(9, 9, 999)).finish is GatewayFinish.STOP
 
 
 @pytest.mark.parametrize("body", [pb.Welcome(), pb.Welcome(gateway="g", heartbeat_s=float("inf"))])

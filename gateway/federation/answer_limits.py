@@ -1,0 +1,51 @@
+"""What the answer to one attempt may hold at most, by what was asked and not by what its site claims."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gateway.domain import Query, SiteIdentity
+from gateway.prompt import Chat
+
+TOKENS_PER_GUESS, TEMPLATE_TOKENS = 16, 4_096
+"""A prompt has at most one token a byte, four bytes a character, and what a chat template adds. The guess of
+its tokens is a quarter of its characters.
+"""
+TOKEN_BYTES = 1_024
+"""The longest tokens are runs of some hundred spaces."""
+ALTERNATIVE_BYTES = 512
+OVERHEAD_BYTES = 2**20
+UNKNOWN_CONTEXT_TOKENS = 1_000_000
+
+
+class AnswerLimits(NamedTuple):
+    """Counts above these are cut, parts that were not asked for are dropped, and more bytes end the link.
+
+    `completion_tokens` is that of one choice, `wire_bytes` of all. `alternatives` of each token, None where
+    no logprobs were asked for.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    wire_bytes: int
+    alternatives: int | None = None
+    echo: bool = False
+    tools: bool = False
+
+    @staticmethod
+    def of(query: Query, site: SiteIdentity, prompt_tokens_guess: int) -> AnswerLimits:
+        """`prompt_tokens_guess` includes the part of a resumed answer that was delivered."""
+        sampling, model = query.sampling, site.models.get(query.model)
+        context = (model.context_tokens if model is not None else 0) or UNKNOWN_CONTEXT_TOKENS
+        prompt_tokens = min(context, TOKENS_PER_GUESS * prompt_tokens_guess + TEMPLATE_TOKENS)
+        completion = context if sampling.max_tokens is None else min(context, sampling.max_tokens)
+        per_token = TOKEN_BYTES + ALTERNATIVE_BYTES * (sampling.logprobs or 0)
+        tokens = (completion + (prompt_tokens if sampling.echo else 0)) * sampling.n
+        return AnswerLimits(
+            prompt_tokens,
+            completion,
+            OVERHEAD_BYTES + tokens * per_token,
+            sampling.logprobs,
+            sampling.echo,
+            isinstance(query.prompt, Chat) and bool(query.prompt.tools_json),
+        )
