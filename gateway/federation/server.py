@@ -151,9 +151,7 @@ class Federation(rpc.FederationServicer):
         off.
         """
         name = identity.name
-        if certificate is not None and certificate.site != name:
-            reason = f"the certificate is that of site {certificate.site}, not of {name}"
-            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
+        self._site_auth.check_name(name, certificate)
         linked = self._links.get(name)
         if linked is not None and linked.identity.boot_id != identity.boot_id:
             log.warning(

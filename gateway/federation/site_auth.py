@@ -60,6 +60,10 @@ class Certificates:
             return "its certificate has expired and was not renewed"
         return None
 
+    def has_issued(self, site: str) -> bool:
+        """Return whether a certificate of this name was ever issued or revoked."""
+        return max(self.register.expires_at(site), self.register.revoked_until(site)) > float("-inf")
+
     def invited(self, secret: str) -> Invitation:
         """Verify a join secret. Raises PkiError when it is wrong, too old or revoked."""
         found = invitation.verify(secret, self.authority.secret(invitation.PURPOSE), self.unix_time())
@@ -110,6 +114,18 @@ class SiteAuth:
         if shown is None or self.certificates is None:
             return None
         return self.certificates.invalid_reason(shown)
+
+    def check_name(self, site: str, shown: SiteCertificate | None) -> None:
+        """Raises Refusal for the name of another site: a certificate is for one name, and a token for none
+        that a certificate was ever issued for, also while that site is away.
+        """
+        if shown is not None and shown.site != site:
+            reason = f"the certificate is that of site {shown.site}, not of {site}"
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
+        if shown is None and self.certificates is not None and self.certificates.has_issued(site):
+            log.warning("somebody with a site token calls itself site %s, which has a certificate", site)
+            reason = f"site {site} has a certificate: join with it, or give this process a name of its own"
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, reason)
 
     async def enrol(self, context: Any, csr: Callable[[], Any]) -> bytes:
         """Issue a certificate to a caller with a valid one, or with a join secret. Raises Refusal."""

@@ -31,7 +31,7 @@ from site_engine.config import SiteConfig
 from site_engine.errors import LinkLost
 from site_engine.federation.dial import identity_of
 from site_engine.native import Loaded
-from tests.support.fakes.federation import until
+from tests.support.fakes.federation import TOKEN, until
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
@@ -56,16 +56,16 @@ class Scene:
 
     def config(self, site: str, **more: Any) -> SiteConfig:
         (self.folder / "ca.pem").write_bytes(self.authority.pem)
-        return SiteConfig(
-            site=site,
-            model="letters",
-            gateways=self.gateways,
-            tls=True,
-            tls_ca=self.folder / "ca.pem",
-            identity=self.folder / site,
-            enrol_at=self.enrol_at,
-            **more,
-        )
+        settings: dict[str, Any] = {
+            "site": site,
+            "model": "letters",
+            "gateways": self.gateways,
+            "tls": True,
+            "tls_ca": self.folder / "ca.pem",
+            "identity": self.folder / site,
+            "enrol_at": self.enrol_at,
+        }
+        return SiteConfig(**(settings | more))
 
     def state(self, name: str) -> SiteState | None:
         return next((site.state for site in self.federation.directory.sites if site.name == name), None)
@@ -89,6 +89,7 @@ async def looking_often(_: float) -> None:
 def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
         patient.setattr("gateway.federation.server.MISSED_HEARTBEATS", inf)
+        patient.setattr("gateway.federation.link.MAX_UNANSWERED_PINGS", inf)
         url = f"sqlite:///{folder / 'mico.db'}"
         await asyncio.to_thread(migrations.upgrade, url)
         authority = Authority.create(folder / "pki", "test", datetime.now(UTC))
@@ -96,7 +97,7 @@ def play(folder: Path, scenario: Callable[[Scene], Awaitable[None]]) -> None:
             await store.certificates.start()
             here = Scene(folder, authority, store, None, "", ())  # type: ignore[arg-type]
             certificates = Certificates(authority, store.certificates, lambda: time.time() + here.now_s)
-            settings = FederationSettings("east", (), heartbeat_s=60.0)
+            settings = FederationSettings("east", (TOKEN,), heartbeat_s=60.0)
             clock = asyncio.get_running_loop().time
             here.federation = Federation(settings, Directory(), clock, certificates, looking_often)
             shown = SelfIssuedCertificate(authority, ("127.0.0.1",))
@@ -410,13 +411,35 @@ def test_who_fails_too_often_is_told_only_that(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
-async def joining_as(site: str | None, address: str, credentials: Any) -> tuple[grpc.StatusCode, str]:
+def test_a_token_gets_no_name_that_has_or_had_a_certificate(tmp_path: Path) -> None:
+    async def scenario(here: Scene) -> None:
+        by_token = grpc.ssl_channel_credentials(here.authority.pem)
+        async with here.site(here.config("alpha", join_secret=here.invite("alpha"))):
+            await until(lambda: here.state("alpha") is SiteState.READY, "alpha is ready")
+        await until(lambda: here.state("alpha") is SiteState.DOWN, "alpha is away")
+        for _ in range(2):
+            code, why = await joining_as("alpha", here.enrol_at, by_token, TOKEN)
+            assert code is grpc.StatusCode.PERMISSION_DENIED
+            assert "site alpha has a certificate" in why
+            await here.store.certificates.revoke("alpha", "lost", time.time())
+            await here.store.certificates.refresh()
+        free = here.config("beta", identity=None, enrol_at="", token=TOKEN, gateways=(here.enrol_at,))
+        async with here.site(free):
+            await until(lambda: here.state("beta") is SiteState.READY, "beta is ready")
+
+    play(tmp_path, scenario)
+
+
+async def joining_as(
+    site: str | None, address: str, credentials: Any, token: str = ""
+) -> tuple[grpc.StatusCode, str]:
     """Return how the gateway refuses a Hello, or with None how it refuses a client that has sent nothing yet.
 
     A Hello that is not read may fail as it is written, and then gRPC forgets what the gateway said.
     """
     async with grpc.aio.secure_channel(address, credentials) as channel:
-        call = rpc.FederationStub(channel).Join()
+        metadata = (("authorization", f"Bearer {token}"),) if token else None
+        call = rpc.FederationStub(channel).Join(metadata=metadata)
         if site is not None:
             model = pb.Model(id="m", context_tokens=9)
             hello = pb.Hello(
