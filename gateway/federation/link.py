@@ -255,19 +255,34 @@ class Link:
     def _eject(self, silence: Silence, now_s: float) -> None:
         """Give the site no work. Decide anew what another site can take; the rest waits for a while."""
         reason = f"{silence.what} for {silence.lasts_s:.1f} s"
+        over = silence.lasts_s > GIVE_UP_AFTER_S and self.identity.engine == NATIVE
+        if self._ejected is None and silence.needs_trial and not over and self._is_one_of_many():
+            return
         if self._ejected is None:
             log.warning("site %s is ejected, %d attempts wait there: %s", self.name, self.live, reason)
             backoff_s = min(MAX_EJECTION_S, FIRST_EJECTION_S * 2.0**self._ejections)
             self._ejected = _Ejection(now_s, now_s + backoff_s if silence.needs_trial else now_s)
             self._ejections += silence.needs_trial
         self._directory.eject(self.name, reason)
-        over = silence.lasts_s > GIVE_UP_AFTER_S and self.identity.engine == NATIVE
         failure = AttemptFailure(self.name, FailureCause.LOST, f"{self.name} hangs: {reason}")
         for attempt in list(self._live.values()):
             if silence.only_unanswered and not self._progress.is_unanswered(attempt.id):
                 continue
             if over or self._can_move(attempt):
                 self._give_up(attempt, failure)
+
+    def _is_one_of_many(self) -> bool:
+        """Return whether more than half of the sites with a model of this one would be ejected with it: then
+        all are overloaded, and fewer of them would be slower still.
+        """
+        sites = self._directory.sites
+        for model in self.identity.models:
+            states = [
+                each.state for each in sites if each.name != self.name and model in each.identity.models
+            ]
+            if states.count(SiteState.READY) <= states.count(SiteState.EJECTED):
+                return True
+        return False
 
     def _can_move(self, attempt: LiveAttempt) -> bool:
         """Return whether another site could take the attempt now."""

@@ -271,6 +271,25 @@ def test_a_site_that_answered_nothing_is_tried_again_after_a_while() -> None:
     run(scenario)
 
 
+def test_sites_that_are_slow_together_are_overloaded_and_keep_their_work() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = [await here.site(name, seconds_per_token=MS) for name in ("a", "b", "c")]
+        tasks = [asyncio.create_task(collect(here, here.query())) for _ in sites]
+        await until(lambda: sum(site.inbox.qsize() for site in sites) == 3, "an assignment each")
+        here.let_pass(ANSWER_WITHIN_S + 2 * CHECK_EVERY_S)
+        states = [state_of(here, site.name) for site in sites]
+        assert states.count("ejected") <= 1, "the rest would be slower still"
+        here.let_pass(1.0)
+        assert [state_of(here, site.name) for site in sites] == states
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for site in sites:
+            await site.close()
+
+    run(scenario)
+
+
 def test_a_server_behind_a_site_may_think_for_long() -> None:
     """Its site judges it, by `silence_s`."""
 

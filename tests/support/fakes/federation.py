@@ -14,7 +14,7 @@ import pytest
 
 from gateway.domain import Caller, Outcome, Query, Sampling
 from gateway.federation.directory import Directory
-from gateway.federation.progress import CHECK_EVERY_S
+from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.federation.server import MISSED_HEARTBEATS, Federation, FederationSettings, listen
 from gateway.prompt import Chat, Message
 from gateway.query.context import QueryContext
@@ -178,21 +178,21 @@ class Heart:
                 each.set_result(None)
 
 
-class LinkClock:
-    """The clock of the links; a test moves it."""
+class SilenceClock:
+    """The clock by which silence is measured. It stands still unless a test moves it."""
 
     def __init__(self) -> None:
-        self.ahead_s = 0.0
+        self.now_s = 0.0
 
     def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
+        return self.now_s
 
 
 class Scene:
     """A gateway's core, its outcomes, and the sites that joined it."""
 
     def __init__(
-        self, gateway: QueryContext, address: str, outcomes: list[Outcome], heart: Heart, clock: LinkClock
+        self, gateway: QueryContext, address: str, outcomes: list[Outcome], heart: Heart, clock: SilenceClock
     ) -> None:
         self.gateway, self.address, self.outcomes, self._heart = gateway, address, outcomes, heart
         self._clock = clock
@@ -224,12 +224,12 @@ class Scene:
     def let_pass(self, seconds: float) -> None:
         """Let the links wait: whatever sites have sent by now was read, and nothing comes meanwhile."""
         for _ in range(math.ceil(seconds / CHECK_EVERY_S)):
-            self._clock.ahead_s += CHECK_EVERY_S
+            self._clock.now_s += CHECK_EVERY_S
             self.gateway.federation.check_progress()
 
     def suspend(self, seconds: float) -> None:
         """Let time pass in which this process did not run."""
-        self._clock.ahead_s += seconds
+        self._clock.now_s += seconds
         self.gateway.federation.check_progress()
 
     def query(
@@ -269,8 +269,9 @@ async def scene(**settings: Any) -> AsyncIterator[Scene]:
         outcomes: list[Outcome] = []
         directory = Directory()
         linked = FederationSettings(replica="g1", site_tokens=(TOKEN,), heartbeat_s=DEADLINE_S)
-        heart, clock = Heart(), LinkClock()
-        federation = Federation(linked, directory, clock, sleep=heart.sleep)
+        heart, clock = Heart(), SilenceClock()
+        federation = Federation(linked, directory, time.monotonic, sleep=heart.sleep)
+        federation._awake = AwakeClock(clock)
         forecasts = ForecastService(FlatForecaster(), FlatForecaster())
         server, port, _ = await listen(federation, "127.0.0.1:0")
         gateway = QueryContext(directory, federation, forecasts, outcomes.append, **settings)
