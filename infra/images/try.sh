@@ -5,7 +5,7 @@
 #
 # ENGINE is docker or podman; the argument is the base image. Where the base is one of your own, without a registry:
 #
-#   mmdebstrap --variant=minbase --include=python3.11,python3-venv,python-is-python3,ca-certificates bookworm base.tar
+#   mmdebstrap --variant=minbase --include=python3-dev,python3-venv,python-is-python3,ca-certificates bookworm base.tar
 #   ENGINE=podman infra/images/try.sh "$(podman import base.tar localhost/python:3.11)"
 #
 # BUILD holds further arguments of the build, such as --build-arg PIP_INDEX_URL=….  IMAGES names the images to build, by
