@@ -1,0 +1,287 @@
+"""A federation is upgraded, and taken back, process by process under load: no query fails or changes.
+
+Yesterday is the tag below, as `git archive` gives it; the next version is today's with the protocols of the
+link one ahead and messages that today's does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mico.local.plan import free_port, to_toml
+from tests.support.local_federation import eventually
+from tests.support.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+YESTERDAY = "v0.2.0"
+"""The last version that was given out. Both sides of the link are promised to work with it."""
+ROOT = Path(__file__).parents[2]
+TOKEN, PEPPER = "a-site-token", "a pepper of this test, long enough"
+PROMPTS = [f"Tell me about the number {number} and what comes after it." for number in range(8)]
+ASKERS = 3
+JOINED_WITHIN_S = 300.0
+NEW_KEY = """
+import asyncio, sys
+from gateway.store.audit import Act
+from gateway.store.store import open_store
+from migrations import upgrade
+async def main(url, folder):
+    async with open_store(url, folder, pepper=sys.argv[3], serving=False) as store:
+        print((await store.keys.create_key("upgrade", "shop", admin=True, act=Act("test", "upgrade")))[1])
+upgrade(sys.argv[1])
+from pathlib import Path
+asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+"""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A version of the program: the folder that holds its packages, and the module to run."""
+
+    name: str
+    root: Path
+    module: str = "mico"
+
+    def run(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", self.module, *arguments]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("MICO_", "OPENAI_"))}
+        return {**outside, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+
+
+TODAY = Build("today", ROOT)
+NEXT = Build("next", ROOT, "tests.support.one_ahead")
+
+
+@pytest.fixture(scope="module")
+def yesterday(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    archive = subprocess.run(
+        ["git", "archive", "--format=tar", YESTERDAY], cwd=ROOT, capture_output=True, check=False
+    )
+    if archive.returncode != 0:
+        pytest.skip(f"not tested against {YESTERDAY}: no such tag here ({archive.stderr.decode().strip()})")
+    folder = tmp_path_factory.mktemp("yesterday")
+    with tarfile.open(fileobj=BytesIO(archive.stdout)) as tar:
+        tar.extractall(folder, filter="data")
+    return Build("yesterday", folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@dataclass
+class Federation:
+    """Two gateways, each on a database of its own, and two sites that are linked to both."""
+
+    folder: Path
+    model: Path
+    grpc_ports: tuple[int, int] = field(default_factory=lambda: (free_port(), free_port()))
+    http_ports: tuple[int, int] = field(default_factory=lambda: (free_port(), free_port()))
+    keys: dict[int, str] = field(default_factory=dict)
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    preferred: int = 0
+    started: int = 0
+
+    def start(self, build: Build, name: str, *arguments: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                build.run(*arguments), cwd=build.root, env=build.environment, stdout=log, stderr=log
+            )
+
+    def stop(self, name: str) -> None:
+        """End a process in order, as a rollout does."""
+        process = self.running.pop(name)
+        process.terminate()
+        assert process.wait(90) == 0, f"{name} ended badly"
+
+    def start_gateway(self, build: Build, number: int) -> None:
+        self.started += 1
+        folder = self.folder / f"gateway-{number}-{self.started}"
+        folder.mkdir()
+        url = f"sqlite+aiosqlite:///{folder}/mico.db"
+        made = subprocess.run(
+            [sys.executable, "-c", NEW_KEY, url, str(folder), PEPPER],
+            cwd=build.root,
+            env=build.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert made.returncode == 0, made.stderr
+        self.keys[number] = made.stdout.split()[-1]
+        settings = {
+            "name": f"gateway-{number}",
+            "http_port": self.http_ports[number],
+            "grpc_port": self.grpc_ports[number],
+            "database_url": url,
+            "folder": str(folder),
+            "site_tokens": [TOKEN],
+            "key_pepper": PEPPER,
+        }
+        (folder / "gateway.toml").write_text(to_toml(settings))
+        self.start(build, f"gateway-{number}", "gateway", "--config", str(folder / "gateway.toml"))
+
+    def start_site(self, build: Build, number: int) -> None:
+        settings = {
+            "site": f"site-{number}",
+            "model": str(self.model),
+            "served_model": "tiny",
+            "gateways": [f"127.0.0.1:{port}" for port in self.grpc_ports],
+            "token": TOKEN,
+            "threads": 1,
+            "slots": 4,
+            "kv_tokens": 2048,
+            "iteration_floor_s": 0.02,
+        }
+        path = self.folder / f"site-{number}.toml"
+        path.write_text(to_toml(settings))
+        self.start(build, f"site-{number}", "site", "--config", str(path))
+
+    def wait_until_complete(self) -> None:
+        """Every running gateway has every running site, ready for work."""
+        sites = {name for name in self.running if name.startswith("site")}
+        gateways = [number for number in (0, 1) if f"gateway-{number}" in self.running]
+        eventually(
+            lambda: all(self.ready_sites(number) >= sites for number in gateways),
+            "the sites have joined",
+            JOINED_WITHIN_S,
+        )
+
+    def ready_sites(self, number: int) -> set[str]:
+        url = f"http://127.0.0.1:{self.http_ports[number]}/admin/api/sites"
+        try:
+            answer = httpx.get(url, headers={"authorization": f"Bearer {self.keys[number]}"}, timeout=10)
+        except httpx.HTTPError:
+            return set()
+        sites = answer.json()["sites"] if answer.status_code == 200 else []
+        return {site["name"] for site in sites if site["state"] == "ready"}
+
+    def ask(self, prompt: str) -> str:
+        """Ask as through a balancer, which tries the other gateway if one takes no connection."""
+        preferred = self.preferred
+        try:
+            return self.ask_gateway(preferred, prompt)
+        except httpx.ConnectError:
+            return self.ask_gateway(1 - preferred, prompt)
+
+    def ask_gateway(self, number: int, prompt: str) -> str:
+        """Return the text of a stream, with how it ended."""
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": 60,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        url = f"http://127.0.0.1:{self.http_ports[number]}/v1/chat/completions"
+        headers = {"authorization": f"Bearer {self.keys[number]}"}
+        text, finish = "", ""
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
+            if response.status_code != 200:
+                return f"status {response.status_code}: {response.read().decode()}"
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    return f"error after {text!r}: {chunk['error']}"
+                for choice in chunk["choices"]:
+                    text += choice["delta"].get("content") or ""
+                    finish = choice["finish_reason"] or finish
+        return f"{text} [{finish}]"
+
+
+@contextmanager
+def federation_of(build: Build, folder: Path, model: Path) -> Iterator[Federation]:
+    federation = Federation(folder, model)
+    try:
+        for number in (0, 1):
+            federation.start_gateway(build, number)
+            federation.start_site(build, number)
+        federation.wait_until_complete()
+        yield federation
+    finally:
+        for process in federation.running.values():
+            process.terminate()
+        for process in federation.running.values():
+            process.wait(90)
+
+
+def replace_gateway(federation: Federation, build: Build, number: int) -> None:
+    """Replace a gateway behind a balancer: new queries go to the other one first."""
+    federation.preferred = 1 - number
+    federation.stop(f"gateway-{number}")
+    federation.start_gateway(build, number)
+    federation.wait_until_complete()
+
+
+def replace_site(federation: Federation, build: Build, number: int) -> None:
+    federation.stop(f"site-{number}")
+    federation.start_site(build, number)
+    federation.wait_until_complete()
+
+
+def replace_all(federation: Federation, build: Build) -> None:
+    """In an order in which either version of a gateway meets either version of a site."""
+    replace_site(federation, build, 0)
+    replace_gateway(federation, build, 0)
+    replace_gateway(federation, build, 1)
+    replace_site(federation, build, 1)
+
+
+def there_and_back(before: Build, after: Build, folder: Path, model: Path) -> None:
+    """Upgrade every process, then take every one back, while queries are asked without a pause."""
+    with federation_of(before, folder, model) as federation, ThreadPoolExecutor(ASKERS) as pool:
+        expected = {prompt: federation.ask(prompt) for prompt in PROMPTS}
+        assert all(text.endswith("[length]") for text in expected.values()), expected
+        over = threading.Event()
+
+        def ask_until_over(first: int) -> list[tuple[str, str]]:
+            answers: list[tuple[str, str]] = []
+            while not over.is_set():
+                prompt = PROMPTS[(first + len(answers)) % len(PROMPTS)]
+                answers.append((prompt, federation.ask(prompt)))
+            return answers
+
+        asked: list[Future[list[tuple[str, str]]]] = [
+            pool.submit(ask_until_over, number) for number in range(ASKERS)
+        ]
+        try:
+            for build in (after, before):
+                replace_all(federation, build)
+        finally:
+            over.set()
+        answers = [answer for each in asked for answer in each.result()]
+        wrong = [(prompt, text) for prompt, text in answers if text != expected[prompt]]
+        assert not wrong, f"{len(wrong)} of {len(answers)} answers are not as before: {wrong[:3]}"
+        assert len(answers) > 8 * ASKERS, "there was hardly any load"
+
+
+def test_an_upgrade_from_yesterday_and_the_way_back_fail_no_query(
+    yesterday: Build, tmp_path: Path, model: Path
+) -> None:
+    there_and_back(yesterday, TODAY, tmp_path, model)
+
+
+def test_an_upgrade_to_the_next_protocol_and_the_way_back_fail_no_query(tmp_path: Path, model: Path) -> None:
+    there_and_back(TODAY, NEXT, tmp_path, model)
