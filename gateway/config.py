@@ -52,7 +52,7 @@ class GatewayConfig:
     )  # replicas on one database share one; empty: a file in `folder`
     peers: tuple[str, ...] = ()
     policy: str = "mico"
-    predictor: Path | None = None  # lexical, small, large or an artifact's folder; small when not set
+    predictor: Path | None = None  # lexical, small or an artifact's folder; small when not set
     outcomes: Path | None = (
         None  # a folder to keep recent prompts in, with lengths, to update the predictor by
     )

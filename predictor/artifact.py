@@ -26,9 +26,8 @@ SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
 LEXICAL_NAME = "lexical-v1"
 SMALL_NAME = "small-v4"
-LARGE_NAME = "large-v3"
 DEFAULT_NAME = SMALL_NAME
-KINDS = {"lexical": LEXICAL_NAME, "small": SMALL_NAME, "large": LARGE_NAME}
+KINDS = {"lexical": LEXICAL_NAME, "small": SMALL_NAME}
 """Names of the shipped artifacts, by the word that selects them."""
 
 

@@ -38,9 +38,7 @@ def main() -> None:
     parser.add_argument("--unseen", default="gsm8k", help="the source that is left out")
     parser.add_argument("--model", default="human", help="whose answers of that source")
     parser.add_argument("--prompts", type=int, default=8_000, help="number of prompts of the other sources")
-    parser.add_argument(
-        "--artifact", type=Path, help="lexical, small, large or a folder; instead of training"
-    )
+    parser.add_argument("--artifact", type=Path, help="lexical, small or a folder; instead of training")
     parser.add_argument(
         "--halves",
         action="store_true",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from predictor.onnx_forecaster import OnnxForecaster
 
 Artifact = Annotated[
-    Path | None, typer.Option(help="lexical, small, large, or an artifact's folder. [default: small]")
+    Path | None, typer.Option(help="lexical, small, or an artifact's folder. [default: small]")
 ]
 Corpus = Annotated[
     Path,
