@@ -15,8 +15,6 @@ from gateway.prompt import Chat, Message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
-MAX_PARTS = 8192
-"""Parts of contents and calls of functions in all messages: each takes microseconds to read."""
 _UNSUPPORTED_FIELDS = frozenset(
     {"functions", "audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"}
 )
@@ -69,16 +67,8 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
     if len(items) > MAX_MESSAGES:
         fields.refuse("messages", f"holds at most {MAX_MESSAGES} messages, got {len(items)}")
         return ()
-    if (parts := _count_parts(items)) > MAX_PARTS:
-        fields.refuse("messages", f"holds at most {MAX_PARTS} parts and tool_calls, got {parts}")
-        return ()
     messages = (fields.nested(f"messages.{number}", item) for number, item in enumerate(items))
     return tuple(_message(message) for message in messages if message is not None)
-
-
-def _count_parts(items: list[object]) -> int:
-    lists = (item.get(name) for item in items if isinstance(item, dict) for name in ("content", "tool_calls"))
-    return sum(len(each) for each in lists if isinstance(each, list))
 
 
 def _message(message: Fields) -> Message:

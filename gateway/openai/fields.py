@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeVar
 from gateway.errors import BadRequest
 
 MAX_PROBLEMS = 10
+MAX_OBJECTS = 16_384
+"""Messages, parts of contents, calls and whatever else a request nests: each takes microseconds to read."""
 MAX_ECHO_CHARS = 200
 
 D = TypeVar("D")
@@ -34,6 +36,7 @@ class Problems:
 
     def __init__(self) -> None:
         self._problems: list[FieldProblem] = []
+        self._objects = 0
 
     def add(self, param: str, message: str, code: str = WRONG_VALUE) -> None:
         """Add a problem. Raises BadRequest once there are more than are shown: a body of a million wrong
@@ -42,6 +45,13 @@ class Problems:
         if len(self._problems) == MAX_PROBLEMS:
             self.raise_any("There are more problems.")
         self._problems.append(FieldProblem(param, message, code))
+
+    def count_object(self, param: str) -> None:
+        """Count an object inside the request. Raises BadRequest above MAX_OBJECTS: the rest is not read."""
+        self._objects += 1
+        if self._objects > MAX_OBJECTS:
+            self.add(param, f"is one more than the {MAX_OBJECTS} objects that a request may hold")
+            self.raise_any()
 
     def raise_any(self, *more: str) -> None:
         """Raise BadRequest if there is any problem."""
@@ -158,7 +168,9 @@ class Fields:
 
     def nested(self, name: str, value: object) -> Fields | None:
         if isinstance(value, dict):
-            return Fields(value, self.problems, self.param(name))
+            path = self.param(name)
+            self.problems.count_object(path)
+            return Fields(value, self.problems, path)
         return self._wrong_type(name, "an object", value, None)
 
     def _wrong_type(self, name: str, expected: str, value: object, default: D) -> D:

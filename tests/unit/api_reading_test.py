@@ -16,7 +16,7 @@ from gateway.http.body import decode
 from gateway.openai import sampling, tools
 from gateway.openai.chat_request import MAX_MESSAGES, read_chat
 from gateway.openai.completion_request import read_completion
-from gateway.openai.fields import MAX_PROBLEMS, Fields, Problems, echo, whole_number
+from gateway.openai.fields import MAX_OBJECTS, MAX_PROBLEMS, Fields, Problems, echo, whole_number
 from gateway.openai.request import GenerationRequest
 from gateway.openai.responses_request import read_response
 
@@ -219,17 +219,54 @@ def test_a_list_of_wrong_items_is_not_read_to_its_end(where: str) -> None:
         assert len(str(refused.value)) < 5_000
 
 
-def test_many_parts_and_calls_are_refused_together() -> None:
-    part, call = {"type": "text", "text": "a"}, {"id": "c", "type": "function", "function": {"name": "f"}}
-    says: dict[str, object] = {"role": "assistant", "content": [part] * 2048, "tool_calls": [call] * 2048}
-    for number, refused in ((2, False), (3, True)):
+PART = {"type": "text", "text": "a"}
+INPUT_PART = {"type": "input_text", "text": "a"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f"}}
+FUNCTION = {"type": "function", "name": "f"}
+
+
+def asks(*messages: dict[str, object]) -> dict[str, object]:
+    return {"max_tokens": 1, "messages": list(messages)}
+
+
+def result(number: int) -> dict[str, object]:
+    return {"type": "tool_result", "tool_use_id": "c", "content": [PART] * number}
+
+
+NESTED: dict[str, Callable[[int], tuple[Any, dict[str, object]]]] = {
+    "parts": lambda n: (read_chat, asks(*[{"role": "user", "content": [PART] * n}] * 4)),
+    "calls": lambda n: (read_chat, asks(*[{"role": "assistant", "tool_calls": [CALL] * (n // 2)}] * 4)),
+    "items": lambda n: (read_response, {"input": [{"role": "user", "content": [INPUT_PART] * n}] * 4}),
+    "outputs": lambda n: (
+        read_response,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [INPUT_PART] * n}] * 4},
+    ),
+    "namespaces": lambda n: (
+        read_response,
+        {"input": "a", "tools": [{"type": "namespace", "name": "s", "tools": [FUNCTION] * (4 * n)}]},
+    ),
+    "blocks": lambda n: (read_message_request, asks(*[{"role": "user", "content": [PART] * n}] * 4)),
+    "results": lambda n: (read_message_request, asks({"role": "user", "content": [result(n)] * 4})),
+    "system": lambda n: (
+        read_message_request,
+        {"system": [PART] * (4 * n), **asks({"role": "user", "content": "a"})},
+    ),
+}
+
+
+@pytest.mark.parametrize("where", NESTED)
+def test_reading_ends_at_one_object_more_than_a_request_may_hold(where: str) -> None:
+    excess = f"one more than the {MAX_OBJECTS} objects"
+    for number, refused in ((MAX_OBJECTS // 4 - 4, False), (MAX_OBJECTS // 4 + 1, True)):
+        reader, body = NESTED[where](number)
         problems = Problems()
-        read_chat(Fields({"model": "m", "messages": [says] * number}, problems))
-        if refused:
-            with pytest.raises(BadRequest, match="at most 8192 parts and tool_calls, got 12288"):
-                problems.raise_any()
-        else:
+        try:
+            reader(Fields({"model": "m", **body}, problems))
             problems.raise_any()
+        except BadRequest as refusal:
+            assert (excess in refusal.message) == refused  # two functions of one name are refused for that
+        else:
+            assert not refused
 
 
 @given(st.lists(st.integers(-1, 2**32) | st.booleans() | st.floats(0, 9), max_size=6))
