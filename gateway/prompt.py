@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 
@@ -30,3 +31,16 @@ class Chat:
 
 
 Prompt = Chat | str | tuple[int, ...]
+
+TOKEN_ID_BYTES = 36
+"""A place in a tuple and an integer of its own."""
+
+
+def memory_bytes(prompt: Prompt) -> int:
+    """Return the memory of the prompt's texts or ids: up to four bytes a character, whatever UTF-8 took."""
+    if isinstance(prompt, str):
+        return sys.getsizeof(prompt)
+    if not isinstance(prompt, Chat):
+        return TOKEN_ID_BYTES * len(prompt)
+    texts = sum(sys.getsizeof(each.content) + sys.getsizeof(each.tool_calls_json) for each in prompt.messages)
+    return texts + sys.getsizeof(prompt.tools_json)

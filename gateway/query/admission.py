@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from gateway.domain import Query
 from gateway.errors import Forbidden, ModelNotFound, NoSite, Overloaded
 
 RETRY_AFTER_S = 1.0
 TENANT_PARTS = 4
-"""A tenant may have this many times the places that are free: alone it gets four fifths of all, so that
+"""A tenant may have this many times what is free: alone it gets four fifths of all, so that
 others always find room (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet
 switches, 1998).
 """
+
+
+class Live(NamedTuple):
+    """Queries in progress, and the memory of their prompts."""
+
+    queries: int = 0
+    prompt_bytes: int = 0
 
 
 def admit(
     query: Query,
     *,
     models: Collection[str],
-    live: int,
-    of_tenant: int = 0,
-    max_live: int,
+    live: Live,
+    of_tenant: Live,
+    most: Live,
     has_room: bool,
     fleet_complete: bool = True,
 ) -> None:
     """Raises NoSite, ModelNotFound, Forbidden or Overloaded; a query that passes will end exactly once.
 
-    `live` queries are in progress, `of_tenant` of them of this tenant, and at most `max_live` may be: memory
-    is bounded, and no tenant fills it alone. `has_room`: whether the usage of the query could be recorded;
-    nothing is served that cannot be. `fleet_complete`: whether every site that an earlier process of this
-    gateway knew has had the time to join again.
+    `live` is in progress, the prompt of this query included, `of_tenant` of it already of this tenant, and
+    `most` may be: memory is bounded, and no tenant fills it alone. `has_room`: whether the usage
+    of the query could be recorded; nothing is served that cannot be. `fleet_complete`: whether every site
+    that an earlier process of this gateway knew has had the time to join again.
     """
     if not models:  # a gateway that has just started can't know which models there are
         raise NoSite("no site has joined this gateway yet", retry_after_s=RETRY_AFTER_S)
@@ -48,12 +56,17 @@ def admit(
         raise Forbidden(f"this key may not use the model {query.model!r}", param="model")
     if not has_room:
         raise Overloaded("the database is away and the journal of usage is full", retry_after_s=RETRY_AFTER_S)
-    if live >= max_live:
+    if live.queries >= most.queries:
         raise Overloaded(
-            f"{live} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S
+            f"{live.queries} queries are being answered, the most allowed here", retry_after_s=RETRY_AFTER_S
         )
-    if of_tenant > TENANT_PARTS * (max_live - live):
+    if live.prompt_bytes > most.prompt_bytes:
+        raise Overloaded("the prompts being answered fill the memory for them", retry_after_s=RETRY_AFTER_S)
+    if any(
+        own > TENANT_PARTS * (limit - used) for own, used, limit in zip(of_tenant, live, most, strict=True)
+    ):
         raise Overloaded(
-            f"{of_tenant} queries of {query.caller.tenant} are being answered, and there is little room left",
+            f"{of_tenant.queries} queries of {query.caller.tenant} are being answered,"
+            " and there is little room left",
             retry_after_s=RETRY_AFTER_S,
         )

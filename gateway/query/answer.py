@@ -13,7 +13,7 @@ from gateway.decision import Decision
 from gateway.domain import AnswerEvent, FailureCause, Query, SiteState
 from gateway.errors import DeadlinePassed, Forbidden, MicoError, ShuttingDown, TooMany
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
-from gateway.query.admission import admit
+from gateway.query.admission import Live, admit
 from gateway.query.context import QueryContext
 from gateway.quotas.ledger import SliceFull
 from gateway.routing.decide import Placement, decide
@@ -99,9 +99,9 @@ class QueryRun:
         admit(
             query,
             models=context.directory.models,
-            live=context.live,
+            live=Live(context.live, context.prompt_bytes + self.state.prompt_bytes),
             of_tenant=context.live_of(query.caller.tenant),
-            max_live=context.max_live,
+            most=Live(context.max_live, context.max_prompt_bytes),
             has_room=context.has_room(),
             fleet_complete=context.fleet_complete,
         )

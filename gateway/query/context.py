@@ -14,6 +14,7 @@ from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.ids import hex_ids
+from gateway.query.admission import Live
 from gateway.query.forecasting import ForecastService
 from gateway.query.state import QueryState
 from gateway.quotas.ledger import QuotaLedger
@@ -25,6 +26,8 @@ from gateway.telemetry.logs import add_request_fields
 
 log = logging.getLogger(__name__)
 
+MAX_PROMPT_BYTES = 2**30
+"""Memory of the prompts of all live queries: 100 kB each for 10,000 of them."""
 LAST_COUNT_WITHIN_S = 5.0
 """Time for the site of a cancelled attempt to report its last count; then what is known is recorded."""
 
@@ -51,10 +54,12 @@ class QueryContext:
     has_room: Callable[[], bool] = lambda: True
     policy_name: str = "mico"
     max_live: int = 10_000
+    max_prompt_bytes: int = MAX_PROMPT_BYTES
     max_tries: int = 4
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     live_queries: dict[str, QueryState] = field(default_factory=dict)
+    prompt_bytes: int = field(default=0, init=False)  # of the live queries
     turns: itertools.count[int] = field(default_factory=itertools.count)
     window: AssignmentWindow = field(default_factory=AssignmentWindow)
     quotas: QuotaLedger = field(default_factory=QuotaLedger)
@@ -64,7 +69,7 @@ class QueryContext:
     new_id: Callable[[], str] = field(default_factory=hex_ids)
     trace_query: Callable[[Query, str], Query] = lambda query, _: query
     _settling: set[asyncio.Task[None]] = field(default_factory=set, init=False)
-    _of_tenants: dict[str, set[str]] = field(default_factory=dict, init=False)
+    _of_tenants: dict[str, Live] = field(default_factory=dict, init=False)
 
     @property
     def policy(self) -> Policy:
@@ -74,8 +79,8 @@ class QueryContext:
     def live(self) -> int:
         return len(self.live_queries)
 
-    def live_of(self, tenant: str) -> int:
-        return len(self._of_tenants.get(tenant, ()))
+    def live_of(self, tenant: str) -> Live:
+        return self._of_tenants.get(tenant, Live())
 
     async def assign_in_window(self, demand: Demand) -> str | None:
         """Wait until the window closes; return the site that joint assignment chose, None to decide alone."""
@@ -106,14 +111,13 @@ class QueryContext:
 
     def register(self, state: QueryState) -> None:
         """Count an admitted query as live until it settles."""
-        query = state.query
-        self.live_queries[query.id] = state
-        self._of_tenants.setdefault(query.caller.tenant, set()).add(query.id)
+        self.live_queries[state.query.id] = state
+        self._count(state.query.caller.tenant, Live(1, state.prompt_bytes))
 
     def settle(self, state: QueryState) -> None:
         """End the query: nothing of it runs on, and its outcome is recorded once its last count is known."""
         state.end()
-        self._unregister(state.query)
+        self._unregister(state)
         attempt = state.current
         if attempt is None or attempt.ended.is_set():
             self._record(state)
@@ -123,12 +127,18 @@ class QueryContext:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _unregister(self, query: Query) -> None:
-        tenant = query.caller.tenant
-        if self.live_queries.pop(query.id, None) is not None:
-            self._of_tenants[tenant].discard(query.id)
-            if not self._of_tenants[tenant]:
-                del self._of_tenants[tenant]
+    def _unregister(self, state: QueryState) -> None:
+        if self.live_queries.pop(state.query.id, None) is not None:
+            self._count(state.query.caller.tenant, Live(-1, -state.prompt_bytes))
+
+    def _count(self, tenant: str, change: Live) -> None:
+        self.prompt_bytes += change.prompt_bytes
+        before = self.live_of(tenant)
+        now = Live(before.queries + change.queries, before.prompt_bytes + change.prompt_bytes)
+        if now.queries:
+            self._of_tenants[tenant] = now
+        else:
+            del self._of_tenants[tenant]
 
     async def wait_settled(self) -> None:
         """Wait until every query that ended is recorded."""

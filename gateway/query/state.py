@@ -20,6 +20,7 @@ from gateway.domain import (
 )
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.federation.attempt import LiveAttempt
+from gateway.prompt import memory_bytes
 from gateway.quotas.ledger import Reservation
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
@@ -30,6 +31,7 @@ class QueryState:
 
     def __init__(self, query: Query, clock: Callable[[], float], received_at: float) -> None:
         self.query = query
+        self.prompt_bytes = memory_bytes(query.prompt)
         self.forecast: Forecast | None = None
         self.capped_forecast: Forecast | None = None  # by the max_tokens of the client
         self.first_demand: Demand | None = None  # of the first try

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from gateway.domain import Caller, Delta, Finish, Opening, Status, Usage
@@ -220,16 +221,46 @@ def test_one_tenant_does_not_fill_the_gateway() -> None:
             await until(lambda: sum(task.done() for task in flood) == 3)
             refusals = [task.exception() for task in flood if task.done()]
             assert all(isinstance(each, Overloaded) and "tenant-1" in each.message for each in refusals)
-            assert here.gateway.live_of(TENANT) == 9
+            assert here.gateway.live_of(TENANT).queries == 9
             other = here.query(caller=Caller("key-2", "tenant-2"))
             asking = asyncio.create_task(collect(here, other))
-            await until(lambda: here.gateway.live_of("tenant-2") == 1)
+            await until(lambda: here.gateway.live_of("tenant-2").queries == 1)
             for _ in range(10):
                 await site.finish(await site.assigned(), "x", 1)
             await asyncio.gather(*flood, asking, return_exceptions=True)
             await here.gateway.wait_settled()
             assert here.nothing_is_left()
-            assert here.gateway.live_of(TENANT) == 0
+            assert here.gateway.live_of(TENANT).queries == 0
+
+    asyncio.run(main())
+
+
+def test_the_prompts_of_live_queries_bound_memory_and_no_tenant_fills_it() -> None:
+    huge = "€" * 500_000  # two bytes of memory each
+
+    async def main() -> None:
+        async with scene(max_prompt_bytes=10 * 2**20) as here:
+            site = await here.site("a", slots=40)
+            flood = [
+                asyncio.create_task(collect(here, msgspec.structs.replace(here.query(), prompt=huge)))
+                for _ in range(30)
+            ]
+            await until(lambda: sum(task.done() for task in flood) == 22, "the refusals")
+            assert here.gateway.live == 8
+            refusals = [task.exception() for task in flood if task.done()]
+            assert all(isinstance(each, Overloaded) and each.retry_after_s for each in refusals)
+            assert 8_000_000 < here.gateway.prompt_bytes < 8_100_000
+            other = here.query(caller=Caller("key-2", "tenant-2"))
+            with pytest.raises(Overloaded, match="fill the memory"):
+                await collect(here, msgspec.structs.replace(other, prompt="x" * 3 * 2**20))
+            asking = asyncio.create_task(collect(here, here.query(caller=Caller("key-2", "tenant-2"))))
+            await until(lambda: here.gateway.live_of("tenant-2").queries == 1, "the other tenant's query")
+            for _ in range(here.gateway.live):
+                await site.finish(await site.assigned(), "x", 1)
+            await asyncio.gather(*flood, asking, return_exceptions=True)
+            await here.gateway.wait_settled()
+            assert here.nothing_is_left()
+            assert here.gateway.live_of(TENANT) == (0, 0)
 
     asyncio.run(main())
 

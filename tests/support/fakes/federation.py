@@ -256,7 +256,8 @@ class Scene:
         """Invariant 3: every count is back to zero."""
         links = self.gateway.federation.links.values()
         credits_left = [site.credit.requests for site in self.gateway.directory.sites]
-        return self.gateway.live == 0 and not any(link.live for link in links) and not any(credits_left)
+        held = self.gateway.live or self.gateway.prompt_bytes
+        return not held and not any(link.live for link in links) and not any(credits_left)
 
 
 @asynccontextmanager
