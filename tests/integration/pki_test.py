@@ -421,7 +421,7 @@ def test_a_token_gets_no_name_that_has_or_had_a_certificate(tmp_path: Path) -> N
             code, why = await joining_as("alpha", here.enrol_at, by_token, TOKEN)
             assert code is grpc.StatusCode.PERMISSION_DENIED
             assert "site alpha has a certificate" in why
-            await here.store.certificates.revoke("alpha", "lost", time.time())
+            await here.store.certificates.revoke("alpha", "lost")
             await here.store.certificates.refresh()
         free = here.config("beta", identity=None, enrol_at="", token=TOKEN, gateways=(here.enrol_at,))
         async with here.site(free):
