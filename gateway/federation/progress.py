@@ -21,7 +21,8 @@ from gateway.domain import LoadReport
 CHECK_EVERY_S = 0.25
 REPORT_WITHIN_S = 3.0
 """Sites report at least once a second."""
-ANSWER_WITHIN_S = 1.25
+ANSWER_WITHIN_S = 1.0
+"""Beside one iteration, at whose end an engine takes what was submitted, and the reading of the prompt."""
 PROGRESS_WITHIN_S = 6.0
 GIVE_UP_AFTER_S = 30.0
 """Attempts that no other site can take wait so long for a silent site."""
@@ -121,7 +122,7 @@ class Progress:
         if (lasts_s := now_s - self.reported_s - explained_s) > REPORT_WITHIN_S:
             return Silence("it has reported no load", lasts_s)
         oldest_s = next(iter(self._unanswered.values()), now_s)
-        reading_s = min(MAX_EXPLAINED_S, explained_s + prompt_tokens / PROMPT_TOKENS_PER_S)
+        reading_s = min(MAX_EXPLAINED_S, iteration_s + prompt_tokens / PROMPT_TOKENS_PER_S)
         if (lasts_s := now_s - max(oldest_s, self._answered_s) - reading_s) > ANSWER_WITHIN_S:
             return Silence("it has answered no assignment", lasts_s, only_unanswered=True, needs_trial=True)
         if native and self._accepted and (lasts_s := now_s - self._moved_s - explained_s) > PROGRESS_WITHIN_S:
