@@ -28,7 +28,9 @@ def kept_names() -> list[str]:
     for holder in gc.get_objects():
         waiting = [holder]
         while waiting:
-            for held in gc.get_referents(waiting.pop()):
+            each = waiting.pop()
+            keys = tuple(each) if isinstance(each, dict) else ()  # texts that `get_referents` leaves out
+            for held in (*keys, *gc.get_referents(each)):
                 if isinstance(held, str | bytes):
                     text = held if isinstance(held, str) else held.decode("latin-1")
                     if MARK in text and text != MARK:
