@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import exp, log
+from math import exp, inf, log
 
 from site_engine.core.request import Lane, Request
 
@@ -81,7 +81,10 @@ def least_work(request: Request, aged: float) -> float:
     A chat weighs one over the length of its response; by Smith's rule (1956) the least work over weight
     goes first. Waiting adds to the logarithm of the score, that is, by factors. Batch lines run the longest
     first (Graham, 1969), so that a few long lines do not run on at the end while most of the device is idle.
+    An answer that another site began goes before all others: its client waits in the middle of a stream.
     """
+    if request.resumed:
+        return -inf
     if request.lane is Lane.BATCH:
         return -request.expected_remaining() - _prompt_work(request)
     length = request.typical_length()

@@ -63,6 +63,13 @@ def test_lane_then_priority_then_forecast() -> None:
     assert order(queue) == ["short", "long", "later", "offline"]
 
 
+def test_an_answer_that_another_site_began_goes_first() -> None:
+    begun = waiting("begun", 900, arrived_s=5.0)
+    begun.resumed = (1, 2, 3)
+    queue = filled(waiting("short", 1), waiting("old", 500), begun, waiting("urgent", 900, priority=-1))
+    assert order(queue, 6.0) == ["urgent", "begun", "short", "old"]
+
+
 def test_of_a_batch_the_longest_line_goes_first() -> None:
     lines = [waiting(str(n), n, lane=Lane.BATCH, arrived_s=n) for n in (5, 300, 40)]
     assert order(filled(*lines)) == ["300", "40", "5"]
