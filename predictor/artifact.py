@@ -24,8 +24,8 @@ NEW_SUFFIX = ".new"
 """Suffix of files that are about to replace those without it."""
 SHIPPED = Path(__file__).parent / "artifacts"
 VOCABULARY_FILE = "vocab.txt"
-LEXICAL_NAME = "lexical-v1"
-SMALL_NAME = "small-v4"
+LEXICAL_NAME = "lexical-v2"
+SMALL_NAME = "small-v5"
 DEFAULT_NAME = SMALL_NAME
 KINDS = {"lexical": LEXICAL_NAME, "small": SMALL_NAME}
 """Names of the shipped artifacts, by the word that selects them."""

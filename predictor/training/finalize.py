@@ -17,16 +17,16 @@ from scipy.special import softmax
 
 from predictor import artifact
 from predictor.data import dataset
-from predictor.data.licences import LICENCES, UNSTATED
+from predictor.data.licences import BOUND_NOTE, FREE, FREE_NOTE, LICENCES, UNSTATED
 from predictor.evaluation import metrics
 from predictor.onnx_forecaster import Features, OnnxForecaster
 from predictor.training import calibrate, length_head, onnx_head
 
 Progress = Callable[[str], None]
-ALIASES = {"mico-demo": "text-davinci-003"}
-"""The demo model learned from Alpaca-like answers, so it is forecast as the model that wrote most of them."""
+ALIASES = {"mico-demo": "SmolLM2-135M-Instruct_concise", "smollm2": "SmolLM2-135M-Instruct"}
+"""Served names of models that a corpus names otherwise. The demo model learned SmolLM2's short answers."""
 NOTES = (
-    "Holds weights, no texts. Several sources allow research only, so check them before commercial use.",
+    "Holds weights, no texts.",
     "Lengths are in the answering model's own tokens. The figures are this graph's, on held-out prompts.",
 )
 MIN_FIGURE_ROWS = 100
@@ -66,6 +66,8 @@ def finalize(
     graph, coverage = _with_kinds(trained, graph, parts)
     vocabulary = trained.vocabulary
     sources = {source: LICENCES.get(source, UNSTATED) for source in sorted(parts.train.source.unique())}
+    licences = {**sources, **dict(trained.licences)}
+    is_free = FREE.issuperset(sources) and UNSTATED not in licences.values()
     card = artifact.Card(
         name=trained.name,
         kind=trained.kind,
@@ -75,8 +77,8 @@ def finalize(
         vocabulary_digest=artifact.digest_of(artifact.encode_vocabulary(vocabulary)) if vocabulary else "",
         aliases={alias: model for alias, model in ALIASES.items() if model in trained.models},
         trained_on=describe_data(data, parts),
-        licences={**sources, **dict(trained.licences)},
-        notes=(*NOTES, *trained.notes),
+        licences=licences,
+        notes=(*NOTES, FREE_NOTE if is_free else BOUND_NOTE, *trained.notes),
         config={**trained.config, COVERAGE_KEY: coverage},
     )
     artifact.write(out, graph, card, vocabulary)

@@ -43,7 +43,7 @@ def test_a_folder_that_is_not_there_is_made(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "new" / "artifact"
     assert main(["predictor", "export", str(out), "--artifact", "lexical"]) == 0
     assert {file.name for file in out.iterdir()} == {"card.json", "model.onnx"}
-    assert "lexical-v1" in capsys.readouterr().out
+    assert "lexical-v2" in capsys.readouterr().out
 
 
 def test_what_is_read_is_never_written_over_nor_a_folder_taken_for_a_file(

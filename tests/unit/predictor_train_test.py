@@ -8,7 +8,7 @@ import pytest
 
 from mico.cli import main
 from predictor.artifact import KINDS
-from predictor.data.licences import UNSTATED
+from predictor.data.licences import BOUND_NOTE, FREE_NOTE, LICENCES, UNSTATED
 from predictor.errors import DataError
 from predictor.onnx_forecaster import Features, OnnxForecaster
 from predictor.training.auxiliary_tasks import MaskedLMConfig
@@ -89,6 +89,15 @@ def test_the_default_name_is_the_folders_and_never_a_shipped_one(
     for shipped in KINDS.values():
         with pytest.raises(DataError, match=f"{shipped} is what a shipped artifact is called"):
             train(corpus, tmp_path / shipped)
+
+
+def test_the_card_says_whether_its_sources_allow_any_use(corpus: Path, tmp_path: Path) -> None:
+    assert BOUND_NOTE in train(corpus, tmp_path / "unknown").notes
+    rows = pd.read_parquet(corpus)
+    for source, note in (("gsm8k", FREE_NOTE), ("alpaca", BOUND_NOTE)):
+        rows.assign(source=source).to_parquet(tmp_path / f"{source}.parquet")
+        card = train(tmp_path / f"{source}.parquet", tmp_path / source)
+        assert note in card.notes and card.licences == {source: LICENCES[source]}
 
 
 def test_buckets_and_max_length_define_the_ranges(corpus: Path, tmp_path: Path) -> None:

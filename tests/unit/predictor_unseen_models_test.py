@@ -9,12 +9,14 @@ from predictor.unseen_models import MAX_MODELS, UnseenModelForecaster
 QUESTIONS = [
     f"Write {kind} about {thing}." for kind in ("a story", "a line") for thing in ("cats", "the sea")
 ]
-WORDY, UNSEEN_MODEL = "gpt4_1106_preview_verbose", "somebody/brand-new"
+WORDY, UNSEEN_MODEL = "gpt-4-1106-preview", "somebody/brand-new"
 
 
 @pytest.fixture
 def forecaster() -> UnseenModelForecaster:
-    return UnseenModelForecaster(OnnxForecaster(SHIPPED / LEXICAL_NAME))
+    base = OnnxForecaster(SHIPPED / LEXICAL_NAME)
+    assert base.knows(WORDY)
+    return UnseenModelForecaster(base)
 
 
 def expected_lengths(forecaster: UnseenModelForecaster, model: str) -> list[float]:
@@ -82,7 +84,7 @@ def test_an_alias_begins_as_its_model_and_moves_with_its_outcomes(
     forecaster: UnseenModelForecaster,
 ) -> None:
     begin = expected_lengths(forecaster, "mico-demo")
-    assert begin == expected_lengths(forecaster, "text-davinci-003")
+    assert begin == expected_lengths(forecaster, "SmolLM2-135M-Instruct_concise")
     for turn in range(24):
         forecaster.observe(Features(QUESTIONS[turn % 4], "mico-demo"), 900)
     assert min(expected_lengths(forecaster, "mico-demo")) > max(begin)

@@ -87,7 +87,7 @@ def test_without_a_rehearsal_other_models_are_forecast_as_before(tmp_path: Path)
 
 
 def test_an_update_that_is_no_better_is_refused(tmp_path: Path) -> None:
-    data, folder = outcomes(tmp_path / "outcomes.parquet", 300, "gpt4"), tmp_path / "new"
+    data, folder = outcomes(tmp_path / "outcomes.parquet", 300, "gpt-4-1106-preview"), tmp_path / "new"
     rows = pd.read_parquet(data)
     kept_aside = rows.prompt_id.map(prompt_percent) < HELD_OUT_PERCENT
     rows.loc[kept_aside, "response_tokens"] = 500
@@ -98,7 +98,7 @@ def test_an_update_that_is_no_better_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loss_elsewhere_is_refused(tmp_path: Path) -> None:
-    elsewhere = outcomes(tmp_path / "elsewhere.parquet", 300, "gpt4", tokens=4)
+    elsewhere = outcomes(tmp_path / "elsewhere.parquet", 300, "gpt-4", tokens=4)
     data = outcomes(tmp_path / "outcomes.parquet", 300)
     with pytest.raises(RefusedUpdate, match="elsewhere"):
         update(LEXICAL, data, out=tmp_path / "new", elsewhere=elsewhere, margin=-1.0, steps=20)
@@ -211,13 +211,13 @@ def test_the_card_records_the_outcomes_read_though_more_are_appended_meanwhile(t
 
 
 def test_a_models_name_is_compared_without_case(tmp_path: Path) -> None:
-    """A gateway serves `GPT4` as `gpt4`, so that is what an update has to be better than."""
+    """A gateway serves `GPT-4` as `gpt-4`, so that is what an update has to be better than."""
     reports = [
         update(LEXICAL, outcomes(tmp_path / f"{name}.parquet", 300, name), out=tmp_path / name, steps=5)
-        for name in ("gpt4", "GPT4")
+        for name in ("gpt-4", "GPT-4")
     ]
     assert reports[0] == reports[1]
-    assert OnnxForecaster(tmp_path / "GPT4").card.models == OnnxForecaster(LEXICAL).card.models
+    assert OnnxForecaster(tmp_path / "GPT-4").card.models == OnnxForecaster(LEXICAL).card.models
 
 
 @pytest.mark.parametrize("rows", [0, 1])
