@@ -63,6 +63,7 @@ class Row(Request):
         self.id, self.tenant, self.lane, self.priority = id, tenant, lane, 0
         self.prompt_len, self.response_tokens, self.produced = prompt_tokens, response_tokens, produced
         self.remaining, self.typical, self.max_tokens = remaining, typical, ENDLESS
+        self.resumed = range(produced)  # by another site
         self.started_s = self.first_token_s = None
         self.ends_at = 0  # the site's iteration that brings the last token
         self.reserved = 0  # tokens of KV set aside for it, held ones included
