@@ -170,8 +170,8 @@ def test_a_process_with_a_stepped_clock_defaults_to_that_clock(tmp_path: Path) -
     program = (
         "import sys, time; real = time.time; from bench.support.faulty_process import *;"
         "switches = Switches(); switches.change({'clock_offset_s': 86400.0}); step_clock(switches);"
-        "from gateway.store.retention import Retention, RetentionPeriods;"
-        "print(Retention(None, RetentionPeriods())._clock() - real(), time.monotonic())"
+        "from gateway.store.clock import DatabaseClock;"
+        "print(DatabaseClock()() - real(), time.monotonic())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     ahead_s, monotonic_s = map(float, done.stdout.split())

@@ -57,7 +57,7 @@ async def old_rows_are_removed(once: Once) -> None:
             once.call()
             return 0
 
-    sweeping = Sweeping(ENGINE, RetentionPeriods())
+    sweeping = Sweeping(ENGINE, RetentionPeriods(), clock=lambda: 0.0)
     sweeping.start()
     await once.again.wait()
     await sweeping.close()
@@ -114,6 +114,7 @@ def test_a_round_follows_one_that_went_wrong(
 ) -> None:
     monkeypatch.setattr(certificates, "REFRESH_S", 0.0)
     monkeypatch.setattr(retention, "SWEEP_INTERVAL_S", 0.0)
+    monkeypatch.setattr(retention, "FIRST_SWEEP_S", 0.0)
     monkeypatch.setattr(expiry, "INTERVAL_S", 0.0)
 
     async def main() -> None:
