@@ -151,15 +151,15 @@ async def swallow() -> None:
 def test_switches_are_changed_through_the_socket(tmp_path: Path) -> None:
     switches, path = Switches(), tmp_path / "switches.sock"
     listen(path, switches)
-    assert told(path, b'{"clock_offset_s": 3600, "engine_hangs": true}\n') == b"ok\n"
+    assert send_line(path, b'{"clock_offset_s": 3600, "engine_hangs": true}\n') == b"ok\n"
     assert switches.clock_offset_s == 3600
     assert not switches.engine_runs.is_set()
-    assert told(path, b'{"engine_hangs": false}\n') == b"ok\n"
+    assert send_line(path, b'{"engine_hangs": false}\n') == b"ok\n"
     assert switches.engine_runs.is_set()
-    assert told(path, b'{"comet": true}\n') == b"KeyError('comet')\n"
+    assert send_line(path, b'{"comet": true}\n') == b"KeyError('comet')\n"
 
 
-def told(path: Path, line: bytes) -> bytes:
+def send_line(path: Path, line: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
         client.sendall(line)

@@ -1,4 +1,4 @@
-"""What the answer to one attempt may hold at most, by what was asked and not by what its site claims."""
+"""Bounds the output of one attempt by the request, whatever its site claims."""
 
 from __future__ import annotations
 

@@ -30,7 +30,13 @@ def read_completion(fields: Fields) -> GenerationRequest:
     if fields.integer("best_of", 1, MAX_CHOICES, sampling.n) != sampling.n:
         fields.refuse("best_of", f"can only equal 'n', which is {sampling.n}", UNSUPPORTED)
     request = GenerationRequest(
-        model, prompts, sampling, "max_tokens", read_stream_options(fields), read_priority(fields)
+        model,
+        prompts,
+        sampling,
+        "max_tokens",
+        read_stream_options(fields),
+        read_priority(fields),
+        prompt_field="prompt",
     )
     if request.choices > MAX_CHOICES:
         fields.refuse(

@@ -28,7 +28,8 @@ class GenerationRequest:
     """`limit_field` is the name under which the client gave `sampling.max_tokens`; empty: where that is more
     than a context holds, it means as many as fit.
 
-    `repeated`: fields of the request that its response repeats, in the format of the response.
+    `prompt_field` is the name under which the client gave the prompt. `repeated`: fields of the request that
+    its response repeats, in the format of the response.
     """
 
     model: str
@@ -38,6 +39,7 @@ class GenerationRequest:
     stream_options: StreamOptions
     priority: int
     repeated: Mapping[str, object] = field(default_factory=dict)
+    prompt_field: str = "messages"
 
     @property
     def choices(self) -> int:
@@ -102,7 +104,7 @@ def _check_prompts(request: GenerationRequest, model: Model) -> None:
         raise ContextTooLong(
             f"{found}, but the context of {model.id} is {model.context_tokens} tokens,"
             " prompt and answer together.",
-            param="messages" if isinstance(prompt, Chat) else "prompt",
+            param=request.prompt_field,
         )
 
 

@@ -80,6 +80,7 @@ def read_response(fields: Fields) -> GenerationRequest:
         stream_options=StreamOptions(fields.flag("stream")),
         priority=read_priority(fields),
         repeated=repeated,
+        prompt_field="input",
     )
 
 

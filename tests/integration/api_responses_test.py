@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from gateway.openai.responses_request import read_response
 from gateway.openai.responses_stream import ResponseEncoder
 from gateway.openai.unary_response import Choice, UnaryResponse
 from gateway.prompt import Chat, Message
-from tests.support.fakes.edge import MODEL, OPENING, Edge, error_of, fail, play, post, run, scripted
+from tests.support.fakes.edge import MODEL, MODELS, OPENING, Edge, error_of, fail, play, post, run, scripted
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 HEAD = ResponseHead("resp_q1", 1_750_000_000, MODEL, "rev-1", lambda: 1_750_000_002.5)
@@ -243,6 +244,14 @@ def test_a_schema_and_limits_reach_the_site() -> None:
 def test_what_cannot_be_done_is_refused_by_name(param: str, fields: dict[str, Any]) -> None:
     response, script = post("/v1/responses", body(**fields))
     assert error_of(response, 400)["param"] == param
+    assert not script.queries
+
+
+def test_an_input_that_fits_no_context_names_its_field() -> None:
+    models = [replace(model, max_prompt_chars=16_384) for model in MODELS]
+    response, script = post("/v1/responses", body(input="word " * 6000), models=lambda: models)
+    error = error_of(response, 400)
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
     assert not script.queries
 
 
