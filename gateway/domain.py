@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
 
 import msgspec
 
@@ -349,58 +348,7 @@ Answer = Callable[[Query], AsyncGenerator[AnswerEvent, None]]
 """Yields the pieces of the answer to a query. Closing the generator cancels the query at its site."""
 
 
-# ---- an attempt that failed ----------------------------------------------------------------------
-
-
-class FailureCause(StrEnum):
-    """Why an attempt failed. The first two are mistakes of the client: CONTEXT_LENGTH only if no site has a
-    longer context, INVALID at every site.
-    """
-
-    CONTEXT_LENGTH = "context_length"
-    INVALID = "invalid"
-    FULL = "full"
-    DRAINING = "draining"
-    UNSUPPORTED = "unsupported"
-    FAILED = "failed"
-    LOST = "lost"
-    RELEASED = "released"
-    CANCELLED = "cancelled"
-
-
-class AttemptFailure(NamedTuple):
-    """How an attempt failed at a site. `preferred_site` is the site that bid for a released attempt."""
-
-    site: str
-    cause: FailureCause
-    message: str
-    param: str | None = None
-    preferred_site: str | None = None
-
-
-class Resume(NamedTuple):
-    """The part of an answer that the client has. `token_ids`: all of them, or none where a site named none.
-
-    `tool_calls` counts the function calls that have begun, `argument_chars` the last one's arguments.
-    `refused`: a refusal was delivered, which no other site can go on from.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    tokens: int = 0
-    tool_calls: int = 0
-    argument_chars: int = 0
-    reasoning_chars: int = 0
-    refused: bool = False
-
-    @property
-    def beside_text(self) -> bool:
-        """Return whether more was delivered than a text can say."""
-        return bool(self.reasoning_chars or self.refused)
-
-    @property
-    def has_output(self) -> bool:
-        return bool(self.text or self.tool_calls or self.beside_text)
+# ---- the end of a query --------------------------------------------------------------------------
 
 
 class Status(StrEnum):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from gateway.decision import Decision
-from gateway.domain import AttemptFailure, Delta, Finish, SiteIdentity
+from gateway.domain import Delta, Finish, SiteIdentity
+from gateway.failure import AttemptFailure
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.routing.demand import Demand
 

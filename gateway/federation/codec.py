@@ -8,20 +8,18 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from gateway.domain import (
-    AttemptFailure,
     Delta,
-    FailureCause,
     Finish,
     IterationCost,
     LoadReport,
     Model,
     Query,
-    Resume,
     Sampling,
     SiteIdentity,
     TokenLogprob,
     ToolCall,
 )
+from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import Accepted
 from gateway.federation.progress import EngineReport

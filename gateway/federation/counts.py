@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.domain import AttemptFailure, FailureCause, Query
+from gateway.domain import Query
+from gateway.failure import AttemptFailure, FailureCause
 from gateway.federation import codec
 from gateway.federation.attempt import AttemptFailed
 from gateway.federation.outbox import Outbox

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gateway.decision import Decision
-from gateway.domain import AttemptFailure, Credit, FailureCause, Query, Resume, SiteIdentity, SiteState
+from gateway.domain import Credit, Query, SiteIdentity, SiteState
+from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation import codec
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import LiveAttempt

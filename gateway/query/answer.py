@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 from gateway.decision import Decision
-from gateway.domain import AnswerEvent, FailureCause, Query, SiteState
+from gateway.domain import AnswerEvent, Query, SiteState
 from gateway.errors import BadRequest, DeadlinePassed, Forbidden, MicoError, ShuttingDown, TooMany
+from gateway.failure import FailureCause
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit

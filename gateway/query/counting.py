@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.domain import AttemptFailure, Query
+from gateway.domain import Query
 from gateway.errors import DeadlinePassed, Overloaded, ShuttingDown
+from gateway.failure import AttemptFailure
 from gateway.federation.attempt import AttemptFailed
 from gateway.memory_budget import TENANT_PARTS
 from gateway.query.admission import RETRY_AFTER_S, check_model

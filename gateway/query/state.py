@@ -6,21 +6,10 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from gateway.domain import (
-    Attempt,
-    Delta,
-    FailureCause,
-    Finish,
-    Opening,
-    Outcome,
-    Query,
-    Resume,
-    SiteIdentity,
-    Status,
-    Usage,
-)
+from gateway.domain import Attempt, Delta, Finish, Opening, Outcome, Query, SiteIdentity, Status, Usage
 from gateway.ending import Ending
 from gateway.errors import ClientMistake, MicoError, Overloaded
+from gateway.failure import FailureCause, Resume
 from gateway.federation.attempt import LiveAttempt
 from gateway.prompt import Chat, Pooling, Prompt, memory_bytes
 from gateway.quotas.ledger import Reservation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Final, NamedTuple
 
-from gateway.domain import AttemptFailure, FailureCause, Query, Resume, Sampling, SiteIdentity
+from gateway.domain import Query, Sampling, SiteIdentity
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -15,6 +15,7 @@ from gateway.errors import (
     UpstreamFailed,
     UpstreamLost,
 )
+from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.prompt import Chat
 
 MAX_MOVES = 3

@@ -10,17 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from gateway.domain import (
-    AttemptFailure,
-    Credit,
-    FailureCause,
-    LoadReport,
-    Model,
-    Resume,
-    Sampling,
-    SiteIdentity,
-)
+from gateway.domain import Credit, LoadReport, Model, Sampling, SiteIdentity
 from gateway.errors import MicoError
+from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation.directory import Directory
 from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide

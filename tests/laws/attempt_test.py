@@ -8,17 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.decision import Decision
-from gateway.domain import (
-    AttemptFailure,
-    Caller,
-    Delta,
-    FailureCause,
-    Finish,
-    Model,
-    Query,
-    Sampling,
-    SiteIdentity,
-)
+from gateway.domain import Caller, Delta, Finish, Model, Query, Sampling, SiteIdentity
+from gateway.failure import AttemptFailure, FailureCause
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.federation.directory import Directory

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.domain import AttemptFailure, Caller, Delta, FailureCause, Query, Resume
+from gateway.domain import Caller, Delta, Query
 from gateway.domain import Sampling as Asked
 from gateway.errors import UpstreamLost
+from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.prompt import Chat, Message, Prompt
 from gateway.query.state import QueryState
 from gateway.routing.failover import FailedTry, resume_options, tries

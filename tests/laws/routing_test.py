@@ -11,20 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.domain import (
-    AttemptFailure,
     Credit,
-    FailureCause,
     IterationCost,
     Lane,
     LoadReport,
     Model,
-    Resume,
     Sampling,
     Site,
     SiteIdentity,
     SiteState,
 )
 from gateway.errors import MicoError, UpstreamLost
+from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.estimate import estimate

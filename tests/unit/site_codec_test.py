@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Caller, Query, Resume, SiteIdentity
+from gateway.domain import Caller, Query, SiteIdentity
 from gateway.domain import Finish as GatewayFinish
 from gateway.domain import Sampling as GatewaySampling
+from gateway.failure import Resume
 from gateway.federation import codec as gateway_codec
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.directory import Directory
