@@ -153,7 +153,13 @@ async def _core(
     config: GatewayConfig, store: Store, credentials: ListenerCredentials, traces: Traces | None
 ) -> AsyncIterator[Core]:
     directory = Directory()
-    settings = FederationSettings(config.name, config.tokens(), config.peers, config.heartbeat_s)
+    settings = FederationSettings(
+        config.name,
+        config.tokens(),
+        config.peers,
+        config.heartbeat_s,
+        stream_interval_s=config.stream_interval_s,
+    )
     loop = asyncio.get_running_loop()
     clock = loop.time
     federation = Federation(settings, directory, clock, credentials.certificates)

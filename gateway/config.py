@@ -66,6 +66,9 @@ class GatewayConfig:
     body_limit_bytes: int = 8 * 2**20
     keep_alive_s: float = 15.0
     heartbeat_s: float = 1.0
+    stream_interval_s: float = (
+        0.02  # longest that text waits to go out with the next, while the gateway is busy
+    )
     drain_s: float = 25.0
     log_level: str = "INFO"
     otlp_url: str = ""  # where traces go, such as http://collector:4318; empty: nowhere. Needs the extra otel
@@ -101,8 +104,9 @@ class GatewayConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.drain_s < 0:
-            raise ConfigError(f"drain_s is {self.drain_s}; it can't be negative")
+        for name in ("drain_s", "stream_interval_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it can't be negative")
 
     def _check_ports(self) -> None:
         for name in ("http_port", "grpc_port", "mtls_port", "own_metrics_port"):

@@ -67,6 +67,7 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
         config.max_pending,
         on_finish=on_finish,
         on_stuck=shutdown.engine_broken,
+        stream_interval_s=config.stream_interval_s,
     )
     links = dialer.links(site)
     ticking = asyncio.create_task(tick(site))

@@ -35,7 +35,14 @@ _AT_LEAST_ONE = (
     "requests_per_min",
     "tokens_per_min",
 )
-_AT_LEAST_ZERO = ("iteration_floor_s", "input_usd_per_mtok", "output_usd_per_mtok", "drain_s", "silence_s")
+_AT_LEAST_ZERO = (
+    "stream_interval_s",
+    "iteration_floor_s",
+    "input_usd_per_mtok",
+    "output_usd_per_mtok",
+    "drain_s",
+    "silence_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,9 @@ class SiteConfig:
     share_prefixes: bool = False  # between tenants too: faster, but times then reveal prompts of others
     allow_special_tokens: bool = False  # read the names of control tokens in the messages of chats as those
     sampling_defaults: str = "model"  # for what a client leaves out: its generation_config.json, or OpenAI's
+    stream_interval_s: float = (
+        0.02  # longest that text waits to be sent with the next, while the site is busy
+    )
     iteration_floor_s: float = 0.0  # makes a site slower than its machine
 
     input_usd_per_mtok: float = 0.0

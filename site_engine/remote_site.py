@@ -94,7 +94,14 @@ class Service:
         self._lost = asyncio.Event()
         self._reason = ""
         self._engine = RemoteEngine(server, discovery.profile, time.monotonic)
-        self._site = Site(make_hello(config, discovery), self._engine, time.monotonic, 1, on_finish=on_finish)
+        self._site = Site(
+            make_hello(config, discovery),
+            self._engine,
+            time.monotonic,
+            1,
+            on_finish=on_finish,
+            stream_interval_s=config.stream_interval_s,
+        )
         self._engine.listener = Listener(self._site.outputs, self._site.load, self._lose)
 
     async def run(self, dialer: Dialer) -> int | None:

@@ -16,6 +16,7 @@ from gateway.decision import Decision
 from gateway.domain import Delta, Finish, SiteIdentity
 from gateway.failure import AttemptFailure
 from gateway.federation.answer_limits import AnswerLimits
+from gateway.federation.stream_pace import StreamPace
 from gateway.routing.demand import Demand
 
 
@@ -77,6 +78,7 @@ class LiveAttempt:
         moves: int,
         on_cancel: Callable[[LiveAttempt], None],
         limits: AnswerLimits,
+        pace: StreamPace,
         resumable: bool = True,
         tried: frozenset[str] = frozenset(),
     ) -> None:
@@ -85,6 +87,7 @@ class LiveAttempt:
         self.site = site
         self.moves = moves
         self.limits = limits
+        self._pace = pace
         self.wire_bytes = 0  # of the deltas so far
         self.resumable = resumable
         self.tried = tried  # sites that failed the query before
@@ -127,6 +130,7 @@ class LiveAttempt:
         choice = self._choices[delta.index]
         if choice.finished or self.ended.is_set():
             return
+        is_urgent = not self.started or delta.finish is not None
         if not self.truncated:
             self.started = True
             choice.add(delta)
@@ -135,7 +139,10 @@ class LiveAttempt:
             choice.finished = True
             if all(c.finished for c in self._choices):
                 self._end()
-        self._wake()
+        if is_urgent:
+            self._wake()
+        else:
+            self._pace.wake(self._wake)
         if self.on_uncovered is None or self.ended.is_set():
             return
         if self.completion_tokens > self.covered_tokens:

@@ -24,6 +24,7 @@ from gateway.federation.directory import Directory
 from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
 from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
+from gateway.federation.stream_pace import StreamPace
 from gateway.routing.demand import Demand
 from gateway.routing.failover import NATIVE, same_weights
 from gateway.routing.filters import may
@@ -63,6 +64,7 @@ class Link:
         *,
         reads_bunches: bool = False,
         awake: AwakeClock | None = None,
+        pace: StreamPace | None = None,
     ) -> None:
         self.identity = identity
         self.last_heard_s = clock()
@@ -78,6 +80,7 @@ class Link:
         self._nonce = 0
         self._pings: dict[int, float] = {}  # that are not answered: when each was made
         self._awake = awake or AwakeClock(clock)
+        self._pace = pace or StreamPace()
         self._progress = Progress(self._awake.now_s)
         self._writing: tuple[float, int] | None = None  # since when, and how many bytes, until it is read
         self._ejections = 0  # in a row
@@ -131,6 +134,7 @@ class Link:
             moves=moves,
             on_cancel=self._cancel,
             limits=AnswerLimits.of(query, self.identity, demand.prompt_tokens),
+            pace=self._pace,
             resumable=query.sampling.resumable and self._names_tokens(query.model),
             tried=tried,
         )
@@ -322,6 +326,7 @@ class Link:
             self.counts.rejected(message)
 
     def _step(self, message: pb.Step) -> None:
+        self._pace.begin()
         for delta in codec.deltas(message):
             self._delta(delta)
 

@@ -18,6 +18,7 @@ from gateway.federation.link import Link
 from gateway.federation.offloading import Offloading
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.federation.site_auth import Certificates, Refusal, SiteAuth
+from gateway.federation.stream_pace import StreamPace
 from gateway.security.pki.authority import SiteCertificate
 from wire import federation_pb2 as pb
 from wire import federation_pb2_grpc as rpc
@@ -38,7 +39,7 @@ ENDED = "the connection ended"
 @dataclass(frozen=True, slots=True)
 class FederationSettings:
     """`site_tokens`: any of them lets a site in. `grace_s`: time for which a site keeps the work of a lost
-    link.
+    link. `stream_interval_s`: the longest that text waits for the next while the event loop is busy.
     """
 
     replica: str
@@ -46,6 +47,7 @@ class FederationSettings:
     peers: tuple[str, ...] = ()
     heartbeat_s: float = 1.0
     grace_s: float = 5.0
+    stream_interval_s: float = 0.02
 
 
 class Federation(rpc.FederationServicer):
@@ -68,6 +70,7 @@ class Federation(rpc.FederationServicer):
         self._site_auth = SiteAuth(settings.site_tokens, certificates)
         self._links: dict[str, Link] = {}
         self._awake = AwakeClock(clock)
+        self._pace = StreamPace(settings.stream_interval_s, clock)
         self._offloading = Offloading(self._links, directory, clock)
 
     @property
@@ -130,6 +133,7 @@ class Federation(rpc.FederationServicer):
             self._clock,
             reads_bunches=bunches,
             awake=self._awake,
+            pace=self._pace,
         )
         settings = self._settings
         welcome = pb.Welcome(

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from site_engine.core.request import Admission, Finish, Output, Request
 from site_engine.engine_client import Delivered, Prepared, ToolParser
 from site_engine.errors import NotServed
-from site_engine.federation.outbox import Outbox
+from site_engine.federation.outbox import STREAM_INTERVAL_S, Outbox
 from site_engine.messages import (
     Accepted,
     Assign,
@@ -95,8 +95,15 @@ class Attempts:
     `routes` is shared by all of them: an attempt's requests stand in it from `prepared` until it is gone.
     """
 
-    def __init__(self, number: int, routes: Routes, on_finish: OnFinish = lambda *_: None) -> None:
-        self.outbox = Outbox()
+    def __init__(
+        self,
+        number: int,
+        routes: Routes,
+        on_finish: OnFinish = lambda *_: None,
+        stream_interval_s: float = STREAM_INTERVAL_S,
+    ) -> None:
+        self.outbox = Outbox(stream_interval_s)
+        self._stream_interval_s = stream_interval_s
         self._number = number
         self._routes = routes
         self._on_finish = on_finish
@@ -226,7 +233,7 @@ class Attempts:
         request_ids = [request_id for attempt in submitted for request_id in attempt.open_requests]
         for attempt_id in list(self._attempts):
             self._forget(attempt_id)
-        self.outbox = Outbox()
+        self.outbox = Outbox(self._stream_interval_s)
         return request_ids
 
     def _forget(self, attempt_id: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -67,9 +68,12 @@ class Link:
         timeouts: LinkTimeouts,
         random: Random,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        cpu_clock: Callable[[], float] = time.thread_time,
         on_unauthenticated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`add_peers` gets the addresses that a gateway names of others."""
+        """`add_peers` gets the addresses that a gateway names of others. `cpu_clock` returns the CPU
+        seconds of the event loop's thread.
+        """
         self.address = address
         self._on_unauthenticated = on_unauthenticated
         self._site = site
@@ -77,6 +81,7 @@ class Link:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._add_peers = add_peers
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._timeouts = timeouts
         self._random = random
         self._sleep = sleep
@@ -219,7 +224,8 @@ class Link:
             self._changed.clear()
             if connection.displaced:
                 raise LinkLost(f"gateway {connection.gateway} is linked through another address")
-            parts = [part for message in outbox.take(self._clock()) for part in codec.encode(message)]
+            due = outbox.take(self._clock(), self._cpu_clock())
+            parts = [part for message in due for part in codec.encode(message)]
             for part in codec.bundle(parts) if in_bundles else parts:
                 await stream.write(part)
             self._room_made.set()

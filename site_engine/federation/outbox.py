@@ -1,7 +1,8 @@
 """Messages owed to one gateway replica, and when they are due. Pure bookkeeping; the caller passes the time.
 
 Deltas of a choice are merged into one until they are taken, so a slow reader costs no more than its attempts
-can produce. First tokens and finishes are due at once, other deltas every 20 ms, load figures every 50 ms.
+can produce. First tokens and finishes are due at once, for their choices alone; other deltas when the event
+loop has time for another send (`send_pace.py`), load figures every 50 ms.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import replace
 from itertools import chain
 
 from site_engine.core.request import merge_tool_calls
+from site_engine.federation.send_pace import SendPace
 from site_engine.messages import Accepted, Bid, Delta, FromSite, Load, Rejected, Released, Step
 
-STEP_INTERVAL_S = 0.02
+STREAM_INTERVAL_S = 0.02
+"""Default of the longest that deltas wait to be sent together."""
 LOAD_INTERVAL_S = 0.05
 MAX_PARTS = 64
 MAX_ANSWERS = 4096
@@ -23,13 +26,13 @@ _ABOUT_ATTEMPTS = (Accepted, Rejected, Released)
 
 
 class Outbox:
-    """Answers leave in the order they were put; then one Step with all deltas; then load and bid."""
+    """Answers leave in the order they were put; then one Step with the deltas due; then load and bid."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
         self._answers: deque[FromSite] = deque()
         self._deltas: dict[tuple[str, int], list[Delta]] = {}
-        self._urgent = False
-        self._step_s = float("-inf")
+        self._urgent: set[tuple[str, int]] = set()  # choices whose deltas are due at once
+        self._pace = SendPace(stream_interval_s)
         self._load: Load | None = None
         self._load_s = float("-inf")
         self._bid: Bid | None = None
@@ -42,11 +45,13 @@ class Outbox:
         self._answers.append(message)
 
     def delta(self, delta: Delta, *, urgent: bool) -> None:
-        parts = self._deltas.setdefault((delta.attempt_id, delta.index), [])
+        choice = delta.attempt_id, delta.index
+        parts = self._deltas.setdefault(choice, [])
         parts.append(delta)
         if len(parts) >= MAX_PARTS:
             parts[:] = [_merged(parts)]
-        self._urgent = self._urgent or urgent
+        if urgent:
+            self._urgent.add(choice)
 
     def load(self, load: Load) -> None:
         self._load = load
@@ -64,15 +69,20 @@ class Outbox:
         self._answers = deque(each for each in self._answers if isinstance(each, _ABOUT_ATTEMPTS))
         self._load = self._bid = None
 
-    def take(self, now: float) -> list[FromSite]:
-        """Return everything that is due now, in the order in which it must be written."""
+    def take(self, now: float, busy_s: float = 0.0) -> list[FromSite]:
+        """Return everything that is due now, in the order in which it must be written.
+
+        `busy_s`: the CPU seconds of the event loop's thread so far.
+        """
         taken: list[FromSite] = list(self._answers)
         self._answers.clear()
-        if self._deltas and now >= self._step_due():
+        if self._deltas and now >= self._pace.due_s:
             taken.append(Step(tuple(_merged(parts) for parts in self._deltas.values())))
             self._deltas.clear()
-            self._urgent = False
-            self._step_s = now
+            self._pace.sent(now, busy_s)
+        elif self._urgent:
+            taken.append(Step(tuple(_merged(self._deltas.pop(choice)) for choice in self._urgent)))
+        self._urgent.clear()
         if self._load is not None and now >= self._load_s + LOAD_INTERVAL_S:
             taken.append(self._load)
             self._load = None
@@ -84,17 +94,14 @@ class Outbox:
 
     def due_s(self) -> float | None:
         """Return the time at which something is due; None if nothing is owed."""
-        if self._answers or self._bid is not None:
+        if self._answers or self._bid is not None or self._urgent:
             return float("-inf")
         moments = []
         if self._deltas:
-            moments.append(self._step_due())
+            moments.append(self._pace.due_s)
         if self._load is not None:
             moments.append(self._load_s + LOAD_INTERVAL_S)
         return min(moments, default=None)
-
-    def _step_due(self) -> float:
-        return float("-inf") if self._urgent else self._step_s + STEP_INTERVAL_S
 
 
 def _merged(parts: Sequence[Delta]) -> Delta:

@@ -18,6 +18,7 @@ from site_engine.core.request_queue import has_place
 from site_engine.engine_client import EngineClient, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.federation.attempts import Attempts, Routes, rejection
+from site_engine.federation.outbox import STREAM_INTERVAL_S
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +61,18 @@ class Site:
         *,
         on_finish: m.OnFinish = lambda *_: None,
         on_stuck: Callable[[str], None] = lambda _: None,
+        stream_interval_s: float = STREAM_INTERVAL_S,
     ) -> None:
-        """`on_stuck` is told why the process has to be started again."""
+        """`on_stuck` is told why the process has to be started again. Text waits to be sent with the next
+        for at most `stream_interval_s`, while the event loop is busy.
+        """
         self._on_finish = on_finish
         self._on_stuck = on_stuck
         self._hello = hello
         self._engine = engine
         self._clock = clock
         self._max_preparing = max_preparing
+        self._stream_interval_s = stream_interval_s
         self._models = {model.id for model in hello.models}
         self._connections: dict[str, Connection] = {}
         self._routes: Routes = {}
@@ -108,7 +113,7 @@ class Site:
             known = None
         if known is None:
             self._connected += 1
-            attempts = Attempts(self._connected, self._routes, self._on_finish)
+            attempts = Attempts(self._connected, self._routes, self._on_finish, self._stream_interval_s)
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
         known.draining = known.has_bid = False

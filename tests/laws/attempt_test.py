@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +16,12 @@ from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.link import Link
 from gateway.federation.offloading import ROUND_TIMEOUT_S, Offloading
+from gateway.federation.stream_pace import StreamPace
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
 
+WAIT_S = 30.0
 IDENTITY = SiteIdentity("s", "b", "c", "r", {}, slots=4, kv_capacity_tokens=100)
 FORECAST = Forecast((0, 10), (1.0,), "test")
 DEMAND = Demand("m", 5, 5.0, 10)
@@ -28,7 +31,7 @@ def decision(attempt_id: str) -> Decision:
     return Decision("q", attempt_id, "s", "mico", "test", (), {}, 0.0)
 
 
-def live(choices: int) -> LiveAttempt:
+def live(choices: int, pace: StreamPace | None = None) -> LiveAttempt:
     return LiveAttempt(
         decision=decision("a"),
         demand=DEMAND,
@@ -37,6 +40,7 @@ def live(choices: int) -> LiveAttempt:
         moves=0,
         on_cancel=lambda _: None,
         limits=AnswerLimits(10, 10, 1000),
+        pace=pace or StreamPace(),
     )
 
 
@@ -113,6 +117,68 @@ def test_what_came_before_a_break_is_handed_out_before_the_break() -> None:
             assert exc.failure.cause is FailureCause.LOST
         else:
             raise AssertionError("the break was swallowed")
+
+    asyncio.run(scenario())
+
+
+class Paced:
+    """A pace with clocks that the test moves, and the attempts that it wakes."""
+
+    def __init__(self, longest_s: float = 0.02) -> None:
+        self.now = self.busy_s = 0.0
+        self.pace = StreamPace(longest_s, lambda: self.now, lambda: self.busy_s)
+        self.woken: list[str] = []
+        self.readers = {name: partial(self._woken, name) for name in "ab"}
+        self.changed = asyncio.Event()
+
+    def _woken(self, name: str) -> None:
+        self.woken.append(name)
+        self.changed.set()
+
+    def step(self, elapsed_s: float, computed_s: float, names: str = "ab") -> list[str]:
+        self.now, self.busy_s = self.now + elapsed_s, self.busy_s + computed_s
+        self.woken.clear()
+        self.pace.begin()
+        for name in names:
+            self.pace.wake(self.readers[name])
+        return list(self.woken)
+
+
+def test_readers_are_woken_by_every_message_while_the_loop_has_time() -> None:
+    paced = Paced()
+    assert all(paced.step(0.005, 0.0024) == ["a", "b"] for _ in range(50))
+
+
+def test_readers_wait_for_one_another_while_the_loop_is_busy() -> None:
+    async def scenario() -> None:
+        paced = Paced()
+        assert paced.step(0.005, 0.0) == ["a", "b"]
+        assert paced.step(0.005, 0.005) == ["a", "b"], "it was idle until now"
+        assert paced.step(0.005, 0.005) == []
+        assert paced.step(0.003, 0.003, "b") == []
+        paced.changed.clear()
+        await asyncio.wait_for(paced.changed.wait(), WAIT_S)
+        assert paced.woken == ["a", "b"], "each once"
+
+    asyncio.run(scenario())
+
+
+def test_first_text_and_ends_wake_their_reader_at_once() -> None:
+    async def scenario() -> None:
+        paced = Paced(longest_s=100.0)
+        paced.step(200.0, 0.0)
+        paced.step(100.0, 100.0)  # from now on text waits
+        paced.step(1.0, 1.0)
+        attempt = live(1, paced.pace)
+        attempt.feed(Delta(0, "first", 1))
+        assert [each.text for each in await asyncio.wait_for(attempt.next(), WAIT_S)] == ["first"]
+        reading = asyncio.create_task(attempt.next())
+        await asyncio.sleep(0)
+        attempt.feed(Delta(0, "then", 2))
+        await asyncio.sleep(0)
+        assert not reading.done()
+        attempt.feed(Delta(0, ", last", 3, finish=Finish.STOP))
+        assert [each.text for each in await asyncio.wait_for(reading, WAIT_S)] == ["then, last"]
 
     asyncio.run(scenario())
 

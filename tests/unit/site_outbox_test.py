@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from site_engine import messages as m
 from site_engine.core.request import Finish
 from site_engine.errors import Reason
-from site_engine.federation.outbox import LOAD_INTERVAL_S, MAX_ANSWERS, STEP_INTERVAL_S, Outbox
+from site_engine.federation.outbox import LOAD_INTERVAL_S, MAX_ANSWERS, STREAM_INTERVAL_S, Outbox
+from site_engine.federation.send_pace import LOOP_SHARE
 from tests.support.site_fakes import FakeEngine
 
 FIGURES = FakeEngine().load()
@@ -24,15 +27,86 @@ def test_nothing_owed_is_never_due() -> None:
     assert outbox.take(1.0) == []
 
 
-def test_first_tokens_go_at_once_and_the_next_wait() -> None:
+def steps(messages: list[m.FromSite]) -> list[list[str]]:
+    """The attempts in each Step."""
+    return [
+        [each.attempt_id for each in message.deltas] for message in messages if isinstance(message, m.Step)
+    ]
+
+
+def test_an_idle_loop_sends_every_iteration() -> None:
+    outbox, now, busy_s = Outbox(), 10.0, 3.0
+    for count in range(100):
+        now, busy_s = now + 0.005, busy_s + 0.002
+        outbox.delta(delta("a", "x", count), urgent=False)
+        assert steps(outbox.take(now, busy_s)) == [["a"]]
+        assert outbox.due_s() is None
+
+
+def test_a_busy_loop_sends_several_iterations_together_and_none_too_late() -> None:
+    outbox, now, busy_s, sent = Outbox(), 10.0, 3.0, []
+    for count in range(400):
+        now, busy_s = now + 0.005, busy_s + 0.005
+        outbox.delta(delta("a", "x", count), urgent=False)
+        if taken := outbox.take(now, busy_s):
+            sent.append((now, len(taken[0].deltas[0].text)))
+    waits = [later - before for (before, _), (later, _) in pairwise(sent)]
+    assert max(waits) <= STREAM_INTERVAL_S + 0.005
+    assert sum(count for _, count in sent[2:]) / len(sent[2:]) > 2
+
+
+@given(st.floats(0.001, 0.03), st.floats(0.0, 0.01), st.floats(0.0, 0.01), st.floats(0.0, 0.05))
+def test_the_loop_keeps_its_share_or_deltas_wait_as_long_as_they_may(
+    iteration_s: float, per_iteration_s: float, per_send_s: float, longest_s: float
+) -> None:
+    """Of a loop that computes so long for every iteration and for every send."""
+    outbox, now, busy_s = Outbox(longest_s), 10.0, 0.0
+    sends, began = 0, (now, busy_s)
+    waits, sent_s = [], now
+    for count in range(300):
+        now, busy_s = now + iteration_s, busy_s + per_iteration_s
+        outbox.delta(delta("a", "x", count), urgent=False)
+        due_s = outbox.due_s()
+        assert due_s is not None
+        assert due_s <= sent_s + longest_s or sent_s == 10.0
+        if outbox.take(now, busy_s):
+            waits.append(now - sent_s)
+            sent_s, busy_s, sends = now, busy_s + per_send_s, sends + 1
+    share = (busy_s - began[1]) / (now - began[0])
+    if (per_iteration_s + per_send_s) / iteration_s < 0.99 * LOOP_SHARE:
+        assert sends == 300, "a loop that has time sends every iteration"
+    if share > 1.1 * LOOP_SHARE:
+        assert max(waits) >= longest_s * 0.9
+
+
+def test_a_pause_of_the_loop_is_no_load() -> None:
     outbox = Outbox()
-    outbox.delta(delta("a", "x", 1), urgent=True)
-    assert [type(each) for each in outbox.take(10.0)] == [m.Step]
+    outbox.delta(delta("a", "x", 1), urgent=False)
+    outbox.take(10.0, 5.0)
     outbox.delta(delta("a", "y", 2), urgent=False)
-    assert outbox.take(10.0) == []
-    assert outbox.due_s() == 10.0 + STEP_INTERVAL_S
+    outbox.take(20.0, 5.1)  # a hundredth of the pause
     outbox.delta(delta("a", "z", 3), urgent=False)
-    assert outbox.take(10.0 + STEP_INTERVAL_S) == [m.Step((delta("a", "yz", 3),))]
+    assert outbox.take(20.005, 5.1)
+
+
+def test_first_tokens_and_ends_go_at_once_and_alone() -> None:
+    outbox = Outbox()
+    outbox.delta(delta("a", "w", 0), urgent=False)
+    outbox.take(9.98, 0.98)
+    outbox.delta(delta("a", "x", 1), urgent=True)
+    outbox.take(10.0, 1.0)  # the loop has been busy since, so the next deltas wait
+    outbox.delta(delta("a", "y", 2), urgent=False)
+    assert outbox.take(10.0, 1.0) == []
+    assert outbox.due_s() == 10.0 + STREAM_INTERVAL_S
+    outbox.delta(delta("b", "v", 1), urgent=True)
+    assert outbox.due_s() == float("-inf")
+    assert steps(outbox.take(10.001, 1.0)) == [["b"]]
+    outbox.delta(delta("a", "z", 3), urgent=False)
+    outbox.delta(delta("b", "w", 2), urgent=False)
+    assert outbox.due_s() == 10.0 + STREAM_INTERVAL_S
+    outbox.delta(delta("b", "", 2, Finish.STOP), urgent=True)
+    assert outbox.take(10.002, 1.0) == [m.Step((delta("b", "w", 2, Finish.STOP),))]
+    assert outbox.take(10.0 + STREAM_INTERVAL_S, 1.0) == [m.Step((delta("a", "yz", 3),))]
     assert outbox.due_s() is None
 
 
