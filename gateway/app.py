@@ -31,6 +31,7 @@ from gateway.http.backend import Backend, Readiness
 from gateway.http.batches import batch_routes
 from gateway.http.body import BodyReader
 from gateway.http.files import file_routes
+from gateway.http.message_batches import message_batch_routes
 from gateway.http.server import ConnectionLimits, HttpServer, http_server
 from gateway.listeners import ListenerCredentials, load_credentials
 from gateway.query.answer import answer
@@ -296,6 +297,7 @@ def _batch_routes(backend: Backend, admin: AdminContext, batches: Batches) -> li
     return [
         *file_routes(backend, batches.files, batches.limits),
         *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
+        *message_batch_routes(backend, batches.files, batches.ledger, batches.limits, batches.runner.wake),
         *batch_reads(access, batches.ledger),
     ]
 

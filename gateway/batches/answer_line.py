@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from gateway.anthropic.messages_format import MESSAGES
 from gateway.batches.context import BatchContext
 from gateway.batches.values import WINDOW_S
 from gateway.domain import Caller, Lane, Query
@@ -28,6 +29,7 @@ ENDPOINTS: Final[Mapping[str, UnaryFormat]] = {
     "/v1/chat/completions": CHAT_COMPLETIONS,
     "/v1/completions": COMPLETIONS,
     "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
     "/v1/embeddings": EMBEDDINGS,
 }
 """The endpoints that the lines of a batch may address."""
@@ -98,10 +100,10 @@ def response_line(custom_id: str, query_id: str, body: bytes, status: int = 200)
     return _render(custom_id, query_id, response, None)
 
 
-def error_line(custom_id: str, query_id: str, error: Exception) -> bytes:
+def error_line(endpoint: UnaryFormat, custom_id: str, query_id: str, error: Exception) -> bytes:
     """Render the error that a client of the endpoint would have got."""
-    response = translate(error, query_id)
-    return response_line(custom_id, query_id, response.body(), response.status)
+    status, body = endpoint.error_response(translate(error, query_id), query_id)
+    return response_line(custom_id, query_id, body, status)
 
 
 def unanswered_line(custom_id: str, query_id: str, code: str, message: str) -> bytes:

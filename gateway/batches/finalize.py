@@ -43,17 +43,17 @@ async def finalize(batch: Batch, context: BatchContext, *, cancelled: bool) -> N
     except BaseException:
         await _discard(output, errors)
         raise
-    never_started = not batch.total
-    status = unanswered if cancelled or missing or never_started else BatchStatus.COMPLETED
+    total = output.lines + errors.lines  # 0: the batch ended before it was read
+    status = unanswered if cancelled or missing or not total else BatchStatus.COMPLETED
     ended = await context.ledger.end(  # if this fails, it may still have taken effect: the files stay
         batch.id,
         status,
         visible_files=[file for file in files if file is not None],
         output_file_id=files[0] and files[0].id,
         error_file_id=files[1] and files[1].id,
-        total=output.lines + errors.lines,  # one that was cancelled while it was read has none yet
+        total=total or batch.total,
         completed=output.lines,
-        failed=errors.lines,
+        failed=errors.lines - missing,
         at=context.unix_time(),
     )
     if not ended:

@@ -259,7 +259,7 @@ class Job:
         try:
             body = await self._answer_line(line, query_id, site)
         except AboveQuota as exc:
-            return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
+            return self._error(line, query_id, exc)
         except BudgetSpent as exc:  # queries in progress at other replicas may give tokens back
             return self._on_failure(line, query_id, exc)
         except (TooMany, Overloaded, NoSite, ShuttingDown) as exc:
@@ -268,7 +268,7 @@ class Job:
             wait_s = exc.retry_after_s or BACKOFF_S
             return Retry(replace(line, runs=line.runs + 1), wait_s, pauses_batch=True)
         except ClientMistake as exc:
-            return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
+            return self._error(line, query_id, exc)
         except DATABASE_ERRORS:
             return Retry(replace(line, runs=line.runs + 1), BACKOFF_S, pauses_batch=True)
         except Exception as exc:  # noqa: BLE001 - it becomes the line's outcome after the last failure
@@ -293,12 +293,16 @@ class Job:
             within_s=max(1.0, batch.expires_at - context.unix_time()),
         )
 
+    def _error(self, line: Line, query_id: str, exc: Exception) -> Outcome:
+        endpoint = ENDPOINTS[self.batch.endpoint]
+        return Outcome(line.number, True, error_line(endpoint, line.custom_id, query_id, exc))
+
     def _on_failure(self, line: Line, query_id: str, exc: Exception) -> Outcome | Retry:
         """Retry a line that failed; its last failure is its outcome."""
         if not isinstance(exc, MicoError):
             log.error("line %d of batch %s failed", line.number, self.batch.id, exc_info=exc)
         failures = line.failures + 1
         if failures >= self._context.limits.failures:
-            return Outcome(line.number, True, error_line(line.custom_id, query_id, exc))
+            return self._error(line, query_id, exc)
         again = replace(line, runs=line.runs + 1, failures=failures)
         return Retry(again, BACKOFF_S * 2**failures, pauses_batch=False)

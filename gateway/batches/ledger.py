@@ -85,9 +85,11 @@ class Ledger:
             row = (await connection.execute(query)).first()
             return None if row is None else await _with_counts(connection, _batch(row))
 
-    async def list_page(self, tenant: str | None, page: Page) -> list[Batch]:
+    async def list_page(self, tenant: str | None, page: Page, id_prefix: str = "") -> list[Batch]:
         """Return the batches of one page and one more if there are more. `tenant` None: of all tenants."""
-        conditions = [batches.c.tenant == tenant] if tenant is not None else []
+        conditions = [batches.c.id.startswith(id_prefix, autoescape=True)] if id_prefix else []
+        if tenant is not None:
+            conditions.append(batches.c.tenant == tenant)
         async with self._engine.connect() as connection:
             rows = (await connection.execute(await page_query(connection, batches, conditions, page))).all()
             return [await _with_counts(connection, _batch(row)) for row in rows]
@@ -288,8 +290,8 @@ class Ledger:
             await connection.execute(delete(batches).where(batches.c.id == batch_id))
 
 
-def new_id() -> str:
-    return f"batch_{secrets.token_hex(12)}"
+def new_id(prefix: str = "batch_") -> str:
+    return prefix + secrets.token_hex(12)
 
 
 def _input_file(batch: Batch) -> Select[Any]:

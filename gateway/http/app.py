@@ -11,13 +11,14 @@ from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
 from gateway.http.backend import Backend
-from gateway.http.error_handler import log_and_translate
-from gateway.http.exchange import Exchange, ExchangeMiddleware
+from gateway.http.error_handler import error_response
+from gateway.http.exchange import ExchangeMiddleware
 from gateway.http.generation import generation_apps, generation_routes
 from gateway.http.health import health_routes
 from gateway.http.models import model_routes
 from gateway.http.rate_headers import RATE_HEADERS
 from gateway.http.unsupported import unsupported_routes
+from gateway.openai.generation_format import CHAT_COMPLETIONS
 
 _EXPOSED_HEADERS = [
     "x-request-id",
@@ -65,8 +66,4 @@ def create_operators_http(backend: Backend, handlers: Sequence[ControllerRouterH
 
 
 def _render_error(request: Request[Any, Any, State], exc: Exception) -> Response[bytes]:
-    problem = log_and_translate(exc, Exchange.of(request.scope))
-    headers = {name.decode(): value.decode() for name, value in problem.headers}
-    return Response(
-        problem.body(), status_code=problem.status, headers=headers, media_type="application/json"
-    )
+    return error_response(request, exc, CHAT_COMPLETIONS.error_response)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from litestar import Request, Response
+from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 from litestar.types import Send
 from sqlalchemy.exc import DataError, SQLAlchemyError
@@ -61,6 +64,19 @@ def log_and_translate(exc: Exception, exchange: Exchange) -> ErrorResponse:
     if is_unexpected(exc):
         log.error("request %s failed", exchange.request_id, exc_info=exc)
     return translate_exception(exc, exchange.request_id)
+
+
+def error_response(
+    request: Request[Any, Any, State],
+    exc: Exception,
+    render: Callable[[ErrorResponse, str], tuple[int, bytes]],
+) -> Response[bytes]:
+    """Return the response for `exc`, rendered in the endpoint's format."""
+    exchange = Exchange.of(request.scope)
+    problem = log_and_translate(exc, exchange)
+    status, body = render(problem, exchange.request_id)
+    headers = {name.decode(): value.decode() for name, value in problem.headers}
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
 async def send_error(

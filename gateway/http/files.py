@@ -95,7 +95,9 @@ class _Upload:
     async def _read(self, scope: Scope, receive: Receive, form: UploadForm, tenant: str) -> File:
         max_bytes = self.limits.file_bytes
         size = min(announced_bytes(scope) or max_bytes, max_bytes)
-        await read_form(scope, receive, form, lambda: self._begin(tenant, size), max_bytes)
+        await read_form(
+            scope, receive, form, lambda: reserve_file(self.files, tenant, size, self.limits), max_bytes
+        )
         purpose = form.fields.get("purpose")
         if form.writer is None or purpose is None:
             name = "file" if form.writer is None else "purpose"
@@ -113,17 +115,6 @@ class _Upload:
         file = await form.writer.finish(form.filename or "upload.jsonl", purpose, kept_s)
         form.writer = None
         return file
-
-    async def _begin(self, tenant: str, size: int) -> FileWriter:
-        max_bytes = self.limits.tenant_bytes
-        try:
-            return await self.files.reserve(tenant, size, max_bytes)
-        except StorageFull as full:
-            raise BadRequest(
-                f"Your files hold {full.stored} bytes, this one {size},"
-                f" the most is {max_bytes}: delete some.",
-                code="storage_full",
-            ) from full
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +136,18 @@ class _Content:
         async for part in self.files.parts(file):
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def reserve_file(files: Files, tenant: str, size: int, limits: BatchLimits) -> FileWriter:
+    """Begin a file of `size` bytes. Raises BadRequest if the tenant has no room for it."""
+    try:
+        return await files.reserve(tenant, size, limits.tenant_bytes)
+    except StorageFull as full:
+        raise BadRequest(
+            f"Your files hold {full.stored} bytes, this one {size},"
+            f" the most is {limits.tenant_bytes}: delete some.",
+            code="storage_full",
+        ) from full
 
 
 async def get_file(files: Files, tenant: str, file_id: str) -> File:

@@ -25,6 +25,7 @@ from gateway.http.app import create_http
 from gateway.http.backend import Backend, Readiness
 from gateway.http.batches import batch_routes
 from gateway.http.files import file_routes
+from gateway.http.message_batches import message_batch_routes
 from gateway.query.answer import answer
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
 from tests.support.server_abilities import embed, to_base64
@@ -182,6 +183,9 @@ async def replica(
         routes = [
             *file_routes(backend, batches.files, batches.limits),
             *batch_routes(backend, batches.ledger, batches.limits, batches.runner.wake),
+            *message_batch_routes(
+                backend, batches.files, batches.ledger, batches.limits, batches.runner.wake
+            ),
             *batch_reads(access, batches.ledger),
         ]
         transport = httpx2.ASGITransport(create_http(backend, routes))
