@@ -181,6 +181,8 @@ class SiteIdentity:
     kv_capacity_tokens: int
     input_usd_per_mtok: float = 0.0
     output_usd_per_mtok: float = 0.0
+    cached_usd_per_mtok: float | None = None  # of input that the site had computed before; None: as any
+    usd_per_hour: float = 0.0  # of a site that is paid by the hour instead
     engine: str = "native"
     version: str = ""
     pool: str = ""  # machines of one cloud's group are one pool; empty: the site is its own

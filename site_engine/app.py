@@ -104,6 +104,8 @@ def make_hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...], ma
         kv_capacity_tokens=kv_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,
+        cached_usd_per_mtok=config.cached_usd_per_mtok,
+        usd_per_hour=config.usd_per_hour,
         version=own_version(),
     )
 

@@ -35,11 +35,12 @@ _AT_LEAST_ONE = (
     "requests_per_min",
     "tokens_per_min",
 )
+_PRICES = ("input_usd_per_mtok", "cached_usd_per_mtok", "output_usd_per_mtok")
 _AT_LEAST_ZERO = (
     "stream_interval_s",
     "iteration_floor_s",
-    "input_usd_per_mtok",
-    "output_usd_per_mtok",
+    *_PRICES,
+    "usd_per_hour",
     "drain_s",
     "silence_s",
 )
@@ -99,6 +100,8 @@ class SiteConfig:
 
     input_usd_per_mtok: float = 0.0
     output_usd_per_mtok: float = 0.0
+    cached_usd_per_mtok: float | None = None  # of input that it had computed before; absent: as any input
+    usd_per_hour: float = 0.0  # of a site that is paid by the hour, busy or idle, instead of by tokens
     drain_s: float = 25.0  # how long running answers may take when the process is told to end
     log_level: str = "info"
     otlp_url: str = (
@@ -117,7 +120,12 @@ class SiteConfig:
             _require(value is None or value >= 1, name, f"is {value}; it must be at least 1")
         for name in _AT_LEAST_ZERO:
             value = getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, name, f"is {value}; it must be 0 or more")
+            valid = value is None or (math.isfinite(value) and value >= 0)
+            _require(valid, name, f"is {value}; it must be 0 or more")
+        by_token = any(getattr(self, name) for name in _PRICES)
+        _require(
+            not (self.usd_per_hour and by_token), "usd_per_hour", "and prices per token exclude each other"
+        )
         _require(
             self.token_budget is None or self.token_budget >= (self.slots or 1) or self.engine != "native",
             "token_budget",
@@ -247,6 +255,7 @@ _BY_TYPE: dict[str, Callable[[Any], Any]] = {
     "int": parse_int,
     "int | None": parse_int,
     "float": parse_float,
+    "float | None": parse_float,
     "bool": parse_bool,
     "Path | None": parse_path,
     "tuple[str, ...]": parse_list,

@@ -227,6 +227,8 @@ class Hello:
     kv_capacity_tokens: int
     input_usd_per_mtok: float
     output_usd_per_mtok: float
+    cached_usd_per_mtok: float | None  # None: as any input
+    usd_per_hour: float
     version: str
     engine: str = "native"
     pool: str = ""

@@ -176,6 +176,8 @@ def make_hello(config: SiteConfig, discovery: Discovery) -> Hello:
         kv_capacity_tokens=profile.kv_capacity_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,
+        cached_usd_per_mtok=config.cached_usd_per_mtok,
+        usd_per_hour=config.usd_per_hour,
         version=f"{own_version()} ({profile.dialect.name}, load from {discovery.load_source})"[:200],
         engine="openai",
     )

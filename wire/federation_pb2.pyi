@@ -82,7 +82,7 @@ class GatewayBunch(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[GatewayMessage, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "pool", "highest_protocol", "attempts")
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "pool", "cached_usd_per_mtok", "usd_per_hour", "highest_protocol", "attempts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,8 @@ class Hello(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    CACHED_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
+    USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
@@ -113,9 +115,11 @@ class Hello(_message.Message):
     version: str
     reads_bunches: bool
     pool: str
+    cached_usd_per_mtok: float
+    usd_per_hour: float
     highest_protocol: int
     attempts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars")

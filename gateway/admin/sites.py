@@ -16,6 +16,7 @@ from gateway.federation.directory import Directory
 from gateway.http.backend import Backend
 from gateway.http.body import decode_as
 from gateway.operator_orders import SERVICE, Action, Order, Verb, clean_reason
+from gateway.prices import prices_of
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.snapshot import shown_state
 
@@ -77,6 +78,7 @@ def action_of(name: str, verb: str, body: ActRequest) -> Action:
 def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
     """Describe a site as JSON: prices in USD per million tokens, the weight as a percentage."""
     identity, load = site.identity, site.load
+    prices = prices_of(identity, load)
     return {
         "name": site.name,
         "cloud": identity.cloud,
@@ -102,8 +104,10 @@ def describe(site: Site, now_s: float, orders: list[Order]) -> dict[str, Any]:
         "clock_ahead_s": None if site.clock_ahead_s is None else round(site.clock_ahead_s, 3),
         "load_age_s": round(now_s - load.received_s, 3),
         "weight": round(site.weight * 100, 1),
-        "input_usd_per_mtok": identity.input_usd_per_mtok,
-        "output_usd_per_mtok": identity.output_usd_per_mtok,
+        "input_usd_per_mtok": prices.input_usd_per_mtok,
+        "cached_usd_per_mtok": prices.cached_usd_per_mtok,
+        "output_usd_per_mtok": prices.output_usd_per_mtok,
+        "usd_per_hour": identity.usd_per_hour,
         "orders": [order_dict(order) for order in orders if order.site == site.name],
     }
 

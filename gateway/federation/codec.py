@@ -77,6 +77,10 @@ def identity(hello: pb.Hello) -> SiteIdentity:
         kv_capacity_tokens=hello.kv_capacity_tokens,
         input_usd_per_mtok=_amount(hello.input_usd_per_mtok, "price"),
         output_usd_per_mtok=_amount(hello.output_usd_per_mtok, "price"),
+        cached_usd_per_mtok=_amount(hello.cached_usd_per_mtok, "price")
+        if hello.HasField("cached_usd_per_mtok")
+        else None,
+        usd_per_hour=_amount(hello.usd_per_hour, "price"),
         engine=_name(hello.engine) or "native",
         version=_name(hello.version),
         pool=_name(hello.pool),

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.domain import Site, SiteState
+from gateway.prices import NANO_USD, prices_of
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Figures, Fleet
 
@@ -70,9 +71,9 @@ def beyond_limits(demand: Demand, site: Site) -> str | None:
         return "is another site"
     if limits.max_usd is None:
         return None
-    usd = (
-        demand.prompt_tokens * identity.input_usd_per_mtok
-        + demand.response_tokens * identity.output_usd_per_mtok
+    cached_tokens = round(demand.cached.at(site.name))
+    nano_usd = prices_of(identity, site.load).nano_usd(
+        demand.prompt_tokens, cached_tokens, round(demand.response_tokens)
     )
-    usd /= 1e6
+    usd = nano_usd / NANO_USD
     return f"is expected to cost {usd:.2g} USD" if usd > limits.max_usd else None

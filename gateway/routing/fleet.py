@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.domain import Credit, Site, SiteState
+from gateway.prices import MTOK, prices_of
 
 Numbers = NDArray[np.float64]
 
@@ -50,7 +51,9 @@ class Figures(NamedTuple):
     token_load: Numbers
     weight: Numbers
     input_usd_per_token: Numbers
+    cached_usd_per_token: Numbers
     output_usd_per_token: Numbers
+    context_usd_per_token: Numbers  # read by each output token
 
 
 def size(prompt_tokens: float, response_tokens: float) -> float:
@@ -69,6 +72,7 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
     """
     share_ahead = 1.0 if known_ahead is None else known_ahead
     load, identity, cost = site.load, site.identity, site.load.iteration
+    prices = prices_of(identity, load)
     pending = (load.pending + credit.requests) * share_ahead
     prompt_tokens = (load.pending_prompt_tokens + credit.prompt_tokens) * share_ahead
     response_tokens = (load.pending_response_tokens + credit.response_tokens) * share_ahead
@@ -98,8 +102,10 @@ def figures(site: Site, credit: Credit, known_ahead: float | None = None) -> tup
         cost.per_kv_token_s,
         load.token_load + credit.prompt_tokens + credit.response_tokens,
         max(site.weight, 1e-9),
-        identity.input_usd_per_mtok / 1e6,
-        identity.output_usd_per_mtok / 1e6,
+        prices.input_usd_per_mtok / MTOK,
+        prices.cached_usd_per_mtok / MTOK,
+        prices.output_usd_per_mtok / MTOK,
+        prices.context_usd_per_mtok / MTOK,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gateway.domain import Site, SiteState
+from gateway.prices import prices_of
 from gateway.site_events import Event
 from gateway.telemetry.history import PLOTTED_SITES, Sample
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
@@ -177,7 +178,7 @@ def shown_state(site: Site, now_s: float) -> SiteState:
 def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_s: float) -> SiteView:
     identity, load = site.identity, site.load
     outstanding, capacity = outstanding_tokens(site), capacity_tokens(site)
-    kv = identity.kv_capacity_tokens
+    kv, prices = identity.kv_capacity_tokens, prices_of(identity, load)
     down = site.state is SiteState.DOWN
     return SiteView(
         name=site.name,
@@ -202,8 +203,8 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         ttft_p95_s=waits.ttft_p95_s,
         itl_p95_s=waits.itl_p95_s,
         errors_per_min=waits.errors_per_min,
-        input_usd_per_mtok=identity.input_usd_per_mtok,
-        output_usd_per_mtok=identity.output_usd_per_mtok,
+        input_usd_per_mtok=round(prices.input_usd_per_mtok, 4),
+        output_usd_per_mtok=round(prices.output_usd_per_mtok, 4),
         pool=identity.pool,
         certificate_until=None,
     )

@@ -19,9 +19,10 @@ pytestmark = pytest.mark.e2e
 Run = Callable[..., tuple[int, str, str]]
 
 SITE = (
-    "assigned capacity_tokens clock_ahead_s cloud engine input_usd_per_mtok kv_capacity_tokens "
-    "kv_free_tokens kv_reserved_tokens load_age_s models name orders output_usd_per_mtok pending pinned_off "
-    "prompt_tokens_total region rtt_s running slots state token_load tokens_per_s tokens_total version weight"
+    "assigned cached_usd_per_mtok capacity_tokens clock_ahead_s cloud engine input_usd_per_mtok "
+    "kv_capacity_tokens kv_free_tokens kv_reserved_tokens load_age_s models name orders "
+    "output_usd_per_mtok pending pinned_off prompt_tokens_total region rtt_s running slots state "
+    "token_load tokens_per_s tokens_total usd_per_hour version weight"
 )
 PROCESS = "log name pid role state"
 SHOWN_SITE = (

@@ -163,6 +163,8 @@ HELLO = Hello(
     kv_capacity_tokens=2 * CONTEXT_TOKENS,
     input_usd_per_mtok=0.1,
     output_usd_per_mtok=0.2,
+    cached_usd_per_mtok=0.01,
+    usd_per_hour=1.5,
     version="0.1.0",
     pool="eu",
 )

@@ -34,7 +34,7 @@ variable "model" {
 }
 
 variable "settings" {
-  description = "Further settings of the engine, as environment: MICO_SITE_SLOTS, MICO_SITE_OUTPUT_USD_PER_MTOK and the like. Nothing secret."
+  description = "Further settings of the engine, as environment: MICO_SITE_SLOTS, MICO_SITE_USD_PER_HOUR and the like. Nothing secret."
   type        = map(string)
   default     = {}
 }

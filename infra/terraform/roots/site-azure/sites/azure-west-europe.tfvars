@@ -13,7 +13,6 @@ site = {
 model = "Qwen/Qwen2.5-14B-Instruct"
 
 settings = {
-  MICO_SITE_SLOTS               = "128"
-  MICO_SITE_INPUT_USD_PER_MTOK  = "0.20"
-  MICO_SITE_OUTPUT_USD_PER_MTOK = "0.80"
+  MICO_SITE_SLOTS        = "128"
+  MICO_SITE_USD_PER_HOUR = "1.80" # of one machine: put in what you pay
 }

@@ -13,7 +13,6 @@ site = {
 model = "Qwen/Qwen2.5-7B-Instruct"
 
 settings = {
-  MICO_SITE_SLOTS               = "64"
-  MICO_SITE_INPUT_USD_PER_MTOK  = "0.10"
-  MICO_SITE_OUTPUT_USD_PER_MTOK = "0.40"
+  MICO_SITE_SLOTS        = "64"
+  MICO_SITE_USD_PER_HOUR = "0.50" # of one machine: put in what you pay
 }
