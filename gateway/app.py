@@ -38,6 +38,7 @@ from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.query.counting import TokenCounter
 from gateway.query.forecasting import ForecastService
+from gateway.query.targets import NamedModels
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
 from gateway.scaling.plan import ScalingPlan, read_plan
@@ -316,7 +317,8 @@ def _backend(config: GatewayConfig, core: Core, store: Store, side_work: SideWor
     return Backend(
         answer=partial(answer, query_context),
         count=TokenCounter(query_context).count,
-        models=lambda: list(query_context.directory.served.values()),
+        models=NamedModels(query_context),
+        routes=query_context.routes,
         authenticate=store.keys.authenticate,
         look_up_key=store.keys.look_up,
         quota_status=query_context.quotas.status,

@@ -85,7 +85,8 @@ class Query(msgspec.Struct, frozen=True):
     may have chosen it.
 
     `preferred_site` is the site to which a batch assigned the query jointly with others, None if the query is
-    decided alone. Times are seconds on the gateway's monotonic clock.
+    decided alone. `asked_model` is the route by which the query came to its model, empty without one. Times
+    are seconds on the gateway's monotonic clock.
     """
 
     id: str
@@ -101,6 +102,7 @@ class Query(msgspec.Struct, frozen=True):
     limits: PlacementLimits | None = None
     request_id: str = ""
     traceparent: str = ""
+    asked_model: str = ""
 
     @property
     def text(self) -> str:
@@ -254,15 +256,6 @@ class Site:
         return self.identity.name
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """All orders of operators for a site. `state` is READY, DRAINING or PAUSED; the default is no order."""
-
-    state: SiteState = SiteState.READY
-    weight: float = 1.0
-    pinned_off: frozenset[str] = frozenset()
-
-
 # ---- an answer -----------------------------------------------------------------------------------
 
 
@@ -295,6 +288,7 @@ class Opening(msgspec.Struct, frozen=True):
     queue_s: float
     prompt_tokens: int
     fingerprint: str
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +362,7 @@ class Attempt(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     first_token_s: float | None
+    model: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -392,6 +387,7 @@ class Outcome(msgspec.Struct, frozen=True):
     traceparent: str = ""
     mistaken: bool = False  # it ended by a mistake or a limit of the client: no failure of the gateway
     ending: Ending = Ending()
+    asked_model: str = ""
 
     @property
     def site(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gateway.domain import SiteState, Standing
+from gateway.domain import SiteState
 
 SERVICE, WEIGHT, MODEL = "service", "weight", "model "
 """Subjects of orders: a site has at most one order of each. A model's name follows `MODEL`."""
@@ -22,6 +22,15 @@ class Verb(StrEnum):
     WEIGHT = "weight"
     PIN_OFF = "pin-off"
     UNPIN = "unpin"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """All orders of operators for a site. `state` is READY, DRAINING or PAUSED; the default is no order."""
+
+    state: SiteState = SiteState.READY
+    weight: float = 1.0
+    pinned_off: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

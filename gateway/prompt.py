@@ -110,3 +110,14 @@ def memory_bytes(prompt: Prompt) -> int:
     )
     texts += sum(sys.getsizeof(each.content_json) for each in prompt.images)
     return texts + sys.getsizeof(prompt.tools_json) + sys.getsizeof(prompt.template_kwargs_json)
+
+
+def least_chars(prompt: Prompt) -> int:
+    """Return the characters that a model reads at least. Chat templates may leave out what the assistant
+    said, and white space around a message.
+    """
+    if isinstance(prompt, Pooling):
+        return 0
+    if not isinstance(prompt, Chat):
+        return len(prompt)
+    return sum(len(each.content.strip()) for each in prompt.messages if each.role != "assistant")

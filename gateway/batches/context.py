@@ -8,16 +8,21 @@ from dataclasses import dataclass, field
 
 from gateway.batches.files import Files
 from gateway.batches.ledger import Ledger
-from gateway.batches.values import BatchLimits
+from gateway.batches.values import Batch, BatchLimits
 from gateway.domain import Answer, Caller, Model, Query, Site
 from gateway.side_work import SideWork
 from predictor.forecast import Forecast
 
 
+def asked_model(batch: Batch) -> str:
+    """Return the model of a batch where no name stands for another."""
+    return batch.model or ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
     """`models`: those that sites serve now. `known_models`: those that any site serves or served; empty as
-    long as sites may still be joining.
+    long as sites may still be joining. `model_of`: the model that answers the lines of a batch now.
 
     `caller` looks up a key by its id, without I/O: its owner, also after the key has expired; None once the
     key is revoked. `dispatched` returns whether the query with this id has been given to a site. `clock` is
@@ -27,6 +32,7 @@ class BatchContext:
     answer: Answer
     models: Callable[[], Sequence[Model]]
     known_models: Callable[[], Collection[str]]
+    model_of: Callable[[Batch], str] = asked_model
     sites: Callable[[], Sequence[Site]]
     forecast: Callable[[Query], Awaitable[Forecast]]
     caller: Callable[[str], Caller | None]

@@ -175,7 +175,7 @@ class Job:
         for query_id, site in self._in_flight.items():
             if not self._context.dispatched(query_id):
                 starting[site] = starting.get(site, 0) + 1
-        return available(self._context.sites(), self.batch.model or "", starting, now_s)
+        return available(self._context.sites(), self._context.model_of(self.batch), starting, now_s)
 
     def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
@@ -199,7 +199,7 @@ class Job:
     def _model_is_unknown(self) -> bool:
         """Return whether certainly no site serves the model; each line then fails with that error."""
         known = self._context.known_models()
-        return bool(known) and self.batch.model not in known
+        return bool(known) and self._context.model_of(self.batch) not in known
 
     async def _collect(self) -> None:
         """Wait until lines end, for one tick at most, and write their outcomes."""

@@ -15,10 +15,11 @@ from gateway.batches.expiry import expire_for_ever
 from gateway.batches.files import Files
 from gateway.batches.ledger import LEASE_S, Ledger
 from gateway.batches.runner import POLL_S, Runner
-from gateway.batches.values import BatchLimits
+from gateway.batches.values import Batch, BatchLimits
 from gateway.domain import Caller
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
+from gateway.query.targets import NamedModels, model_of_batch
 from gateway.side_work import SideWork
 from gateway.store.database import open_engine
 
@@ -56,18 +57,15 @@ async def open_batches(
     ledger = Ledger(engine, f"{replica}-{uuid4().hex}", unix_time, lease_s)
     directory = query_context.directory
 
-    def dispatched(query_id: str) -> bool:
-        state = query_context.live_queries.get(query_id) or query_context.live_queries.get(f"{query_id}-0")
-        return state is not None and state.current is not None
-
     context = BatchContext(
         answer=partial(answer, query_context),
-        models=lambda: list(directory.served.values()),
+        models=NamedModels(query_context),
         known_models=lambda: directory.models if query_context.fleet_complete else (),
+        model_of=partial(_model_of, query_context, caller),
         sites=lambda: directory.sites,
         forecast=query_context.forecasts.request_ahead,
         caller=caller,
-        dispatched=dispatched,
+        dispatched=partial(_is_dispatched, query_context),
         files=files,
         ledger=ledger,
         side_work=side_work or SideWork(),
@@ -85,3 +83,13 @@ async def open_batches(
         expiring.cancel()
         await asyncio.gather(expiring, return_exceptions=True)
         await engine.dispose()
+
+
+def _model_of(context: QueryContext, caller: Callable[[str], Caller | None], batch: Batch) -> str:
+    return model_of_batch(batch.model or "", batch.id, caller(batch.key_id), context)
+
+
+def _is_dispatched(context: QueryContext, query_id: str) -> bool:
+    live = context.live_queries
+    state = live.get(query_id) or live.get(f"{query_id}-0")
+    return state is not None and state.current is not None

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState, Standing
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
+from gateway.operator_orders import Standing
 from gateway.routing.fleet import Fleet
 
 MAX_SITES = 10_000

@@ -24,6 +24,7 @@ _EXPOSED_HEADERS = [
     "x-request-id",
     "openai-processing-ms",
     "x-mico-site",
+    "x-mico-model",
     "x-mico-attempts",
     "x-mico-queue-ms",
     *RATE_HEADERS,

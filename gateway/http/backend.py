@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from gateway.errors import NoSite
 from gateway.http.body import BodyReader
 from gateway.http.rate_headers import QuotaLookup, no_quota
 from gateway.ids import hex_ids
+from gateway.routing.model_routes import ModelRoute
 from gateway.security.login_limiter import LoginLimiter
 
 T = TypeVar("T")
@@ -36,9 +37,10 @@ async def _counts_nothing(_: Query) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """`count` returns the tokens of a prompt. `models` are those that sites serve now. `authenticate` works
-    in memory and in constant time; `look_up_key` may ask the database for a key that `authenticate` does not
-    know. `quota_status` returns the quota that a caller sees in the rate limit headers.
+    """`count` returns the tokens of a prompt. `models` are those that sites serve now, with the `routes`, the
+    names that stand for some. `authenticate` works in memory and in constant time; `look_up_key` may ask the
+    database for a key that `authenticate` does not know. `quota_status` returns the quota that a caller sees
+    in the rate limit headers.
 
     `clock` is monotonic, `unix_time` dates responses. A stream that has waited `first_byte_s` for its first
     token is opened without it, so that no load balancer cuts it; after that, a comment is sent whenever the
@@ -48,6 +50,7 @@ class Backend:
     answer: Answer
     count: Callable[[Query], Awaitable[int]] = _counts_nothing
     models: Callable[[], Sequence[Model]]
+    routes: Callable[[], Mapping[str, ModelRoute]] = dict
     authenticate: Callable[[str], Caller | None]
     look_up_key: Callable[[str], Awaitable[Caller | None]] = _no_such_key
     quota_status: QuotaLookup = no_quota

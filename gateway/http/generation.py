@@ -189,9 +189,10 @@ class GenerationEndpoint(UnaryEndpoint):
 
 
 def provenance_headers(opening: Opening) -> tuple[Header, ...]:
-    """Return the headers with the site of the answer, the attempts and the time in the queue."""
+    """Return the headers with the answer's site and model, the attempts and the time in the queue."""
     return (
         (b"x-mico-site", safe_header_value(opening.site)),
+        (b"x-mico-model", safe_header_value(opening.model)),
         (b"x-mico-attempts", b"%d" % opening.attempts),
         (b"x-mico-queue-ms", b"%d" % round(1000 * opening.queue_s)),
     )

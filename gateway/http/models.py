@@ -1,4 +1,4 @@
-"""Serves GET /v1/models: those models that sites serve now and the caller may use."""
+"""Serves GET /v1/models: the models that sites serve now and the caller may use, and the routes to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from gateway.errors import ModelNotFound
 from gateway.http.auth import authenticate
 from gateway.http.backend import Backend
 from gateway.http.exchange import AnyRequest
+from gateway.routing.model_routes import may_name
 
 
 def model_routes(backend: Backend) -> list[HTTPRouteHandler]:
     async def usable(request: AnyRequest) -> dict[str, Model]:
-        caller = await authenticate(request.scope, backend)
-        return {model.id: model for model in backend.models() if caller.may_use(model.id)}
+        caller, routes = await authenticate(request.scope, backend), backend.routes()
+
+        def may_name_it(model: Model) -> bool:
+            route = routes.get(model.id)
+            return caller.may_use(model.id) if route is None else may_name(caller.may_use, route)
+
+        return {model.id: model for model in backend.models() if may_name_it(model)}
 
     @get("/v1/models")
     async def list_models(request: AnyRequest) -> Response[object]:

@@ -98,11 +98,13 @@ def merge_usages(usages: Sequence[Usage]) -> Usage:
 
 
 def merge_openings(openings: Sequence[Opening]) -> Opening:
-    """Return one opening for several: every site that takes part, the longest wait, all prompt tokens."""
+    """Return one opening for several: every site and model that takes part, the longest wait, all prompt
+    tokens."""
     return replace(
         openings[0],
         site=",".join(sorted({opening.site for opening in openings})),
         attempts=max(opening.attempts for opening in openings),
         queue_s=max(opening.queue_s for opening in openings),
         prompt_tokens=sum(opening.prompt_tokens for opening in openings),
+        model=",".join(sorted({opening.model for opening in openings})),
     )

@@ -10,7 +10,7 @@ from gateway.decision import PlacementLimits
 from gateway.domain import Caller, Model, Query, Sampling, needs
 from gateway.errors import BadRequest, ContextTooLong
 from gateway.openai.fields import UNSUPPORTED, WRONG_VALUE, Fields
-from gateway.prompt import EMBED, RERANK, Chat, Pooling, Prompt
+from gateway.prompt import EMBED, RERANK, Prompt, least_chars
 
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -118,17 +118,6 @@ def _check_prompts(request: GenerationRequest, model: Model) -> None:
             " prompt and answer together.",
             param=request.prompt_field,
         )
-
-
-def least_chars(prompt: Prompt) -> int:
-    """Return the characters that a model reads at least. Chat templates may leave out what the assistant
-    said, and white space around a message.
-    """
-    if isinstance(prompt, Pooling):
-        return 0
-    if not isinstance(prompt, Chat):
-        return len(prompt)
-    return sum(len(each.content.strip()) for each in prompt.messages if each.role != "assistant")
 
 
 def _check_features(request: GenerationRequest, model: Model) -> None:

@@ -6,23 +6,24 @@ Does not speak HTTP (`gateway/http`), and does not know how a site is chosen (`g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from typing import NamedTuple, TypeVar
 
 from gateway.decision import Decision
 from gateway.domain import AnswerEvent, Query, SiteState
-from gateway.errors import BadRequest, DeadlinePassed, Forbidden, MicoError, ShuttingDown, TooMany
+from gateway.errors import DeadlinePassed, MicoError, ShuttingDown, TooMany
 from gateway.failure import FailureCause
 from gateway.federation.attempt import AttemptFailed, LiveAttempt
 from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import NO_ANSWER
+from gateway.query.refusals import refusal_of, too_short_sites
+from gateway.query.targets import Targets, prospect_of
 from gateway.quotas.ledger import SliceFull
 from gateway.routing.decide import Placement, decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, resume_options, same_weights, tries
-from gateway.routing.filters import beyond_limits
 from gateway.routing.policies import JOINT_POLICIES
 from gateway.routing.prefixes import NOTHING_CACHED, Cached, prefix_of
 
@@ -54,12 +55,14 @@ class Assignment(NamedTuple):
 class QueryRun:
     """The way of one query through the gateway. `run` calls the other public methods in order."""
 
-    __slots__ = ("_covering", "context", "query", "state")
+    __slots__ = ("_covering", "_plan", "_targets", "context", "query", "state")
 
     def __init__(self, context: QueryContext, query: Query) -> None:
         self.context = context
         self.query = query
         self.state = context.new_state(query)
+        self._targets = Targets()
+        self._plan = self._tries()
         self._covering: asyncio.Task[None] | None = None  # tops up the reservation of a longer answer
 
     async def run(self) -> AsyncGenerator[AnswerEvent, None]:
@@ -71,15 +74,15 @@ class QueryRun:
         # So a timer expires the wait that is in progress, and every later one.
         deadline = asyncio.get_running_loop().call_later(self._time_left_s(), state.expire)
         try:
+            self._turn_to(self._targets.begin(self.query, self.context))
             self.admit()
             await self.reserve_prompt()
             await self.forecast()
+            await self.stand_in()
             await self.reserve_answer()
-            plan = tries(self.query.sampling, self.context.max_tries, self.query.preferred_site)
-            planned = await self.batch_assign(next(plan))
+            planned = await self.batch_assign(next(self._plan))
             while not state.answered:
-                await self.await_rejoin(planned)
-                assignment = self.decide(planned)
+                assignment = await self.assign(planned)
                 attempt = self.dispatch(assignment)
                 try:
                     async for event in self.relay(attempt):
@@ -87,7 +90,7 @@ class QueryRun:
                     state.answered = True
                     self._learn_cached(assignment)
                 except AttemptFailed as failed:
-                    planned = plan.send(FailedTry(failed.failure, state.delivered))
+                    planned = await self.next_try(FailedTry(failed.failure, state.delivered))
             yield state.usage
         except MicoError as error:
             state.fail(error)
@@ -140,6 +143,16 @@ class QueryRun:
         except TimeoutError as exc:
             raise self._timeout_error() from exc
 
+    async def stand_in(self) -> None:
+        """Turn to another target of the route, where the first is overloaded or slow and the other is not."""
+        if not self._targets.are_left:
+            return
+        demand = self._demand(Try(1), self.query.needs)
+        turned = self._targets.stand_in(self.query, lambda model: prospect_of(demand, model, self.context))
+        if turned is not None:
+            self._turn_to(turned)
+            await self.forecast()
+
     async def reserve_answer(self) -> None:
         """Reserve the tokens of the answer's 90% quantile. Raises TooMany."""
         state = self.state
@@ -157,6 +170,22 @@ class QueryRun:
             return first
         return first._replace(preferred_site=await self._in_time(context.assign_in_window(demand)))
 
+    async def assign(self, planned: Try) -> Assignment:
+        """Decide on a try, or on the first of the next target of the route if no site is left for it."""
+        while True:
+            await self.await_rejoin(planned)
+            try:
+                return self.decide(planned)
+            except MicoError as error:
+                planned = await self._next_target(error)
+
+    async def next_try(self, failed: FailedTry) -> Try:
+        """Return the try after one that failed. Raises the error for the client if there is none."""
+        try:
+            return self._plan.send(failed)
+        except MicoError as error:
+            return await self._next_target(error)
+
     async def await_rejoin(self, planned: Try) -> None:
         """Wait a while for another site if the site of the last try was lost and no other can take over.
 
@@ -164,6 +193,8 @@ class QueryRun:
         """
         context, current = self.context, self.state.current
         if current is None or current.failure is None or current.failure.cause is not FailureCause.LOST:
+            return
+        if self._targets.are_left and not self.state.opened:
             return
         until_s = context.clock() + REJOIN_WITHIN_S
         while context.clock() < until_s and self._is_down_elsewhere(planned):
@@ -178,11 +209,8 @@ class QueryRun:
         demand, placed = self._place(planned)
         if placed.site is None:
             failure = state.current.failure if state.current else None
-            raise (
-                self._region_error()
-                or self._limits_error(demand)
-                or final_error(failure, planned.resume, placed.reason)
-            )
+            refusal = refusal_of(query, demand, context.directory.sites) if context.fleet_complete else None
+            raise refusal or final_error(failure, planned.resume, placed.reason)
         decision = Decision(
             query_id=query.id,
             attempt_id=context.new_id(),
@@ -242,10 +270,32 @@ class QueryRun:
 
     # ---- deciding
 
+    def _tries(self) -> Generator[Try, FailedTry, None]:
+        return tries(self.query.sampling, self.context.max_tries, self.query.preferred_site)
+
+    def _turn_to(self, query: Query) -> None:
+        """Go on with the query at another model; nothing of it has been delivered."""
+        if query is not self.query:
+            self.query = query
+            self.state.turn_to(query)
+            self._plan = self._tries()
+
+    async def _next_target(self, error: MicoError) -> Try:
+        """Turn to the next target of the route and return its first try. Raises the error for the client if
+        there is none, or if the answer has begun: only the same model can go on with it.
+        """
+        if self.state.opened:
+            raise error
+        self._turn_to(self._targets.after(error, self.query, self.context.directory.models))
+        await self.forecast()
+        return next(self._plan)
+
     def _place(self, planned: Try) -> tuple[Demand, Placement]:
         """Decide by the first way of resuming that some site supports."""
         context = self.context
-        excluded = self._too_short_sites() | self._sites_of_other_weights(planned)
+        excluded = self._sites_of_other_weights(planned)
+        if limit_tokens := self.state.too_short_context_tokens:
+            excluded |= too_short_sites(self.query.model, limit_tokens, context.directory.sites)
         for needs in resume_options(self.query, planned.resume):
             demand = self._demand(planned, needs)
             placed = decide(
@@ -311,17 +361,6 @@ class QueryRun:
             found = usage.cached_tokens / max(1, usage.prompt_tokens)
             self.context.prefixes.correct(site, expected, found)
 
-    def _too_short_sites(self) -> dict[str, str]:
-        """Return the sites that would refuse the prompt: it did not fit a context as long as theirs."""
-        limit_tokens = self.state.too_short_context_tokens
-        if not limit_tokens:
-            return {}
-        served = {
-            site.name: site.identity.models.get(self.query.model) for site in self.context.directory.sites
-        }
-        short = [name for name, model in served.items() if model and model.context_tokens <= limit_tokens]
-        return dict.fromkeys(short, "its context is too short")
-
     def _sites_of_other_weights(self, planned: Try) -> dict[str, str]:
         """Return the sites that would continue the answer as another model. An answer has begun once it was
         opened: by then the client has the revision, and a token that shows no text yet is of those weights,
@@ -333,31 +372,6 @@ class QueryRun:
         sites = self.context.directory.sites
         different = [site.name for site in sites if not same_weights(opened_by, site.identity, model)]
         return dict.fromkeys(different, "has other weights than those that began the answer")
-
-    def _region_error(self) -> Forbidden | None:
-        """Return the error for a key that may use none of the regions where the model is, as far as known."""
-        model, allowed = self.query.model, self.query.caller.regions
-        sites = [site.identity for site in self.context.directory.sites]
-        regions = {identity.region for identity in sites if model in identity.models}
-        if allowed is None or regions & allowed or not self.context.fleet_complete:
-            return None
-        where = ", ".join(sorted(regions))
-        return Forbidden(f"this key may not use the regions of {model}: {where}", param="model")
-
-    def _limits_error(self, demand: Demand) -> BadRequest | None:
-        """Return the error for limits of the request that no site can ever keep, as far as known."""
-        context, state = self.context, self.state
-        if demand.limits is None or state.opened or not context.fleet_complete:
-            return None
-        serving = [site for site in context.directory.sites if demand.model in site.identity.models]
-        ruled_out = {site.name: beyond_limits(demand, site) for site in serving}
-        if not serving or None in ruled_out.values():
-            return None
-        listed = "; ".join(f"{site} {reason}" for site, reason in sorted(ruled_out.items()))
-        return BadRequest(
-            f"No site that serves {demand.model} is within the limits of the request: {listed}.",
-            code="no_site_within_limits",
-        )
 
     # ---- quotas
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from gateway.domain import Outcome, Query, Status
@@ -20,6 +20,7 @@ from gateway.query.state import QueryState
 from gateway.quotas.ledger import QuotaLedger
 from gateway.routing.candidates import Policy
 from gateway.routing.demand import Demand
+from gateway.routing.model_routes import ModelRoute
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefixes import PrefixIndex
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry
@@ -44,7 +45,7 @@ class QueryContext:
 
     `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` waits
     until more of the quotas that are short here was asked for once, and returns False where that is of no
-    use. `trace_query` returns
+    use. `routes` returns the names that stand for models. `trace_query` returns
     the query as the site of an attempt gets it: with the span of that attempt, where there are traces.
     """
 
@@ -66,6 +67,7 @@ class QueryContext:
     prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     quotas: QuotaLedger = field(default_factory=QuotaLedger)
     lease_more: Callable[[], Awaitable[bool]] = _no_lease
+    routes: Callable[[], Mapping[str, ModelRoute]] = dict
     fleet_complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
     shutting_down: bool = False
     new_id: Callable[[], str] = field(default_factory=hex_ids)
@@ -170,6 +172,7 @@ def log_outcome(outcome: Outcome) -> None:
     fields: dict[str, object] = {
         "outcome": outcome.status.value,
         "model": outcome.model,
+        "asked_model": outcome.asked_model or outcome.model,
         "site": outcome.site,
         "attempts": len(outcome.attempts),
         "prompt_tokens": outcome.prompt_tokens,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import replace
+
 from gateway.domain import Query
 from gateway.errors import DeadlinePassed, Overloaded, ShuttingDown
 from gateway.failure import AttemptFailure
@@ -15,11 +17,13 @@ from gateway.federation.attempt import AttemptFailed
 from gateway.memory_budget import TENANT_PARTS
 from gateway.query.admission import RETRY_AFTER_S, check_model
 from gateway.query.context import QueryContext
+from gateway.query.targets import targets_of
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, tries
 
 MAX_COUNTS = 64
+COUNT = frozenset({"count"})
 WITHIN_S = 30.0
 SITE_WITHIN_S = 10.0
 """For so long a site is waited for, then another is asked."""
@@ -33,7 +37,13 @@ class TokenCounter:
         self._counting: list[str] = []  # the tenants of the counts in progress
 
     async def count(self, query: Query) -> int:
-        """Return the tokens of the prompt, those of the model's template included. Raises MicoError."""
+        """Return the tokens of the prompt, those of the model's template included. Raises MicoError.
+
+        For a route, those of its first target that can count now: which one will answer is not known.
+        """
+        if route := self._context.routes().get(query.model):
+            first, *_ = targets_of(query, route, self._context.directory.served, 0.0, needs=COUNT)
+            query = replace(query, model=first.model)
         self._admit(query)
         tenant = query.caller.tenant
         self._counting.append(tenant)
@@ -77,7 +87,7 @@ class TokenCounter:
             prompt_tokens=0,
             response_tokens=0.0,
             kv_tokens=0,
-            needs=query.needs | {"count"},
+            needs=query.needs | COUNT,
             regions=query.caller.regions,
         )
         placed = decide(

@@ -115,8 +115,10 @@ class QueryState:
     @property
     def too_short_context_tokens(self) -> int:
         """Return the longest context that a site found too short for the prompt; 0 if none did."""
-        refused = [a for a in self._attempts if a.failure and a.failure.cause is FailureCause.CONTEXT_LENGTH]
-        return max((a.site.models[self.query.model].context_tokens for a in refused), default=0)
+        model = self.query.model
+        tried = [each for each in self._attempts if each.failure and each.demand.model == model]
+        refused = [a for a in tried if a.failure and a.failure.cause is FailureCause.CONTEXT_LENGTH]
+        return max((a.site.models[model].context_tokens for a in refused), default=0)
 
     @property
     def usage(self) -> Usage:
@@ -143,7 +145,12 @@ class QueryState:
             queue_s=self._queue_s or 0.0,
             prompt_tokens=self.prompt_tokens,
             fingerprint=attempt.site.models[self.query.model].revision,
+            model=self.query.model,
         )
+
+    def turn_to(self, query: Query) -> None:
+        """Forget what was worked out for another model."""
+        self.query, self.first_demand, self.prefix = query, None, None
 
     def set_forecast(self, forecast: Forecast) -> None:
         self.forecast = forecast
@@ -218,6 +225,7 @@ class QueryState:
                 charged.reasoning_tokens,
                 self.error.__name__ if self.error else "",
             ),
+            asked_model=query.asked_model,
         )
 
     def _status(self) -> Status:
@@ -235,6 +243,7 @@ class QueryState:
             prompt_tokens=attempt.accepted.prompt_tokens if attempt.accepted else 0,
             completion_tokens=attempt.completion_tokens,
             first_token_s=self.first_token_s.get(attempt.id),
+            model=attempt.demand.model,
         )
 
 

@@ -11,6 +11,7 @@ from gateway.domain import AnswerEvent, Delta, Query
 from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.query.counting import TokenCounter
+from gateway.query.targets import NamedModels
 from tests.support.fakes.edge import CALLERS
 from tests.support.fakes.federation import Scene, ScriptedSite, scene, until
 from wire import federation_pb2 as pb
@@ -57,7 +58,8 @@ def backend_of(here: Scene) -> Backend:
     return Backend(
         answer=partial(answer, here.gateway),
         count=TokenCounter(here.gateway).count,
-        models=lambda: list(here.gateway.directory.served.values()),
+        models=NamedModels(here.gateway),
+        routes=here.gateway.routes,
         authenticate=CALLERS.get,
         ready=lambda: Readiness(True, ""),
         version="0",

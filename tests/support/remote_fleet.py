@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from gateway.domain import Delta, Query, SiteState, Standing, Usage
+from gateway.domain import Delta, Query, SiteState, Usage
+from gateway.operator_orders import Standing
 from gateway.query.answer import answer
 from site_engine.config import SiteConfig
 from site_engine.remote_site import serve

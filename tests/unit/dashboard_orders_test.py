@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gateway.admin import order_service
 from gateway.admin.order_service import event_of
-from gateway.domain import Credit, LoadReport, SiteIdentity, SiteState, Standing
+from gateway.domain import Credit, LoadReport, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
-from gateway.operator_orders import Action, AuditEntry, Order, Verb, order_of, standings
+from gateway.operator_orders import Action, AuditEntry, Order, Standing, Verb, order_of, standings
 from gateway.store.orders import OrderTable
 from gateway.telemetry.publisher import SnapshotPublisher
 from tests.support.fakes.federation import until

@@ -17,8 +17,9 @@ from gateway.batches import job, validate
 from gateway.batches.answer_line import MAX_LINE_INPUTS
 from gateway.batches.reading import LineRequest, RawLine
 from gateway.batches.values import BatchLimits, Line
-from gateway.domain import AnswerEvent, Lane, Query, Standing
+from gateway.domain import AnswerEvent, Lane, Query
 from gateway.errors import BudgetSpent, TooMany
+from gateway.operator_orders import Standing
 from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.side_work import INLINE_BYTES

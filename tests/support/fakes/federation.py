@@ -65,7 +65,9 @@ class ScriptedSite:
         answers_pings: bool = True,
         region: str = "here",
         output_usd_per_mtok: float = 0.0,
+        model: str = "m",
     ):
+        self.model = model
         self.boot_id = boot_id
         self.name, self.address, self.slots, self.token = name, address, slots, token
         self.seconds_per_token = seconds_per_token
@@ -88,7 +90,7 @@ class ScriptedSite:
             metadata=(("authorization", f"Bearer {self.token}"),)
         )
         model = pb.Model(
-            id="m",
+            id=self.model,
             revision=self.revision,
             context_tokens=self.context_tokens,
             features=self.features,

@@ -1,0 +1,157 @@
+"""The targets of the route that a query came by: the first, and those that stand in for it in order.
+
+A query without a route has its own model as the only one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from copy import copy
+
+from msgspec.structs import replace
+
+from gateway.domain import Caller, Model, Query
+from gateway.errors import BadRequest, ContextTooLong, Forbidden, MicoError, NoSite
+from gateway.prompt import least_chars
+from gateway.query.admission import RETRY_AFTER_S
+from gateway.query.context import QueryContext
+from gateway.routing.decide import decide
+from gateway.routing.demand import Demand
+from gateway.routing.model_routes import ModelRoute, Prospect, Target, draw, in_order, route_models, stand_in
+from gateway.routing.prefixes import NOTHING_CACHED
+
+
+class Targets:
+    """The targets of one query that have not had it. A change of target ends the wish for a site."""
+
+    __slots__ = ("_error", "_left")
+
+    def __init__(self) -> None:
+        self._left: list[Target] = []
+        self._error: MicoError | None = None  # of the first target: of the model that the client meant
+
+    @property
+    def are_left(self) -> bool:
+        return bool(self._left)
+
+    def begin(self, query: Query, context: QueryContext) -> Query:
+        """Return the query as it goes to its first target. Raises what `targets_of` raises."""
+        route = None if query.asked_model else context.routes().get(query.model)
+        if route is None:
+            return query
+        first, *self._left = targets_of(query, route, context.directory.models, draw(_draw_key(query.id)))
+        return _turned(query, first)
+
+    def stand_in(self, query: Query, prospect: Callable[[str], Prospect]) -> Query | None:
+        """Return the query as it goes to a target that stands in for one that is overloaded or slow, None
+        where it stays. The first target then stands in for that one.
+        """
+        target = stand_in(query.model, self._left, prospect)
+        if target is None:
+            return None
+        self._left = [Target(query.model), *(each for each in self._left if each is not target)]
+        return _turned(query, target)
+
+    def after(self, error: MicoError, query: Query, models: Mapping[str, Model]) -> Query:
+        """Return the query as it goes to the next target. Raises the first target's error if none is left."""
+        self._error = self._error or copy(error)  # whose traceback would hold this object
+        while self._left:
+            target = self._left.pop(0)
+            if not (
+                isinstance(error, ContextTooLong) and _context(target, models) <= _context(query, models)
+            ):
+                return _turned(query, target)
+        raise copy(self._error)
+
+
+class NamedModels:
+    """The models that sites serve now and the routes to them, as models: made anew once either changes."""
+
+    def __init__(self, context: QueryContext) -> None:
+        self._context = context
+        self._made_of: tuple[object, object] | None = None
+        self._models: list[Model] = []
+
+    def __call__(self) -> list[Model]:
+        served, routes = self._context.directory.served, self._context.routes()
+        if self._made_of is None or self._made_of[0] is not served or self._made_of[1] is not routes:
+            self._models = list({**served, **route_models(routes, served)}.values())
+            self._made_of = served, routes
+        return self._models
+
+
+def targets_of(
+    query: Query,
+    route: ModelRoute,
+    models: Mapping[str, Model],
+    drawn: float,
+    *,
+    needs: frozenset[str] = frozenset(),
+) -> list[Target]:
+    """Return the targets that could answer the query, in order, at least one.
+
+    A target is left out that the key may not use, that no listed site serves, or that lacks a feature; one
+    that is too short for the prompt or the answer only while another is not. Raises Forbidden, NoSite or
+    BadRequest if none is left.
+    """
+    allowed = [target for target in route.targets if query.caller.may_use(target.model)]
+    if not any(target.weight > 0 for target in allowed):
+        raise Forbidden(f"this key may not use the model {route.name!r}", param="model")
+    known = in_order([target for target in allowed if target.model in models], drawn)
+    if not known:
+        raise NoSite(f"no site serves a model of {route.name!r} now", retry_after_s=RETRY_AFTER_S)
+    needed = query.needs | needs
+    able = [target for target in known if needed <= models[target.model].features]
+    if not able:
+        raise BadRequest(
+            f"No model behind {route.name} has all of: {', '.join(sorted(needed))}."
+            " /v1/models lists what models can do.",
+            param="model",
+        )
+    return [target for target in able if _is_long_enough(models[target.model], query)] or able
+
+
+def model_of_batch(name: str, batch_id: str, caller: Caller | None, context: QueryContext) -> str:
+    """Return the model that answers the lines of a batch now: a route's first target that sites serve."""
+    route = context.routes().get(name)
+    if route is None or caller is None:
+        return name
+    served = context.directory.served
+    able = [each for each in route.targets if each.model in served and caller.may_use(each.model)]
+    return next((each.model for each in in_order(able, draw(_draw_key(batch_id)))), name)
+
+
+def prospect_of(demand: Demand, model: str, context: QueryContext) -> Prospect:
+    """Return when the sites of a model would begin a demand, by the estimates that a decision compares."""
+    if model != demand.model:
+        demand = dataclasses.replace(demand, model=model, cached=NOTHING_CACHED)
+    placed = decide(demand, context.directory.fleet, context.policy, now_s=context.clock(), turn=0)
+    if placed.site is None:
+        return Prospect()
+    waits, firsts = zip(*((each.wait_s, each.first_token_s) for each in placed.estimates), strict=True)
+    return Prospect(min(waits), min(firsts))
+
+
+def _turned(query: Query, target: Target) -> Query:
+    asked = query.asked_model or query.model
+    site = query.preferred_site if not query.asked_model else None
+    return replace(query, model=target.model, asked_model=asked, preferred_site=site)
+
+
+def _draw_key(query_id: str) -> str:
+    """Return what decides on the target: the prompts of one request go to one, and so do a batch's lines."""
+    return query_id.partition("-")[0]
+
+
+def _is_long_enough(model: Model, query: Query) -> bool:
+    prompt, most = query.prompt, query.sampling.max_tokens or 0
+    ids = len(prompt) if isinstance(prompt, tuple) else 0
+    if not model.context_tokens > 0:
+        return True
+    fits = not model.max_prompt_chars or least_chars(prompt) <= model.max_prompt_chars
+    return fits and ids < model.context_tokens and most <= model.context_tokens
+
+
+def _context(of: Target | Query, models: Mapping[str, Model]) -> int:
+    return models[of.model].context_tokens if of.model in models else 0
