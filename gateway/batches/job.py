@@ -179,8 +179,14 @@ class Job:
 
     def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
-        limits = self._context.limits
-        max_lines = min(max_lines, limits.in_flight // max(1, self._active_jobs()) - len(self._running))
+        limits, jobs = self._context.limits, max(1, self._active_jobs())
+        running = [task.get_name() for task in self._running if not task.done()]
+        starting = len(running) - sum(map(self._context.dispatched, running))
+        max_lines = min(
+            max_lines,
+            limits.in_flight // jobs - len(self._running),
+            max(1, limits.starting // jobs) - starting,
+        )
         size = sum(line.size for line in self._running.values())
         lines: list[Line] = []
         while len(lines) < max_lines and (line := self._next_line(now_s)) is not None:

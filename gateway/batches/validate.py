@@ -19,7 +19,7 @@ from gateway.prompt import Pooling
 
 MAX_ERRORS: Final = 50
 FORECAST_LINES: Final = 16
-"""Lines that are forecast together, and so the most that an interactive query waits for."""
+"""Lines that wait for their forecasts together; interactive queries have a lane of their own there."""
 
 
 class InvalidInputFile(Exception):

@@ -42,7 +42,8 @@ UNFINISHED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """`file_bytes` and `lines` are OpenAI's. `in_flight`: lines that one replica runs at once.
+    """`file_bytes` and `lines` are OpenAI's. `in_flight`: lines that one replica runs at once; `starting`:
+    those of them that no site has yet, which take this process's time and so that of interactive queries.
 
     `failures`: failed runs after which a line has failed for good.
     `tenant_batches`: batches of a tenant that have not ended.
@@ -56,6 +57,7 @@ class BatchLimits:
     tenant_batches: int = 100
     replica_batches: int = 8
     in_flight: int = 512
+    starting: int = 16
     in_flight_bytes: int = 64 * MIB
     failures: int = 3
     kept_s: float = 30 * DAY_S

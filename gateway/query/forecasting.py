@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.domain import Outcome, Query, Status
+from gateway.domain import Lane, Outcome, Query, Status
 from gateway.prompt import Chat
 from predictor.drift import DriftMonitor
 from predictor.errors import ArtifactError
@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 NO_ANSWER = Forecast((0, 1), (1.0,), "none")
 """Of queries that generate nothing: the least that a forecast can say."""
 MAX_BATCH = 64
+MAX_BATCH_LINES = 2
+"""Lines of batches that are forecast with the interactive queries of a bunch: a long line takes more than a
+millisecond, and an interactive query waits for those of two bunches at most, however many lines wait.
+"""
 MAX_INLINE_S = 0.002
 """Time for which a query that is answered alone may block the event loop, judged by texts of that length: it
 saves two thread switches, and the processor's caches stay warm.
@@ -78,6 +82,35 @@ class ForecastRequest(NamedTuple):
         return self.future.get_loop()
 
 
+class WaitingRequests:
+    """The requests that wait for the forecast thread, in two lanes: no number of lines of batches delays an
+    interactive query, nor the reverse.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: SimpleQueue[None] = SimpleQueue()  # one for each request, and one for the end
+        self._lanes = {Lane.INTERACTIVE: deque[ForecastRequest](), Lane.BATCH: deque[ForecastRequest]()}
+
+    def put(self, request: ForecastRequest, lane: Lane) -> None:
+        self._lanes[lane].append(request)
+        self._arrivals.put(None)
+
+    def close(self) -> None:
+        """End the last `take`, once it has taken all that waits. Nothing is put afterwards."""
+        self._arrivals.put(None)
+
+    def take(self) -> list[ForecastRequest]:
+        """Return the requests that are forecast together, once there are some; none after the end."""
+        self._arrivals.get()
+        bunch: list[ForecastRequest] = []
+        for lane, most in ((Lane.INTERACTIVE, MAX_BATCH), (Lane.BATCH, MAX_BATCH_LINES)):
+            waiting = self._lanes[lane]
+            bunch += [waiting.popleft() for _ in range(min(most, len(waiting)))]
+        for _ in bunch[1:]:
+            self._arrivals.get()
+        return bunch
+
+
 class ForecastService(Collector):
     """Forecasts on one thread and learns on another, so that no forecast waits for a lesson.
 
@@ -100,7 +133,7 @@ class ForecastService(Collector):
         self._learned_counts: Counter[str] = Counter()
         self._alone = False  # no other query was live when the last one came
         self._inline_chars = -1  # texts up to this length were forecast within MAX_INLINE_S
-        self._requests: SimpleQueue[ForecastRequest | None] = SimpleQueue()
+        self._requests = WaitingRequests()
         self._thread: Thread | None = None
         self._reload_task: asyncio.Task[None] | None = None
         self._learner = ThreadPoolExecutor(1, "learn")
@@ -127,20 +160,20 @@ class ForecastService(Collector):
         if self._alone and before and len(request.features.text) <= self._inline_chars:
             _resolve([request], self._forecast_batch([request]))
         else:
-            self._enqueue(request)
+            self._enqueue(request, query.lane)
         return request.future
 
     def request_ahead(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast of a query that is answered later, under another id: no outcome is awaited."""
         request = _forecast_request(query)
-        self._enqueue(request)
+        self._enqueue(request, query.lane)
         return request.future
 
-    def _enqueue(self, request: ForecastRequest) -> None:
+    def _enqueue(self, request: ForecastRequest, lane: Lane) -> None:
         if self._thread is None:
             self._thread = Thread(target=self._forecast_for_ever, name="forecast", daemon=True)
             self._thread.start()
-        self._requests.put(request)
+        self._requests.put(request, lane)
 
     def observe(self, outcome: Outcome) -> None:
         """Learn from a complete answer; one that was cut short says little about its full length."""
@@ -178,7 +211,7 @@ class ForecastService(Collector):
             self._reload_task.cancel()
             await asyncio.gather(self._reload_task, return_exceptions=True)
         if self._thread is not None:
-            self._requests.put(None)
+            self._requests.close()
             await asyncio.to_thread(self._thread.join)
         self._learner.shutdown()
 
@@ -195,14 +228,8 @@ class ForecastService(Collector):
 
     def _forecast_for_ever(self) -> None:
         """Run on the forecast thread: a batch is the requests that are there, and waits for no others."""
-        while (first := self._requests.get()) is not None:
-            batch = [first]
-            while len(batch) < MAX_BATCH and not self._requests.empty():
-                if (another := self._requests.get()) is None:
-                    self._requests.put(None)
-                    break
-                batch.append(another)
-            batch = [each for each in batch if not each.future.done()]  # the others were given up
+        while taken := self._requests.take():
+            batch = [each for each in taken if not each.future.done()]  # the others were given up
             if not batch:
                 continue
             forecasts = self._forecast_batch(batch)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from gateway.domain import Caller, Outcome, Query, Sampling, Status
-from gateway.query.forecasting import MAX_LEARNED_CHARS, ForecastService
+from gateway.domain import Caller, Lane, Outcome, Query, Sampling, Status
+from gateway.query.forecasting import MAX_BATCH, MAX_BATCH_LINES, MAX_LEARNED_CHARS, ForecastService
 from predictor.artifact import GRAPH_FILE, LEXICAL_NAME, SHIPPED, read_card, write
 from predictor.forecast import Forecast
 from predictor.histogram import HistogramForecaster
@@ -291,3 +292,37 @@ def test_queries_that_are_given_up_are_not_forecast() -> None:
         assert forecast == ["first", "kept"]
 
     asyncio.run(scenario())
+
+
+def test_an_interactive_query_waits_for_the_lines_of_two_bunches_at_most() -> None:
+    """And the lines are not left behind by any number of interactive queries."""
+    begun, goes_on, bunches = threading.Event(), threading.Event(), list[list[str]]()
+
+    class Slow:
+        name = "slow"
+
+        def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
+            begun.set()
+            assert goes_on.wait(60)
+            bunches.append([each.text for each in queries])
+            return [Forecast((0, 100), (1.0,), self.name) for _ in queries]
+
+    async def scenario() -> None:
+        forecasts = ForecastService(Slow(), Slow())
+        lines = [msgspec.structs.replace(query(f"l{n}", "line"), lane=Lane.BATCH) for n in range(60)]
+        waiting = [forecasts.request(line) for line in lines[:30]]
+        waiting += [forecasts.request_ahead(line) for line in lines[30:]]
+        while not begun.is_set():  # noqa: ASYNC110 - of a thread
+            await asyncio.sleep(0.001)
+        waiting += [forecasts.request(query(f"q{n}", "chat")) for n in range(3 * MAX_BATCH)]
+        goes_on.set()
+        async with asyncio.timeout(60):
+            await asyncio.gather(*waiting)
+        await forecasts.close()
+
+    asyncio.run(scenario())
+    lines = [bunch.count("line") for bunch in bunches]
+    chats = [bunch.count("chat") for bunch in bunches]
+    assert max(lines) <= MAX_BATCH_LINES and sum(lines) == 60
+    assert chats[:5] == [0, MAX_BATCH, MAX_BATCH, MAX_BATCH, 0]
+    assert lines[1] > 0

@@ -386,6 +386,27 @@ def test_lines_run_in_the_batch_lane_and_leave_no_counter_and_no_text_behind(url
     assert lanes == [Lane.BATCH] * 5
 
 
+def test_few_lines_are_on_their_way_to_a_site_however_many_have_room_there(url: str) -> None:
+    """Each takes time of the event loop, of the forecasts and of the database, which others need, too."""
+    starting: list[int] = []
+
+    async def main() -> None:
+        async with replica(url, slots=1_000) as here:
+            runner: Any = here.batches.runner
+
+            def dispatching(query: Query, _: str) -> Query:
+                starting.append(sum(not runner._context.dispatched(each) for each in runner._in_flight))
+                return query
+
+            here.scene.gateway.trace_query = dispatching
+            done = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(200)))))
+            assert done.request_counts.completed == 200
+
+    asyncio.run(main())
+    assert len(starting) == 200
+    assert 1 < max(starting) <= BatchLimits().starting
+
+
 def test_the_lines_of_a_batch_are_put_in_order_beside_the_event_loop(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
