@@ -1,8 +1,9 @@
 """A site whose iterations are counted, not computed, with the rows, slots, KV and queue of the engine.
 
 Between two changes of the set of rows all iterations are alike, so that they pass as one event. The queue is
-the engine's own, and a request needs KV for its prompt and the 90% quantile of its forecast, as in the
-engine's scheduler. Does not model pages: tokens are counted one by one.
+the engine's own. Until it ends, a request needs KV for its prompt and the 90% quantile of its forecast, as at
+most servers; the engine's scheduler counts on the room of those that end before. Does not model pages: tokens
+are counted one by one.
 """
 
 from __future__ import annotations

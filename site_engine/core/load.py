@@ -31,7 +31,7 @@ class LoadFigures(NamedTuple):
     pending: int
     token_load: float  # predicted tokens still to process: the M_k of the MICO paper (section 3.3)
     kv_free_tokens: int
-    kv_reserved_tokens: int  # reserved for running requests and not yet written
+    kv_reserved_tokens: int  # that running requests will need at once beyond those written
     tokens_per_s: float
     seconds_per_iteration: float
     iteration: IterationCost

@@ -241,7 +241,6 @@ class Request:
     computed: int = field(default=0, init=False)  # leading tokens whose keys and values lie in the pages
     swapped: int = field(default=0, init=False)  # leading tokens whose keys and values wait beside the pool
     pages: list[int] = field(default_factory=list, init=False)
-    reserved_pages: int = field(default=0, init=False)  # pages reserved and not yet taken
     row: int = field(default=-1, init=False)  # place in the runner's tables while running
     cached_tokens: int = field(default=0, init=False)  # prefix-cache hits since it last started
     preemptions: int = field(default=0, init=False)

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from math import exp, inf, log
 
 from site_engine.core.request import Lane, Request
+from site_engine.core.reserve import Remaining
 
 Score = Callable[[Request, float], float]
 """(request, reading of the ageing clock at its arrival) -> score; the lowest score goes first."""
@@ -105,18 +106,23 @@ def shortest_prompt(request: Request, _aged: float) -> float:
     return float(request.prompt_len)
 
 
+def forecast(request: Request) -> Remaining:
+    return Remaining(request.expected_remaining(), request.p90_remaining())
+
+
+def whole_limit(request: Request) -> Remaining:
+    """Return the tokens left up to the request's limit: the worst case."""
+    left = max(1, request.max_tokens - request.generated)
+    return Remaining(left, left)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The order of the queue, the tokens reserved for a response, and whether batches start together."""
+    """The order of the queue, the length expected of a response, and whether batches start together."""
 
     score: Score = least_work
-    reserved_tokens: Callable[[Request], int] = Request.p90_remaining
+    remaining: Callable[[Request], Remaining] = forecast
     static: bool = False  # a batch starts when the whole batch before it has ended
-
-
-def whole_limit(request: Request) -> int:
-    """Return the tokens left up to the request's limit: the worst case."""
-    return max(1, request.max_tokens - request.generated)
 
 
 DEFAULT_POLICY = Policy()
@@ -124,8 +130,8 @@ POLICIES = {
     "forecast": DEFAULT_POLICY,
     "fcfs": Policy(score=first_come),
     "shortest_prompt": Policy(score=shortest_prompt),
-    "worst_case": Policy(score=first_come, reserved_tokens=whole_limit),
-    "static": Policy(score=first_come, reserved_tokens=whole_limit, static=True),
+    "worst_case": Policy(score=first_come, remaining=whole_limit),
+    "static": Policy(score=first_come, remaining=whole_limit, static=True),
 }
 
 

@@ -13,6 +13,7 @@ from site_engine.core.page_pool import PagePool, SwapSpace
 from site_engine.core.prefix_cache import PrefixTree
 from site_engine.core.request import Request, State
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
+from site_engine.core.reserve import Reservation
 
 
 class ScheduledChunk(NamedTuple):
@@ -68,7 +69,7 @@ class Scheduler:
         self.swap = swap
         self.running: list[Request] = []  # chat lane first, then by start; preempted from the end
         self.preempted: list[Request] = []
-        self.reserved_pages = 0  # pages that running requests are expected to need and have not taken
+        self.reservation = Reservation(pool, policy.remaining, lambda: self._token_budget - len(self.running))
         self._token_budget = token_budget
         self._policy = policy
         self._share_prefixes = share_prefixes
@@ -90,6 +91,7 @@ class Scheduler:
         At most `max_new` requests start, to bound the planning time while a device computes.
         """
         plan = SchedulePlan()
+        self.reservation.iteration += 1
         self._preempt_for(now)
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
@@ -160,14 +162,21 @@ class Scheduler:
 
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
         """Plan the uncomputed tokens that fit the budget and the pages; return their number."""
+        held = len(request.pages)
         request.cached_tokens += self._share_prefix(request)
+        self.reservation.shares(request, held)
         missing = len(request.tokens) - request.computed
         reachable = (len(request.pages) + self.pool.available) * self.pool.page_size - request.computed
         length = min(missing, budget, reachable)
         if length <= 0:
             return 0
         self._grow(request, request.computed + length)
-        self._insert_prefix(request, request.computed + length)
+        if self.prefixes is not None:
+            page_size = self.pool.page_size
+            self._insert_prefix(request, request.computed + length)
+            self.reservation.computes(
+                request, request.computed // page_size, (request.computed + length) // page_size
+            )
         plan.prefills.append(ScheduledChunk(request, request.computed, length, length == missing))
         return length
 
@@ -193,9 +202,6 @@ class Scheduler:
         if pages is None:
             return False
         request.pages += pages
-        self._reserve(request, max(0, request.reserved_pages - need))
-        if request.reserved_pages == 0:
-            self._reserve_remaining(request)
         return True
 
     # ---- starting and preempting
@@ -209,7 +215,7 @@ class Scheduler:
             if request is None:
                 return
             self._share_prefix(request)
-            if not self._room_for(request):
+            if not self.reservation.fits(request):
                 self._drop_pages(request)
                 return
             self._start(request, now)
@@ -221,7 +227,7 @@ class Scheduler:
         if first is None or not self.running or self._policy.static:
             return
         last = self.running[-1]
-        if first.lane < last.lane and not (self._rows and self._room_for(first)):
+        if first.lane < last.lane and not (self._rows and self.reservation.fits(first)):
             self._preempt(last)
 
     def _next(self, now: float) -> Request | None:
@@ -229,11 +235,6 @@ class Scheduler:
         new = self.queue.first(now)
         preempted = min(self.preempted, key=lambda request: request.lane, default=None)
         return new if preempted is None or (new is not None and new.lane < preempted.lane) else preempted
-
-    def _room_for(self, request: Request) -> bool:
-        """Return whether the expected pages of `request` are free; a lone request always fits."""
-        need = self._expected_pages(request) - len(request.pages)
-        return not self.running or need <= self.pool.available - self.reserved_pages
 
     def _start(self, request: Request, now: float) -> None:
         if request in self.preempted:
@@ -247,7 +248,7 @@ class Scheduler:
         self._started += 1
         self._order[request.id] = (request.lane, self._started)
         insort(self.running, request, key=lambda one: self._order[one.id])
-        self._reserve_remaining(request)
+        self.reservation.start(request)
         if request.swapped and self.swap is not None:
             self._swap_in(request, self.swap)
 
@@ -276,7 +277,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         del self._order[request.id]
-        self._reserve(request, 0)
+        self.reservation.leave(request)
         self._insert_prefix(request, request.computed)
         self._drop_pages(request)
         self._rows.append(request.row)
@@ -307,17 +308,3 @@ class Scheduler:
 
     def _owner(self, request: Request) -> str:
         return "" if self._share_prefixes else request.tenant
-
-    # ---- reservations
-
-    def _reserve_remaining(self, request: Request) -> None:
-        need = self._expected_pages(request)
-        self._reserve(request, max(0, need - len(request.pages)))
-
-    def _expected_pages(self, request: Request) -> int:
-        """Return the pages that the policy reserves for a request, at least those of its present tokens."""
-        return self.pool.pages_for(len(request.tokens) + self._policy.reserved_tokens(request))
-
-    def _reserve(self, request: Request, pages: int) -> None:
-        self.reserved_pages += pages - request.reserved_pages
-        request.reserved_pages = pages

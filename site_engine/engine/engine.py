@@ -224,7 +224,7 @@ class SiteEngine:
             pending=len(queue) + len(preempted),
             token_load=sum(remaining) + unread + prompt_tokens + response_tokens,
             kv_free_tokens=self._pool.available * self._pool.page_size,
-            kv_reserved_tokens=scheduler.reserved_pages * self._pool.page_size,
+            kv_reserved_tokens=scheduler.reservation.reserved_tokens(),
             tokens_per_s=self._meter.tokens_per_s,
             seconds_per_iteration=self._meter.seconds_per_iteration,
             iteration=cost,

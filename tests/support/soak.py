@@ -264,7 +264,7 @@ class Soak:
         return {
             "open_requests": len(self.ledger.open) + load.running + load.pending,
             "pages": pool.capacity - pool.free,
-            "promised_pages": scheduler.reserved_pages,
+            "reserved_tokens": scheduler.reservation.reserved_tokens(),
             "slots": SETTINGS.slots - scheduler.free_slots,
             "swapped_tokens": swap.used_tokens,
             "queued_tokens": load.pending_prompt_tokens,

@@ -1,0 +1,138 @@
+"""Memory is reserved by its future peak: what ends makes room for what grows."""
+
+from __future__ import annotations
+
+import math
+import random
+from statistics import NormalDist, quantiles
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request
+from site_engine.core.request_queue import POLICIES
+from site_engine.core.reserve import KEPT_DEVIATIONS, FuturePeak, Span
+from site_engine.core.scheduler import SchedulePlan
+from tests.support.counted_engine import CountedEngine, Counts
+from tests.support.held_to_the_end import HeldToTheEnd
+
+WRONG_BY = 0.6
+"""Standard deviation of the logarithm of a length beside its forecast."""
+
+
+def at_once(_plan: SchedulePlan) -> float:
+    return 1.0
+
+
+def known(name: str, prompt: list[int], tokens: int) -> Request:
+    return Request(name, prompt, remaining=RemainingCurve.exactly(tokens), lane=Lane.BATCH)
+
+
+SPANS = st.builds(Span, st.integers(0, 60), st.integers(1, 50), st.just(0.0))
+
+
+@given(spans=st.lists(SPANS, max_size=12), new=SPANS)
+def test_the_peak_is_the_most_of_every_iteration(spans: list[Span], new: Span) -> None:
+    def held(at: int, those: list[Span]) -> float:
+        return sum(span.base + at for span in those if span.ends >= at)
+
+    future = FuturePeak()
+    for span in [*spans, new]:
+        future.add(span)
+    future.remove(new)
+    assert future.peak() == max((held(at, spans) for at in range(61)), default=0)
+    expected = max(held(at, [*spans, new]) for at in range(int(new.ends) + 1))
+    assert future.with_one_more(new) == max(expected, new.base)
+
+
+def test_room_is_kept_for_what_all_forecasts_together_may_miss() -> None:
+    future = FuturePeak([Span(10, 5, 9.0), Span(10, 5, 7.0)])
+    assert future.with_one_more(Span(10, 5, 9.0)) == 45 + KEPT_DEVIATIONS * 5
+
+
+@given(seed=st.integers(0, 100_000), page_size=st.sampled_from([1, 4, 16]), slots=st.integers(2, 12))
+def test_with_known_lengths_nothing_is_ever_preempted(seed: int, page_size: int, slots: int) -> None:
+    rnd = random.Random(seed)
+    prefixes = [[1000 * (at + 1) + each for each in range(rnd.choice([3, 20, 60]))] for at in range(3)]
+    requests, lengths = [], {}
+    for at in range(40):
+        prompt = [*rnd.choice([[], *prefixes]), *([at + 5] * rnd.randint(1, 40))]
+        lengths[str(at)] = rnd.choice([1, 5, 30, 100])
+        requests.append(known(str(at), prompt, lengths[str(at)]))
+    engine = CountedEngine(
+        lengths,
+        at_once,
+        kv_tokens=rnd.choice([208, 400, 800]),
+        slots=slots,
+        token_budget=rnd.choice([slots + 8, 64, 512]),
+        page_size=page_size,
+        policy=rnd.choice([POLICIES["fcfs"], POLICIES["forecast"]]),
+    )
+    counts = engine.run(requests)
+    assert counts.output == sum(lengths.values())
+    assert counts.preemptions == 0
+
+
+def test_requests_that_end_make_room_for_one_that_grows() -> None:
+    """200 tokens of memory: the long one needs 150 at its end, when the three short ones have long ended."""
+    lengths = {"long": 140, "a": 20, "b": 20, "c": 20}
+    engine = CountedEngine(lengths, at_once, kv_tokens=200, slots=4, token_budget=64, page_size=1)
+    for name, tokens in lengths.items():
+        engine.submit(known(name, [ord(name[0])] * 10, tokens))
+    engine.step()
+    assert len(engine.scheduler.running) == 4
+    assert engine.run().preemptions == 0
+
+
+def wrong_forecast(expected: float) -> RemainingCurve:
+    """Return the curve of a length that is lognormal around `expected`, as a calibrated forecast is."""
+    normal, points = NormalDist(), []
+    for part in (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0):
+        begins = math.log(part) / WRONG_BY if part else -9.0
+        left = 1 - normal.cdf(begins)
+        mean = math.exp(WRONG_BY**2 / 2) * (1 - normal.cdf(begins - WRONG_BY)) / left
+        p90 = math.exp(WRONG_BY * normal.inv_cdf(1 - 0.1 * left))
+        points.append(
+            RemainingPoint(
+                round(part * expected), (mean - part) * expected, max(1, round((p90 - part) * expected))
+            )
+        )
+    return RemainingCurve(tuple(points))
+
+
+def run_wrong(seed: int, held_to_the_end: bool, lane: Lane) -> Counts:
+    rnd = random.Random(seed)
+    lengths: dict[str, int] = {}
+    requests = []
+    for at in range(240):
+        expected = rnd.choice([40.0, 120.0, 400.0])
+        lengths[str(at)] = max(1, round(expected * math.exp(rnd.gauss(0, WRONG_BY))))
+        prompt = [at] * rnd.randint(10, 200)
+        requests.append(Request(str(at), prompt, remaining=wrong_forecast(expected), lane=lane))
+    engine = CountedEngine(
+        lengths,
+        lambda plan: 0.01 + 1e-4 * plan.tokens,
+        kv_tokens=12_000,
+        slots=64,
+        token_budget=512,
+        policy=POLICIES["fcfs"],
+    )
+    if held_to_the_end:
+        engine.scheduler.reservation = HeldToTheEnd(engine.pool)
+    return engine.run(requests)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wrong_forecasts_cost_less_than_quantiles_held_to_the_end(seed: int) -> None:
+    held, peak = run_wrong(seed, True, Lane.BATCH), run_wrong(seed, False, Lane.BATCH)
+    assert peak.output == held.output
+    assert held.seconds >= 1.05 * peak.seconds
+    assert peak.preemptions <= 12  # of 240 requests
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_first_tokens_of_chats_come_no_later(seed: int) -> None:
+    held, peak = (run_wrong(seed, way, Lane.CHAT).first_token_s.values() for way in (True, False))
+    assert sum(peak) <= sum(held)
+    assert quantiles(peak, n=100)[98] <= quantiles(held, n=100)[98]

@@ -1,0 +1,94 @@
+"""The engine's own scheduler over iterations that are counted, not computed: only lengths are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from site_engine.core.page_pool import PagePool
+from site_engine.core.prefix_cache import PrefixTree
+from site_engine.core.request import Request
+from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
+from site_engine.core.scheduler import SchedulePlan, Scheduler
+
+ANY_TOKEN = 7
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a run took. `cached` and `asked` are prompt tokens."""
+
+    seconds: float = 0.0
+    iterations: int = 0
+    output: int = 0
+    computed: int = 0
+    cached: int = 0
+    asked: int = 0
+    preemptions: int = 0
+    most_running: int = 0
+    first_token_s: dict[str, float] = field(default_factory=dict)
+
+
+class CountedEngine:
+    """Runs requests until each has as many tokens as `lengths` says; `seconds` is what an iteration costs."""
+
+    def __init__(
+        self,
+        lengths: dict[str, int],
+        seconds: Callable[[SchedulePlan], float],
+        *,
+        kv_tokens: int,
+        slots: int,
+        token_budget: int,
+        page_size: int = 16,
+        policy: Policy = DEFAULT_POLICY,
+    ) -> None:
+        self.counts = Counts()
+        self.pool = PagePool(kv_tokens // page_size, page_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            AdmissionQueue(policy.score),
+            PrefixTree(self.pool),
+            slots=slots,
+            token_budget=token_budget,
+            policy=policy,
+        )
+        self._lengths, self._seconds = lengths, seconds
+
+    def submit(self, request: Request) -> None:
+        request.max_tokens = self._lengths[request.id] if request.sampling.runs_out else 1 << 20
+        request.arrived_s = self.counts.seconds
+        self.scheduler.queue.push(request)
+
+    def step(self) -> list[Request]:
+        """Count one iteration and return the requests that ended with it."""
+        counts, scheduler = self.counts, self.scheduler
+        plan = scheduler.plan(counts.seconds)
+        scheduler.advance(plan)
+        counts.iterations += 1
+        counts.seconds += self._seconds(plan)
+        counts.computed += plan.tokens
+        counts.most_running = max(counts.most_running, len(scheduler.running))
+        ended = []
+        for request, _, _, samples in plan.chunks:
+            if samples:
+                request.tokens.append(ANY_TOKEN)
+                if request.first_token_s is None:
+                    request.first_token_s = counts.first_token_s[request.id] = counts.seconds
+                if request.generated >= self._lengths[request.id]:
+                    ended.append(request)
+        for request in ended:
+            counts.cached += request.cached_tokens
+            counts.asked += request.prompt_len
+            counts.preemptions += request.preemptions
+            counts.output += request.generated
+            scheduler.release(request)
+        return ended
+
+    def run(self, requests: Iterable[Request] = ()) -> Counts:
+        for request in requests:
+            self.submit(request)
+        while self.scheduler.has_work:
+            self.step()
+        assert self.pool.available == self.pool.capacity
+        return self.counts
