@@ -25,8 +25,10 @@ from gateway.routing.window import assign
 
 SITES = (1, 3, 10, 30, 100, 300, 1000)
 ROUNDS = 7
-PROMPT_CHARS = (500, 2_000, 10_000, 100_000)
+PROMPT_CHARS = (500, 2_000, 10_000, 100_000, 4_000_000)
 PROMISED_US = {3: 50.0, 1000: 1000.0}
+PROMISED_AFFINITY_US = {3: 60.0, 1000: 200.0}
+"""With 2,000 characters looked up and remembered."""
 PROMISED_WINDOW_MS = 100.0
 
 
@@ -78,7 +80,7 @@ def decision_us(policy: str, sites: int) -> float:
 def affinity_us(sites: int, remembered: PrefixIndex, chars: int) -> float:
     """Measure a decision that looks up a prompt among those remembered, and remembers it."""
     fleet = Fleet.of(site(number, Random(number)) for number in range(sites))
-    prompts = [f"{number} ".ljust(chars, "x") for number in range(100)]
+    prompts = [f"{number} ".ljust(chars, "x") for number in range(100 if chars < 1_000_000 else 10)]
     for number, prompt in enumerate(prompts):
         remembered.record(prefix_of(prompt, "t", "m"), fleet.sites[number % sites].name, 0.0)
 
@@ -136,7 +138,11 @@ def main() -> None:
         "prefixes_mib": mib,
         "news_us": news_us(),
         "window_ms": window_ms(1000, 1000),
-        "promised": {"decision_us": PROMISED_US, "window_ms": PROMISED_WINDOW_MS},
+        "promised": {
+            "decision_us": PROMISED_US,
+            "affinity_us": PROMISED_AFFINITY_US,
+            "window_ms": PROMISED_WINDOW_MS,
+        },
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
@@ -146,7 +152,8 @@ def main() -> None:
             print(f"{sites:5} sites: {each_us:7.1f} µs a decision")
         for chars, by_sites in affinity.items():
             print(
-                f"{chars:,} characters looked up and remembered: {by_sites[3]:.1f} µs a decision over 3 sites"
+                f"{chars:,} characters looked up and remembered: "
+                f"{by_sites[3]:.1f} µs a decision over 3 sites, {by_sites[1000]:.1f} over 1,000"
             )
         print(f"{len(remembered):,} of at most {MAX_PREFIXES:,} prefixes: {mib:.0f} MiB")
         print(f"one site's update: {result['news_us']:.1f} µs")

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.operator_orders import Standing
 from gateway.routing.fleet import Fleet
+from gateway.routing.prefixes import PrefixIndex
 
 MAX_SITES = 10_000
 MAX_REASON_CHARS = 200
@@ -29,6 +30,7 @@ class Directory:
         self.down_reasons: dict[str, str] = {}  # of sites that are down or ejected, one line each
         self.unknown_messages: dict[str, int] = {}  # of kinds that only newer sites know, by site
         self.fleet = Fleet()  # the same sites, as routing reads them
+        self.prefixes = PrefixIndex()  # what is in their caches
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -71,7 +73,9 @@ class Directory:
 
     def join(self, identity: SiteIdentity, now_s: float) -> None:
         """Add a site; it takes work from its first report on."""
-        self._sites.pop(identity.name, None)
+        before = self._sites.pop(identity.name, None)
+        if before is not None and before.identity.boot_id != identity.boot_id:
+            self.prefixes.forget(identity.name)
         self.down_reasons.pop(identity.name, None)
         empty = LoadReport(seq=0, received_s=now_s, kv_free_tokens=identity.kv_capacity_tokens)
         self._put(Site(identity, SiteState.STALE, empty))

@@ -355,11 +355,10 @@ class QueryRun:
 
     def _learn_cached(self, assignment: Assignment) -> None:
         """Compare the share of the prompt that the site had with what was expected of it."""
-        site, demand, usage = assignment.decision.site, assignment.demand, self.state.usage
-        expected = demand.cached.at(site) / max(1, demand.prompt_tokens)
-        if expected > 0.0 and assignment.planned.resume is None:
+        usage = self.state.usage
+        if assignment.planned.resume is None:
             found = usage.cached_tokens / max(1, usage.prompt_tokens)
-            self.context.prefixes.correct(site, expected, found)
+            self.context.prefixes.correct(assignment.demand.cached, assignment.decision.site, found)
 
     def _sites_of_other_weights(self, planned: Try) -> dict[str, str]:
         """Return the sites that would continue the answer as another model. An answer has begun once it was

@@ -64,7 +64,6 @@ class QueryContext:
     prompt_bytes: int = field(default=0, init=False)  # of the live queries
     turns: itertools.count[int] = field(default_factory=itertools.count)
     window: AssignmentWindow = field(default_factory=AssignmentWindow)
-    prefixes: PrefixIndex = field(default_factory=PrefixIndex)
     quotas: QuotaLedger = field(default_factory=QuotaLedger)
     lease_more: Callable[[], Awaitable[bool]] = _no_lease
     routes: Callable[[], Mapping[str, ModelRoute]] = dict
@@ -78,6 +77,10 @@ class QueryContext:
     @property
     def policy(self) -> Policy:
         return POLICIES[self.policy_name]
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        return self.directory.prefixes
 
     @property
     def live(self) -> int:

@@ -74,15 +74,14 @@ def decide(
 def _best_estimates(
     demand: Demand, candidates: Candidates, choice: Choice, now_s: float
 ) -> tuple[Estimate, ...]:
-    places, found, cost = candidates.places, candidates.estimates, choice.cost
-    if len(places) > MAX_ESTIMATES:
-        by = (found.finish_s if cost is None else cost)[places]
-        best = places[np.argpartition(by, MAX_ESTIMATES - 1)[: MAX_ESTIMATES - 1]]
-        places = np.union1d(best, [choice.place])
-    sites = candidates.sites
-    return tuple(
-        estimate_at(sites[place], found, place, demand, now_s, cost=cost) for place in places.tolist()
-    )
+    found, cost, sites = candidates.estimates, choice.cost, candidates.sites
+    if np.count_nonzero(candidates.may) > MAX_ESTIMATES:
+        by = np.where(candidates.may, found.finish_s if cost is None else cost, np.inf)
+        best = np.argpartition(by, MAX_ESTIMATES - 1)[: MAX_ESTIMATES - 1]
+        places = sorted({*best.tolist(), choice.place})
+    else:
+        places = candidates.places.tolist()
+    return tuple(estimate_at(sites[place], found, place, demand, now_s, cost=cost) for place in places)
 
 
 def _exclusion_reasons(

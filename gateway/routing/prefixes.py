@@ -7,38 +7,84 @@ their common beginning has blocks. The hashes of tenants differ, as their caches
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from hashlib import blake2b
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from hashlib import sha256
 from itertools import accumulate
+from math import inf
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gateway.prompt import Chat, Pooling, Prompt
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+HASH_BYTES: Final = 8
 FIRST_BLOCK_BYTES = 64
-BLOCKS_PER_SIZE = 8
-"""Blocks of one size, then as many of twice that: a block is at most a fifth of what it ends."""
-SIZES = 15  # 16 MiB in all
+BLOCKS_PER_SIZE = 6
+"""Blocks of one size, then as many of twice that: a block is at most a quarter of what it ends."""
+SIZES = 10  # 384 KiB in all
 BLOCK_BYTES = tuple(FIRST_BLOCK_BYTES << size for size in range(SIZES) for _ in range(BLOCKS_PER_SIZE))
 ENDS = tuple(accumulate(BLOCK_BYTES))
 """The bytes up to the end of each block."""
+READ_BYTES = 256
+"""Of a longer block only its end is read, so that a prompt of megabytes costs little more than a short one.
+What is put in or left out before shows there, as all later text moves; a change that moves nothing may not.
+"""
+SAMPLES = tuple((end - min(size, READ_BYTES), end) for size, end in zip(BLOCK_BYTES, ENDS, strict=True))
+MAX_CHARS = ENDS[-1]
+"""Prompts are not told apart beyond."""
 MAX_PREFIXES = 2**20
-"""Remembered hashes, about 200 bytes each."""
+"""Remembered hashes, about 100 bytes each."""
 MAX_AGE_S = 600.0
 """An entry that was of no use for this long is forgotten, within twice the time."""
 MAX_HOLDERS = 4
-COMMON: tuple[str, ...] = ()
-"""The holders of what more sites hold: it favours none of them, like a system prompt that all queries share.
-"""
+HINTED_SHARE = 0.5
+"""Of a prompt, expected at the site that answered its conversation where only a hint tells of it."""
+EPOCH_S = 5.0
+"""What a site computes within this time counts as cached at the same time."""
+LOST_SHARE = 0.5
+"""A site that had less than this part of what was expected has evicted it, and with it all older prefixes."""
+MIN_LEARNED_BYTES = 256
+"""Less than this is not learned from: caches keep whole pages of tokens."""
 TRUST_STEP = 0.2
 MIN_TRUST = 0.05
 
 
 class Prefix(NamedTuple):
-    """A prompt's beginning as a chain of hashes, and the length of the whole prompt."""
+    """A prompt's beginning as a chain of hashes, and the length of the whole prompt.
+
+    `hint`: the hash of the conversation that the client says the prompt belongs to; empty if it says nothing.
+    """
 
     hashes: tuple[bytes, ...]
     prompt_bytes: int
+    hint: bytes = b""
+
+
+class Holding(NamedTuple):
+    """What a site computed within EPOCH_S from `since_s`."""
+
+    site: str
+    since_s: float
+
+
+Holders = tuple[Holding, ...]
+COMMON: Holders = (Holding("", inf),)
+"""The holders of what more sites hold: it favours none of them, like a system prompt that all queries share.
+"""
+
+
+class Evidence(NamedTuple):
+    """Why a site is expected to have a share of a prompt: it computed that at `since_s`, or, where it is not
+    empty, `hint` says so.
+    """
+
+    share: float
+    since_s: float
+    hint: bytes
 
 
 class Cached(NamedTuple):
@@ -46,6 +92,7 @@ class Cached(NamedTuple):
 
     by_site: Mapping[str, float]
     elsewhere: float = 0.0
+    evidence: Mapping[str, Evidence] = MappingProxyType({})
 
     def at(self, site: str) -> float:
         return self.by_site.get(site, self.elsewhere)
@@ -54,40 +101,84 @@ class Cached(NamedTuple):
         """Return shares of a prompt as tokens of it."""
         if not self.by_site:
             return NOTHING_CACHED
-        return Cached({site: share * tokens for site, share in self.by_site.items()}, self.elsewhere * tokens)
+        by_site = {site: share * tokens for site, share in self.by_site.items()}
+        return Cached(by_site, self.elsewhere * tokens, self.evidence)
 
 
 NOTHING_CACHED = Cached(MappingProxyType({}))
 
 
-def prefix_of(prompt: Prompt, tenant: str, model: str) -> Prefix:
-    """Return the chain of a prompt. The hashes are the same in every gateway."""
-    data = _canonical(prompt)
-    digest = blake2b(f"{tenant}\0{model}".encode(), digest_size=8).digest()
-    hashes, begin = [], 0
-    for size in BLOCK_BYTES:
-        end = begin + size
-        if end > len(data):
-            break
-        digest = blake2b(digest + data[begin:end], digest_size=8).digest()
-        hashes.append(digest)
-        begin = end
-    return Prefix(tuple(hashes), len(data))
+def prefix_of(prompt: Prompt, tenant: str, model: str, hint: str = "") -> Prefix:
+    """Return the chain of a prompt. The hashes are the same in every gateway. `hint`: the client's name of
+    the conversation.
+    """
+    hasher = _salted(tenant, model).copy()
+    data, prompt_bytes = _canonical(prompt)
+    hashes = []
+    for begin, end in SAMPLES[: bisect_right(ENDS, len(data))]:
+        hasher.update(data[begin:end])
+        hashes.append(hasher.digest()[:HASH_BYTES])
+    named = sha256(f"{tenant}\0{model}\0hint\0{hint}".encode()).digest()[:HASH_BYTES] if hint else b""
+    return Prefix(tuple(hashes), prompt_bytes, named)
 
 
-def _canonical(prompt: Prompt) -> bytes:
-    """Return a prompt in the order in which templates write it: functions, then turns."""
-    if isinstance(prompt, str):
-        return prompt.encode(errors="surrogatepass")
+@lru_cache(maxsize=1024)
+def _salted(tenant: str, model: str) -> _Hash:
+    return sha256(f"{tenant}\0{model}\0".encode())
+
+
+def _canonical(prompt: Prompt) -> tuple[bytes, int]:
+    """Return the beginning of a prompt in the order in which templates write it, functions before turns, and
+    the length of the whole in bytes.
+    """
     if isinstance(prompt, Pooling):
-        return b""  # its inputs have nothing in common
+        return b"", 0  # its inputs have nothing in common
+    if isinstance(prompt, str):
+        return _encoded(prompt[:MAX_CHARS], len(prompt))
     if not isinstance(prompt, Chat):
-        return array("I", prompt).tobytes()
+        ids = array("I", prompt[: MAX_CHARS // 4])
+        return ids.tobytes(), ids.itemsize * len(prompt)
     parts = [prompt.tools_json, prompt.template_kwargs_json]
     for message in prompt.messages:
         parts += (message.role, message.name, message.reasoning, message.tool_calls_json)
         parts.append(message.content if message.images is None else message.images.content_json)
-    return "\0".join(parts).encode(errors="surrogatepass")
+    chars = sum(map(len, parts)) + len(parts) - 1
+    if chars > MAX_CHARS:
+        parts = _beginning(parts)
+    return _encoded("\0".join(parts), chars)
+
+
+def _beginning(parts: Iterable[str]) -> list[str]:
+    """Return the first MAX_CHARS of parts, one character between each two."""
+    kept, left = [], MAX_CHARS
+    for part in parts:
+        if left <= 0:
+            break
+        kept.append(part[:left])
+        left -= len(part) + 1
+    return kept
+
+
+def _encoded(text: str, chars: int) -> tuple[bytes, int]:
+    """Return the beginning of a text of `chars` in UTF-8, and about the length of the whole."""
+    data = text.encode(errors="surrogatepass")
+    return data, len(data) if len(text) == chars else len(data) * chars // len(text)
+
+
+class _SiteCache:
+    """What is known of the cache of one site. What it computed until `lost_s` is no longer there."""
+
+    __slots__ = ("alone", "holding", "lost_s", "trust")
+
+    def __init__(self, site: str, now_s: float) -> None:
+        self.trust = 1.0
+        self.lost_s = -inf
+        self.compute(site, now_s)
+
+    def compute(self, site: str, now_s: float) -> None:
+        """Begin a new epoch."""
+        self.holding = Holding(site, now_s)
+        self.alone: Holders = (self.holding,)
 
 
 class PrefixIndex:
@@ -95,61 +186,128 @@ class PrefixIndex:
 
     Two generations: new entries go to the younger; when it is full or old, it becomes the older, and what was
     that is forgotten. A site's reports of what it really had correct the expectations: `trust` is the part of
-    them that came true.
+    them that came true, and what is older than a prefix that was evicted counts as evicted, too.
     """
 
     def __init__(self, most: int = MAX_PREFIXES, max_age_s: float = MAX_AGE_S) -> None:
         self._most = most // 2
         self._max_age_s = max_age_s
         self._began_s = 0.0
-        self._young: dict[bytes, tuple[str, ...]] = {}
-        self._old: dict[bytes, tuple[str, ...]] = {}
-        self._trust: dict[str, float] = {}
+        self._young: dict[bytes, Holders] = {}
+        self._old: dict[bytes, Holders] = {}
+        self._caches: dict[str, _SiteCache] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def record(self, prefix: Prefix, site: str, now_s: float) -> None:
         """Record that a site has computed a prompt."""
-        if now_s - self._began_s > self._max_age_s or len(self._young) + len(prefix.hashes) > self._most:
-            self._old, self._young, self._began_s = self._young, {}, now_s
-        for each in reversed(prefix.hashes):
-            if site in self._young.get(each, ()):
-                break  # and so are all shorter ones
-            holders = self._holders(each)
-            if holders is None:
-                self._young[each] = (site,)
-            elif holders is COMMON or site in holders:
-                self._young[each] = holders
-            else:
-                self._young[each] = (*holders, site) if len(holders) < MAX_HOLDERS else COMMON
+        cache = self._cache_of(site, len(prefix.hashes) + 1, now_s)
+        self._put(reversed(prefix.hashes), cache)
+        if prefix.hint:
+            self._put((prefix.hint,), cache)
+
+    def record_hash(self, each: bytes, site: str, now_s: float) -> None:
+        """Record that a site has computed what ends with this hash, for whichever gateway."""
+        self._put((each,), self._cache_of(site, 1, now_s))
 
     def expected(self, prefix: Prefix) -> Cached:
         """Return the share of a prompt that each site is expected to have."""
-        share: dict[str, float] = {}
-        elsewhere = 0.0
-        for each, end in zip(prefix.hashes, ENDS, strict=False):
-            holders = self._holders(each)
-            if holders is None:
-                break  # a longer one is not remembered without the shorter ones
-            part = end / prefix.prompt_bytes
-            if holders is COMMON:
-                elsewhere = part
-            for site in holders:
-                share[site] = part
-        if not share:
+        if not self._caches:
             return NOTHING_CACHED
-        trust = self._trust
-        return Cached(
-            {site: max(elsewhere, part * trust.get(site, 1.0)) for site, part in share.items()}, elsewhere
-        )
+        held, common_bytes = self._held(prefix)
+        if not held:
+            return NOTHING_CACHED
+        per_byte = 1.0 / prefix.prompt_bytes
+        shares, evidence, elsewhere = {}, {}, common_bytes * per_byte
+        for site, (end, since_s, hint) in held.items():
+            share = end * per_byte
+            shares[site] = max(elsewhere, share * self._caches[site].trust)
+            if end >= MIN_LEARNED_BYTES:
+                evidence[site] = Evidence(share, since_s, hint)
+        return Cached(shares, elsewhere, evidence)
 
-    def correct(self, site: str, expected: float, found: float) -> None:
-        """Learn what a site really had of a prompt of which it was expected to have something."""
-        trust = self._trust.get(site, 1.0)
-        came_true = min(1.0, trust * found / expected)
-        self._trust[site] = max(MIN_TRUST, trust + TRUST_STEP * (came_true - trust))
+    def correct(self, expected: Cached, site: str, found: float) -> None:
+        """Learn the share that a site really had of a prompt."""
+        evidence, cache = expected.evidence.get(site), self._caches.get(site)
+        if evidence is None or cache is None:
+            return
+        came_true = min(1.0, found / evidence.share)
+        if evidence.hint:
+            if came_true < LOST_SHARE:
+                self._young[evidence.hint] = COMMON  # such a hint tells nothing
+            return
+        if came_true < LOST_SHARE:
+            cache.lost_s = max(cache.lost_s, evidence.since_s)
+        cache.trust = max(MIN_TRUST, cache.trust + TRUST_STEP * (came_true - cache.trust))
 
-    def _holders(self, each: bytes) -> tuple[str, ...] | None:
-        holders = self._young.get(each)
-        return self._old.get(each) if holders is None else holders
+    def forget(self, site: str) -> None:
+        """Forget what a site computed: it has started anew."""
+        if cache := self._caches.get(site):
+            cache.lost_s = cache.holding.since_s
+
+    def _held(self, prefix: Prefix) -> tuple[dict[str, tuple[float, float, bytes]], int]:
+        """Return the bytes that each site holds, since when, and the hint where that alone says so; and the
+        bytes that are common.
+        """
+        held: dict[str, tuple[float, float, bytes]] = {}
+        hashes, old, common_bytes = prefix.hashes[::-1], self._old, 0
+        last: Holders | None = None
+        ends = ENDS[: len(hashes)][::-1]
+        for each, end, young in zip(hashes, ends, map(self._young.get, hashes), strict=True):
+            holders = old.get(each) if young is None else young
+            if holders is last or holders is None:
+                continue
+            if holders is COMMON:
+                common_bytes = end  # and so are all shorter ones
+                break
+            for holding in holders:
+                if holding.site not in held and self._is_kept(holding):
+                    held[holding.site] = (end, holding.since_s, b"")
+            last = holders
+        if prefix.hint:
+            told_bytes = HINTED_SHARE * prefix.prompt_bytes
+            for holding in self._holders(prefix.hint):
+                if self._is_kept(holding) and held.get(holding.site, (0.0,))[0] < told_bytes:
+                    held[holding.site] = (told_bytes, holding.since_s, prefix.hint)
+        return held, common_bytes
+
+    def _holders(self, each: bytes) -> Holders:
+        return self._young.get(each) or self._old.get(each) or ()
+
+    def _is_kept(self, holding: Holding) -> bool:
+        """Return whether what a site has computed then is still in its cache, as far as known."""
+        cache = self._caches.get(holding.site)
+        return cache is not None and holding.since_s > cache.lost_s
+
+    def _cache_of(self, site: str, new: int, now_s: float) -> _SiteCache:
+        """Return the cache of a site, in the epoch of now, once there is room for so many new entries."""
+        if now_s - self._began_s > self._max_age_s or len(self._young) + new > self._most:
+            self._caches = {k: v for k, v in self._caches.items() if v.holding.since_s >= self._began_s}
+            self._old, self._young, self._began_s = self._young, {}, now_s
+        cache = self._caches.get(site)
+        if cache is None:
+            cache = self._caches[site] = _SiteCache(site, now_s)
+        elif now_s - cache.holding.since_s > EPOCH_S or cache.holding.since_s <= cache.lost_s:
+            cache.compute(site, now_s)
+        return cache
+
+    def _put(self, hashes: Iterable[bytes], cache: _SiteCache) -> None:
+        """Add a site to the holders of hashes, the longest first, until one of which it is known already."""
+        young, old, now, alone = self._young, self._old, cache.holding, cache.alone
+        for each in hashes:
+            holders = young.get(each)
+            if holders is None:
+                holders = old.get(each)
+            elif holders is alone or holders is COMMON or now in holders:
+                return  # and so it is of all shorter ones
+            young[each] = alone if holders is None else self._with(holders, cache)
+
+    def _with(self, holders: Holders, cache: _SiteCache) -> Holders:
+        if holders is COMMON:
+            return COMMON
+        now = cache.holding
+        others = tuple(each for each in holders if each.site != now.site and self._is_kept(each))
+        if not others:
+            return cache.alone
+        return (*others, now) if len(others) < MAX_HOLDERS else COMMON

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, islice, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.prompt import Chat, Images, Message
-from gateway.routing.prefixes import ENDS, MAX_HOLDERS, MIN_TRUST, PrefixIndex, prefix_of
+from gateway.routing.prefixes import (
+    ENDS,
+    EPOCH_S,
+    HINTED_SHARE,
+    MAX_CHARS,
+    MAX_HOLDERS,
+    MIN_TRUST,
+    PrefixIndex,
+    prefix_of,
+)
 
 texts = st.text(alphabet="ab", max_size=400)
 
@@ -27,7 +36,7 @@ def test_prompts_share_the_hashes_of_their_common_beginning(common: str, one: st
 
 def test_hashes_are_of_one_tenant_and_one_model_and_the_same_in_every_process() -> None:
     text = "x" * 64
-    assert prefix_of(text, "t", "m").hashes == (bytes.fromhex("93d75c3de2d28efe"),)
+    assert prefix_of(text, "t", "m").hashes == (bytes.fromhex("de0f6c16a50bc734"),)
     assert len({prefix_of(text, *of).hashes for of in (("t", "m"), ("u", "m"), ("t", "n"), ("tm", ""))}) == 4
 
 
@@ -49,9 +58,9 @@ def test_token_ids_and_lone_surrogates_are_prompts_as_well() -> None:
     assert prefix_of("\ud800" * 64, "t", "m").hashes
 
 
-def test_a_block_is_at_most_a_fifth_of_what_it_ends_beyond_the_first_ones() -> None:
+def test_a_block_is_at_most_a_quarter_of_what_it_ends_beyond_the_first_ones() -> None:
     sizes = [end - begin for begin, end in pairwise((0, *ENDS))]
-    assert all(size <= max(64, end / 5) for size, end in zip(sizes, ENDS, strict=True))
+    assert all(size <= max(64, end / 4) for size, end in zip(sizes, ENDS, strict=True))
 
 
 def test_the_longest_beginning_of_each_site_is_expected() -> None:
@@ -86,11 +95,112 @@ def test_entries_are_bounded_in_number_and_age() -> None:
 
 
 def test_trust_follows_what_a_site_really_had() -> None:
-    index, prefix = PrefixIndex(), prefix_of("x" * 64, "t", "m")
-    index.record(prefix, "a", 0.0)
-    for _ in range(50):
-        index.correct("a", index.expected(prefix).at("a"), 0.0)
-    assert index.expected(prefix).at("a") == MIN_TRUST
-    for _ in range(50):
-        index.correct("a", index.expected(prefix).at("a"), 0.8)
-    assert abs(index.expected(prefix).at("a") - 0.8) < 0.01
+    index, prefix, times_s = PrefixIndex(), prefix_of("x" * 256, "t", "m"), count(0.0, 2 * EPOCH_S)
+
+    def trust_after(found: float) -> float:
+        for now_s in islice(times_s, 50):
+            index.record(prefix, "a", now_s)
+            index.correct(index.expected(prefix), "a", found)
+        index.record(prefix, "a", next(times_s))
+        return index.expected(prefix).at("a")
+
+    assert trust_after(0.0) == MIN_TRUST
+    assert abs(trust_after(0.8) - 0.8) < 0.01
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2_000)), max_size=8),
+    st.integers(0, 2),
+    st.integers(1, 2_000),
+)
+def test_no_more_is_expected_than_was_computed_and_little_less(
+    computed: list[tuple[int, int]], of: int, chars: int
+) -> None:
+    texts = ["".join(f"{talk}{n:04d} " for n in range(400)) for talk in "abc"]
+    index = PrefixIndex()
+    for number, (talk, length) in enumerate(computed):
+        index.record(prefix_of(texts[talk][:length], "t", "m"), f"s{number % 3}", float(number))
+    expected = index.expected(prefix_of(texts[of][:chars], "t", "m"))
+    for site in ("s0", "s1", "s2"):
+        had = [length for n, (talk, length) in enumerate(computed) if talk == of and f"s{n % 3}" == site]
+        most = min(chars, max(had, default=0))
+        assert most * 0.75 - 64 <= expected.at(site) * chars <= most + 1e-6
+
+
+@given(texts, st.sampled_from(("t", "u", "")), st.sampled_from(("m", "n")))
+def test_no_prompt_of_another_tenant_or_model_is_ever_found(text: str, tenant: str, model: str) -> None:
+    index = PrefixIndex()
+    own, other = prefix_of(text * 3, "mine", "m", "talk"), prefix_of(text * 3, tenant, model, "talk")
+    index.record(own, "a", 0.0)
+    index.record_hash(own.hashes[-1] if own.hashes else b"", "b", 0.0)
+    assert not index.expected(other).by_site
+
+
+def test_a_site_that_evicted_a_prefix_has_lost_all_older_ones() -> None:
+    index = PrefixIndex()
+    older, old, newer = (prefix_of(text * 512, "t", "m") for text in "xyz")
+    for number, prefix in enumerate((older, old, newer)):
+        index.record(prefix, "a", 10.0 * number)
+        index.record(prefix, "b", 10.0 * number)
+    index.correct(index.expected(old), "a", 0.0)
+    assert [index.expected(each).at("a") for each in (older, old)] == [0.0, 0.0]
+    assert index.expected(newer).at("a") > 0.5
+    assert index.expected(older).at("b") == 1.0, "another site has lost nothing"
+    index.record(old, "a", 30.0)
+    assert index.expected(old).at("a") > 0.5, "it has computed it anew"
+
+
+def test_a_site_that_starts_anew_has_nothing() -> None:
+    index, prefix = PrefixIndex(), prefix_of("x" * 512, "t", "m")
+    index.record(prefix, "a", 1.0)
+    index.forget("a")
+    assert not index.expected(prefix).by_site
+    index.record(prefix, "a", 2.0)
+    assert index.expected(prefix).at("a") == 1.0
+
+
+def test_a_hint_tells_where_texts_differ_until_it_proves_wrong() -> None:
+    index = PrefixIndex()
+    first, second, third = (prefix_of(text * 512, "t", "m", "talk 1") for text in "xyz")
+    index.record(first, "a", 0.0)
+    expected = index.expected(second)
+    assert (expected.at("a"), expected.at("b")) == (HINTED_SHARE, 0.0)
+    assert index.expected(first).at("a") == 1.0, "the text itself tells more"
+    assert not index.expected(prefix_of("y" * 512, "t", "m", "talk 2")).by_site
+    assert not index.expected(prefix_of("y" * 512, "t", "m")).by_site
+    index.correct(expected, "a", 0.0)
+    assert index.expected(first).at("a") == 1.0, "nothing was learned of texts"
+    index.record(second, "a", 10.0)
+    assert not index.expected(third).by_site
+
+
+def test_a_hint_that_queries_of_many_sites_share_favours_none() -> None:
+    index = PrefixIndex()
+    for number in range(MAX_HOLDERS + 1):
+        index.record(prefix_of(str(number) * 512, "t", "m", "one for all"), f"site-{number}", 0.0)
+    assert not index.expected(prefix_of("x" * 512, "t", "m", "one for all")).by_site
+
+
+def test_the_longest_hash_is_enough_to_tell_another_gateway() -> None:
+    here, there, text = PrefixIndex(), PrefixIndex(), "abcdefghijklmnop" * 64
+    told = prefix_of(text[:512], "t", "m")
+    there.record_hash(told.hashes[-1], "a", 0.0)
+    here.record(told, "a", 0.0)
+    longer = prefix_of(text, "t", "m")
+    assert there.expected(longer).by_site == here.expected(longer).by_site
+
+
+def test_a_huge_prompt_costs_no_more_hashes_than_a_long_one() -> None:
+    half = "x" * MAX_CHARS
+    huge = prefix_of(Chat((Message("user", half), Message("user", half))), "t", "m")
+    assert len(huge.hashes) == len(ENDS) and huge.prompt_bytes > 2 * MAX_CHARS
+    assert prefix_of(tuple(range(MAX_CHARS)), "t", "m").prompt_bytes == 4 * MAX_CHARS
+    umlauts = prefix_of("ä" * MAX_CHARS, "t", "m")
+    assert (len(umlauts.hashes), umlauts.prompt_bytes) == (len(ENDS), 2 * MAX_CHARS)
+
+
+def test_what_is_known_of_sites_is_forgotten_with_what_they_hold() -> None:
+    index = PrefixIndex(most=100, max_age_s=10.0)
+    for number in range(1_000):
+        index.record(prefix_of(str(number) * 64, "t", "m"), f"site-{number}", float(number))
+    assert len(index._caches) < 100
