@@ -141,7 +141,7 @@ def _block(block: Fields, role: str) -> str | Image | _Thought | dict[str, objec
     if kind == BLOCK_IMAGE.type and role == "user":
         return BLOCK_IMAGE.read(block) or ""
     if kind == "thinking" and role == "assistant":
-        return _Thought(block.text("thinking"))
+        return _Thought("" if block.required("thinking") is None else block.text("thinking"))
     if kind == "redacted_thinking" and role == "assistant":
         return ""  # encrypted by another provider
     if kind is not None:

@@ -161,6 +161,10 @@ def test_max_tokens_above_the_context_mean_as_many_as_fit() -> None:
         ("messages.0.content", {"messages": [{"role": "user"}]}),
         ("messages.0.content.0.source", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
         ("messages.0.content.0.type", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}),
+        (
+            "messages.0.content.0.thinking",
+            {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": None}]}]},
+        ),
         ("system.0.type", {"system": [{"type": "image"}]}),
         ("tools.0.input_schema", {"tools": [{"name": "f"}]}),
         ("tools.0.type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),

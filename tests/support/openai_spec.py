@@ -134,6 +134,8 @@ def from_types() -> dict[str, Any]:
     for name, kind in TYPES.items():
         schema = TypeAdapter(kind).json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
         defined = schema.pop("$defs", {})
+        if name.endswith("Asked") and name != "BatchAsked":
+            schema["properties"]["model"] = {"enum": ["m"]}  # which is served
         if name in ("ChatAsked", "TextAsked", "ResponseAsked"):
             _bound(schema["properties"], TEXT_BOUNDS if name == "TextAsked" else BOUNDS)
         schemas |= {name: schema} | {f"{name}.{inner}": each for inner, each in defined.items()}

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -24,9 +26,19 @@ REDIAL_S = 0.3
 class StandInSite:
     """Joins one gateway, and again whenever the stream is lost."""
 
-    def __init__(self, address: str, prompt_tokens: int, answer_tokens: int, *, token_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        prompt_tokens: int,
+        answer_tokens: int,
+        *,
+        token_s: float = 0.0,
+        name: str = "stand-in",
+        features: Sequence[str] = ("chat", "resume"),
+    ) -> None:
         """`token_s`: the time between two tokens; 0 for the whole answer at once."""
         self._token_s = token_s
+        self._hello = hello(name, features)
         self._answering: dict[str, asyncio.Task[None]] = {}
         self._address = address
         self._prompt_tokens = prompt_tokens
@@ -55,7 +67,7 @@ class StandInSite:
         stub = rpc.FederationStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
         out: asyncio.Queue[pb.SiteMessage] = asyncio.Queue()
-        out.put_nowait(pb.SiteMessage(hello=hello()))
+        out.put_nowait(pb.SiteMessage(hello=self._hello))
         writing = asyncio.create_task(self._write(call, out))
         reporting = asyncio.create_task(report(out))
         try:
@@ -76,12 +88,19 @@ class StandInSite:
                 attempt_id = message.assign.attempt_id
                 accepted = pb.Accepted(attempt_id=attempt_id, prompt_tokens=self._prompt_tokens)
                 out.put_nowait(pb.SiteMessage(accepted=accepted))
+                if message.assign.HasField("pooling"):
+                    out.put_nowait(pb.SiteMessage(step=pb.Step(deltas=[_pooled(message.assign)])))
+                    return
                 if not self._token_s:
                     self._put_delta(out, attempt_id, range(self._answer_tokens))
                     return
                 answering = asyncio.create_task(self._answer_slowly(out, attempt_id))
                 self._answering[attempt_id] = answering
                 answering.add_done_callback(lambda _: self._answering.pop(attempt_id, None))
+            case "count":
+                attempt_id = message.count.assign.attempt_id
+                counted = pb.Counted(attempt_id=attempt_id, prompt_tokens=self._prompt_tokens)
+                out.put_nowait(pb.SiteMessage(counted=counted))
             case "cancel":
                 if (current := self._answering.get(message.cancel.attempt_id)) is not None:
                     current.cancel()
@@ -119,11 +138,18 @@ async def due(out: asyncio.Queue[pb.SiteMessage]) -> list[pb.SiteMessage]:
     return list(bundle(messages))
 
 
-def hello() -> pb.Hello:
-    model = pb.Model(id="m", revision="1", context_tokens=8192, features=["chat", "resume"])
+def _pooled(assign: pb.Assign) -> pb.Delta:
+    """Return the same vector for every input and the same score for every document."""
+    vector = array("f", [0.5, 0.25]).tobytes()
+    pooled = [pb.Pooled(index=index, vector=vector, score=0.5) for index in range(assign.pooling.inputs)]
+    return pb.Delta(attempt_id=assign.attempt_id, finish=pb.Delta.STOP, pooled=pooled)
+
+
+def hello(name: str = "stand-in", features: Sequence[str] = ("chat", "resume")) -> pb.Hello:
+    model = pb.Model(id="m", revision="1", context_tokens=8192, features=features)
     return pb.Hello(
         protocol=1,
-        site="stand-in",
+        site=name,
         boot_id=str(time.monotonic_ns()),
         cloud="none",
         region="here",
