@@ -41,9 +41,11 @@ from gateway.query.forecasting import ForecastService
 from gateway.query.targets import NamedModels
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
+from gateway.routing.model_routes import ModelRoute
 from gateway.scaling.plan import ScalingPlan, read_plan
 from gateway.scaling.scaler import scaling
 from gateway.side_work import SideWork
+from gateway.store.model_routes import read_file
 from gateway.store.recorder_metrics import RecorderMetrics
 from gateway.store.store import Store, open_store
 from gateway.telemetry import logs
@@ -186,6 +188,7 @@ async def _core(
             traces.observe(outcome)
         forecasts.observe(outcome)
 
+    await store.routes.start(_routes_of_file(config))
     leases = Leases(store.slices, WhenAway(config.quotas_when_away), unix_time=store.clock)
     await leases.start()
     query_context = QueryContext(
@@ -201,6 +204,7 @@ async def _core(
         wall_clock=store.clock,
         quotas=leases.quotas,
         lease_more=leases.lease_more,
+        routes=lambda: store.routes.current,
         fleet_complete_s=clock() + REJOIN_S,
     )
     if traces is not None:
@@ -269,6 +273,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
             session_key=store.keys.session_key,
             ended_sessions=store.ended_sessions,
             store=store,
+            routes=store.routes,
         )
     finally:
         publisher.close()
@@ -282,6 +287,13 @@ def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
         return read_plan(config.scaling) if config.scaling else ScalingPlan()
     except ValueError as exc:
         raise ConfigError(f"scaling: {exc}") from exc
+
+
+def _routes_of_file(config: GatewayConfig) -> list[ModelRoute]:
+    try:
+        return read_file(config.routes) if config.routes else []
+    except ValueError as exc:
+        raise ConfigError(f"routes: {exc}") from exc
 
 
 def _forecaster(config: GatewayConfig, histogram: HistogramForecaster) -> Forecaster:

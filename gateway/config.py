@@ -59,6 +59,9 @@ class GatewayConfig:
     scaling: Path | None = (
         None  # a TOML file: the pools whose machines this gateway may have more or fewer of
     )
+    routes: Path | None = (
+        None  # a TOML file: names that stand for models, where operators have set none of the name
+    )
     most_live: int = 10_000
     most_tries: int = 4
     quotas_when_away: str = "hold"  # once a lease of quotas has run out unrenewed: "hold" on, or "refuse"

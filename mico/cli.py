@@ -31,6 +31,7 @@ from mico.commands import (
     processes,
     quotas,
     records,
+    routes,
     simulate,
     sites,
     top,
@@ -88,6 +89,7 @@ app.command()(top.top)
 app.add_typer(keys.app, name="keys")
 app.add_typer(quotas.tenants, name="tenants")
 app.add_typer(quotas.quotas, name="quotas")
+app.add_typer(routes.app, name="routes")
 app.command()(records.usage)
 app.command()(records.audit)
 app.add_typer(pki.app, name="pki")

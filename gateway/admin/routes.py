@@ -9,6 +9,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access
 from gateway.admin.dashboard.pages import page_routes
+from gateway.admin.model_routes import model_route_routes
 from gateway.admin.order_service import OrderService
 from gateway.admin.reads import read_routes
 from gateway.admin.session import session_routes
@@ -19,6 +20,7 @@ from gateway.domain import Caller
 from gateway.federation.directory import Directory
 from gateway.http.backend import Backend
 from gateway.store.ended_sessions import EndedSessions
+from gateway.store.model_routes import RouteTable
 from gateway.store.queries import OperatorReads
 from gateway.store.store import Store
 from gateway.telemetry.publisher import SnapshotPublisher
@@ -39,6 +41,7 @@ class AdminContext:
     session_key: bytes
     ended_sessions: EndedSessions | None = None
     store: Store | None = None
+    routes: RouteTable | None = None
 
 
 def admin_routes(backend: Backend, context: AdminContext) -> list[HTTPRouteHandler]:
@@ -50,4 +53,5 @@ def admin_routes(backend: Backend, context: AdminContext) -> list[HTTPRouteHandl
         *read_routes(access, context.publisher, context.reads),
         *stream_routes(access, context.publisher),
         *(tenancy_routes(access, context.store) if context.store else ()),
+        *(model_route_routes(access, context.routes, context.directory) if context.routes else ()),
     ]

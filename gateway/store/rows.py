@@ -41,6 +41,7 @@ class UsageRow(msgspec.Struct, frozen=True):
     forecast_p50: int | None = None
     forecast_p90: int | None = None
     cloud: str = ""
+    asked_model: str = ""
 
 
 class DecisionRow(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class DecisionRow(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     first_token_s: float | None
+    model: str = ""
 
 
 class EventRow(msgspec.Struct, frozen=True):
@@ -140,6 +142,7 @@ def _usage_row(outcome: Outcome, cloud: str) -> UsageRow:
         total_s=_finite(outcome.total_s) or 0.0,
         **_forecast_columns(outcome.forecast),
         cloud=_text(cloud),
+        asked_model=_text(outcome.asked_model),
     )
 
 
@@ -171,6 +174,7 @@ def _decision_rows(outcome: Outcome) -> tuple[DecisionRow, ...]:
             prompt_tokens=attempt.prompt_tokens,
             completion_tokens=attempt.completion_tokens,
             first_token_s=_finite(attempt.first_token_s),
+            model=_text(attempt.model),
         )
         for number, attempt in enumerate(outcome.attempts)
     )
@@ -187,7 +191,9 @@ def attempt_of(row: DecisionRow) -> Attempt:
         excluded=row.excluded,
         decided_s=row.decided_s,
     )
-    return Attempt(decision, row.ended, row.prompt_tokens, row.completion_tokens, row.first_token_s)
+    return Attempt(
+        decision, row.ended, row.prompt_tokens, row.completion_tokens, row.first_token_s, row.model
+    )
 
 
 def _estimate(values: dict[str, Any]) -> Estimate:

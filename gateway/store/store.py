@@ -14,6 +14,7 @@ from gateway.store.database import open_engine
 from gateway.store.ended_sessions import EndedSessions
 from gateway.store.errors import StoreError
 from gateway.store.keys import KeyRing
+from gateway.store.model_routes import RouteTable
 from gateway.store.orders import OrderTable
 from gateway.store.pepper import Pepper
 from gateway.store.queries import OperatorReads
@@ -42,6 +43,7 @@ class Store:
     quotas: QuotaTable
     slices: SliceTable
     ended_sessions: EndedSessions
+    routes: RouteTable
 
 
 @asynccontextmanager
@@ -62,6 +64,7 @@ async def open_store(
     """
     engine = open_engine(url)
     certificates = CertificateRegistry(engine)
+    routes = RouteTable(engine)
     with _usable(folder):
         keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
@@ -85,8 +88,10 @@ async def open_store(
             quotas=QuotaTable(engine),
             slices=SliceTable(engine, name, heard=clock.read),
             ended_sessions=EndedSessions(engine),
+            routes=routes,
         )
     finally:
+        await routes.close()
         await certificates.close()
         await retention.close()
         await recorder.close()

@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0011"
+SCHEMA: Final = "0013"
 """The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
@@ -102,6 +102,7 @@ usage = Table(
     Column("forecast_p50", BigInteger),
     Column("forecast_p90", BigInteger),
     Column("cloud", String, nullable=False, server_default=""),  # of that site
+    Column("asked_model", String, nullable=False, server_default=""),  # the route that led to the model
 )
 
 decisions = Table(
@@ -121,6 +122,7 @@ decisions = Table(
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("first_token_s", Double),
+    Column("model", String, nullable=False, server_default=""),
 )
 
 quotas = Table(
@@ -133,6 +135,17 @@ quotas = Table(
     Column(
         "stamp", BigInteger, nullable=False
     ),  # random at every change: the sum over all rows reveals any change
+)
+
+model_routes = Table(
+    "model_routes",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("route", JSON, nullable=False),
+    Column("who", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("changed_at", Double, nullable=False),
+    Column("stamp", BigInteger, nullable=False),  # as that of quotas
 )
 
 replicas = Table(

@@ -68,8 +68,9 @@ def explain(
 
 def print_explanation(session: Session, explained: ExplainedQuery) -> None:
     usage = explained.usage
+    model = f"{usage.model} by the route {usage.asked_model}" if usage.asked_model else usage.model
     session.terminal.data(
-        f"{usage.query_id}: {usage.model}, {usage.status}{f' ({usage.error})' if usage.error else ''}, "
+        f"{usage.query_id}: {model}, {usage.status}{f' ({usage.error})' if usage.error else ''}, "
         f"{usage.prompt_tokens} prompt + {usage.completion_tokens} completion tokens"
     )
     if usage.forecast_source is not None:

@@ -30,6 +30,8 @@ SHOWN_SITE = (
     "kv_used load models name output_per_s output_usd_per_mtok outstanding_tokens pending pinned_off pool "
     "region report_age_s running share slots state tokens_per_s ttft_p95_s weight"
 )
+ROUTE = "changed_at name reason shadow source targets who"
+TARGET = "model served slower_than_s weight when"
 KEY = "admin created_at expires_at hint id models name regions revoked_at state tenant"
 PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
@@ -49,12 +51,14 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     },
     ("explain", "REQUEST"): {
         "[]": "attempts usage",
-        "[].usage": "attempts cloud completion_tokens error first_token_s forecast_expected forecast_p50 "
-        "forecast_p90 forecast_source key_id model prompt_tokens query_id queue_s received_at request_id "
-        "site status tenant total_s",
-        "[].attempts[]": "completion_tokens decision ended first_token_s prompt_tokens",
+        "[].usage": "asked_model attempts cloud completion_tokens error first_token_s forecast_expected "
+        "forecast_p50 forecast_p90 forecast_source key_id model prompt_tokens query_id queue_s received_at "
+        "request_id site status tenant total_s",
+        "[].attempts[]": "completion_tokens decision ended first_token_s model prompt_tokens",
         "[].attempts[].decision.estimates[]": "",
     },
+    ("routes", "list"): {"[]": ROUTE, "[].targets[]": TARGET},
+    ("routes", "show", "ROUTE"): {"": ROUTE, "targets[]": TARGET},
     ("doctor",): {"[]": "detail repair subject verdict"},
     ("keys", "list"): {"[]": KEY},
     ("tenants", "list"): {"[]": "best_priority created_at name"},
@@ -83,7 +87,8 @@ ACTS = {
     *(f"batch {verb}" for verb in ("run", "submit", "cancel", "fetch")),
     *(f"sites {verb}" for verb in ("drain", "pause", "resume", "weight", "pin-off", "unpin")),
     *(f"keys {verb}" for verb in ("create", "rotate", "revoke")),
-    *(f"{noun} set" for noun in ("tenants", "quotas")),
+    *(f"{noun} set" for noun in ("tenants", "quotas", "routes")),
+    *(f"routes {verb}" for verb in ("off", "remove")),
     *(f"predictor {verb}" for verb in ("train", "export", "update")),
 }
 """They change something, and say in JSON what."""
@@ -160,7 +165,13 @@ def test_json_keeps_its_names(
     run: Run, federation: LocalFederation, request_id: str, corpus: str, command: tuple[str, ...]
 ) -> None:
     run("quotas", "set", "--tenant", "default", "--tokens-per-min", "100000000")
-    words = {"SITE": federation.running.sites[0].name, "REQUEST": request_id, "CORPUS": corpus}
+    run("routes", "set", "assistant", "--to", federation.model, "--reason", "a test")
+    words = {
+        "ROUTE": "assistant",
+        "SITE": federation.running.sites[0].name,
+        "REQUEST": request_id,
+        "CORPUS": corpus,
+    }
     status, out, err = run(*(words.get(word, word) for word in command), "--json")
     assert status == 0, err
     told = json.loads(out)

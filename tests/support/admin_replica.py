@@ -22,6 +22,7 @@ from gateway.http.backend import Backend, Readiness
 from gateway.query.answer import answer
 from gateway.store.database import open_engine
 from gateway.store.ended_sessions import EndedSessions
+from gateway.store.model_routes import RouteTable
 from gateway.store.orders import OrderTable
 from gateway.store.queries import OperatorReads
 from gateway.store.recorder import Recorder
@@ -94,6 +95,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         clock=here.gateway.clock,
         unix_time=unix_time,
     )
+    routes = RouteTable(engine, clock=unix_time)
     context = AdminContext(
         directory=here.gateway.directory,
         publisher=publisher,
@@ -102,7 +104,10 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         still_valid=lambda key_id: callers.get(by_id.get(key_id, "")),
         session_key=b"k" * 32,
         ended_sessions=EndedSessions(engine, unix_time=unix_time),
+        routes=routes,
     )
+    await routes.start()
+    here.gateway.routes = lambda: routes.current
     transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, context)))
     await order_service.start()
     await publisher.start()
@@ -112,6 +117,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         finally:
             publisher.close()
             await order_service.close()
+            await routes.close()
             await asyncio.gather(*publisher.saving)
             await recorder.close()
             await engine.dispose()

@@ -1,0 +1,73 @@
+"""`/admin/api/routes`: set, taken apart by one command and removed, each with a reason; never by a user."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx2
+
+from tests.support.admin_replica import BEARER, USER, Replica, play
+from tests.support.answers import collect, text_of
+
+PATH = "/admin/api/routes"
+CANARY: dict[str, Any] = {
+    "name": "chat",
+    "targets": [{"model": "m", "weight": 1}, {"model": "n", "weight": 1}],
+}
+
+
+async def post(o: Replica, path: str = "", headers: dict[str, str] = BEARER, **body: Any) -> httpx2.Response:
+    return await o.http.post(PATH + path, json={"reason": "a test", **body}, headers=headers)
+
+
+def test_a_canary_that_errs_is_taken_out_by_one_request(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        good, bad = await o.here.site("a"), await o.here.site("b", model="n")
+        (await post(o, **CANARY)).raise_for_status()
+        changed = (await post(o, "/off", model="n")).raise_for_status().json()["routes"]
+        assert [target["weight"] for target in changed[0]["targets"]] == [1, 0]
+        for number in range(8):
+            query = o.here.query(model="chat")
+            task = asyncio.create_task(collect(o.here, query))
+            await good.finish(await good.assigned(), f"{number}", 1)
+            assert text_of(await task) == f"{number}"
+        assert bad.inbox.empty()
+
+    play(url, scenario)
+
+
+def test_what_is_listed_of_a_route(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        await o.here.site("a")
+        answer = (await post(o, **CANARY, shadow={"model": "s", "share": 0.5})).raise_for_status().json()
+        (listed,) = (await o.http.get(PATH, headers=BEARER)).json()["routes"]
+        assert listed == answer
+        assert [(each["model"], each["served"]) for each in listed["targets"]] == [("m", True), ("n", False)]
+        assert (listed["source"], listed["reason"], listed["shadow"]["share"]) == ("operator", "a test", 0.5)
+        (await post(o, "/remove", name="chat")).raise_for_status()
+        assert (await o.http.get(PATH, headers=BEARER)).json() == {"routes": []}
+
+    play(url, scenario)
+
+
+def test_a_mistake_is_a_clear_refusal_and_changes_nothing(url: str) -> None:
+    async def scenario(o: Replica) -> None:
+        for path, body, status, word in (
+            ("", {"name": "chat", "targets": []}, 400, "targets"),
+            ("", {"name": "chat", "targets": [{"model": "m", "wieght": 1}]}, 400, "wieght"),
+            ("", {"name": "chat", "targets": [{"model": "m"}], "reason": ""}, 400, "Say why"),
+            ("/off", {"model": "n"}, 404, "any route"),
+            ("/off", {"model": "n", "name": "chat"}, 404, "'chat'"),
+            ("/remove", {"name": "chat"}, 404, "'chat'"),
+        ):
+            refused = await post(o, path, **body)
+            assert (refused.status_code, word in refused.text) == (status, True), refused.text
+        for refused in (
+            await post(o, headers={"authorization": f"Bearer {USER}"}, **CANARY),
+            await o.http.get(PATH, headers={"authorization": f"Bearer {USER}"}),
+        ):
+            assert refused.status_code == 403
+        assert (await o.http.get(PATH, headers=BEARER)).json() == {"routes": []}
+
+    play(url, scenario)
