@@ -85,8 +85,9 @@ class Query(msgspec.Struct, frozen=True):
     may have chosen it.
 
     `preferred_site` is the site to which a batch assigned the query jointly with others, None if the query is
-    decided alone. `asked_model` is the route by which the query came to its model, empty without one. Times
-    are seconds on the gateway's monotonic clock.
+    decided alone. `asked_model` is the route by which the query came to its model, empty without one.
+    `conversation` is the client's name of it, empty if it gives none. Times are seconds on the gateway's
+    monotonic clock.
     """
 
     id: str
@@ -103,6 +104,7 @@ class Query(msgspec.Struct, frozen=True):
     request_id: str = ""
     traceparent: str = ""
     asked_model: str = ""
+    conversation: str = ""
 
     @property
     def text(self) -> str:

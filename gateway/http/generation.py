@@ -104,6 +104,7 @@ class UnaryEndpoint:
             timeout_s=self.backend.timeout_s,
             traceparent=header(scope, b"traceparent"),
             limits=read_limits(scope),
+            session=header(scope, b"x-session-id"),
         )
         pieces = answer_all(self.backend.answer, queries)
         within_s = self.backend.timeout_s + DELIVERY_S

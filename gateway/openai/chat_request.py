@@ -16,7 +16,13 @@ from gateway.openai.reasoning import (
 )
 from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.response_format import read_format
-from gateway.openai.sampling import MAX_COUNT, read_priority, read_sampling, refuse_unsupported
+from gateway.openai.sampling import (
+    MAX_COUNT,
+    read_conversation,
+    read_priority,
+    read_sampling,
+    refuse_unsupported,
+)
 from gateway.openai.text_parts import read_text
 from gateway.openai.tools import required_child
 from gateway.prompt import Chat, Message
@@ -45,6 +51,7 @@ def read_chat(fields: Fields) -> GenerationRequest:
         limit_field,
         read_stream_options(fields),
         read_priority(fields),
+        conversation=read_conversation(fields),
         custom_tools=custom_tools,
     )
 

@@ -7,6 +7,7 @@ from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.sampling import (
     MAX_CHOICES,
     MAX_COUNT,
+    read_conversation,
     read_priority,
     read_sampling,
     refuse_unsupported,
@@ -36,6 +37,7 @@ def read_completion(fields: Fields) -> GenerationRequest:
         "max_tokens",
         read_stream_options(fields),
         read_priority(fields),
+        conversation=read_conversation(fields),
         prompt_field="prompt",
     )
     if request.choices > MAX_CHOICES:

@@ -12,6 +12,8 @@ from gateway.errors import BadRequest, ContextTooLong
 from gateway.openai.fields import UNSUPPORTED, WRONG_VALUE, Fields
 from gateway.prompt import EMBED, RERANK, Prompt, least_chars
 
+MAX_CONVERSATION_CHARS = 200
+"""Of the name of a conversation that are told apart."""
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -31,7 +33,7 @@ class GenerationRequest:
 
     `prompt_field` is the name under which the client gave the prompt. `repeated`: fields of the request that
     its response repeats, in the format of the response. `custom_tools`: the functions that stand for custom
-    tools of a chat.
+    tools of a chat. `conversation`: the client's name of it, empty if it gives none.
     """
 
     model: str
@@ -43,6 +45,7 @@ class GenerationRequest:
     repeated: Mapping[str, object] = field(default_factory=dict)
     prompt_field: str = "messages"
     custom_tools: frozenset[str] = frozenset()
+    conversation: str = ""
 
     @property
     def choices(self) -> int:
@@ -144,8 +147,13 @@ def build_queries(
     timeout_s: float,
     traceparent: str,
     limits: PlacementLimits | None = None,
+    session: str = "",
 ) -> list[Query]:
-    """Build one query per prompt. If there are several, the id of each ends with the number of its prompt."""
+    """Build one query per prompt. If there are several, the id of each ends with the number of its prompt.
+
+    `session`: the client's name of the conversation beside the body; narrower than one in the body, which
+    whole applications share.
+    """
     several = len(request.prompts) > 1
     return [
         Query(
@@ -160,6 +168,7 @@ def build_queries(
             limits=limits,
             request_id=request_id,
             traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+            conversation=(session or request.conversation)[:MAX_CONVERSATION_CHARS],
         )
         for number, prompt in enumerate(request.prompts)
     ]

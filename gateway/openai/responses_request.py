@@ -16,7 +16,13 @@ from gateway.openai.reasoning import read_effort, read_template_kwargs
 from gateway.openai.request import GenerationRequest, StreamOptions
 from gateway.openai.response_format import ANY_OBJECT, read_schema
 from gateway.openai.responses_tools import qualified_name, read_response_tools
-from gateway.openai.sampling import MAX_COUNT, read_priority, read_sampling, refuse_unsupported
+from gateway.openai.sampling import (
+    MAX_COUNT,
+    read_conversation,
+    read_priority,
+    read_sampling,
+    refuse_unsupported,
+)
 from gateway.openai.text_parts import read_text
 from gateway.prompt import Chat, Message
 
@@ -75,14 +81,14 @@ def read_response(fields: Fields) -> GenerationRequest:
         "safety_identifier": fields.text("safety_identifier") or None,
         "prompt_cache_key": fields.text("prompt_cache_key") or None,
     }
-    prompt = Chat(messages, *tools, read_template_kwargs(fields), reasoning["effort"] or "")
     return GenerationRequest(
         model=model,
-        prompts=(prompt,),
+        prompts=(Chat(messages, *tools, read_template_kwargs(fields), reasoning["effort"] or ""),),
         sampling=sampling,
         limit_field="max_output_tokens",
         stream_options=StreamOptions(fields.flag("stream")),
         priority=read_priority(fields),
+        conversation=read_conversation(fields),
         repeated=repeated,
         prompt_field="input",
     )

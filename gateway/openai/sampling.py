@@ -14,9 +14,7 @@ MAX_TOKEN_ID = 2**32 - 1
 MAX_TOKEN_IDS = 2**20
 """Of one prompt: more than any context."""
 
-IGNORED_FIELDS = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-)
+IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
 """Fields that have no effect here; accepted with any value."""
 
 UNSUPPORTED_FIELDS = frozenset(
@@ -128,6 +126,12 @@ def left_out(fields: Fields) -> tuple[str, ...]:
 
 def read_priority(fields: Fields) -> int:
     return fields.integer("priority", -(2**31), 2**31 - 1, 0)
+
+
+def read_conversation(fields: Fields) -> str:
+    """Return the client's name of the conversation, by which sites are found that have its beginning."""
+    name = fields.raw("prompt_cache_key")
+    return name if isinstance(name, str) else ""
 
 
 def refuse_unsupported(fields: Fields, names: frozenset[str] = frozenset()) -> None:

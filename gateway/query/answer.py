@@ -350,7 +350,7 @@ class QueryRun:
         if len(context.directory.fleet.sites) < 2:
             return NOTHING_CACHED
         if state.prefix is None:
-            state.prefix = prefix_of(query.prompt, query.caller.tenant, query.model)
+            state.prefix = prefix_of(query.prompt, query.caller.tenant, query.model, query.conversation)
         return context.prefixes.expected(state.prefix)
 
     def _learn_cached(self, assignment: Assignment) -> None:

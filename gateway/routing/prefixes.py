@@ -118,8 +118,13 @@ def prefix_of(prompt: Prompt, tenant: str, model: str, hint: str = "") -> Prefix
     for begin, end in SAMPLES[: bisect_right(ENDS, len(data))]:
         hasher.update(data[begin:end])
         hashes.append(hasher.digest()[:HASH_BYTES])
-    named = sha256(f"{tenant}\0{model}\0hint\0{hint}".encode()).digest()[:HASH_BYTES] if hint else b""
-    return Prefix(tuple(hashes), prompt_bytes, named)
+    return Prefix(tuple(hashes), prompt_bytes, _hint_hash(tenant, model, hint) if hint else b"")
+
+
+def _hint_hash(tenant: str, model: str, hint: str) -> bytes:
+    hasher = _salted(tenant, model).copy()
+    hasher.update(b"\0hint\0" + hint.encode(errors="surrogatepass"))
+    return hasher.digest()[:HASH_BYTES]
 
 
 @lru_cache(maxsize=1024)

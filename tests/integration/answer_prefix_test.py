@@ -6,10 +6,13 @@ import asyncio
 from dataclasses import replace
 
 import msgspec
+import pytest
 
 from gateway.domain import Query
 from gateway.prompt import Chat, Message
 from tests.support.answers import assigned_site, collect, run
+from tests.support.fakes.edge import MODEL, Edge
+from tests.support.fakes.edge import run as run_edge
 from tests.support.fakes.federation import CALLER, Scene, ScriptedSite, until
 from wire import federation_pb2 as pb
 
@@ -68,6 +71,79 @@ def test_a_turn_moves_where_waiting_costs_more_than_its_prefix() -> None:
         assert await serve(here, turn(here, "talk", 1), *sites) == idle.name
 
     run(scenario)
+
+
+def named(here: Scene, name: str, text: str) -> Query:
+    """Return a query of the conversation `name` whose text is like no other."""
+    prompt = Chat((Message("user", text.ljust(1_000, ".")),))
+    return msgspec.structs.replace(here.query(), prompt=prompt, conversation=name)
+
+
+def test_a_conversation_that_the_client_names_stays_though_its_texts_differ() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = await sites_of(here, "abc")
+        served = [
+            [await serve(here, named(here, f"talk {of}", f"{of} {n}"), *sites, cached=4) for of in range(7)]
+            for n in range(4)
+        ]
+        assert len(set(served[0])) == 3, "conversations begin everywhere"
+        assert served[1:] == 3 * served[:1], "and stay"
+
+    run(scenario)
+
+
+def test_a_name_of_a_conversation_that_tells_nothing_is_soon_of_no_account() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = await sites_of(here, "abc")
+        for number in range(12):
+            await serve(here, named(here, "one for all", str(number)), *sites, cached=0)
+        expected = [
+            max(estimate.cached_tokens for estimate in outcome.attempts[0].decision.estimates) > 0
+            for outcome in here.outcomes
+        ]
+        assert expected == [False, True] + 10 * [False]
+
+    run(scenario)
+
+
+def test_a_name_of_a_conversation_never_overrides_time() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = await sites_of(here, "ab")
+        home = await serve(here, named(here, "talk", "0"), *sites)
+        busy, idle = sorted(sites, key=lambda site: site.name != home)
+        await busy.report(iteration=COST, running=8, running_remaining=[500] * 8, pending=20)
+        known = here.gateway.directory
+        await until(lambda: any(each.load.pending == 20 for each in known.sites), "the report")
+        assert await serve(here, named(here, "talk", "1"), *sites) == idle.name
+
+    run(scenario)
+
+
+NAMED = [
+    ({"prompt_cache_key": "k"}, {}, "k"),
+    ({"prompt_cache_key": "k"}, {"x_session_id": "s"}, "s"),
+    ({"prompt_cache_key": "\U0001f600" * 300}, {}, "\U0001f600" * 200),
+    ({"prompt_cache_key": 7}, {}, ""),
+    ({}, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("body", "headers", "conversation"), NAMED)
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_requests_name_their_conversation(
+    path: str, body: dict[str, object], headers: dict[str, str], conversation: str
+) -> None:
+    prompt = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
+    given = [{"role": "user", "content": "Hi"}] if prompt == "messages" else "Hi"
+
+    refused = path == "responses" and not isinstance(body.get("prompt_cache_key", ""), str)
+
+    async def scenario(edge: Edge) -> None:
+        response = await edge.post(f"/v1/{path}", {"model": MODEL, prompt: given} | body, **headers)
+        assert response.status_code == (400 if refused else 200)
+
+    found = [query.conversation for query in run_edge(scenario).queries]
+    assert found == ([] if refused else [conversation])
 
 
 def test_a_tenant_learns_nothing_of_the_prompts_of_another() -> None:
