@@ -74,7 +74,7 @@ def masks_ms(grammars: Grammars, vocab_size: int, rows: int, repeat: int) -> dic
         request.row, request.guide = row, grammar.start()
         request.guide.matcher.try_consume_tokens(grammars._tokens.tokenize_str(text))
         requests.append(request)
-    masks = GrammarBitmask(rows, vocab_size, torch.device("cpu"))
+    masks = GrammarBitmask(rows, vocab_size)
     logits = torch.zeros(rows, vocab_size)
     every = range(rows)
 

@@ -132,7 +132,7 @@ class Packer:
         self._page_size = page_size
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
-        self._rules = SlotRules(slots)
+        self.rules = SlotRules(slots)
 
     def shape(self, plan: SchedulePlan, patches: int) -> Shape:
         """Return the shape of a plan: padded for a graph if it decodes or is small, else exact."""
@@ -182,9 +182,9 @@ class Packer:
         to.wanted[len(sampled) :] = 0
         to.owner[len(sampled) :] = self._slots
         for scheduled in plan.prefills:
-            self._rules.set(scheduled.request)
-        ends = [start + length for _, start, length, samples in plan.chunks if samples]
-        self._rules.fill(to.rules.reshape(RULES, -1), to.owner[: len(sampled)], ends)
+            self.rules.set(scheduled.request)
+        ends = sampled_ends(plan)
+        self.rules.fill(to.rules.reshape(RULES, -1), to.owner[: len(sampled)], ends)
         return sampled
 
     def _fill_items(self, items: Numbers, shape: Shape, starts: Numbers, slots: Numbers) -> None:
@@ -243,6 +243,11 @@ class Packer:
                 (at + i, row, -min(step, length - i), min(step, length - i)) for i in range(0, length, step)
             ]
         return [(at + i, row, position + i, min(step, length - i)) for i in range(0, length, step)]
+
+
+def sampled_ends(plan: SchedulePlan) -> list[int]:
+    """Return the tokens of each sampled request before its next one, in the order of the sampled rows."""
+    return [start + length for _, start, length, samples in plan.chunks if samples]
 
 
 def decode_shape(rows: int, items: int) -> Shape:

@@ -10,6 +10,7 @@ from site_engine.cuda.attention import DeviceContext, FreshPrefill
 from site_engine.cuda.attention_launch import DecodeWork, PrefillWork, chunk_tokens, pdl_kwargs
 from site_engine.cuda.batch_layout import Shape, views
 from site_engine.cuda.kernels import layer_kernels, sampling_kernels
+from site_engine.cuda.sampling import RULES
 from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
 from site_engine.model.runner import Forward
@@ -63,10 +64,25 @@ class Step:
         else:
             self.logits = self._forward_pass()
 
-    def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int], *, keep_logits: bool) -> None:
+    def newest(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the token that each sampled row was computed from, on the device."""
+        return self._ids[0, self._wanted[rows]]
+
+    def sample_again(self, rows: torch.Tensor, logits: torch.Tensor) -> None:
+        """Take new tokens for some sampled rows from changed logits [rows, vocabulary].
+
+        Rows whose own logits were not finite keep their mark.
+        """
+        rules = self._in.rules.view(RULES, -1)[:, rows].contiguous()
+        chosen = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
+        self._sample(logits, rules, self._in.owner[rows], chosen, pdl=False)
+        first = self.chosen[rows]
+        self.chosen[rows] = torch.where(first < 0, first, chosen)
+
+    def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
         """Capture the pass, after an eager one that compiles kernels; the loaded numbers must be padding.
 
-        The logits lie in memory that all graphs share unless they are kept for the sampler.
+        The logits lie in memory that all graphs share: they are there until another graph runs.
         """
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -76,7 +92,7 @@ class Step:
             logits = self._forward_pass()
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        self.logits = logits if keep_logits else None
+        self.logits = _unowned(logits)
         self._graph = graph
 
     def _forward_pass(self) -> torch.Tensor:
@@ -102,7 +118,7 @@ class Step:
             raise RuntimeError(
                 f"{attention.layer} attention calls in a model of {len(self._device.kv_cache.keys)}"
             )
-        self._sample(logits, pdl=attention.pdl)
+        self._sample(logits, given.rules, given.owner, self.chosen, pdl=attention.pdl)
         return logits
 
     def _prepare(self) -> None:
@@ -114,7 +130,15 @@ class Step:
             shape.tokens, shape.samples, shape.patches, BLOCK=PREPARE_BLOCK,
         )  # fmt: skip
 
-    def _sample(self, logits: torch.Tensor, *, pdl: bool) -> None:
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        rules: torch.Tensor,
+        owner: torch.Tensor,
+        chosen: torch.Tensor,
+        *,
+        pdl: bool,
+    ) -> None:
         rows, vocabulary = logits.shape
         spans = -(-vocabulary // ARGMAX_SPAN)
         tops = torch.empty(rows, spans, dtype=torch.float32, device=logits.device)
@@ -124,12 +148,30 @@ class Step:
             PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
         layer_kernels.best_of_row[(rows,)](
-            tops, places, self._in.owner, self._device.newest, self.chosen, spans,
+            tops, places, owner, self._device.newest, chosen, spans,
             SPANS_PAD=1 << (spans - 1).bit_length(), num_warps=1, PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
         sampling_kernels.sample_rows[(rows,)](
-            logits, self._in.rules, self._in.owner, self._device.newest, self.chosen,
+            logits, rules, owner, self._device.newest, chosen,
             vocabulary, logits.stride(0), rows,
             SPAN=SAMPLE_SPAN, SPANS_PAD=1 << (-(-vocabulary // SAMPLE_SPAN) - 1).bit_length(),
             BITS=8 * logits.element_size(), num_warps=16, PDL=pdl, **pdl_kwargs(pdl),
         )  # fmt: skip
+
+
+class _Memory:
+    """Device memory that belongs to somebody else, for `torch.as_tensor`."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a contiguous tensor that does not keep its memory from being used again."""
+    memory = _Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype).view(tensor.shape)

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import torch
 
-from site_engine.core.request import Request
+from site_engine.core.request import Request, Sampling
 from site_engine.core.scheduler import SchedulePlan
 from site_engine.cuda.attention import FreshPrefill
 from site_engine.cuda.attention_launch import block_tokens
 from site_engine.cuda.batch_layout import (
     MIXED_TOKENS,
+    Numbers,
     Packer,
     PageTables,
     Shape,
     decode_shapes,
     row_buckets,
+    sampled_ends,
     views,
 )
 from site_engine.cuda.cuda_graph import Device, Step
+from site_engine.cuda.ruled_rows import Ranked, sample_ruled
+from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
 
 
 class DeviceStep:
     """A launched step and the copy of its tokens to the host."""
 
-    def __init__(self, plan: SchedulePlan, requests: list[Request], chosen: torch.Tensor) -> None:
+    def __init__(
+        self, plan: SchedulePlan, requests: list[Request], chosen: torch.Tensor, ranked: Ranked | None = None
+    ) -> None:
         self.plan = plan
         self.requests = requests
+        self._ranked = ranked
         on_gpu = chosen.device.type == "cuda"
         self._ids = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=on_gpu)
         self._ids.copy_(chosen, non_blocking=True)
@@ -39,10 +46,13 @@ class DeviceStep:
         if self._done is not None:
             self._done.synchronize()
         numbers: list[int] = self._ids[: len(self.requests)].tolist()
+        alternatives = self._ranked.read() if self._ranked is not None else None
         if min(numbers, default=0) >= 0:
-            return StepTokens(numbers, set())
+            return StepTokens(numbers, set(), alternatives)
         broken = {row for row, number in enumerate(numbers) if number < 0}
-        return StepTokens([number if number >= 0 else -1 - number for number in numbers], broken)
+        return StepTokens(
+            [number if number >= 0 else -1 - number for number in numbers], broken, alternatives
+        )
 
 
 class DeviceRunner:
@@ -71,23 +81,34 @@ class DeviceRunner:
             chunk_tokens=self._device.chunk_tokens,
         )
         self._cuda = self._device.where.type == "cuda"
-        self._steps: dict[tuple[Shape, bool], Step] = {}
+        self._steps: dict[Shape, Step] = {}
         if self._cuda:
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
-    def launch(self, plan: SchedulePlan) -> DeviceStep:
-        """Queue a plan and return at once; tokens still unknown come from the step before, on the device."""
-        step, requests = self._start(plan, keep_logits=False)
-        return DeviceStep(plan, requests, step.chosen)
+    def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> DeviceStep:
+        """Queue a plan and return at once; tokens still unknown come from the step before, on the device.
+
+        Without `rules` no request of the plan may have any.
+        """
+        step, requests, slots = self._start(plan)
+        rows = self._packer.rules.ruled(slots) if rules is not None else []
+        if not rows or rules is None:
+            return DeviceStep(plan, requests, step.chosen)
+        ends = sampled_ends(plan)
+        ruled = [(requests[row], ends[row]) for row in rows]
+        ranked = sample_ruled(step, rows, [one for one, _ in ruled], [end for _, end in ruled], rules)
+        return DeviceStep(plan, requests, step.chosen, ranked)
 
     def run(self, plan: SchedulePlan) -> Logits:
         """Compute a plan whose tokens are all known and return its logits."""
         if any(scheduled.request.sampling.prompt_logprobs for scheduled in plan.prefills):
             self._patch(*self._tables.patches(plan))
             self._tables.applied(plan)
+            for scheduled in plan.prefills:
+                self._packer.rules.set(scheduled.request)
             return self._reference.run(plan)
-        step, requests = self._start(plan, keep_logits=True)
+        step, requests, _ = self._start(plan)
         assert step.logits is not None
         return Logits(requests, step.logits[: len(requests)], [])
 
@@ -98,12 +119,29 @@ class DeviceRunner:
         """
         for rows in reversed(row_buckets(self._slots)):
             for shape in decode_shapes(rows, -(-longest // self._device.chunk_tokens(rows))):
-                self._step(shape, keep_logits=False)
+                self._step(shape)
         for tokens in reversed(MIXED_TOKENS):
-            self._step(self._packer.mixed_shape(tokens, 1), keep_logits=False)
+            self._step(self._packer.mixed_shape(tokens, 1))
+        self._warm_rules()
         return len(self._steps)
 
-    def _start(self, plan: SchedulePlan, *, keep_logits: bool) -> tuple[Step, list[Request]]:
+    def _warm_rules(self) -> None:
+        """Compile what samples rows with rules, on a step of padding."""
+        shape = decode_shapes(2, 1)[0]
+        step = self._step(shape)
+        step.load(self._padding(shape))
+        step.run()
+        rules = LogitRules((0,), self._device.where)
+        for sampling in (
+            Sampling(presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=1),
+            Sampling(min_tokens=2, logit_bias={0: 1.0}, temperature=0.0, logprobs=1),
+        ):
+            requests = [Request(f"warm-up-{row}", (0, 0), sampling, resumed=(0,)) for row in range(2)]
+            for rows in (1, 2):
+                sample_ruled(step, list(range(rows)), requests[:rows], [3] * rows, rules)
+
+    def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Numbers]:
+        """Queue a plan; return its step, the requests of the sampled rows and their slots."""
         at, pages = self._tables.patches(plan)
         shape = self._packer.shape(plan, len(at))
         if len(at) > shape.patches:
@@ -114,21 +152,21 @@ class DeviceRunner:
         requests = self._packer.fill(to, shape, plan)
         to.patch_at[: len(at)], to.patch_at[len(at) :] = at, -1
         to.patch_page[: len(at)] = pages
-        step = self._step(shape, keep_logits=keep_logits, fresh=self._fresh(plan, shape))
+        step = self._step(shape, fresh=self._fresh(plan, shape))
         step.load(block)
         step.run()
         self._tables.applied(plan)
-        return step, requests
+        return step, requests, to.owner[: len(requests)]
 
-    def _step(self, shape: Shape, *, keep_logits: bool, fresh: FreshPrefill | None = None) -> Step:
+    def _step(self, shape: Shape, fresh: FreshPrefill | None = None) -> Step:
         if not shape.graph:
             return Step(self._device, self._forward, shape, fresh)
-        step = self._steps.get((shape, keep_logits))
+        step = self._steps.get(shape)
         if step is None:
-            step = self._steps[shape, keep_logits] = Step(self._device, self._forward, shape)
+            step = self._steps[shape] = Step(self._device, self._forward, shape)
             if self._cuda:
                 step.load(self._padding(shape))
-                step.capture(self._stream, self._pool, keep_logits=keep_logits)
+                step.capture(self._stream, self._pool)
         return step
 
     def _padding(self, shape: Shape) -> torch.Tensor:

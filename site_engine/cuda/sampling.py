@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from site_engine.core.request import Request
+from site_engine.model.logit_rules import has_rules
 from site_engine.model.sampler import seed_of, uniforms
 
 RULES = 5  # temperature, top_k, top_p, min_p, random number
@@ -22,10 +23,12 @@ class SlotRules:
         self._numbers = np.zeros((RULES - 1, slots), dtype=np.int32)
         self._seeds = np.zeros(slots, dtype=np.uint64)
         self._prompts = np.zeros(slots, dtype=np.int64)
+        self._ruled = np.zeros(slots, dtype=np.bool_)
 
     def set(self, request: Request) -> None:
         """Store a request's rules in its slot, when its prompt is computed."""
         sampling, row = request.sampling, request.row
+        self._ruled[row] = has_rules(request)
         if sampling.greedy:
             self._numbers[0, row] = 0
             return
@@ -33,6 +36,11 @@ class SlotRules:
         floats[0, row], floats[2, row], floats[3, row] = sampling.temperature, sampling.top_p, sampling.min_p
         self._numbers[1, row] = sampling.top_k
         self._seeds[row], self._prompts[row] = seed_of(request), request.prompt_len
+
+    def ruled(self, slots: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
+        """Return the rows, given their slots, whose logits change or are ranked before a token is taken."""
+        rows: list[int] = np.flatnonzero(self._ruled[slots]).tolist()
+        return rows
 
     def fill(
         self,

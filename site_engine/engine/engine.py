@@ -30,6 +30,7 @@ from site_engine.engine.validate import validate_request
 from site_engine.model.kv_cache import Poison
 from site_engine.model.kv_swap import HostSwap, copy_seconds_per_token
 from site_engine.model.loader import LoadedModel
+from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner
 from site_engine.model.sampler import Alternatives, Sampled, Sampler
 
@@ -43,7 +44,8 @@ class SiteEngine:
     `runner` computes the plans and owns the KV cache. With an `OverlappedRunner` each iteration is launched
     before the one that runs is read: tokens stay on the device as the next inputs, so the host plans and
     publishes while the device computes. The end of a request is then known one iteration late; its row
-    computes one more token, which is discarded.
+    computes one more token, which is discarded. A row with a grammar takes every other iteration, since its
+    mask needs its last token; only the log probabilities of a prompt make all rows wait.
     """
 
     def __init__(
@@ -73,13 +75,14 @@ class SiteEngine:
             policy=settings.policy,
             share_prefixes=settings.share_prefixes,
         )
-        self._sampler = Sampler(model.eos_token_ids, model.device)
+        self._rules = LogitRules(model.eos_token_ids, model.device)
+        self._sampler = Sampler(self._rules, model.device)
         self._live: dict[str, OutputProcessor] = {}  # every request that has not ended
         self._cancelled: list[str] = []
         self._deadlines = Deadlines()
         self._outputs: list[Output] = []
         self._unmeasured: tuple[SchedulePlan, float] | None = None  # the last iteration and its start
-        self._needs_host: set[str] = set()  # requests whose sampling needs logits or tokens on the host
+        self._needs_host: set[str] = set()  # requests whose prompt's logits are needed on the host
         self._pending: PendingStep | None = None  # the step that the device computes now
         self._launched_s = 0.0  # when the pending step was launched
         self._published_s = 0.0  # when the step before it was read
@@ -102,8 +105,7 @@ class SiteEngine:
         plan = self._scheduler.plan(began)
         if plan:
             try:
-                if self._sampler.masks is not None:
-                    self._sampler.masks.begin(chunk.request for chunk in plan.chunks if chunk.samples)
+                self._rules.begin(plan)
                 logits = self.runner.run(plan)
                 sampled = self._sampler.sample(logits.sampled, logits.rows)
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
@@ -126,11 +128,14 @@ class SiteEngine:
         self._pending, self._launched_s = None, began
         if plan:
             try:
-                self._pending = runner.launch(plan)
+                self._rules.begin(plan)
+                self._pending = runner.launch(plan, self._rules)
                 self._scheduler.advance(plan)
                 for request, start, length, samples in plan.chunks:
                     if samples and start + length - request.prompt_len + 1 >= request.max_tokens:
                         request.state = State.LAST  # its last token is being computed: not planned again
+                    elif samples and request.guide is not None:
+                        request.state = State.AWAITED
             except Exception as error:  # noqa: BLE001 - one request's fault must not end the others
                 self._publish_step(before, before_s)
                 before = None
@@ -176,18 +181,16 @@ class SiteEngine:
             return Admission(position, request.max_tokens)
         if request.deadline_s is not None:
             self._deadlines.add(request.deadline_s, request.id, self._live)
-        if self._overlapped is not None and not _samples_on_device(request):
+        if self._overlapped is not None and request.sampling.prompt_logprobs:
             self._needs_host.add(request.id)
         return Admission(position, request.max_tokens)
 
     def _start_grammar(self, request: Request, grammar: Grammar) -> None:
         """Start at the grammar's beginning, also for a resumed request: its tokens are replayed."""
-        if self._sampler.masks is None:
+        if self._rules.masks is None:
             from site_engine.model.grammar_bitmask import GrammarBitmask  # imported where grammars are used
 
-            self._sampler.masks = GrammarBitmask(
-                self.settings.slots, self._model.vocab_size, self._model.device
-            )
+            self._rules.masks = GrammarBitmask(self.settings.slots, self._model.vocab_size)
         request.guide = grammar.start()
 
     def cancel(self, request_id: str) -> None:
@@ -277,9 +280,9 @@ class SiteEngine:
         """Wait for a launched step, publish its tokens and measure it; None publishes nothing."""
         if step is None:
             return
-        token_ids, broken = step.wait()
+        token_ids, broken, alternatives = step.wait()
         now = self._clock()
-        discarded = self._publish(step.requests, token_ids, broken, now)
+        discarded = self._publish(step.requests, token_ids, broken, now, alternatives)
         self._measure(step.plan, now - max(launched_s, self._published_s), discarded)
         self._published_s = now
 
@@ -305,11 +308,15 @@ class SiteEngine:
             if broken and row in broken:
                 self._fail(processor, "the model's output was not finite")
                 continue
-            if request.guide is not None and request.guide.error:
-                self._fail(processor, f"the answer's grammar: {request.guide.error}")
-                continue
+            if request.guide is not None:
+                if request.guide.error:
+                    self._fail(processor, f"the answer's grammar: {request.guide.error}")
+                    continue
+                if request.state is State.AWAITED:
+                    request.state = State.DECODE
             if request.first_token_s is None:
                 self._meter.prompt_tokens_total += request.prompt_len
+                self._needs_host.discard(request.id)
             output = processor.take(token_id, now, alternatives.get(row) if alternatives else None)
             outputs.append(output)
             if output.finish is not None:
@@ -384,18 +391,3 @@ class SiteEngine:
             sampled=len(decodes) + sum([samples for _, _, _, samples in prefills]) - discarded,
             seconds=max(seconds, self.settings.iteration_floor_s),
         )
-
-
-def _samples_on_device(request: Request) -> bool:
-    """Return whether the next step can start before the host has this one's logits and token."""
-    sampling = request.sampling
-    return (
-        request.grammar is None
-        and not sampling.logit_bias
-        and sampling.min_tokens == 0
-        and sampling.logprobs is None
-        and not sampling.prompt_logprobs
-        and not sampling.presence_penalty
-        and not sampling.frequency_penalty
-        and sampling.repetition_penalty == 1.0
-    )

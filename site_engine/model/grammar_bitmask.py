@@ -11,6 +11,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 
 from site_engine.core.request import Request
+from site_engine.model.logit_rules import to_device
 
 WORD_BITS = 32
 MAX_THREADS = 8
@@ -19,10 +20,9 @@ MAX_THREADS = 8
 class GrammarBitmask:
     """One line of bits per row of the engine, kept between iterations."""
 
-    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, slots: int, vocab_size: int) -> None:
         words = -(-vocab_size // WORD_BITS)
-        pinned = device.type == "cuda"
-        self._lines = torch.zeros(slots, words, dtype=torch.int32, pin_memory=pinned)
+        self._lines = torch.zeros(slots, words, dtype=torch.int32)
         self._bits: np.ndarray[tuple[int, int], np.dtype[np.int32]] = self._lines.numpy()
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads=min(MAX_THREADS, 1 + (os.cpu_count() or 1) // 4))
@@ -64,8 +64,8 @@ class GrammarBitmask:
             np.copyto(numbers[row], -np.inf, where=allowed == 0)
 
     def _mask_on_device(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
-        bits = self._lines[lines].to(logits.device, non_blocking=True)
+        bits = to_device(self._lines[lines], logits.device)
         places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
         allowed = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : self._vocab_size].bool()
-        at = torch.tensor(rows, device=logits.device)
+        at = to_device(torch.tensor(rows), logits.device)
         logits[at] = logits[at].masked_fill(~allowed, float("-inf"))

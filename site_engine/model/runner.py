@@ -14,6 +14,8 @@ from site_engine.core.request import Request
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.model import attention_context
 from site_engine.model.kv_cache import KVCache
+from site_engine.model.logit_rules import LogitRules
+from site_engine.model.sampler import Alternatives
 from site_engine.model.torch_attention import Chunk, ReferenceContext, Rows
 
 MAX_PADDING_TOKENS = 4096  # beyond it another attention call is cheaper
@@ -45,10 +47,11 @@ class Runner(Protocol):
 
 
 class StepTokens(NamedTuple):
-    """One token id per row of a step, and the rows whose logits were not finite."""
+    """One token id per row of a step, the rows whose logits were not finite, log probabilities by row."""
 
     token_ids: list[int]
     broken: set[int]
+    alternatives: dict[int, Alternatives] | None = None
 
 
 class PendingStep(Protocol):
@@ -66,8 +69,11 @@ class PendingStep(Protocol):
 class OverlappedRunner(Runner, Protocol):
     """A runner that samples on the device, so that a step can start before the one before it is read."""
 
-    def launch(self, plan: SchedulePlan) -> PendingStep:
-        """Queue a plan and return at once; token ids still unknown are taken from the step before."""
+    def launch(self, plan: SchedulePlan, rules: LogitRules | None = None) -> PendingStep:
+        """Queue a plan and return at once; token ids still unknown are taken from the step before.
+
+        `rules` change the logits of requests that have any; a request with a grammar needs all its tokens.
+        """
         ...
 
 

@@ -6,20 +6,17 @@ probabilities are those of the model before any rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from site_engine.core.request import Request
+from site_engine.model.logit_rules import LogitRules
 
-if TYPE_CHECKING:
-    from site_engine.model.grammar_bitmask import GrammarBitmask
-
-NEG_INF = float("-inf")
 TOP_P_CANDIDATES = 64  # tokens that usually hold the nucleus; else a full sort
 
 
@@ -40,8 +37,8 @@ class Sampled(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rules:
-    """The sampling rules of a batch as tensors, reused while the same rows run."""
+class _Draws:
+    """The rules of the random rows of a batch as tensors, reused while the same rows run."""
 
     seeds: np.ndarray[tuple[int], np.dtype[np.uint64]]
     random: list[int]  # rows that are not greedy
@@ -49,22 +46,17 @@ class _Rules:
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
     min_p: torch.Tensor | None
-    penalised: list[int]
-    biased: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, tokens, numbers
-    guided: list[int]  # rows that follow a grammar
-    least: list[int]  # rows with a minimum length
     logprobs: list[int]
 
 
 class Sampler:
     """Samples batches of rows; keeps only the rules of the last batch between calls."""
 
-    def __init__(self, eos_token_ids: Iterable[int], device: torch.device) -> None:
-        self._eos = tuple(eos_token_ids)
+    def __init__(self, rules: LogitRules, device: torch.device) -> None:
+        self._rules = rules
         self._device = device
         self._known: Sequence[Request] = []
-        self._rules: _Rules | None = None
-        self.masks: GrammarBitmask | None = None  # created for the first request with a grammar
+        self._draws: _Draws | None = None
 
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
         """Sample from logits [rows, vocabulary], one row per request; the logits change in place."""
@@ -72,44 +64,23 @@ class Sampler:
             return self._sample(requests, logits)
 
     def _sample(self, requests: Sequence[Request], logits: torch.Tensor) -> Sampled:
-        if self._rules is None or requests != self._known:  # requests are equal when they are the same object
-            self._rules = _rules(requests, self._device)
+        if self._draws is None or requests != self._known:  # requests are equal when they are the same object
+            self._draws = _draws(requests, self._device)
             self._known = list(requests)
-        rules = self._rules
+        draws = self._draws
         logits = logits.float()
         token_ids, broken = _best(logits)
-        raw = torch.log_softmax(logits[rules.logprobs], dim=-1) if rules.logprobs else None
-        if self._apply_rules(rules, requests, logits):
+        raw = torch.log_softmax(logits[draws.logprobs], dim=-1) if draws.logprobs else None
+        if self._rules.apply(requests, logits):
             token_ids, _ = _best(logits)
-        if rules.random:
-            random = logits if len(rules.random) == len(requests) else logits[rules.random]
-            positions = np.array([requests[row].generated for row in rules.random], dtype=np.uint64)
-            uniform = torch.from_numpy(uniforms(rules.seeds, positions)).to(self._device)
-            drawn = _draw(random, rules, uniform)
-            for row, token_id in zip(rules.random, drawn.tolist(), strict=True):
+        if draws.random:
+            random = logits if len(draws.random) == len(requests) else logits[draws.random]
+            positions = np.array([requests[row].generated for row in draws.random], dtype=np.uint64)
+            uniform = torch.from_numpy(uniforms(draws.seeds, positions)).to(self._device)
+            drawn = _draw(random, draws, uniform)
+            for row, token_id in zip(draws.random, drawn.tolist(), strict=True):
                 token_ids[row] = token_id
-        return Sampled(token_ids, broken, _alternatives(requests, rules, raw, token_ids))
-
-    def _apply_rules(self, rules: _Rules, requests: Sequence[Request], logits: torch.Tensor) -> bool:
-        """Apply penalties, bias, grammar and minimum length in place; return whether any applied."""
-        for row in rules.penalised:
-            _penalise(logits[row], requests[row])
-        if rules.biased is not None:
-            rows, tokens, numbers = rules.biased
-            logits.index_put_((rows, tokens), numbers, accumulate=True)
-        if rules.guided and self.masks is not None:
-            self.masks.allow(requests, rules.guided, logits)
-        short = [row for row in rules.least if self._too_short(requests[row])]
-        for row in short:
-            logits[row, [*self._eos, *requests[row].sampling.stop_token_ids]] = NEG_INF
-        return bool(rules.penalised or rules.biased is not None or rules.guided or short)
-
-    def _too_short(self, request: Request) -> bool:
-        """Return whether a row may not end yet; a row whose grammar allows only an end may."""
-        if request.generated >= request.sampling.min_tokens:
-            return False
-        ends = [*self._eos, *request.sampling.stop_token_ids]
-        return request.guide is None or self.masks is None or not self.masks.must_end(request, ends)
+        return Sampled(token_ids, broken, _alternatives(requests, draws, raw, token_ids))
 
 
 def _best(logits: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -147,7 +118,7 @@ def seed_of(request: Request) -> int:
     return int.from_bytes(blake2b(f"{source} {request.choice}".encode(), digest_size=8).digest(), "little")
 
 
-def _rules(requests: Sequence[Request], device: torch.device) -> _Rules:
+def _draws(requests: Sequence[Request], device: torch.device) -> _Draws:
     rows = [(row, request.sampling) for row, request in enumerate(requests)]
     random = [(row, one) for row, one in rows if not one.greedy]
 
@@ -155,56 +126,18 @@ def _rules(requests: Sequence[Request], device: torch.device) -> _Rules:
         return torch.tensor(numbers, dtype=torch.float32, device=device)[:, None]
 
     ks = [one.top_k for _, one in random]
-    biases = [(row, token, bias) for row, one in rows for token, bias in one.logit_bias.items()]
-    return _Rules(
+    return _Draws(
         seeds=np.array([seed_of(requests[row]) for row, _ in random], dtype=np.uint64),
         random=[row for row, _ in random],
         temperature=column([one.temperature for _, one in random]),
         top_k=torch.tensor(ks, device=device)[:, None] if any(ks) else None,
         top_p=column([one.top_p for _, one in random]) if any(one.top_p < 1.0 for _, one in random) else None,
         min_p=column([one.min_p for _, one in random]) if any(one.min_p > 0.0 for _, one in random) else None,
-        penalised=[
-            row
-            for row, one in rows
-            if one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1.0
-        ],
-        biased=_biased(biases, device) if biases else None,
-        guided=[row for row, _ in rows if requests[row].guide is not None],
-        least=[row for row, one in rows if one.min_tokens > 0],
         logprobs=[row for row, one in rows if one.logprobs is not None],
     )
 
 
-def _biased(
-    biases: list[tuple[int, int, float]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, tokens, numbers = zip(*biases, strict=True)
-    return (
-        torch.tensor(rows, device=device),
-        torch.tensor(tokens, device=device),
-        torch.tensor(numbers, dtype=torch.float32, device=device),
-    )
-
-
-def _penalise(logits: torch.Tensor, request: Request) -> None:
-    """Apply penalties in place: repetition by prompt and response, frequency and presence by the response.
-
-    A repeated token is written twice with the same number, so no set of unique tokens is needed.
-    """
-    one = request.sampling
-    if one.repetition_penalty != 1.0:
-        seen = torch.tensor(request.tokens, device=logits.device)
-        old = logits[seen]
-        logits[seen] = torch.where(old > 0, old / one.repetition_penalty, old * one.repetition_penalty)
-    output = torch.tensor(request.output, dtype=torch.long, device=logits.device)
-    if one.frequency_penalty:
-        step = torch.full(output.shape, -one.frequency_penalty, dtype=logits.dtype, device=logits.device)
-        logits.index_add_(0, output, step)
-    if one.presence_penalty:
-        logits[output] = logits[output] - one.presence_penalty
-
-
-def _draw(logits: torch.Tensor, rules: _Rules, uniform: torch.Tensor) -> torch.Tensor:
+def _draw(logits: torch.Tensor, rules: _Draws, uniform: torch.Tensor) -> torch.Tensor:
     """Draw one token per row from the inverse of the cumulative distribution that the rules leave."""
     probs = torch.softmax(logits / rules.temperature, dim=-1)
     if rules.top_k is not None:
@@ -233,13 +166,13 @@ def _top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _alternatives(
-    requests: Sequence[Request], rules: _Rules, raw: torch.Tensor | None, token_ids: list[int]
+    requests: Sequence[Request], draws: _Draws, raw: torch.Tensor | None, token_ids: list[int]
 ) -> dict[int, Alternatives]:
     if raw is None:
         return {}
-    wanted = [requests[row].sampling.logprobs or 0 for row in rules.logprobs]
-    chosen = [token_ids[row] for row in rules.logprobs]
-    return dict(zip(rules.logprobs, rank(raw, chosen, wanted), strict=True))
+    wanted = [requests[row].sampling.logprobs or 0 for row in draws.logprobs]
+    chosen = [token_ids[row] for row in draws.logprobs]
+    return dict(zip(draws.logprobs, rank(raw, chosen, wanted), strict=True))
 
 
 def rank(logprobs: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int]) -> list[Alternatives]:
@@ -247,9 +180,31 @@ def rank(logprobs: torch.Tensor, chosen: Sequence[int], wanted: Sequence[int]) -
 
     `logprobs` is [rows, vocabulary].
     """
-    own = logprobs.gather(-1, torch.tensor(chosen, device=logprobs.device)[:, None])[:, 0].tolist()
-    best = logprobs.topk(min(max(wanted, default=0), logprobs.shape[-1]), dim=-1)
-    ids, numbers = best.indices.tolist(), best.values.tolist()
-    return [
-        Alternatives(own[row], ids[row][:count], numbers[row][:count]) for row, count in enumerate(wanted)
-    ]
+    ranking = Ranking(logprobs, torch.tensor(chosen, device=logprobs.device), wanted)
+    if logprobs.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
+    return ranking.read()
+
+
+class Ranking:
+    """What `rank` returns, queued on the device: `read` it when the device is known to be past it."""
+
+    def __init__(self, logprobs: torch.Tensor, chosen: torch.Tensor, wanted: Sequence[int]) -> None:
+        best = logprobs.topk(min(max(wanted, default=0), logprobs.shape[-1]), dim=-1)
+        self._own = to_host(logprobs.gather(-1, chosen[:, None])[:, 0])
+        self._ids, self._numbers = to_host(best.indices), to_host(best.values)
+        self._wanted = wanted
+
+    def read(self) -> list[Alternatives]:
+        own, ids, numbers = self._own.tolist(), self._ids.tolist(), self._numbers.tolist()
+        return [
+            Alternatives(own[row], ids[row][:count], numbers[row][:count])
+            for row, count in enumerate(self._wanted)
+        ]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Queue a copy of a tensor to pinned memory of the host; a tensor that is there is returned as it is."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -252,7 +252,7 @@ def test_a_mask_that_fails_costs_only_those_that_need_it(monkeypatch: pytest.Mon
     engine = engine_for(family("llama").served)
     engine.submit(guided("guided", 0))
     engine.submit(greedy("plain", PROMPTS[1], 5))
-    masks = engine._sampler.masks
+    masks = engine._rules.masks
 
     def break_down(*_: object) -> None:
         raise RuntimeError("no memory for a mask")
@@ -291,7 +291,7 @@ def test_masks_are_applied_on_a_device_as_on_a_cpu() -> None:
     requests = [guided(str(row), row) for row in range(3)]
     for row, request in enumerate(requests):
         request.row, request.guide = 2 - row, following(POINT).start()
-    masks = GrammarBitmask(4, size, torch.device("cpu"))
+    masks = GrammarBitmask(4, size)
     masks.begin(requests)
     here, there = torch.randn(4, size), torch.zeros(4, size)
     there[:] = here

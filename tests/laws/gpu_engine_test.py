@@ -128,26 +128,90 @@ def test_drawn_tokens_depend_on_the_seed_alone() -> None:
     collected: dict[str, Collected] = {}
     for _ in range(3):
         gather(engine.step(), collected)
-    engine.submit(greedy("ruled", [3, 2, 1], 2, logprobs=1))
+    engine.submit(greedy("ruled", [3, 2, 1], 2, logprobs=1, prompt_logprobs=True))
     got = drain(engine, collected)
     assert got["one"].token_ids == wanted
     assert got["greedy"].token_ids == of.generate([5, 6, 7], 5) != wanted
 
 
-def test_rules_that_need_the_tokens_switch_the_lead_off_and_on_again() -> None:
+RULED: dict[str, dict[str, Any]] = {
+    "log probabilities": {"logprobs": 2},
+    "presence and frequency": {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "repetition": {"repetition_penalty": 1.5},
+    "bias": {"logit_bias": {17: 30.0}},
+    "least length": {"min_tokens": 4, "stop_token_ids": (17,), "logit_bias": {17: 100.0}},
+    "drawn": {"temperature": 0.9, "top_p": 0.9, "seed": 5, "presence_penalty": 1.5, "logprobs": 1},
+}
+
+
+def test_rows_with_rules_keep_them_and_hold_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of rule at once, beside a plain row: each as alone on the host, with steps overlapped."""
+    of = fused_family("llama")
+    wanted = {}
+    for name, rules in RULED.items():
+        alone = packed_engine(of.served, EngineSettings(slots=2, page_size=4, kv_tokens=256), Ticks())
+        alone.submit(Request(name, [3, 2, 1], Sampling(**{"temperature": 0.0, "max_tokens": 7} | rules)))
+        wanted[name] = drain(alone)[name]
+    engine = overlapped(of, fused=True, slots=8)
+    monkeypatch.delattr(DeviceRunner, "run")  # the way without overlap
+    engine.submit(greedy("plain", [1, 2, 3], 8))
+    for name, rules in RULED.items():
+        engine.submit(Request(name, [3, 2, 1], Sampling(**{"temperature": 0.0, "max_tokens": 7} | rules)))
+    got = drain(engine)
+    assert got["plain"].token_ids == of.generate([1, 2, 3], 8)
+    for name, one in wanted.items():
+        assert got[name].token_ids == one.token_ids, name
+        told, known = ([each for output in of.outputs for each in output.logprobs] for of in (got[name], one))
+        assert [each.token for each in told] == [each.token for each in known], name
+        assert [each.logprob for each in told] == pytest.approx([each.logprob for each in known], abs=1e-4)
+        tops = [[other.token for other in each.top] for each in told]
+        assert tops == [[other.token for other in each.top] for each in known], name
+
+
+def test_logits_that_are_not_finite_fail_a_row_with_rules() -> None:
+    of = fused_family("llama")
+    engine = overlapped(of)
+    with torch.no_grad():
+        of.served.model.model.embed_tokens.weight[77] = float("nan")
+    engine.submit(greedy("sick", [77, 2, 3], 4, presence_penalty=0.5, logprobs=1))
+    engine.submit(greedy("well", [1, 2, 3], 4, logprobs=1))
+    got = drain(engine)
+    last = got["sick"].last
+    assert last is not None and last.finish is Finish.FAILED
+    assert got["well"].token_ids == of.generate([1, 2, 3], 4)
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_holds_the_others_back_until_it_is_read() -> None:
     of = family("llama")
     engine = overlapped(of)
     engine.submit(greedy("plain", [1, 2, 3], 8))
     engine.step()
-    engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1))
-    got = drain(engine)
+    engine.submit(greedy("echo", [3, 2, 1], 5, logprobs=1, prompt_logprobs=True))
+    collected: dict[str, Collected] = {}
+    while engine._needs_host:
+        gather(engine.step(), collected)
+    assert len(collected["echo"].token_ids) == 1
+    got = drain(engine, collected)
     assert got["plain"].token_ids == of.generate([1, 2, 3], 8)
-    assert got["ruled"].token_ids == of.generate([3, 2, 1], 3)
+    assert got["echo"].token_ids == of.generate([3, 2, 1], 5)
+    assert sum(len(output.logprobs) for output in got["echo"].outputs) == 5
+
+
+def test_a_row_that_starts_beside_such_a_prompt_keeps_its_own_rules() -> None:
+    """Its slot had other rules before."""
+    of = fused_family("llama")
+    engine = overlapped(of, slots=2)
+    engine.submit(Request("drawn", [9, 9], Sampling(max_tokens=2, temperature=2.0)))
+    engine.submit(Request("too", [9, 8], Sampling(max_tokens=2, temperature=2.0)))
+    drain(engine)
+    engine.submit(greedy("echo", [3, 2, 1], 3, prompt_logprobs=True))
+    engine.submit(greedy("plain", [5, 6, 7], 8))
+    assert drain(engine)["plain"].token_ids == of.generate([5, 6, 7], 8)
 
 
 def test_who_is_given_to_another_site_does_not_hold_the_lead_back() -> None:
     engine = overlapped(family("llama"))
-    engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1))
+    engine.submit(greedy("ruled", [3, 2, 1], 3, logprobs=1, prompt_logprobs=True))
     assert engine.release(["ruled"]) == ["ruled"]
     assert not engine._needs_host
 
@@ -229,22 +293,34 @@ def test_an_iteration_that_the_device_did_not_take_is_computed_again(
     assert got["two"].token_ids == of.generate([9, 9, 9], 6)
 
 
-def test_a_row_with_a_grammar_keeps_to_it_beside_rows_that_have_none() -> None:
+def test_a_row_with_a_grammar_keeps_to_it_and_holds_nobody_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain rows get their tokens in the iterations in which they would get them alone."""
     of = family("llama")
     served = of.served
     grammars = Grammars(served.tokenizer, served.vocab_size, served.eos_token_ids)
-    yes_or_no = grammars.compile('start: %json {"enum": ["yes", "no"]}', "response_format")
-    engine = overlapped(of)
+    guided = greedy("guided", [5, 6, 7], 20)
+    guided.grammar = grammars.compile('start: %json {"enum": ["yes", "no"]}', "response_format")
+    alone, beside = overlapped(of), overlapped(of)
+    monkeypatch.delattr(DeviceRunner, "run")
     asked = requests(3)
     for number, (prompt, tokens) in enumerate(asked):
-        engine.submit(greedy(str(number), prompt, tokens))
-    guided = greedy("guided", [5, 6, 7], 20)
-    guided.grammar = yes_or_no
-    engine.submit(guided)
-    got = drain(engine)
-    assert got["guided"].text in {'"yes"', '"no"'}
-    assert got["guided"].last is not None
-    assert got["guided"].last.finish is Finish.STOP
+        for engine in (alone, beside):
+            engine.submit(greedy(str(number), prompt, tokens))
+    beside.submit(guided)
+    ends: list[dict[str, int]] = []
+    for engine in (alone, beside):
+        collected: dict[str, Collected] = {}
+        ended: dict[str, int] = {}
+        for step in count():
+            if not engine.has_work:
+                break
+            outputs = engine.step()
+            gather(outputs, collected)
+            ended |= {output.request_id: step for output in outputs if output.finish is not None}
+        ends.append(ended)
+    last = collected["guided"].last
+    assert collected["guided"].text in {'"yes"', '"no"'}
+    assert last is not None and last.finish is Finish.STOP
     for number, (prompt, tokens) in enumerate(asked):
-        assert got[str(number)].token_ids == of.generate(prompt, tokens)
-    assert not engine._needs_host
+        assert collected[str(number)].token_ids == of.generate(prompt, tokens)
+    assert ends[0] == {name: step for name, step in ends[1].items() if name != "guided"}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from site_engine.core.request import Request, Sampling
+from site_engine.model.logit_rules import LogitRules
 from site_engine.model.sampler import Sampler, uniforms
 
 torch.set_num_threads(1)
@@ -17,11 +18,16 @@ LOGITS = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
 RANKED = LOGITS[0].argsort(descending=True).tolist()
 
 
+def cpu_sampler(eos: tuple[int, ...] = ()) -> Sampler:
+    cpu = torch.device("cpu")
+    return Sampler(LogitRules(eos, cpu), cpu)
+
+
 def draws(
     sampling: Sampling, count: int = 300, prompt: tuple[int, ...] = (1,), eos: tuple[int, ...] = ()
 ) -> list[int]:
     """Return the tokens of a row at `count` places of its own."""
-    sampler = Sampler(eos, torch.device("cpu"))
+    sampler = cpu_sampler(eos)
     requests = [Request(str(at), prompt, sampling) for at in range(count)]
     return sampler.sample(requests, LOGITS.repeat(count, 1)).token_ids
 
@@ -55,7 +61,7 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
 def test_top_p_is_right_when_the_nucleus_is_wide() -> None:
     flat = torch.zeros(1, 5000)
     flat[0, 17] = 1e-3
-    sampler = Sampler((), torch.device("cpu"))
+    sampler = cpu_sampler()
     requests = [Request(str(at), [1], Sampling(top_p=0.999)) for at in range(200)]
     assert len(set(sampler.sample(requests, flat.repeat(200, 1)).token_ids)) > 150
 
@@ -84,7 +90,7 @@ def test_bias_and_minimum_length() -> None:
 def test_penalties_count_the_response_only(sampling: Sampling, expected: float) -> None:
     request = Request("a", [7, 8], sampling, resumed=[9, 9, 4])
     logits = LOGITS.clone()
-    Sampler((), torch.device("cpu")).sample([request], logits)
+    cpu_sampler().sample([request], logits)
     changed = logits - LOGITS
     assert changed[0, 9].item() == pytest.approx(expected, abs=1e-5)
     assert changed[0, [7, 8]].tolist() == [0.0, 0.0]
@@ -93,10 +99,32 @@ def test_penalties_count_the_response_only(sampling: Sampling, expected: float) 
 def test_repetition_counts_the_prompt_too() -> None:
     request = Request("a", [7, 7], Sampling(temperature=0, repetition_penalty=2.0), resumed=[9])
     logits = LOGITS.clone()
-    Sampler((), torch.device("cpu")).sample([request], logits)
+    cpu_sampler().sample([request], logits)
     for token in (7, 9):
         old = LOGITS[0, token].item()
         assert logits[0, token].item() == pytest.approx(old / 2 if old > 0 else old * 2)
+
+
+def test_a_token_that_only_the_device_knows_is_penalised_too() -> None:
+    """The last token of the first row is not on the host yet; the second row has all of its tokens."""
+    rules = LogitRules((), torch.device("cpu"))
+    sampling = Sampling(presence_penalty=0.25, frequency_penalty=0.5, repetition_penalty=2.0)
+    late, whole = (
+        Request(name, [7, 8], sampling, resumed=seen) for name, seen in (("a", [9]), ("b", [9, 4]))
+    )
+    logits = LOGITS.repeat(2, 1)
+    assert rules.apply([late, whole], logits, [4, 4], torch.tensor([4, 11]))
+    assert torch.equal(logits[0], logits[1])
+    assert logits[0, 4] != LOGITS[0, 4] and logits[0, 11] == LOGITS[0, 11]
+
+
+def test_the_least_length_counts_a_token_on_its_way() -> None:
+    rules = LogitRules((3,), torch.device("cpu"))
+    request = Request("a", [1], Sampling(min_tokens=2), resumed=[5])
+    early, late = LOGITS.clone(), LOGITS.clone()
+    rules.apply([request], early, [2])
+    rules.apply([request], late, [3], torch.tensor([5]))
+    assert early[0, 3] == float("-inf") and late[0, 3] == LOGITS[0, 3]
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,16 +147,14 @@ def test_a_row_does_not_notice_its_neighbours(own: Sampling, others: list[Sampli
         requests.insert(row, Request("own", [1, 2], own, resumed=[3, 4]))
         logits = torch.randn(len(requests), VOCAB, generator=torch.Generator().manual_seed(5))
         logits[row] = LOGITS[0]
-        return Sampler((), torch.device("cpu")).sample(requests, logits).token_ids[row]
+        return cpu_sampler().sample(requests, logits).token_ids[row]
 
-    alone = Sampler((), torch.device("cpu")).sample(
-        [Request("own", [1, 2], own, resumed=[3, 4])], LOGITS.clone()
-    )
+    alone = cpu_sampler().sample([Request("own", [1, 2], own, resumed=[3, 4])], LOGITS.clone())
     assert {at_row(0), at_row(len(others))} == set(alone.token_ids)
 
 
 def test_the_settings_of_a_batch_follow_its_rows() -> None:
-    sampler = Sampler((), torch.device("cpu"))
+    sampler = cpu_sampler()
     first = Request("a", [1], Sampling(temperature=0))
     second = Request("b", [1], Sampling(temperature=0, logit_bias={3: 100.0}))
     assert sampler.sample([first], LOGITS.clone()).token_ids == [RANKED[0]]
@@ -143,7 +169,7 @@ def test_rows_that_are_not_finite_are_named() -> None:
     logits[1, 3] = float("nan")
     logits[2, 3] = float("inf")
     requests = [Request(str(at), [1], Sampling()) for at in range(4)]
-    sampled = Sampler((), torch.device("cpu")).sample(requests, logits)
+    sampled = cpu_sampler().sample(requests, logits)
     assert sampled.broken == [1, 2]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from site_engine.core.request import Request, Sampling
 from site_engine.cuda.kernels import sampling_kernels
 from site_engine.cuda.sampling import RULES, SlotRules
+from site_engine.model.logit_rules import LogitRules
 from site_engine.model.sampler import Sampler
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,8 @@ def test_both_draw_the_same(name: str, dtype: torch.dtype) -> None:
     logits = (torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     rules = {"temperature": 1.0} | RULED[name]
     requests = [Request(f"{name} {row}", [1] * (row + 1), Sampling(seed=row, **rules)) for row in range(3)]
-    wanted = Sampler((), torch.device("cpu")).sample(requests, logits.float()).token_ids
+    cpu = torch.device("cpu")
+    wanted = Sampler(LogitRules((), cpu), cpu).sample(requests, logits.float()).token_ids
     assert drawn(requests, logits) == wanted
 
 
