@@ -108,11 +108,11 @@ class Link:
 
     # -- to the site --
 
-    async def next_message(self) -> pb.GatewayMessage:
-        """Wait for the next message. The one before it counts as read."""
+    async def next_message(self) -> bytes:
+        """Wait for the next message, serialized. The one before it counts as read."""
         self._writing = None
         message = await self.outbox.next(in_bunches=self._reads_bunches)
-        self._writing = self._awake.now_s, message.ByteSize()
+        self._writing = self._awake.now_s, len(message)
         return message
 
     def assign(

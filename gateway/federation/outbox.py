@@ -33,7 +33,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._messages: dict[str | int, Sized] = {}
-        self._large: dict[str | int, Sized] = {}
+        self._large: dict[str | int, bytes] = {}  # serialized: megabytes are written once
         self._large_is_next = False
         self._numbers = count()
         self._filled = asyncio.Event()
@@ -48,34 +48,44 @@ class Outbox:
 
     def put(self, message: pb.GatewayMessage, key: str | None = None) -> None:
         """Add a message; `key` names one that may be withdrawn or looked for."""
-        size = message.ByteSize()
-        messages = self._messages if size < LARGE_BYTES else self._large
-        messages[next(self._numbers) if key is None else key] = Sized(message, size)
-        self.bytes += size
+        key_or_number = next(self._numbers) if key is None else key
+        serialized = message.SerializeToString()
+        if len(serialized) < LARGE_BYTES:
+            self._messages[key_or_number] = Sized(message, len(serialized))
+        else:
+            self._large[key_or_number] = serialized
+        self.bytes += len(serialized)
         self._filled.set()
 
     def withdraw(self, key: str) -> bool:
         """Remove a message; return False if it was sent before."""
-        found = self._messages.pop(key, None) or self._large.pop(key, None)
-        if found is not None:
-            self.bytes -= found.bytes
-        return found is not None
+        if (small := self._messages.pop(key, None)) is not None:
+            self.bytes -= small.bytes
+            return True
+        large = self._large.pop(key, b"")
+        self.bytes -= len(large)
+        return bool(large)
 
-    async def next(self, *, in_bunches: bool) -> pb.GatewayMessage:
-        """Wait for a message and take it, bunched with what waits behind it for a site that reads bunches."""
+    async def next(self, *, in_bunches: bool) -> bytes:
+        """Wait for a message and take it, serialized; bunched with what waits behind it for a site that reads
+        bunches.
+        """
         while not (self._messages or self._large):
             self._filled.clear()
             await self._filled.wait()
         if self._large and (self._large_is_next or not self._messages):
             self._large_is_next = False
-            return next(self._take(self._large))
+            large = self._large.pop(next(iter(self._large)))
+            self.bytes -= len(large)
+            return large
         self._large_is_next = True
-        waiting = self._take(self._messages)
+        waiting = self._take_small()
         first = next(waiting)
-        return codec.bundle(first, waiting) if in_bunches else first
+        small: bytes = (codec.bundle(first, waiting) if in_bunches else first).SerializeToString()
+        return small
 
-    def _take(self, messages: dict[str | int, Sized]) -> Iterator[pb.GatewayMessage]:
-        while messages:
-            message, size = messages.pop(next(iter(messages)))
+    def _take_small(self) -> Iterator[pb.GatewayMessage]:
+        while self._messages:
+            message, size = self._messages.pop(next(iter(self._messages)))
             self.bytes -= size
             yield message

@@ -146,7 +146,7 @@ class Federation(rpc.FederationServicer):
             protocol=codec.LOWEST_PROTOCOL,
             highest_protocol=codec.HIGHEST_PROTOCOL,
         )
-        await context.write(pb.GatewayMessage(welcome=welcome))
+        await context.write(pb.GatewayMessage(welcome=welcome).SerializeToString())
         self._check_name(identity, certificate)  # another site may have joined meanwhile
         return link, len(first.hello.attempts)
 
@@ -263,6 +263,16 @@ class ReadOnDemand(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         )
 
 
+class SendsSerialized(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Sends the messages of a stream as the outbox has serialized them."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        found = await continuation(call)
+        if found is None or not found.response_streaming:
+            return found
+        return grpc.stream_stream_rpc_method_handler(found.stream_stream, found.request_deserializer)
+
+
 async def _first(context: Any, what: str) -> Any:
     """Return the first message of a stream. Raises ProtocolError."""
     try:
@@ -294,7 +304,7 @@ async def listen(
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ]
     server = grpc.aio.server(
-        interceptors=(ReadOnDemand(),), options=options, maximum_concurrent_rpcs=MAX_SITES
+        interceptors=(ReadOnDemand(), SendsSerialized()), options=options, maximum_concurrent_rpcs=MAX_SITES
     )
     rpc.add_FederationServicer_to_server(federation, server)  # type: ignore[no-untyped-call]
     if credentials is None:

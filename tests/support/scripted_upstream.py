@@ -31,6 +31,8 @@ MODEL = "m"
 WANTED = re.compile(r"(\d+) tokens (at once|paced)(?:, each of (\d+) letters)?")
 PROMPT_TOKENS = 7
 REDIAL_S = 0.2
+MAX_WANTED_CHARS = 1_000
+"""A prompt begins with what it wants: to search megabytes takes 50 ms, in which no answer advances."""
 MAX_UNREAD = 256
 """Messages that wait for the gateway; then deltas are merged."""
 
@@ -68,7 +70,7 @@ class Engine:
     counts: dict[str, int] = field(default_factory=lambda: {"begun": 0, "finished": 0, "aborted": 0})
 
     def begin(self, prompt: str, emit: Callable[[list[str], bool], None]) -> Job:
-        wanted = WANTED.search(prompt)
+        wanted = WANTED.search(prompt, 0, MAX_WANTED_CHARS)
         tokens, at_once = (int(wanted[1]), wanted[2] == "at once") if wanted else (4, True)
         phase = self.counts["begun"] % self.phases
         job = Job(tokens, emit, int((wanted and wanted[3]) or 0), phase=phase)

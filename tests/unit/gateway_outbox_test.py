@@ -12,6 +12,7 @@ from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.link import MAX_UNANSWERED_PINGS, READ_WITHIN_S, Link
 from gateway.federation.offloading import Offloading
+from gateway.federation.outbox import Outbox
 from gateway.federation.progress import CHECK_EVERY_S, AwakeClock
 from gateway.routing.demand import Demand
 from predictor.forecast import Forecast
@@ -54,7 +55,7 @@ class Scene:
 async def kinds_sent(link: Link) -> list[str | None]:
     messages = []
     while link.outbox.bytes:
-        message = await link.next_message()
+        message = pb.GatewayMessage.FromString(await link.next_message())
         messages += list(message.bunch.messages) or [message]
     return [each.WhichOneof("body") for each in messages]
 
@@ -84,11 +85,26 @@ def test_a_short_prompt_waits_for_one_long_one_at_most_and_a_long_one_for_one_bu
         small: list[str] = []
         while here.link.outbox.bytes:
             small += [here.assign().id for _ in range(2)] if len(sent) < 6 else []
-            message = await here.link.next_message()
+            message = pb.GatewayMessage.FromString(await here.link.next_message())
             sent.append([each.assign.attempt_id for each in message.bunch.messages or [message]])
         ids = [each.id for each in large]
         assert sent[:6] == [small[:2], ids[:1], small[2:6], ids[1:2], small[6:10], ids[2:3]]
         assert sorted(attempt_id for each in sent for attempt_id in each) == sorted(ids + small)
+
+    asyncio.run(scenario())
+
+
+def test_a_large_message_is_written_once_and_not_kept_twice() -> None:
+    """To write four megabytes takes five milliseconds of the event loop."""
+
+    async def scenario() -> None:
+        outbox = Outbox()
+        message = pb.GatewayMessage(assign=pb.Assign(attempt_id="a", text="x" * MIB))
+        outbox.put(message, "a")
+        whole = message.SerializeToString()
+        message.Clear()
+        assert await outbox.next(in_bunches=True) == whole
+        assert outbox.bytes == 0
 
     asyncio.run(scenario())
 

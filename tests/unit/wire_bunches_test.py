@@ -33,7 +33,7 @@ def link(*, reads_bunches: bool) -> Link:
 async def sent(here: Link) -> list[pb.GatewayMessage]:
     messages = []
     while here.outbox.bytes:
-        messages.append(await here.next_message())
+        messages.append(pb.GatewayMessage.FromString(await here.next_message()))
     return messages
 
 
