@@ -24,8 +24,11 @@ COLUMNS = {
     "estimator": "estimator",
     "order": "order",
     "offload": "offload",
+    "affinity": "affinity",
+    "hit_rate": "hit rate",
     "mean_normalized_latency": "mean s/token",
     "p99_normalized_latency": "p99 s/token",
+    "mean_ttft_s": "mean TTFT s",
     "p50_ttft_s": "p50 TTFT s",
     "p99_ttft_s": "p99 TTFT s",
     "makespan_s": "makespan s",
@@ -70,9 +73,9 @@ Bound = Annotated[
 class ComparisonOptions(NamedTuple):
     """The settings that are combined; texts with commas name several."""
 
-    trace: Annotated[str, typer.Option(help="Trace files, poisson or burst, separated by commas.")] = (
-        "poisson"
-    )
+    trace: Annotated[
+        str, typer.Option(help="Trace files, poisson, burst or agents, separated by commas.")
+    ] = "poisson"
     load: Annotated[str, typer.Option(help="Loads as shares of the sites' capacity, such as 0.8,0.95.")] = (
         "0.8"
     )
@@ -91,6 +94,13 @@ class ComparisonOptions(NamedTuple):
     offload: Annotated[str, typer.Option(help="Whether idle sites take pending work: on, off or both.")] = (
         "on"
     )
+    affinity: Annotated[
+        str,
+        typer.Option(
+            help="How gateways use the sites' prefix caches, separated by commas: prefix (as in production),"
+            " none, hash, session, tree, tree:ABOVE. Without it, sites cache no prefixes."
+        ),
+    ] = ""
     queries: Annotated[int, typer.Option(min=1, help="Maximum number of queries of each trace.")] = 4000
     seed: Annotated[int, typer.Option(help="Seed of all random draws.")] = 0
     gateways: Annotated[int, typer.Option(min=1, help="Gateways that share the sites.")] = 1
@@ -129,6 +139,7 @@ class ComparisonOptions(NamedTuple):
             outages=tuple(compare.outage(each) for each in self.outage or ()),
             batch_share=self.batch_share,
             bound=dict(compare.bound(each) for each in self.bound or ()),
+            affinities=_split(self.affinity),
         )
 
 
@@ -177,6 +188,7 @@ def _with_progress(session: Session, rows: Iterable[dict[str, Any]]) -> Iterator
         yield row
         how = "with" if row["offload"] else "without"
         description = "{trace} at {load:.0%} on {sites} sites, {policy}, {estimator}, {order}".format(**row)
+        description += f", {row['affinity']}" * bool(row["affinity"])
         session.terminal.info(f"{number}: {description}, {how} offload")
 
 
@@ -196,7 +208,7 @@ def _checked_trace(name: str) -> str:
         except ArrowInvalid as error:
             cause = str(error)
         if cause:
-            tip = f"a parquet file with the columns {', '.join(TRACE_COLUMNS)}; or poisson, or burst"
+            tip = f"a parquet file with the columns {', '.join(TRACE_COLUMNS)}; or poisson, burst, agents"
             raise CommandFailed(f"{name} is no trace", cause=cause, tip=tip)
     return name
 

@@ -11,19 +11,23 @@ from typing import Any
 from gateway.routing.candidates import Policy
 from gateway.routing.policies import POLICIES
 from mico.errors import CommandFailed, ExitCode
-from mico.simulation import workloads
+from mico.simulation import prompts, workloads
+from mico.simulation.affinity import affinity
 from mico.simulation.estimators import estimator, expectations
 from mico.simulation.federation import Federation, Outage, Setting
 from mico.simulation.metrics import order_by_name, run_metrics
 from mico.simulation.queries import Expected, Query
 from mico.simulation.specification import SiteSpec, capacity_qps, sites_of
 
-GENERATORS = {"poisson": workloads.poisson, "burst": workloads.burst}
+GENERATORS = {"poisson": workloads.poisson, "burst": workloads.burst, "agents": workloads.agents}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The settings to combine. `traces`: files, `poisson` or `burst`; `queries` at most of each."""
+    """The settings to combine. `traces`: files, `poisson`, `burst` or `agents`; `queries` at most of each.
+
+    `affinities`: names of AFFINITIES; without one, sites cache no prefixes.
+    """
 
     traces: Sequence[str]
     loads: Sequence[float]
@@ -41,6 +45,7 @@ class Comparison:
     outages: tuple[Outage, ...] = ()
     batch_share: float = 0.0
     bound: Mapping[str, float] = field(default_factory=dict)
+    affinities: Sequence[str] = ()
 
 
 def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
@@ -48,8 +53,13 @@ def rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
     Raises CommandFailed for an invalid setting, and DataError for an unusable corpus, before anything runs.
     """
-    for each in (*map(policy, comparison.policies), *map(order_by_name, comparison.orders)):
-        assert each is not None
+    for check, names in (
+        (policy, comparison.policies),
+        (order_by_name, comparison.orders),
+        (affinity, comparison.affinities),
+    ):
+        for name in names:
+            check(name)
     _check_regions(comparison)
     _check_rtts(comparison)
     texts = workloads.corpus(comparison.corpus)
@@ -99,10 +109,13 @@ def _check_rtts(comparison: Comparison) -> None:
 
 
 def _queries(trace: str, comparison: Comparison, texts: Any) -> list[Query]:
-    generate = GENERATORS.get(trace)
-    if generate is not None:
-        return generate(texts, comparison.queries, comparison.seed)
-    return workloads.from_trace(Path(trace), texts, comparison.queries, comparison.seed)
+    generate, prefixes = GENERATORS.get(trace), bool(comparison.affinities)
+    if generate is None:
+        return workloads.from_trace(
+            Path(trace), texts, comparison.queries, comparison.seed, prefixes=prefixes
+        )
+    queries = generate(texts, comparison.queries, comparison.seed)
+    return prompts.unshared(queries) if prefixes and trace != "agents" else queries
 
 
 def _run_combinations(
@@ -111,8 +124,14 @@ def _run_combinations(
     queries: Sequence[Query],
     expected: dict[str, dict[int, Expected]],
 ) -> Iterator[dict[str, Any]]:
-    choices = product(comparison.policies, comparison.estimators, comparison.orders, comparison.offload)
-    for policy_name, estimator_name, order, offload in choices:
+    choices = product(
+        comparison.policies,
+        comparison.estimators,
+        comparison.orders,
+        comparison.offload,
+        comparison.affinities or [""],
+    )
+    for policy_name, estimator_name, order, offload, affinity_name in choices:
         score, starving_after_s = order_by_name(order)
         setting = Setting(
             specs=tuple(specs),
@@ -124,6 +143,8 @@ def _run_combinations(
             report_delay_s=comparison.report_delay_s,
             gateways=comparison.gateways,
             outages=_outages_of_sites(comparison.outages, specs),
+            block_tokens=prompts.BLOCK_TOKENS if affinity_name else 0,
+            affinity=affinity(affinity_name or "none"),
         )
         federation = Federation(setting, expected[estimator_name])
         records = federation.run(queries)
@@ -134,6 +155,7 @@ def _run_combinations(
             "estimator": estimator_name,
             "order": order,
             "offload": offload,
+            "affinity": affinity_name,
             "queries": len(queries),
             **run_metrics(records, preemptions, prices).row(),
         }

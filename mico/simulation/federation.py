@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gateway.domain import LoadReport
 from gateway.routing.candidates import Policy
+from mico.simulation.affinity import AffinityFactory, without_affinity
 from mico.simulation.clock import Clock
 from mico.simulation.gateway import Attempt, Gateway
 from mico.simulation.queries import Expected, Query, Record, expected_length
@@ -37,7 +38,8 @@ class Setting:
     Sites report changes at most every `report_every_s`; a report takes half a round trip plus
     `report_delay_s`.
     A gateway collects queries for `window_s` to assign them jointly by `window_length`; with None, as in
-    production, only those that arrive in a burst while the sites are full.
+    production, only those that arrive in a burst while the sites are full. `block_tokens`: of the blocks of
+    prompts that sites cache; 0: they cache none. `affinity` makes what the gateways know of the caches.
     """
 
     specs: tuple[SiteSpec, ...]
@@ -51,6 +53,8 @@ class Setting:
     window_s: float | None = None
     window_length: Callable[[Expected], float] = expected_length
     outages: tuple[Outage, ...] = ()
+    block_tokens: int = 0
+    affinity: AffinityFactory = without_affinity
 
 
 class Federation:
@@ -69,9 +73,11 @@ class Federation:
                 on_first_token=self._first_token,
                 on_end=self._last_token,
                 on_change=self._schedule_report,
+                block_tokens=setting.block_tokens,
             )
             for spec in setting.specs
         }
+        affinities = setting.affinity(setting.gateways)
         self.gateways = [
             Gateway(
                 [spec.seen_by(number) for spec in setting.specs],
@@ -82,6 +88,7 @@ class Federation:
                 offload=setting.offload,
                 window_s=setting.window_s,
                 window_length=setting.window_length,
+                affinity=affinities[number],
             )
             for number in range(setting.gateways)
         ]
@@ -136,6 +143,7 @@ class Federation:
             lane=Lane(query.lane),
             response_tokens=query.response_tokens,
             produced=attempt.produced_before,
+            blocks=query.blocks,
         )
         self.sites[attempt.site].submit(row)
 
@@ -159,7 +167,7 @@ class Federation:
 
     def _last_token(self, row: Row) -> None:
         gateway, attempt = self._attempts.pop(row.id)
-        self.clock.after(gateway.rtt_s(attempt.site) / 2, gateway.last_token, attempt)
+        self.clock.after(gateway.rtt_s(attempt.site) / 2, gateway.last_token, attempt, row.cached_tokens)
 
     def query_ended(self) -> None:
         """Count a query that ended, answered or refused; stop the clock after the last one."""
@@ -232,7 +240,7 @@ def load_report(site: SimulatedSite, seq: int, received_s: float) -> LoadReport:
         running=len(site.running),
         pending=site.pending,
         token_load=sum(remaining) * weight + unread + queue.prompt_tokens + queue.response_tokens,
-        kv_free_tokens=max(0, site.spec.kv_tokens - site.kv_used),
+        kv_free_tokens=max(0, site.kv_free),
         kv_reserved_tokens=reserved_tokens,
         iteration=site.spec.cost,
         running_remaining=remaining,

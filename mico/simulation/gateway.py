@@ -6,7 +6,7 @@ It knows of a site only late reports, and its own assignments since.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, tries
 from gateway.routing.policies import JOINT_POLICIES, POLICIES
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign
+from mico.simulation.affinity import Affinity
 from mico.simulation.clock import Clock
 from mico.simulation.offloading import IncrementalOffloading
 from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
@@ -64,6 +65,7 @@ class Gateway:
         offload: bool = True,
         window_s: float | None = None,
         window_length: Callable[[Expected], float] = expected_length,
+        affinity: Affinity | None = None,
     ) -> None:
         self.directory = Directory()
         self.records: dict[int, Record] = {}
@@ -74,6 +76,7 @@ class Gateway:
         self._clock = clock
         self._network = network
         self._expected = expected
+        self._affinity = affinity or Affinity()
         self.offload = offload
         self._window_s, self._window_length = window_s, window_length
         self._window: list[Query] = []
@@ -158,14 +161,21 @@ class Gateway:
         demand = expected.demand
         if delivered:
             demand = demand_of(query, expected.forecast, delivered)
+        affinity, now_s = self._affinity, self._clock.now_s
+        cached = affinity.expected(query)
+        if cached.by_site:
+            demand = replace(demand, cached=cached.times(query.prompt_tokens))
+        preferred = next_try.preferred_site
+        if preferred is None:
+            preferred = affinity.choose(query, self.directory.fleet)
         placement = decide(
             demand,
             self.directory.fleet,
             self._policy,
-            now_s=self._clock.now_s,
+            now_s=now_s,
             turn=next(self._turns),
             tried=next_try.tried,
-            preferred_site=next_try.preferred_site,
+            preferred_site=preferred,
             preference_reason=next_try.preference_reason,
             keep_estimates=False,
         )
@@ -173,7 +183,8 @@ class Gateway:
             self._end(query)
             return
         name = placement.site.name
-        at_site_s = self._clock.now_s + self.rtt_s(name) / 2
+        affinity.assigned(query, name)
+        at_site_s = now_s + self.rtt_s(name) / 2
         id_ = f"{query.number}.{next(self._ids)}"
         attempt = Attempt(id_, query, demand, next_try.moves, name, at_site_s, delivered)
         record = self.records[query.number]
@@ -189,11 +200,14 @@ class Gateway:
     def first_token(self, attempt: Attempt) -> None:
         record = self.records[attempt.query.number]
         self.links[attempt.site].started(attempt)
+        self._affinity.started(attempt.query, attempt.site, self._clock.now_s)
         if record.first_token_s != record.first_token_s:  # not yet
             record.first_token_s = self._clock.now_s - attempt.query.arrival_s
 
-    def last_token(self, attempt: Attempt) -> None:
-        self.records[attempt.query.number].finish_s = self._clock.now_s - attempt.query.arrival_s
+    def last_token(self, attempt: Attempt, cached_tokens: int = 0) -> None:
+        record = self.records[attempt.query.number]
+        record.finish_s, record.cached_tokens = self._clock.now_s - attempt.query.arrival_s, cached_tokens
+        self._affinity.ended(attempt.query, attempt.site, attempt.demand.cached, cached_tokens)
         self.links[attempt.site].forget(attempt)
         self._end(attempt.query)
 

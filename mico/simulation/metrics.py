@@ -56,6 +56,7 @@ class RunMetrics:
 
     mean_normalized_latency: float
     p99_normalized_latency: float
+    mean_ttft_s: float
     p50_ttft_s: float
     p99_ttft_s: float
     makespan_s: float
@@ -66,6 +67,7 @@ class RunMetrics:
     max_ttft_over_median_latency: float  # the median is far below a second where most find a slot free
     preemptions: int
     usd_per_mtok: float
+    hit_rate: float  # cached tokens of all prompts
 
     def row(self) -> dict[str, object]:
         return asdict(self)
@@ -87,6 +89,7 @@ def run_metrics(
     return RunMetrics(
         mean_normalized_latency=float(latency.mean()),
         p99_normalized_latency=float(np.quantile(latency, 0.99)),
+        mean_ttft_s=float(ttft.mean()),
         p50_ttft_s=float(np.median(ttft)),
         p99_ttft_s=float(np.quantile(ttft, 0.99)),
         makespan_s=max(record.query.arrival_s + record.finish_s for record in done),
@@ -99,6 +102,8 @@ def run_metrics(
         ),
         preemptions=preemptions,
         usd_per_mtok=_mean_usd_per_mtok(done, usd_per_mtok or {}),
+        hit_rate=sum(record.cached_tokens for record in done)
+        / sum(record.query.prompt_tokens for record in done),
     )
 
 

@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 from gateway.domain import Lane, Sampling
 from gateway.routing.demand import Demand
+from gateway.routing.prefixes import Prefix
 from mico.simulation.specification import MODEL
 from predictor.forecast import Forecast
 from site_engine.core.request import RemainingCurve
+
+NO_PREFIX = Prefix((), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,8 @@ class Query:
     """A query. Its `response_tokens` are known to the simulated engine, and not to the gateway.
 
     Forecasts read `text` and `model`, which come from the corpus. `regions`: where it may be answered; None
-    is everywhere.
+    is everywhere. `blocks`: ids of the blocks of its prompt, and of its response where a later prompt has it;
+    equal ids are equal blocks after equal ones. `prefix`: what a gateway makes of the prompt.
     """
 
     number: int
@@ -30,6 +34,9 @@ class Query:
     tenant: str = "t0"
     lane: Lane = Lane.INTERACTIVE
     regions: frozenset[str] | None = None
+    blocks: tuple[int, ...] = ()
+    prefix: Prefix = NO_PREFIX
+    session: int = 0
 
 
 class Expected(NamedTuple):
@@ -78,3 +85,4 @@ class Record:
     attempts: int = 0
     moves: int = 0
     site: str = ""
+    cached_tokens: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple, cast
 
@@ -46,7 +47,16 @@ class Row(Request):
     It has only the fields of a request that a queue reads, since there is one for every simulated query.
     """
 
-    __slots__ = ("_segment", "ends_at", "produced", "reserved", "response_tokens", "to_prefill", "typical")
+    __slots__ = (
+        "_segment",
+        "blocks",
+        "ends_at",
+        "produced",
+        "reserved",
+        "response_tokens",
+        "to_prefill",
+        "typical",
+    )
 
     def __init__(
         self,
@@ -59,6 +69,7 @@ class Row(Request):
         lane: Lane = Lane.CHAT,
         response_tokens: int = 1,
         produced: int = 0,
+        blocks: Sequence[int] = (),
     ) -> None:
         self.id, self.tenant, self.lane, self.priority = id, tenant, lane, 0
         self.prompt_len, self.response_tokens, self.produced = prompt_tokens, response_tokens, produced
@@ -68,6 +79,8 @@ class Row(Request):
         self.ends_at = 0  # the site's iteration that brings the last token
         self.reserved = 0  # tokens of KV set aside for it, held ones included
         self.to_prefill = 0
+        self.blocks = blocks  # ids of full blocks of prompt and response, as far as others may have them
+        self.pages, self.cached_tokens = [], 0
         self._segment = NO_SEGMENT
         self.reset_tokens()
 

@@ -2,8 +2,8 @@
 
 Between two changes of the set of rows all iterations are alike, so that they pass as one event. The queue is
 the engine's own. Until it ends, a request needs KV for its prompt and the 90% quantile of its forecast, as at
-most servers; the engine's scheduler counts on the room of those that end before. Does not model pages: tokens
-are counted one by one.
+most servers; the engine's scheduler counts on the room of those that end before. Tokens are counted one by
+one; pages exist only for the prefix cache, in `cache.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 from typing import NamedTuple, cast
 
+from mico.simulation.cache import SiteCache
 from mico.simulation.clock import Clock
 from mico.simulation.row import Row
 from mico.simulation.specification import SiteSpec
@@ -58,14 +59,18 @@ class SimulatedSite:
         on_first_token: Callable[[Row], None],
         on_end: Callable[[Row], None],
         on_change: Callable[[SimulatedSite], None],
+        block_tokens: int = 0,
     ) -> None:
+        """Create an idle site. `block_tokens`: of the blocks whose ids rows have; 0: it caches no prefix."""
         self.spec = spec
+        self.block_tokens = block_tokens
         self.queue = AdmissionQueue(score, starving_after_s)
         self.running: dict[str, Row] = {}  # in order of start
         self.iterations = 0
         self.kv_used = 0
         self.preemptions = 0
         self.busy_s = 0.0
+        self.cache = self._empty_cache()
         self._clock = clock
         self._on_first_token, self._on_end, self._on_change = on_first_token, on_end, on_change
         self._decoding: list[tuple[int, int, Row]] = []
@@ -98,14 +103,24 @@ class SimulatedSite:
             self.queue.remove(row.id)
         self.running, self._decoding, self._prefilling, self._preempted = {}, [], [], []
         self._rows_decoding = self._batch_rows = self.kv_used = 0
+        self.cache = self._empty_cache()
         self._stretch = None
         self._version += 1
+
+    def _empty_cache(self) -> SiteCache | None:
+        return SiteCache(self.spec.kv_tokens, self.block_tokens) if self.block_tokens else None
 
     # ---- figures of a load report
 
     @property
     def pending(self) -> int:
         return len(self.queue) + len(self._preempted)
+
+    @property
+    def kv_free(self) -> int:
+        """Tokens of KV that no row holds; pages that several rows share count once."""
+        shared = self.cache.shared_tokens if self.cache is not None else 0
+        return self.spec.kv_tokens - self.kv_used + shared
 
     def settle_rows(self) -> int:
         """Update `produced` of every running row to the completed iterations.
@@ -159,7 +174,7 @@ class SimulatedSite:
             first_s = cost.seconds(decoding, decoding, self.kv_used)
             count = self._decoding[0][0] - self.iterations
             if len(self.running) > 1:
-                count = max(1, min(count, (self.spec.kv_tokens - self.kv_used) // decoding))
+                count = max(1, min(count, self.kv_free // decoding))
         self._stretch = Stretch(now_s, first_s, cost.per_kv_token_s * decoding, count, chunk)
         self._schedule_end()
 
@@ -187,6 +202,8 @@ class SimulatedSite:
         self.busy_s += self._clock.now_s - stretch.start_s
         changed = self._finish_decoded()
         changed |= self._advance_prefills(stretch.chunk)
+        if self.cache is not None:
+            self.cache.make_room(self.kv_used)
         pending = self.pending
         self._plan_stretch()
         if changed or self.pending != pending:
@@ -238,6 +255,9 @@ class SimulatedSite:
         self._on_end(row)
 
     def _remove_running(self, row: Row) -> None:
+        if self.cache is not None:
+            self.cache.extend(row, self._kv_tokens_of(row) - 1)
+            self.cache.drop(row)
         del self.running[row.id]
         self._batch_rows -= row.lane is Lane.BATCH
         self.kv_used -= self._kv_tokens_of(row)
@@ -253,21 +273,54 @@ class SimulatedSite:
         resumes later. The engine preempts one an iteration, the simulation as many as needed. A request whose
         prompt would get none of this iteration's tokens stays in the queue, where the order still applies.
         """
-        budget = self._prefill_budget - sum(row.to_prefill for row in self._prefilling)
+        budget = self._prefill_budget
+        for begun in self._prefilling:
+            budget -= self._plan_prefill(begun, budget)
         if not (self.queue or self._preempted) or (self._is_full and not self._batch_rows) or budget <= 0:
             return
-        free = self.spec.kv_tokens - self.kv_used - self.settle_rows()
+        free = self.kv_free - self.settle_rows()
         while budget > 0 and (row := self._next_candidate()) is not None:
             need = len(row.tokens) + row.p90_remaining()
-            if not self._is_full and (not self.running or need <= free):
+            shared = self._share(row) if not self._is_full else 0
+            if not self._is_full and (not self.running or need <= free + shared):
                 self._start(row, need)
-                free -= need
-                budget -= row.to_prefill
+                free += shared - need
+                budget -= self._plan_prefill(row, budget)
             elif (victim := self._preemptible_below(row)) is not None:
+                self._unshare(row)
                 free += victim.reserved
                 self._preempt(victim)
             else:
+                self._unshare(row)
                 return
+
+    def _share(self, row: Row) -> int:
+        """Take the cached prefix of a request that may start; return how many of its tokens others hold."""
+        if self.cache is None:
+            return 0
+        before = self.cache.shared_tokens
+        self.cache.share(row, 0)
+        return self.cache.shared_tokens - before
+
+    def _unshare(self, row: Row) -> None:
+        if self.cache is not None:
+            self.cache.drop(row)
+
+    def _plan_prefill(self, row: Row, budget: int) -> int:
+        """Cache what the next iteration computes of a prompt within the budget; return its missing tokens."""
+        if self.cache is not None:
+            computed = len(row.tokens) - row.to_prefill
+            cached = self.cache.share(row, computed)
+            self._skip(row, cached)
+            self.cache.extend(row, computed + cached + max(0, min(budget, row.to_prefill)))
+        return row.to_prefill
+
+    def _skip(self, row: Row, cached: int) -> None:
+        """Count tokens of a prompt that are in the cache as computed."""
+        if row.first_token_s is None:
+            row.cached_tokens += cached
+        row.to_prefill -= cached
+        self.kv_used += cached
 
     @property
     def _prefill_budget(self) -> int:
@@ -299,6 +352,7 @@ class SimulatedSite:
         else:
             self.queue.take(row)
         row.to_prefill, row.reserved = len(row.tokens), need
+        self._skip(row, len(row.pages) * self.block_tokens)
         row.started_s = self._clock.now_s if row.started_s is None else row.started_s
         self.running[row.id] = row
         self._batch_rows += row.lane is Lane.BATCH
@@ -306,7 +360,7 @@ class SimulatedSite:
 
     def _preempt_to_fit(self) -> None:
         """Preempt the rows that started last until the next tokens of the others fit."""
-        while len(self.running) > 1 and self.kv_used + self._rows_decoding > self.spec.kv_tokens:
+        while len(self.running) > 1 and self.kv_free < self._rows_decoding:
             self._preempt(next(reversed(self.running.values())))
 
     def _preempt(self, row: Row) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gateway.domain import Lane
 from mico.errors import CommandFailed
+from mico.simulation import prompts
 from mico.simulation.queries import Query
 from predictor.data import dataset
 from predictor.errors import DataError
@@ -43,21 +44,48 @@ def corpus(path: Path) -> pd.DataFrame:
     return held_out.sort_values("response_tokens", kind="stable").reset_index(drop=True)
 
 
-def from_trace(path: Path, texts: pd.DataFrame, max_queries: int, seed: int) -> list[Query]:
-    """Return a trace's first `max_queries` queries, each with a text whose answer was about as long."""
+def from_trace(
+    path: Path, texts: pd.DataFrame, max_queries: int, seed: int, *, prefixes: bool = False
+) -> list[Query]:
+    """Return a trace's first `max_queries` queries, each with a text whose answer was about as long.
+
+    With `prefixes` their prompts share the blocks that the trace names in `prefix_block_ids`, or none.
+    """
     if not path.exists():
-        raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson or burst")
+        raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson, burst or agents")
     rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable").head(max_queries)
     random = np.random.default_rng(seed)
-    places = np.searchsorted(texts.response_tokens.to_numpy(), rows.response_tokens.to_numpy())
-    drawn = np.clip(places + random.integers(-NEAREST, NEAREST, len(rows)), 0, len(texts) - 1)
-    return _queries(
+    queries = _queries(
         rows.arrival_s.to_numpy(dtype=float),
         rows.prompt_tokens.to_numpy(),
         rows.response_tokens.to_numpy(),
-        texts.iloc[drawn],
+        _as_long(texts, rows.response_tokens.to_numpy(), random),
         random,
     )
+    if not prefixes:
+        return queries
+    if "prefix_block_ids" not in rows.columns or rows.prefix_block_ids.isna().any():
+        return prompts.unshared(queries)
+    return prompts.with_blocks(queries, [each.tolist() for each in rows.prefix_block_ids])
+
+
+def _as_long(
+    texts: pd.DataFrame, response_tokens: NDArray[np.int64], random: np.random.Generator
+) -> pd.DataFrame:
+    """Draw texts whose answers were about as long as these."""
+    places = np.searchsorted(texts.response_tokens.to_numpy(), response_tokens)
+    return texts.iloc[np.clip(places + random.integers(-NEAREST, NEAREST, len(places)), 0, len(texts) - 1)]
+
+
+def agents(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:
+    """Return the calls of agents (`prompts.agents`), each with a text whose answer was about as long."""
+    calls = prompts.agents(count, seed)
+    lengths = np.array([call.response_tokens for call in calls])
+    drawn = _as_long(texts, lengths, np.random.default_rng(seed))
+    return [
+        replace(call, text=text, model=model)
+        for call, text, model in zip(calls, drawn.prompt, drawn.model, strict=True)
+    ]
 
 
 def poisson(texts: pd.DataFrame, count: int, seed: int) -> list[Query]:

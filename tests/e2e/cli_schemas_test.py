@@ -76,8 +76,8 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
         "peers rows source spearman within_one_1024 within_one_2048 within_one_512",
     },
     ("simulate", "--corpus", "CORPUS", "--queries", "10"): {
-        "runs[]": "completed estimator jain load makespan_s max_ttft_over_median "
-        "max_ttft_over_median_latency mean_normalized_latency offload offloads order p50_ttft_s "
+        "runs[]": "affinity completed estimator hit_rate jain load makespan_s max_ttft_over_median "
+        "max_ttft_over_median_latency mean_normalized_latency mean_ttft_s offload offloads order p50_ttft_s "
         "p99_normalized_latency p99_ttft_s policy preemptions queries sites trace usd_per_mtok",
     },
 }

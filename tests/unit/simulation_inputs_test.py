@@ -12,6 +12,7 @@ import pytest
 from gateway.domain import Lane
 from mico.cli import main
 from mico.errors import CommandFailed
+from mico.simulation.affinity import affinity
 from mico.simulation.compare import _outages_of_sites, bound, outage, policy
 from mico.simulation.estimators import LEARNING_DELAY, estimator
 from mico.simulation.federation import Outage
@@ -107,7 +108,7 @@ def test_a_histogram_learns_only_from_earlier_queries() -> None:
 
 
 def test_words_that_name_nothing_are_refused_with_what_there_is() -> None:
-    for wrong in (policy, order_by_name, estimator, outage, bound):
+    for wrong in (policy, order_by_name, estimator, affinity, outage, bound):
         with pytest.raises(CommandFailed) as failure:
             wrong("nonsense")
         assert failure.value.tip
@@ -136,6 +137,34 @@ def test_the_command_prints_a_row_for_every_combination(
         assert 0 < run["jain"] <= 1
         assert run["max_ttft_over_median_latency"] <= run["max_ttft_over_median"]
         assert run["offloads"] == 0 or run["offload"]
+
+
+def test_the_command_compares_ways_to_use_prefix_caches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus, trace = tmp_path / "corpus.parquet", tmp_path / "chats.parquet"
+    rows = [{"source": "own", "prompt_id": f"p{i}", "prompt": f"What is {i}?", "model": "m",
+             "response_tokens": 1 + i % 40, "prompt_tokens": 5} for i in range(400)]  # fmt: skip
+    pd.DataFrame(rows).to_parquet(corpus)
+    turns = [[10 * (i % 4) + block for block in range(1 + i // 4)] for i in range(40)]
+    pd.DataFrame(
+        {
+            "arrival_s": [1.0 * i for i in range(40)],
+            "prompt_tokens": [512 * len(blocks) for blocks in turns],
+            "response_tokens": 20,
+            "prefix_block_ids": turns,
+        }
+    ).to_parquet(trace)
+    command = ["-q", "simulate", "--trace", f"{trace},agents,poisson", "--queries", "40", "--policy", "mico"]
+    choices = ["--affinity", "prefix,none,tree:4", "--gateways", "2", "--estimator", "oracle"]
+    assert main([*command, *choices, "--corpus", str(corpus), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    rates = {(run["trace"], run["affinity"]): run["hit_rate"] for run in runs}
+    assert len(rates) == 9
+    assert rates["chats", "prefix"] > 0.5
+    assert rates["agents", "prefix"] > 0.0
+    assert rates["poisson", "prefix"] == rates["poisson", "tree:4"] == 0.0
+    assert all(run["mean_ttft_s"] > 0 for run in runs)
 
 
 def test_the_command_says_what_is_wrong_with_its_options(
