@@ -320,6 +320,7 @@ class Delta(msgspec.Struct, frozen=True):
     refusal: str = ""
     reasoning_tokens: int = 0
     cached_tokens: int = 0
+    cached_unknown: bool = False
     stop_sequence: str = ""
     pooled: tuple[Pooled, ...] = ()
 

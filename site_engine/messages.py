@@ -36,6 +36,7 @@ class Welcome:
     cancel: tuple[str, ...]
     reads_bunches: bool = False
     protocol: int = 1  # the highest that both ends speak
+    reads_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ class Assign:
 
     `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
 
-    `image_tokens`: the gateway's guess for the images of the prompt.
+    `image_tokens`: the gateway's guess for the images of the prompt. `prefix_hashes`: by which gateways know
+    the prompt.
     """
 
     attempt_id: str
@@ -157,6 +159,7 @@ class Assign:
     request_id: str = ""  # the id that the client knows
     traceparent: str = ""
     image_tokens: int = 0
+    prefix_hashes: bytes = b""
 
     @property
     def tools(self) -> Tools | None:
@@ -325,9 +328,16 @@ class Bye:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Prompts computed here for other gateways, by their hashes."""
+
+    hashes: bytes
+
+
 FromGateway: TypeAlias = Welcome | Assign | Count | Rejected | Cancel | Release | Drain | Resume | Ping
 FromSite: TypeAlias = (
-    Hello | Load | Accepted | Rejected | Counted | Step | Bid | Released | Pong | Draining | Bye
+    Hello | Load | Accepted | Rejected | Counted | Step | Bid | Released | Pong | Draining | Bye | Prefixes
 )
 
 OnFinish: TypeAlias = Callable[[Assign, int, Output], None]

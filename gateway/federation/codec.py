@@ -24,6 +24,7 @@ from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import Accepted
 from gateway.federation.progress import EngineReport
 from gateway.prompt import MAX_VECTOR_BYTES, Chat, Pooled, Pooling
+from gateway.routing.prefixes import HASH_BYTES
 from predictor.forecast import Forecast
 from wire import federation_pb2 as pb
 
@@ -43,6 +44,7 @@ MAX_DELTAS = 50_000
 MAX_TURN_DELTAS = 256
 """Deltas of a step that are handled before the event loop turns to others: some milliseconds."""
 """Of one Step: sites cut them at 1 MiB."""
+MAX_PREFIXES_BYTES = 1024
 MAX_ABANDONED = 100_000
 BUNCH_BYTES = 1 << 20
 """Size at which a bunch is closed; its last message may exceed it, bounded by the largest HTTP body."""
@@ -184,6 +186,12 @@ _FINISHES: Mapping[int, Finish | None] = MappingProxyType(
 )
 
 
+def prefix_hashes(message: pb.Prefixes) -> bytes:
+    if len(message.hashes) > MAX_PREFIXES_BYTES or len(message.hashes) % HASH_BYTES:
+        raise ProtocolError(f"{len(message.hashes)} bytes of hashes")
+    return message.hashes
+
+
 def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
     """Convert a delta; drop what was not asked for. Does not take CANCELLED and FAILED, which end an attempt,
     not a choice.
@@ -208,6 +216,7 @@ def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
         cached_tokens=min(message.timings.cached_prompt_tokens, limits.prompt_tokens)
         if message.finish
         else 0,
+        cached_unknown=message.timings.cached_unknown,
         stop_sequence=message.stop_sequence if message.stop_sequence in limits.stops else "",
         pooled=tuple(_pooled(each, limits) for each in message.pooled) if limits.inputs else (),
     )

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ MAX_UNANSWERED_PINGS = 8
 """A site that reports load but answers no ping does not read what is sent to it."""
 READ_WITHIN_S, MIN_READ_BYTES_PER_S = 10.0, 2**17
 """A message that takes longer to be read, and longer than by this rate, is not read at all."""
+PREFIXES_INTERVAL_S = 0.5
+"""Sites tell of prompts once a second at most."""
 FIRST_EJECTION_S, MAX_EJECTION_S = 5.0, 60.0
 """For so long a site that answers nothing gets no work, doubled each time until it gives a token."""
 
@@ -84,6 +87,7 @@ class Link:
         self._progress = Progress(self._awake.now_s)
         self._writing: tuple[float, int] | None = None  # since when, and how many bytes, until it is read
         self._ejections = 0  # in a row
+        self._told_s = -inf  # when the site last told of prompts
         self._ejected: _Ejection | None = None
         self._handlers: Mapping[str, Callable[[Any], None]] = {
             "accepted": self._accepted,
@@ -96,6 +100,7 @@ class Link:
             "bye": self._draining,
             "bid": lambda bid: offloading.bid(self.name),
             "released": self._released,
+            "prefixes": self._prefixes,
         }
 
     @property
@@ -125,6 +130,7 @@ class Link:
         resume: Resume | None = None,
         moves: int = 0,
         tried: frozenset[str] = frozenset(),
+        prefix_hashes: bytes = b"",
     ) -> LiveAttempt:
         attempt = LiveAttempt(
             decision=decision,
@@ -147,6 +153,7 @@ class Link:
             return attempt
         deadline_s = max(0.001, query.deadline_s - self._clock())
         assign = codec.assign(query, decision.attempt_id, forecast, resume, deadline_s)
+        assign.assign.prefix_hashes = prefix_hashes
         self._live[attempt.id] = attempt
         self._uncovered[attempt.id] = demand
         self._progress.assigned(attempt.id, self._awake.now_s)
@@ -394,6 +401,15 @@ class Link:
                     attempt,
                     AttemptFailure(self.name, FailureCause.RELEASED, "released", preferred_site=bidder),
                 )
+
+    def _prefixes(self, message: pb.Prefixes) -> None:
+        """Learn which prompts the site computed for other gateways. More often than sites tell, they could
+        crowd out what is known of others.
+        """
+        hashes, now_s = codec.prefix_hashes(message), self._clock()
+        if now_s >= self._told_s + PREFIXES_INTERVAL_S:
+            self._told_s = now_s
+            self._directory.prefixes.record_told(hashes, self.name, now_s)
 
     def _pong(self, message: pb.Pong) -> None:
         sent_s = self._pings.get(message.nonce)

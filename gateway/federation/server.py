@@ -143,6 +143,7 @@ class Federation(rpc.FederationServicer):
             grace_s=settings.grace_s,
             cancel=first.hello.attempts,
             reads_bunches=True,
+            reads_prefixes=True,
             protocol=codec.LOWEST_PROTOCOL,
             highest_protocol=codec.HIGHEST_PROTOCOL,
         )

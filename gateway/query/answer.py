@@ -239,6 +239,7 @@ class QueryRun:
             resume=planned.resume,
             moves=planned.moves,
             tried=planned.tried,
+            prefix_hashes=self.state.prefix.told if self.state.prefix else b"",
         )
         if self.state.reservation.bound and not isinstance(self.query.prompt, Pooling):
             attempt.on_uncovered = self._cover
@@ -354,9 +355,12 @@ class QueryRun:
         return context.prefixes.expected(state.prefix)
 
     def _learn_cached(self, assignment: Assignment) -> None:
-        """Compare the share of the prompt that the site had with what was expected of it."""
-        usage = self.state.usage
-        if assignment.planned.resume is None:
+        """Compare the share of the prompt that the site had with what was expected of it, where it used its
+        cache at all.
+        """
+        state, usage = self.state, self.state.usage
+        uses_cache = not self.query.sampling.echo and assignment.planned.resume is None
+        if uses_cache and not state.cached_unknown:
             found = usage.cached_tokens / max(1, usage.prompt_tokens)
             self.context.prefixes.correct(assignment.demand.cached, assignment.decision.site, found)
 

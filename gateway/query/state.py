@@ -52,6 +52,7 @@ class QueryState:
         self._reasoning_chars = 0
         self._refused = False
         self._cached_tokens: dict[int, int] = {}  # of the prompt, by choice
+        self.cached_unknown = False  # a site did not tell them
         self._reasoning_tokens: dict[int, int] = {}
         self._finishes: dict[int, Finish] = {}
 
@@ -184,6 +185,7 @@ class QueryState:
             self._reasoning_tokens[delta.index] = delta.reasoning_tokens
         if delta.finish is not None:
             self._cached_tokens[delta.index] = delta.cached_tokens
+            self.cached_unknown = self.cached_unknown or delta.cached_unknown
             self._finishes[delta.index] = delta.finish
         if not self._resumable:
             return

@@ -63,6 +63,11 @@ class Prefix(NamedTuple):
     prompt_bytes: int
     hint: bytes = b""
 
+    @property
+    def told(self) -> bytes:
+        """Return the hashes by which other gateways find the prompt's later turns."""
+        return b"".join((*self.hashes[-1:], self.hint))
+
 
 class Holding(NamedTuple):
     """What a site computed within EPOCH_S from `since_s`."""
@@ -212,9 +217,12 @@ class PrefixIndex:
         if prefix.hint:
             self._put((prefix.hint,), cache)
 
-    def record_hash(self, each: bytes, site: str, now_s: float) -> None:
-        """Record that a site has computed what ends with this hash, for whichever gateway."""
-        self._put((each,), self._cache_of(site, 1, now_s))
+    def record_told(self, told: bytes, site: str, now_s: float) -> None:
+        """Record that a site has computed prompts for other gateways: `Prefix.told` of each."""
+        hashes = [told[begin : begin + HASH_BYTES] for begin in range(0, len(told), HASH_BYTES)]
+        cache = self._cache_of(site, len(hashes), now_s)
+        for each in hashes:
+            self._put((each,), cache)
 
     def expected(self, prefix: Prefix) -> Cached:
         """Return the share of a prompt that each site is expected to have."""

@@ -314,6 +314,7 @@ class Timings:
     decode_s: float  # from the first token until the last
     cached_prompt_tokens: int
     preemptions: int
+    cached_unknown: bool = False  # the server behind the site does not tell what it had
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ class Attempts:
         stream_interval_s: float = STREAM_INTERVAL_S,
     ) -> None:
         self.outbox = Outbox(stream_interval_s)
+        self.computed: list[bytes] = []  # hashes of the prompts that were computed and not told of yet
         self._stream_interval_s = stream_interval_s
         self._number = number
         self._routes = routes
@@ -184,6 +185,8 @@ class Attempts:
         choice = attempt.choices[index]
         begins = not choice.started and begins_answer(output)
         choice.started = choice.started or begins
+        if begins and attempt.assign.prefix_hashes:
+            self.computed.append(attempt.assign.prefix_hashes)
         if choice.parser is not None:
             output = separate_calls(choice, choice.parser, output)
         self.outbox.delta(

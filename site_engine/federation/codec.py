@@ -25,6 +25,8 @@ MAX_STEP_BYTES = 1 << 20
 MAX_CHOICES = 128
 MAX_CURVE_POINTS = 256
 MAX_ID_CHARS = 256
+MAX_PREFIX_BYTES = 16
+"""Of one prompt: two hashes."""
 _RANGES = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -79,6 +81,7 @@ def decode_welcome(body: pb.Welcome) -> m.Welcome:
         tuple(body.cancel),
         body.reads_bunches,
         agreed_protocol(body),
+        body.reads_prefixes,
     )
 
 
@@ -136,6 +139,7 @@ def checked_assign(body: pb.Assign) -> m.Assign:
         request_id=body.request_id[:MAX_ID_CHARS],
         traceparent=body.traceparent,
         image_tokens=body.image_tokens,
+        prefix_hashes=body.prefix_hashes[:MAX_PREFIX_BYTES],
     )
     if assign.guided_json:
         _json(assign.guided_json, dict, "response_format")
@@ -427,4 +431,5 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     m.Pong: ("pong", _as(pb.Pong)),
     m.Draining: ("draining", _as(pb.Draining)),
     m.Bye: ("bye", _as(pb.Bye)),
+    m.Prefixes: ("prefixes", _as(pb.Prefixes)),
 }

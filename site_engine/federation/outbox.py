@@ -8,17 +8,30 @@ loop has time for another send (`send_pace.py`), load figures every 50 ms.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from site_engine.core.request import merge_tool_calls
 from site_engine.federation.send_pace import SendPace
-from site_engine.messages import Accepted, Bid, Delta, FromSite, Load, Rejected, Released, Step
+from site_engine.messages import (
+    Accepted,
+    Bid,
+    Delta,
+    FromSite,
+    Load,
+    Prefixes,
+    Rejected,
+    Released,
+    Step,
+)
 
 STREAM_INTERVAL_S = 0.02
 """Default of the longest that deltas wait to be sent together."""
 LOAD_INTERVAL_S = 0.05
+PREFIXES_INTERVAL_S = 1.0
+MAX_PREFIXES = 60
+"""Of one message: 16 bytes each, 1 KB in all."""
 MAX_PARTS = 64
 MAX_ANSWERS = 4096
 """Unread answers at which the link stops reading until the gateway does."""
@@ -36,6 +49,8 @@ class Outbox:
         self._load: Load | None = None
         self._load_s = float("-inf")
         self._bid: Bid | None = None
+        self._prefixes: dict[bytes, None] = {}  # the newest last
+        self._prefixes_s = float("-inf")
 
     @property
     def full(self) -> bool:
@@ -60,6 +75,14 @@ class Outbox:
         """The latest bid replaces one not yet sent; None withdraws it."""
         self._bid = bid
 
+    def prefixes(self, hashes: Iterable[bytes]) -> None:
+        """Add prompts; the oldest of too many are dropped."""
+        for each in hashes:
+            self._prefixes.pop(each, None)
+            self._prefixes[each] = None
+        while len(self._prefixes) > MAX_PREFIXES:
+            del self._prefixes[next(iter(self._prefixes))]
+
     def attempt_ids(self) -> Iterator[str]:
         """Return the attempts with deltas not yet taken."""
         return (attempt_id for attempt_id, _ in self._deltas)
@@ -68,6 +91,7 @@ class Outbox:
         """Keep messages about attempts; drop those about the stream that is gone."""
         self._answers = deque(each for each in self._answers if isinstance(each, _ABOUT_ATTEMPTS))
         self._load = self._bid = None
+        self._prefixes.clear()
 
     def take(self, now: float, busy_s: float = 0.0) -> list[FromSite]:
         """Return everything that is due now, in the order in which it must be written.
@@ -90,6 +114,10 @@ class Outbox:
         if self._bid is not None:
             taken.append(self._bid)
             self._bid = None
+        if self._prefixes and now >= self._prefixes_s + PREFIXES_INTERVAL_S:
+            taken.append(Prefixes(b"".join(self._prefixes)))
+            self._prefixes.clear()
+            self._prefixes_s = now
         return taken
 
     def due_s(self) -> float | None:
@@ -101,6 +129,8 @@ class Outbox:
             moments.append(self._pace.due_s)
         if self._load is not None:
             moments.append(self._load_s + LOAD_INTERVAL_S)
+        if self._prefixes:
+            moments.append(self._prefixes_s + PREFIXES_INTERVAL_S)
         return min(moments, default=None)
 
 

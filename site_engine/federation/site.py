@@ -45,6 +45,7 @@ class Connection:
     grace_s: float = 0.0
     draining: bool = False  # at the request of this gateway
     protocol: int = 1
+    reads_prefixes: bool = False
     has_bid: bool = False
     bid_s: float = float("-inf")
 
@@ -117,7 +118,7 @@ class Site:
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
         known.draining = known.has_bid = False
-        known.protocol = welcome.protocol
+        known.protocol, known.reads_prefixes = welcome.protocol, welcome.reads_prefixes
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
         for attempt_id in unwanted:
             self._engine.cancel(known.attempts.cancel(attempt_id))
@@ -271,7 +272,17 @@ class Site:
                 touched.add(route.attempts)
         for connection in list(self._connections.values()):
             if connection.attempts in touched:
+                if connection.attempts.computed:
+                    self._tell_others(connection)
                 self._changed(connection)
+
+    def _tell_others(self, connection: Connection) -> None:
+        """Tell the other gateways what this site has computed for one of them."""
+        computed, connection.attempts.computed = connection.attempts.computed, []
+        for other in self._connections.values():
+            if other is not connection and other.linked and other.reads_prefixes:
+                other.attempts.outbox.prefixes(computed)
+                other.wake()
 
     def load(self, seen: LoadSeen) -> None:
         self._figures = seen.figures

@@ -66,7 +66,10 @@ class RemoteRequest:
     def timings(self, now: float) -> Timings:
         sent = now if self.sent_s is None else self.sent_s
         first = now if self.first_s is None else self.first_s
-        return Timings(sent - self.arrived_s, first - sent, now - first, self.stream.cached_tokens, 0)
+        cached = self.stream.cached_tokens
+        return Timings(
+            sent - self.arrived_s, first - sent, now - first, cached or 0, 0, cached_unknown=cached is None
+        )
 
     def _capped(self, index: int, curve: Callable[[int], float]) -> float:
         done, max_tokens = self.stream.tokens_of(index), self.first.sampling.max_tokens

@@ -120,7 +120,7 @@ class ResponseStream:
         self._buffer = b""
         self._total: int | None = None
         self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None  # of the prompt; None: the server does not tell
         self.done = False
         self.started = False
 
@@ -185,7 +185,7 @@ class ResponseStream:
         if usage.completion_tokens is not None:
             self._total = usage.completion_tokens + self.delivered
         if usage.prompt_tokens_details is not None:
-            self.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if len(self._choices) > 1:
             return
         (choice,) = self._choices

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.domain import Query
 from gateway.prompt import Chat, Message
+from gateway.routing.prefixes import HASH_BYTES, prefix_of
 from tests.support.answers import assigned_site, collect, run
 from tests.support.fakes.edge import MODEL, Edge
 from tests.support.fakes.edge import run as run_edge
@@ -28,11 +29,15 @@ def turn(here: Scene, of: str, number: int, tenant: str = CALLER.tenant) -> Quer
 
 async def sites_of(here: Scene, names: str) -> list[ScriptedSite]:
     sites = [await here.site(name, slots=8, answers_pings=False) for name in names]  # none is nearer
+    await report(here, sites)
+    return sites
+
+
+async def report(here: Scene, sites: list[ScriptedSite]) -> None:
     for site in sites:
         await site.report(iteration=COST)
     known = here.gateway.directory
     await until(lambda: all(each.load.iteration.per_token_s for each in known.sites), "the reports")
-    return sites
 
 
 async def serve(here: Scene, query: Query, *sites: ScriptedSite, cached: int = 7) -> str:
@@ -144,6 +149,93 @@ def test_requests_name_their_conversation(
 
     found = [query.conversation for query in run_edge(scenario).queries]
     assert found == ([] if refused else [conversation])
+
+
+def test_a_conversation_that_began_at_another_gateway_stays_where_it_began() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = await sites_of(here, "abc")
+        known = here.gateway.prefixes
+        for number, site in enumerate(sites):
+            begun = turn(here, f"talk {number}", 0)
+            await site.send(prefixes=pb.Prefixes(hashes=prefix_of(begun.prompt, CALLER.tenant, "m").told))
+        await until(lambda: len(known) == 3, "the gateway to hear of it")
+        for number in (2, 2, 1, 1, 0, 0):
+            assert await serve(here, turn(here, f"talk {number}", 1), *sites) == "abc"[number]
+
+    run(scenario)
+
+
+def test_a_site_tells_of_prompts_no_more_often_than_once_in_half_a_second() -> None:
+    async def scenario(here: Scene) -> None:
+        (site,) = await sites_of(here, "a")
+        told = [pb.SiteMessage(prefixes=pb.Prefixes(hashes=number.to_bytes(8))) for number in range(5)]
+        await site.send(bunch=pb.SiteBunch(messages=told))
+        await site.report(running=1)
+        await until(lambda: here.gateway.directory.sites[0].load.running == 1, "the report")
+        assert len(here.gateway.prefixes) == 1
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("hashes", [b"x" * 7, b"x" * 1032])
+def test_a_site_that_tells_no_hashes_is_cut_off(hashes: bytes) -> None:
+    async def scenario(here: Scene) -> None:
+        (site,) = await sites_of(here, "a")
+        await site.send(prefixes=pb.Prefixes(hashes=hashes))
+        await until(lambda: not here.gateway.federation.links, "the link to end")
+        assert len(here.gateway.prefixes) == 0
+
+    run(scenario)
+
+
+def test_sites_get_the_hashes_by_which_gateways_know_a_prompt() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = await sites_of(here, "ab")
+        query = msgspec.structs.replace(turn(here, "talk", 0), conversation="talk")
+        task = asyncio.create_task(collect(here, query))
+        site, assign = await assigned_site(here, *sites)
+        assert assign.prefix_hashes == prefix_of(query.prompt, CALLER.tenant, "m", "talk").told
+        assert len(assign.prefix_hashes) == 2 * HASH_BYTES
+        await site.step(assign, "x", 1, finish=pb.Delta.STOP)
+        await task
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_site_that_does_not_tell_what_it_had_keeps_its_expectations(unknown: bool) -> None:
+    async def scenario(here: Scene) -> None:
+        sites = await sites_of(here, "ab")
+        for number in range(6):
+            task = asyncio.create_task(collect(here, turn(here, "talk", number + 1)))
+            site, assign = await assigned_site(here, *sites)
+            timings = pb.Timings(cached_unknown=unknown)
+            await site.step(assign, "x", 1, finish=pb.Delta.STOP, timings=timings)
+            await task
+        expected = [
+            max(each.cached_tokens for each in outcome.attempts[0].decision.estimates) / (number + 2)
+            for number, outcome in enumerate(here.outcomes)
+        ]
+        assert (expected[-1] > expected[1]) is unknown
+
+    run(scenario)
+
+
+def test_a_site_that_starts_anew_is_expected_to_have_nothing() -> None:
+    async def scenario(here: Scene) -> None:
+        sites = await sites_of(here, "ab")
+        home = await serve(here, turn(here, "talk", 0), *sites)
+        site = next(each for each in sites if each.name == home)
+        await site.close()
+        await until(lambda: len(here.gateway.federation.links) == 1, "the site to be gone")
+        site.boot_id = "another"
+        await site.join()
+        await report(here, sites)
+        await serve(here, turn(here, "talk", 1), *sites)
+        estimates = here.outcomes[-1].attempts[0].decision.estimates
+        assert [each.cached_tokens for each in estimates] == [0.0, 0.0]
+
+    run(scenario)
 
 
 def test_a_tenant_learns_nothing_of_the_prompts_of_another() -> None:

@@ -100,6 +100,38 @@ def test_two_gateways_share_a_site_and_hear_their_own() -> None:
     run(scenario())
 
 
+def known_as(hashes: bytes, attempt_id: str) -> dict[str, pb.Assign]:
+    body = assign(attempt_id)
+    body["assign"].prefix_hashes = hashes
+    return body
+
+
+def test_a_gateway_that_reads_them_hears_of_the_prompts_of_others() -> None:
+    async def scenario() -> None:
+        async with (
+            serving(Gateway()) as one,
+            serving(Gateway()) as two,
+            serving(Gateway()) as three,
+            site_before(one, two, three) as scene,
+        ):
+            east = await one.linked("east", reads_prefixes=True)
+            west = await two.linked("west", reads_prefixes=True)
+            old = await three.linked("old")
+            await east.send(**known_as(b"eastern1", "a"))
+            await old.send(**known_as(b"", "b"))
+            await east.wait_for("accepted")
+            await old.wait_for("accepted")
+            assert west.received("prefixes") == [], "nothing is computed yet"
+            await scene.step(5)
+            await east.finished("a")
+            await old.finished("b")
+            (told,) = await west.wait_for("prefixes")
+            assert told.hashes == b"eastern1"
+            assert east.received("prefixes") == old.received("prefixes") == []
+
+    run(scenario())
+
+
 def test_peers_are_dialled_too() -> None:
     async def scenario() -> None:
         async with serving(Gateway()) as one, serving(Gateway()) as two, site_before(one):

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from site_engine import messages as m
 from site_engine.core.request import Finish
 from site_engine.errors import Reason
-from site_engine.federation.outbox import LOAD_INTERVAL_S, MAX_ANSWERS, STREAM_INTERVAL_S, Outbox
+from site_engine.federation.codec import encode
+from site_engine.federation.outbox import (
+    LOAD_INTERVAL_S,
+    MAX_ANSWERS,
+    MAX_PREFIXES,
+    PREFIXES_INTERVAL_S,
+    STREAM_INTERVAL_S,
+    Outbox,
+)
 from site_engine.federation.send_pace import LOOP_SHARE
 from tests.support.site_fakes import FakeEngine
 
@@ -169,3 +177,24 @@ def test_pieces_joined_equal_the_whole(parts: list[tuple[str, str, bool]], step_
         got[each.attempt_id] += each.text
         assert "".join(map(chr, each.token_ids)) == each.text
     assert got == {name: "".join(text for to, text, _ in parts if to == name) for name in "abc"}
+
+
+def test_prompts_of_other_gateways_are_told_once_a_second_and_only_when_there_are_some() -> None:
+    outbox = Outbox()
+    hashes = [number.to_bytes(16) for number in range(3 * MAX_PREFIXES)]
+    outbox.prefixes(hashes[:1])
+    assert outbox.take(10.0) == [m.Prefixes(hashes[0])]
+    assert outbox.due_s() is None
+    outbox.prefixes(hashes)
+    outbox.prefixes(hashes[-2:-1])
+    assert outbox.take(10.5) == []
+    assert outbox.due_s() == 10.0 + PREFIXES_INTERVAL_S
+    (told,) = outbox.take(10.0 + PREFIXES_INTERVAL_S)
+    newest = [*hashes[-MAX_PREFIXES:-2], hashes[-1], hashes[-2]]
+    assert told == m.Prefixes(b"".join(newest)), "the newest, each once"
+    (sent,) = encode(told)
+    assert sent.ByteSize() <= 1024
+    assert outbox.take(100.0) == []
+    outbox.prefixes(hashes[:1])
+    outbox.stream_lost()
+    assert outbox.take(200.0) == []

@@ -52,6 +52,23 @@ def test_cuts_change_nothing(words: list[str], cuts: list[int], newline: bytes) 
     assert end.completion_tokens == max(5, sum(1 for each in words if each))
 
 
+@pytest.mark.parametrize(
+    ("details", "cached"),
+    [
+        ({}, None),
+        ({"prompt_tokens_details": None}, None),
+        ({"prompt_tokens_details": {"cached_tokens": None}}, None),
+        ({"prompt_tokens_details": {"cached_tokens": 0}}, 0),
+        ({"prompt_tokens_details": {"cached_tokens": 7}}, 7),
+    ],
+)
+def test_a_server_may_not_tell_what_it_had_cached(details: dict[str, Any], cached: int | None) -> None:
+    stream = ResponseStream(["a"])
+    usage = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 1, **details})
+    read(stream, piece("x", finish="stop"), usage, DONE)
+    assert stream.cached_tokens == cached
+
+
 def test_reasoning_is_told_and_counted_apart() -> None:
     for name in ("reasoning", "reasoning_content"):
         thoughts = [event(choices=[{"index": 0, "delta": {name: each}}]) for each in ("so ", "then")]
