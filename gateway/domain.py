@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.decision import Decision, PlacementLimits
 from gateway.ending import Ending
+from gateway.prices import Prices
 from gateway.prompt import Chat, Pooled, Pooling, Prompt
 from predictor.forecast import Forecast
 
@@ -334,6 +335,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    nano_usd: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -358,7 +360,11 @@ class Status(StrEnum):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One try of one query on one site, for the record. `ended` is "finished" or the cause of the failure."""
+    """One try of one query on one site, for the record. `ended` is "finished" or the cause of the failure.
+
+    Of `completion_tokens` the first `resumed_tokens` came from sites before, and are input of this one.
+    `cached_tokens` is the part of the prompt that the site had. `prices` None: of before there were any.
+    """
 
     decision: Decision
     ended: str
@@ -366,10 +372,18 @@ class Attempt(msgspec.Struct, frozen=True):
     completion_tokens: int
     first_token_s: float | None
     model: str = ""
+    cached_tokens: int = 0
+    resumed_tokens: int = 0
+    prices: Prices | None = None
+    nano_usd: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One per query, recorded once. Durations in seconds; `received_at` is unix time."""
+    """One per query, recorded once. Durations in seconds; `received_at` is unix time.
+
+    `cheapest_nano_usd` and `dearest_nano_usd`: the cost of the same tokens at other sites that were compared,
+    or here.
+    """
 
     query_id: str
     request_id: str
@@ -391,8 +405,15 @@ class Outcome(msgspec.Struct, frozen=True):
     mistaken: bool = False  # it ended by a mistake or a limit of the client: no failure of the gateway
     ending: Ending = Ending()
     asked_model: str = ""
+    cheapest_nano_usd: int = 0
+    dearest_nano_usd: int = 0
 
     @property
     def site(self) -> str:
         """Return the site of the last attempt, empty if there was none."""
         return self.attempts[-1].decision.site if self.attempts else ""
+
+    @property
+    def nano_usd(self) -> int:
+        """Return the cost of all attempts."""
+        return sum(attempt.nano_usd for attempt in self.attempts)

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 
 from gateway.decision import Decision
 from gateway.domain import Delta, Finish, SiteIdentity
-from gateway.failure import AttemptFailure
+from gateway.failure import AttemptFailure, FailureCause
 from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.stream_pace import StreamPace
+from gateway.prices import FREE, Prices
 from gateway.routing.demand import Demand
 
 
@@ -38,6 +39,7 @@ class Accepted(NamedTuple):
 class _Choice:
     pending: list[tuple[int, Delta]] = field(default_factory=list)  # parts, and how many deltas each is
     completion_tokens: int = 0
+    cached_tokens: int = 0
     finished: bool = False
 
     def add(self, delta: Delta) -> None:
@@ -79,6 +81,8 @@ class LiveAttempt:
         on_cancel: Callable[[LiveAttempt], None],
         limits: AnswerLimits,
         pace: StreamPace,
+        prices: Prices = FREE,
+        resumed_tokens: int = 0,
         resumable: bool = True,
         tried: frozenset[str] = frozenset(),
     ) -> None:
@@ -88,6 +92,8 @@ class LiveAttempt:
         self.moves = moves
         self.limits = limits
         self._pace = pace
+        self.prices = prices
+        self.resumed_tokens = resumed_tokens  # of the answer, which sites before gave
         self.wire_bytes = 0  # of the deltas so far
         self.resumable = resumable
         self.tried = tried  # sites that failed the query before
@@ -120,6 +126,28 @@ class LiveAttempt:
             return self._choices[0].completion_tokens
         return sum(choice.completion_tokens for choice in self._choices)
 
+    @property
+    def cached_tokens(self) -> int:
+        """Return the tokens of the prompt that the site had, as the choices that ended say."""
+        return min((choice.cached_tokens for choice in self._choices if choice.finished), default=0)
+
+    @property
+    def nano_usd(self) -> int:
+        """Return the cost so far. An attempt that failed without output cost nothing; of one that was given
+        up the site has read the prompt, as far as is known.
+        """
+        failed = self.failure is not None and self.failure.cause is not FailureCause.CANCELLED
+        gave = self.started or self.completion_tokens > 0
+        if not gave and (failed or self.accepted is None):
+            return 0
+        prompt_tokens = self.accepted.prompt_tokens if self.accepted is not None else 0
+        return self.prices.nano_usd(
+            prompt_tokens + self.resumed_tokens,
+            self.cached_tokens,
+            max(0, self.completion_tokens - self.resumed_tokens),
+            len(self._choices),
+        )
+
     # -- called by the link --
 
     def accept(self, accepted: Accepted) -> None:
@@ -136,7 +164,7 @@ class LiveAttempt:
             choice.add(delta)
             choice.completion_tokens = max(choice.completion_tokens, delta.completion_tokens)
         if delta.finish is not None:
-            choice.finished = True
+            choice.finished, choice.cached_tokens = True, delta.cached_tokens
             if all(c.finished for c in self._choices):
                 self._end()
         if is_urgent:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.operator_orders import Standing
+from gateway.prices import Prices, prices_of
 from gateway.routing.fleet import Fleet
 from gateway.routing.prefixes import PrefixIndex
 
@@ -46,6 +47,11 @@ class Directory:
         """Return the cloud of a site, empty if it is not listed."""
         site = self._sites.get(name)
         return site.identity.cloud if site else ""
+
+    def prices_of(self, name: str) -> Prices | None:
+        """Return the prices of a site now, None if it is not listed."""
+        site = self._sites.get(name)
+        return prices_of(site.identity, site.load) if site else None
 
     @property
     def served(self) -> Mapping[str, Model]:

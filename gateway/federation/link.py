@@ -26,6 +26,7 @@ from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
 from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
 from gateway.federation.stream_pace import StreamPace
+from gateway.prices import FREE
 from gateway.routing.demand import Demand
 from gateway.routing.failover import NATIVE, same_weights
 from gateway.routing.filters import may
@@ -141,6 +142,8 @@ class Link:
             on_cancel=self._cancel,
             limits=AnswerLimits.of(query, self.identity, demand.prompt_tokens),
             pace=self._pace,
+            prices=self._directory.prices_of(self.name) or FREE,
+            resumed_tokens=resume.tokens if resume else 0,
             resumable=query.sampling.resumable and self._names_tokens(query.model),
             tried=tried,
         )

@@ -94,6 +94,7 @@ def merge_usages(usages: Sequence[Usage]) -> Usage:
         completion_tokens=sum(each.completion_tokens for each in usages),
         cached_tokens=sum(each.cached_tokens for each in usages),
         reasoning_tokens=sum(each.reasoning_tokens for each in usages),
+        nano_usd=sum(each.nano_usd for each in usages),
     )
 
 

@@ -14,6 +14,7 @@ from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation
 from gateway.ids import hex_ids
+from gateway.prices import NANO_USD
 from gateway.query.admission import Live
 from gateway.query.forecasting import ForecastService
 from gateway.query.state import QueryState
@@ -162,7 +163,7 @@ class QueryContext:
         self._record(state)
 
     def _record(self, state: QueryState) -> None:
-        outcome = state.outcome()
+        outcome = state.outcome(self.directory.prices_of)
         tokens = outcome.prompt_tokens + outcome.completion_tokens
         self.quotas.settle(state.reservation, tokens, refused=outcome.status is Status.REFUSED)
         self.record(outcome)
@@ -181,6 +182,7 @@ def log_outcome(outcome: Outcome) -> None:
         "prompt_tokens": outcome.prompt_tokens,
         "completion_tokens": outcome.completion_tokens,
         "total_s": round(outcome.total_s, 4),
+        "usd": outcome.nano_usd / NANO_USD,
         "error": outcome.error,
     }
     if not add_request_fields(fields):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 
+from gateway.decision import Estimate
 from gateway.domain import Attempt, Delta, Finish, Opening, Outcome, Query, SiteIdentity, Status, Usage
 from gateway.ending import Ending
 from gateway.errors import ClientMistake, MicoError, Overloaded
 from gateway.failure import FailureCause, Resume
 from gateway.federation.attempt import LiveAttempt
+from gateway.prices import Prices
 from gateway.prompt import Chat, Pooling, Prompt, memory_bytes
 from gateway.quotas.ledger import Reservation
 from gateway.routing.demand import Demand
@@ -126,7 +129,12 @@ class QueryState:
         cached = min(self._cached_tokens.values(), default=0)
         reasoning = sum(self._reasoning_tokens.values())
         prompt, completion = self.prompt_tokens, self.completion_tokens
-        return Usage(prompt, completion, min(cached, prompt), min(reasoning, completion))
+        return Usage(prompt, completion, min(cached, prompt), min(reasoning, completion), self.nano_usd)
+
+    @property
+    def nano_usd(self) -> int:
+        """Return the cost of all attempts so far."""
+        return sum(attempt.nano_usd for attempt in self._attempts)
 
     def add_attempt(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)
@@ -199,8 +207,10 @@ class QueryState:
                 self._calls, self._argument_chars = call.index + 1, 0
             self._argument_chars += len(call.arguments)
 
-    def outcome(self) -> Outcome:
+    def outcome(self, prices_of: Callable[[str], Prices | None] = lambda _: None) -> Outcome:
+        """Return what is recorded. `prices_of` returns the prices of a site now, None if there is no such."""
         query, charged = self.query, self.charged
+        cheapest, dearest = self._cost_bounds(charged, prices_of)
         return Outcome(
             query_id=query.id,
             request_id=query.request_id,
@@ -228,7 +238,30 @@ class QueryState:
                 self.error.__name__ if self.error else "",
             ),
             asked_model=query.asked_model,
+            cheapest_nano_usd=cheapest,
+            dearest_nano_usd=dearest,
         )
+
+    def _cost_bounds(self, charged: Usage, prices_of: Callable[[str], Prices | None]) -> tuple[int, int]:
+        """Return the least and the most of what was paid and what the same tokens would have cost at the
+        cheapest and at the dearest of the other sites that were compared, by the first estimates of them.
+        """
+        costs = [self.nano_usd]
+        others: list[Estimate] = []
+        for attempt in self._attempts:
+            if attempt.demand.model == self.query.model:
+                first = attempt.decision
+                others = [estimate for estimate in first.estimates if estimate.site != first.site]
+                break
+        if others and charged.total_tokens:
+            by_price = attrgetter("price_usd")
+            for estimate in (min(others, key=by_price), max(others, key=by_price)):
+                if (prices := prices_of(estimate.site)) is not None:
+                    cached, choices = round(estimate.cached_tokens), self.query.sampling.n
+                    costs.append(
+                        prices.nano_usd(charged.prompt_tokens, cached, charged.completion_tokens, choices)
+                    )
+        return min(costs), max(costs)
 
     def _status(self) -> Status:
         if self.answered:
@@ -246,6 +279,10 @@ class QueryState:
             completion_tokens=attempt.completion_tokens,
             first_token_s=self.first_token_s.get(attempt.id),
             model=attempt.demand.model,
+            cached_tokens=attempt.cached_tokens,
+            resumed_tokens=attempt.resumed_tokens,
+            prices=attempt.prices,
+            nano_usd=attempt.nano_usd,
         )
 
 

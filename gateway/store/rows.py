@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.decision import Decision, Estimate
 from gateway.domain import Attempt, Outcome
+from gateway.prices import Prices
 from gateway.site_events import Event
 from predictor.forecast import Forecast
 
@@ -42,6 +43,9 @@ class UsageRow(msgspec.Struct, frozen=True):
     forecast_p90: int | None = None
     cloud: str = ""
     asked_model: str = ""
+    nano_usd: int | None = None  # None: written by a version that priced nothing
+    cheapest_nano_usd: int | None = None
+    dearest_nano_usd: int | None = None
 
 
 class DecisionRow(msgspec.Struct, frozen=True):
@@ -62,6 +66,10 @@ class DecisionRow(msgspec.Struct, frozen=True):
     completion_tokens: int
     first_token_s: float | None
     model: str = ""
+    cached_tokens: int | None = None
+    resumed_tokens: int | None = None
+    nano_usd: int | None = None
+    prices: dict[str, float] | None = None
 
 
 class EventRow(msgspec.Struct, frozen=True):
@@ -143,6 +151,9 @@ def _usage_row(outcome: Outcome, cloud: str) -> UsageRow:
         **_forecast_columns(outcome.forecast),
         cloud=_text(cloud),
         asked_model=_text(outcome.asked_model),
+        nano_usd=outcome.nano_usd,
+        cheapest_nano_usd=outcome.cheapest_nano_usd,
+        dearest_nano_usd=outcome.dearest_nano_usd,
     )
 
 
@@ -175,6 +186,10 @@ def _decision_rows(outcome: Outcome) -> tuple[DecisionRow, ...]:
             completion_tokens=attempt.completion_tokens,
             first_token_s=_finite(attempt.first_token_s),
             model=_text(attempt.model),
+            cached_tokens=attempt.cached_tokens,
+            resumed_tokens=attempt.resumed_tokens,
+            nano_usd=attempt.nano_usd,
+            prices=msgspec.to_builtins(attempt.prices),
         )
         for number, attempt in enumerate(outcome.attempts)
     )
@@ -192,7 +207,16 @@ def attempt_of(row: DecisionRow) -> Attempt:
         decided_s=row.decided_s,
     )
     return Attempt(
-        decision, row.ended, row.prompt_tokens, row.completion_tokens, row.first_token_s, row.model
+        decision,
+        row.ended,
+        row.prompt_tokens,
+        row.completion_tokens,
+        row.first_token_s,
+        row.model,
+        cached_tokens=row.cached_tokens or 0,
+        resumed_tokens=row.resumed_tokens or 0,
+        prices=Prices(**row.prices) if row.prices else None,
+        nano_usd=row.nano_usd or 0,
     )
 
 

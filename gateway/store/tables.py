@@ -103,6 +103,9 @@ usage = Table(
     Column("forecast_p90", BigInteger),
     Column("cloud", String, nullable=False, server_default=""),  # of that site
     Column("asked_model", String, nullable=False, server_default=""),  # the route that led to the model
+    Column("nano_usd", BigInteger),  # of all attempts; null: written by a version that priced nothing
+    Column("cheapest_nano_usd", BigInteger),  # of the same tokens, at any of the sites compared
+    Column("dearest_nano_usd", BigInteger),
 )
 
 decisions = Table(
@@ -123,6 +126,10 @@ decisions = Table(
     Column("completion_tokens", BigInteger, nullable=False),
     Column("first_token_s", Double),
     Column("model", String, nullable=False, server_default=""),
+    Column("cached_tokens", BigInteger),  # of the prompt
+    Column("resumed_tokens", BigInteger),  # of the answer, from attempts before
+    Column("nano_usd", BigInteger),
+    Column("prices", JSON(none_as_null=True)),  # dollars per million tokens, that it was priced by
 )
 
 quotas = Table(

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from gateway.decision import Estimate
 from gateway.domain import Status
+from gateway.prices import Prices
 from gateway.site_events import Event
 from gateway.store.rows import (
     TEXT_LIMIT,
@@ -50,6 +51,7 @@ def test_nothing_is_kept_that_could_hold_a_prompt() -> None:
         "tenant",
         "key_id",
         "model",
+        "asked_model",
         "status",
         "error",
         "site",
@@ -128,3 +130,22 @@ def test_an_event_is_one_line_and_comes_back_as_it_was(text: str, bad: bool) -> 
 def test_a_line_that_is_neither_a_query_nor_an_event_is_refused(line: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         from_line(line)
+
+
+def test_a_line_of_a_version_without_money_reads_as_not_priced() -> None:
+    line = msgspec.json.decode(to_line(record_of(outcome())))
+    for name in ("nano_usd", "cheapest_nano_usd", "dearest_nano_usd"):
+        assert line["usage"].pop(name) == 0
+    for row in line["decisions"]:
+        for name in ("nano_usd", "cached_tokens", "resumed_tokens", "prices"):
+            del row[name]
+    found = record_in(msgspec.json.encode(line))
+    assert found.usage.nano_usd is None
+    assert attempt_of(found.decisions[0]).prices is None
+
+
+def test_an_attempt_keeps_its_prices_and_its_cost() -> None:
+    prices = Prices(0.2, 0.05, 0.6, 1e-7)
+    paid = replace(attempt("q-1", 0), prices=prices, nano_usd=123, cached_tokens=4, resumed_tokens=2)
+    row = record_in(to_line(record_of(replace(outcome(), attempts=(paid,))))).decisions[0]
+    assert attempt_of(row) == paid
