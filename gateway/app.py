@@ -23,7 +23,7 @@ from gateway.admin.order_service import OrderService
 from gateway.admin.routes import AdminContext, admin_routes
 from gateway.batches.lifecycle import Batches, open_batches
 from gateway.config import ConfigError, GatewayConfig
-from gateway.domain import Outcome, SiteState
+from gateway.domain import SHADOW_TENANT, Outcome, SiteState
 from gateway.federation.directory import Directory
 from gateway.federation.server import Federation, FederationSettings, listen
 from gateway.http.app import create_http, create_operators_http
@@ -38,6 +38,7 @@ from gateway.query.answer import answer
 from gateway.query.context import QueryContext
 from gateway.query.counting import TokenCounter
 from gateway.query.forecasting import ForecastService
+from gateway.query.shadows import Shadows
 from gateway.query.targets import NamedModels
 from gateway.quotas.leases import Leases
 from gateway.quotas.limits import WhenAway
@@ -182,15 +183,16 @@ async def _core(
         loop.call_soon(observe, outcome)
 
     def observe(outcome: Outcome) -> None:
+        if outcome.tenant == SHADOW_TENANT:
+            forecasts.observe(outcome)
+            return
         metrics.observe(outcome)
         publisher.observe(outcome)
         if traces is not None:
             traces.observe(outcome)
         forecasts.observe(outcome)
 
-    await store.routes.start(_routes_of_file(config))
-    leases = Leases(store.slices, WhenAway(config.quotas_when_away), unix_time=store.clock)
-    await leases.start()
+    leases = await _start_leases_and_routes(config, store)
     query_context = QueryContext(
         directory,
         federation,
@@ -207,6 +209,7 @@ async def _core(
         routes=lambda: store.routes.current,
         fleet_complete_s=clock() + REJOIN_S,
     )
+    shadows = _shadows(query_context, metrics, publisher)
     if traces is not None:
         query_context.trace_query = traces.inject
     address = f"{config.grpc_host}:{config.grpc_port}"
@@ -223,6 +226,7 @@ async def _core(
         yield Core(query_context, metrics, publisher, leases)
     finally:
         watching.cancel()
+        await shadows.close()
         await server.stop(grace=1.0)
         await query_context.wait_settled()
         await leases.close()
@@ -287,6 +291,22 @@ def _scaling_plan(config: GatewayConfig) -> ScalingPlan:
         return read_plan(config.scaling) if config.scaling else ScalingPlan()
     except ValueError as exc:
         raise ConfigError(f"scaling: {exc}") from exc
+
+
+def _shadows(query_context: QueryContext, metrics: Metrics, publisher: SnapshotPublisher) -> Shadows:
+    figures = publisher.route_figures
+    figures.routes = query_context.routes
+    metrics.register(figures)
+    shadows = Shadows(query_context, figures.observe_copy)
+    query_context.ended = shadows.ended
+    return shadows
+
+
+async def _start_leases_and_routes(config: GatewayConfig, store: Store) -> Leases:
+    await store.routes.start(_routes_of_file(config))
+    leases = Leases(store.slices, WhenAway(config.quotas_when_away), unix_time=store.clock)
+    await leases.start()
+    return leases
 
 
 def _routes_of_file(config: GatewayConfig) -> list[ModelRoute]:

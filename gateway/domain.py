@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import Final
 
 import msgspec
 
@@ -79,6 +80,10 @@ class Caller:
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
+
+
+SHADOW_TENANT: Final = "(shadow)"
+"""The tenant of copied queries."""
 
 
 class Query(msgspec.Struct, frozen=True):

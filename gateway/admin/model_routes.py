@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from gateway.errors import NotFound
 from gateway.federation.directory import Directory
 from gateway.routing.model_routes import ModelRoute, Shadow, Target
 from gateway.store.model_routes import RouteTable
+from gateway.telemetry.publisher import SnapshotPublisher
+from gateway.telemetry.route_figures import TargetFigures
 
 
 class NewRoute(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,6 +46,7 @@ class RouteFacts:
 
     table: RouteTable
     directory: Directory
+    figures: Callable[[], list[TargetFigures]]
 
     def of(self, route: ModelRoute) -> dict[str, Any]:
         stored = self.table.stored.get(route.name)
@@ -57,6 +61,7 @@ class RouteFacts:
             "who": stored.who if stored else "",
             "reason": stored.reason if stored else "",
             "changed_at": stored.changed_at if stored else None,
+            "figures": [msgspec.to_builtins(each) for each in self.figures() if each.route == route.name],
         }
 
     def named(self, name: str) -> dict[str, Any]:
@@ -65,8 +70,12 @@ class RouteFacts:
         return self.of(route) if route else {"name": name, "targets": []}
 
 
-def model_route_routes(access: Access, table: RouteTable, directory: Directory) -> list[HTTPRouteHandler]:
-    facts = RouteFacts(table, directory)
+def model_route_routes(
+    access: Access, table: RouteTable, directory: Directory, publisher: SnapshotPublisher
+) -> list[HTTPRouteHandler]:
+    facts = RouteFacts(
+        table, directory, lambda: publisher.snapshot.model_routes if publisher.snapshot else []
+    )
 
     @get("/admin/api/routes")
     async def list_routes(request: AnyRequest) -> dict[str, Any]:

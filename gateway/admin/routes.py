@@ -53,5 +53,9 @@ def admin_routes(backend: Backend, context: AdminContext) -> list[HTTPRouteHandl
         *read_routes(access, context.publisher, context.reads),
         *stream_routes(access, context.publisher),
         *(tenancy_routes(access, context.store) if context.store else ()),
-        *(model_route_routes(access, context.routes, context.directory) if context.routes else ()),
+        *(
+            model_route_routes(access, context.routes, context.directory, context.publisher)
+            if context.routes
+            else ()
+        ),
     ]

@@ -46,7 +46,8 @@ class QueryContext:
 
     `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` waits
     until more of the quotas that are short here was asked for once, and returns False where that is of no
-    use. `routes` returns the names that stand for models. `trace_query` returns
+    use. `routes` returns the names that stand for models. `ended` receives each
+    query with its outcome once that is recorded. `trace_query` returns
     the query as the site of an attempt gets it: with the span of that attempt, where there are traces.
     """
 
@@ -68,6 +69,7 @@ class QueryContext:
     quotas: QuotaLedger = field(default_factory=QuotaLedger)
     lease_more: Callable[[], Awaitable[bool]] = _no_lease
     routes: Callable[[], Mapping[str, ModelRoute]] = dict
+    ended: Callable[[Query, Outcome], None] = lambda query, outcome: None
     fleet_complete_s: float = float("-inf")  # on `clock`: by then every site has had the time to join
     shutting_down: bool = False
     new_id: Callable[[], str] = field(default_factory=hex_ids)
@@ -167,6 +169,7 @@ class QueryContext:
         tokens = outcome.prompt_tokens + outcome.completion_tokens
         self.quotas.settle(state.reservation, tokens, refused=outcome.status is Status.REFUSED)
         self.record(outcome)
+        self.ended(state.query, outcome)
         if log.isEnabledFor(logging.INFO):
             log_outcome(outcome)
 

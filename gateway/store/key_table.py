@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from gateway.domain import SHADOW_TENANT
 from gateway.store.audit import Act, add_entry
 from gateway.store.database import insert_new
 from gateway.store.errors import TooManyKeys
@@ -26,8 +27,8 @@ NAME_RULE = f"1 to {MAX_NAME_CHARS} printable characters"
 
 
 def is_valid_name(text: str) -> bool:
-    """Return whether the text may name a key or a tenant, by `NAME_RULE`."""
-    return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable()
+    """Return whether the text may name a key or a tenant, by `NAME_RULE`. That of copies is taken."""
+    return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable() and text != SHADOW_TENANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from gateway.telemetry.banner import banner
 from gateway.telemetry.history import History, Sample
 from gateway.telemetry.recent import Move, Recent
 from gateway.telemetry.replicas import Summary, merge_summaries
+from gateway.telemetry.route_figures import RouteFigures
 from gateway.telemetry.snapshot import (
     Pool,
     Rates,
@@ -71,6 +72,7 @@ class SnapshotPublisher:
         self.boot_id = secrets.token_hex(4)
         self.events = EventLog()
         self.recent = Recent()
+        self.route_figures = RouteFigures()
         self.history = History(self._on_minute)
         self.replica = replica
         self._directory = directory
@@ -124,7 +126,9 @@ class SnapshotPublisher:
         self._notify()
 
     def observe(self, outcome: Outcome) -> None:
-        self.recent.observe(outcome, self.unix_time())
+        now = self.unix_time()
+        self.recent.observe(outcome, now)
+        self.route_figures.observe(outcome, now)
 
     def summary(self) -> Summary:
         """Summarize the recent queries of this replica alone."""
@@ -135,6 +139,7 @@ class SnapshotPublisher:
             waits=recent.waits(now),
             routes=recent.routes(),
             quality=recent.quality(),
+            model_routes=self.route_figures.view(now),
             moves=[event for event in self._moves if event.at > now - SHARED_MOVES_S],
         )
 
@@ -166,6 +171,7 @@ class SnapshotPublisher:
             sites=shown,
             pools=self.pools(),
             routes=merged.routes,
+            model_routes=merged.model_routes,
             quality=merged.quality,
             events=self.events.newest(MAX_EVENTS_SHOWN),
         )

@@ -22,6 +22,7 @@ from gateway.site_events import Event
 from gateway.store.database import reason
 from gateway.store.snapshots import ReplicaSummary
 from gateway.telemetry.recent import NO_WAITS, ForecastQuality, Route, SiteWaits
+from gateway.telemetry.route_figures import TargetFigures, merge_figures
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Summary:
     waits: dict[str, SiteWaits] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
     quality: ForecastQuality | None = None
+    model_routes: list[TargetFigures] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)
 
 
@@ -55,6 +57,7 @@ def merge_summaries(summaries: Sequence[Summary]) -> Summary:
         ended_per_min=sum(each.ended_per_min for each in summaries),
         waits={site: _merge_waits([each.waits.get(site, NO_WAITS) for each in summaries]) for site in sites},
         routes=[Route(*key, number) for key, number in attempts.most_common(MAX_ROUTES_SHOWN)],
+        model_routes=merge_figures([each.model_routes for each in summaries]),
         quality=_merge_quality([each.quality for each in summaries if each.quality]),
     )
 

@@ -13,6 +13,7 @@ from gateway.site_events import Event
 from gateway.telemetry.history import PLOTTED_SITES, Sample
 from gateway.telemetry.metrics import capacity_tokens, outstanding_tokens
 from gateway.telemetry.recent import NO_WAITS, ForecastQuality, Route, SiteWaits
+from gateway.telemetry.route_figures import TargetFigures
 
 RATE_WINDOW_S = 5.0
 STALE_SHOWN_AFTER_S = 2.0
@@ -109,6 +110,7 @@ class Snapshot:
     sites: list[SiteView]
     pools: list[Pool]
     routes: list[Route]
+    model_routes: list[TargetFigures]
     quality: ForecastQuality | None
     events: list[Event]
 

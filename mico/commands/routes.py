@@ -52,6 +52,7 @@ def show_route(context: typer.Context, name: Name, *, gateway: GatewayOptions, a
         session.terminal.json(route)
         return
     print_route(session, route)
+    print_figures(session, route["figures"])
     if route["source"] == "operator":
         session.terminal.info(
             f"set by {route['who']} at {format_time(route['changed_at'])}: {route['reason']}"
@@ -151,6 +152,29 @@ def print_route(session: Session, route: dict[str, Any]) -> None:
     )
     if route["shadow"]:
         session.terminal.info(f"shadow: {shadow_text(route)}")
+
+
+def print_figures(session: Session, figures: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            f"{each['model']} (shadow)" if each["is_shadow"] else each["model"],
+            str(each["queries"]),
+            "-" if each["is_shadow"] else f"{each['share']:.1%}",
+            str(each["failed"]),
+            str(each["skipped"]) if each["is_shadow"] else "-",
+            beside(each["tokens_p50"], each["user_tokens_p50"], "{:.0f}"),
+            beside(each["seconds_p50"], each["user_seconds_p50"], "{:.2f} s"),
+        ]
+        for each in figures
+    ]
+    session.terminal.table(["model", "queries", "share", "errors", "skipped", "tokens p50", "time p50"], rows)
+
+
+def beside(value: float | None, user: float | None, form: str) -> str:
+    """Return a median, of a shadow beside that of the answers which it copied."""
+    if value is None:
+        return "-"
+    return form.format(value) if user is None else f"{form.format(value)} beside {form.format(user)}"
 
 
 def target_text(target: dict[str, Any]) -> str:

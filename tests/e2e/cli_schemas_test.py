@@ -30,7 +30,7 @@ SHOWN_SITE = (
     "kv_used load models name output_per_s output_usd_per_mtok outstanding_tokens pending pinned_off pool "
     "region report_age_s running share slots state tokens_per_s ttft_p95_s weight"
 )
-ROUTE = "changed_at name reason shadow source targets who"
+ROUTE = "changed_at figures name reason shadow source targets who"
 TARGET = "model served slower_than_s weight when"
 KEY = "admin created_at expires_at hint id models name regions revoked_at state tenant"
 PROMISED: dict[tuple[str, ...], dict[str, str]] = {
@@ -41,7 +41,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("sites", "show", "SITE"): {"": SITE},
     ("sites", "events", "SITE"): {"[]": "at bad id kind replica site text who"},
     ("top", "-n", "1"): {
-        "": "at banner clouds events pools quality replica replicas routes seq sites totals",
+        "": "at banner clouds events model_routes pools quality replica replicas routes seq sites totals",
         "banner": "level text",
         "totals": "ended_per_min errors_per_min headroom in_flight input_per_s output_per_s queued "
         "ttft_p95_s ttft_site",

@@ -107,7 +107,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         routes=routes,
     )
     await routes.start()
-    here.gateway.routes = lambda: routes.current
+    here.gateway.routes = publisher.route_figures.routes = lambda: routes.current
     transport = httpx2.ASGITransport(create_http(backend, admin_routes(backend, context)))
     await order_service.start()
     await publisher.start()

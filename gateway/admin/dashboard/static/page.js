@@ -75,6 +75,7 @@ function draw() {
   setText($("pools"), poolsText(snapshot.pools));
   drawEvents(snapshot.events);
   drawRoutes(snapshot);
+  drawModelRoutes(snapshot.model_routes);
 }
 
 function drawBanner() {
@@ -133,6 +134,21 @@ function drawRoutes({ routes, quality }) {
   setText($("quality"), quality
     ? `${plural(quality.answers, "answer")}: ${percent(quality.under_p50)} under the p50 (50\u00a0% is right), ${percent(quality.under_p90)} under the p90 (90\u00a0% is right); half of the p50s off by less than ${number(quality.error_p50_tokens)} tokens. Answers that max_tokens cut short count as they ended. Forecast by ${quality.source.replaceAll(":", ", ")}.`
     : "No answer to compare with.");
+}
+
+// Targets of model routes; a shadow's figures stand beside those of the answers that it copied.
+function drawModelRoutes(targets) {
+  $("model-routes-section").hidden = !targets.length;
+  const beside = (text, value, user) => (user == null ? text(value) : `${text(value)} beside ${text(user)}`);
+  fill("model-routes", targets.map((each) => [
+    each.route,
+    each.is_shadow ? `${each.model} (shadow)` : each.model,
+    number(each.queries) + (each.skipped ? `, ${number(each.skipped)} skipped` : ""),
+    each.is_shadow ? "–" : percent(each.share),
+    each.failed ? `▲ ${number(each.failed)}` : "0",
+    beside(number, each.tokens_p50, each.user_tokens_p50),
+    beside(seconds, each.seconds_p50, each.user_seconds_p50),
+  ]), "No name stands for a model.");
 }
 
 // Fill a table if it changed; cells take the classes of their column heads.
