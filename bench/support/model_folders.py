@@ -16,6 +16,8 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+END = "<|endoftext|>"
+"""The name that the tokenizers of some families add if it is absent."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -29,11 +31,11 @@ def write_model(shape: Path, folder: Path, texts: Iterable[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(shape / "config.json", folder / "config.json")
     config = json.loads((shape / "config.json").read_text())
-    _write_tokenizer(folder, texts, config["vocab_size"])
+    _write_tokenizer(folder, texts, config["vocab_size"], config["eos_token_id"])
     _write_weights(folder, config)
 
 
-def _write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> None:
+def _write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int, end_id: int) -> None:
     """Train a byte-level BPE; pieces that no text has fill the vocabulary, so that every id decodes."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
@@ -42,19 +44,19 @@ def _write_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int) -> Non
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+        vocab_size=end_id, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     described = json.loads(tokenizer.to_str())
     vocabulary = described["model"]["vocab"]
-    for number in range(len(vocabulary), vocab_size - 1):
-        vocabulary[f"Ġpiece{number}"] = number
-    end = {"id": vocab_size - 1, "content": "<|end|>", "special": True, "normalized": False}
+    for number in range(len(vocabulary), vocab_size):
+        vocabulary[END if number == end_id else f"Ġpiece{number}"] = number
+    end = {"id": end_id, "content": END, "special": True, "normalized": False}
     described["added_tokens"] = [{**end, "single_word": False, "lstrip": False, "rstrip": False}]
     (folder / "tokenizer.json").write_text(json.dumps(described))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|end|>",
+        "eos_token": END,
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
     }
