@@ -38,6 +38,11 @@ class Guide(Protocol):
 class Grammar(Protocol):
     """A compiled grammar that any number of answers can follow."""
 
+    @property
+    def source(self) -> str:
+        """The grammar as text, from which another process compiles the same."""
+        ...
+
     def start(self) -> Guide: ...
 
 
@@ -328,6 +333,8 @@ class Pooled:
 
 class Output(NamedTuple):
     """The tokens and text of one request in one iteration. `finish` is set exactly once, in the last output.
+
+    `timings` come with it, and with the first token of each start.
 
     A tuple, since every row of every iteration creates one: a frozen dataclass takes five times as long.
     """

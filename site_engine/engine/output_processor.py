@@ -8,62 +8,46 @@ import torch
 
 from site_engine.core.request import Finish, Output, Request, Timings, TokenLogprob
 from site_engine.model.sampler import Alternatives, rank
-from site_engine.text.detokenize import ShowingDecoder, TextStream, Vocabulary
-from site_engine.text.thinking import ThinkingDecoder
+from site_engine.text.answer_text import AnswerText, end_tokens
+from site_engine.text.detokenize import Vocabulary
 
 
 class OutputProcessor:
     """Turns the tokens of one request into outputs."""
 
     __slots__ = (
-        "_carried",
+        "_answer",
         "_ends",
         "_min_tokens",
         "_prompt_logprobs",
-        "_stream",
-        "_thought",
+        "_starts_told",
         "_vocabulary",
         "request",
     )
 
     def __init__(self, request: Request, vocabulary: Vocabulary, eos_token_ids: Collection[int]) -> None:
-        sampling = request.sampling
         self.request = request
         self._vocabulary = vocabulary
-        decoder = vocabulary.decoder(request.prompt if request.follows else ())
-        if request.shown:
-            decoder = ShowingDecoder(decoder, request.shown)
-        self._thought: ThinkingDecoder | None = None
-        if request.thinking is not None:
-            decoder = self._thought = ThinkingDecoder(
-                decoder, request.thinking, request.resumed_reasoning_chars
-            )
-        self._stream = TextStream(decoder, sampling.stop, request.resumed_chars)
-        self._ends = frozenset(sampling.stop_token_ids) | frozenset(
-            () if sampling.ignore_eos else eos_token_ids
-        )
-        self._min_tokens = sampling.min_tokens
+        self._ends = end_tokens(request, eos_token_ids)
+        self._answer = AnswerText(request, vocabulary, self._ends)
+        self._min_tokens = request.sampling.min_tokens
         self._prompt_logprobs: list[TokenLogprob] = []
-        self._carried = ""  # text of resumed tokens that was not delivered yet
+        self._starts_told = 0  # with their timings
 
     def replay(self) -> Finish | None:
         """Process the tokens generated at another site; return the finish reason if they end the response."""
         finish = None
         for at, token_id in enumerate(self.request.resumed, start=1):
-            text, finish = self._read(token_id, at)
-            self._carried += text
+            finish = self._answer.carry(token_id, at, self._finish(token_id, at))
         return finish
 
     @property
     def contradicts_delivered(self) -> bool:
-        """Return whether the client has text that the resumed tokens do not say: a site that does not tell
-        thoughts from text delivered the thought as text.
-        """
-        return self._thought is not None and self._stream.unsaid_chars > 0
+        return self._answer.contradicts_delivered
 
     def take(self, token_id: int, now: float, alternatives: Alternatives | None) -> Output:
         """Append a token and return its output."""
-        request = self.request
+        request, answer = self.request, self._answer
         if request.first_token_s is None:
             request.first_token_s = now
         if request.max_tokens == 0:  # only the prompt is evaluated
@@ -71,39 +55,39 @@ class OutputProcessor:
         tokens = request.tokens
         tokens.append(token_id)
         generated = len(tokens) - request.prompt_len
-        text, finish = self._read(token_id, generated)
+        text, finish = answer.read(token_id, generated, self._finish(token_id, generated))
         ended = finish is Finish.STOP and token_id in self._ends
+        is_told = finish is None and self._starts_told > request.preemptions
+        self._starts_told = request.preemptions + 1
         output = Output(
             request.id,
-            self._take_carried() + text if self._carried else text,
+            answer.take_carried() + text,
             (token_id,),
             finish,
             "",
             () if alternatives is None or ended else (self._logprob(token_id, alternatives),),
             self._take_prompt_logprobs() if self._prompt_logprobs else (),
-            None if finish is None else self._timings(now),
+            None if is_told else self._timings(now),
             generated,
         )
-        if finish is not None and self._stream.stopped:
-            output = output._replace(stop_sequence=self._stream.stopped)
-        return output if self._thought is None else self._with_thought(output, self._thought)
+        if finish is not None and answer.stopped:
+            output = output._replace(stop_sequence=answer.stopped)
+        return answer.with_thought(output)
 
     def end(self, finish: Finish, now: float, error: str = "") -> Output:
         """Return the output of a response that ends without another token."""
         complete = finish in {Finish.STOP, Finish.LENGTH}
         output = Output(
             self.request.id,
-            text=self._take_carried() if complete else "",
+            text=self._answer.take_carried() if complete else "",
             finish=finish,
             error=error,
             prompt_logprobs=self._take_prompt_logprobs(),
             timings=self._timings(now),
             completion_tokens=self.request.generated,
-            stop_sequence=self._stream.stopped if complete else "",
+            stop_sequence=self._answer.stopped if complete else "",
         )
-        if self._thought is None or not complete:
-            return output
-        return self._with_thought(output, self._thought)
+        return self._answer.with_thought(output) if complete else output
 
     def read_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Record the prompt's log probabilities from logits [positions, vocabulary], from `start` on."""
@@ -118,29 +102,14 @@ class OutputProcessor:
             if position >= done:
                 self._prompt_logprobs.append(self._logprob(token_id, one))
 
-    def _read(self, token_id: int, generated: int) -> tuple[str, Finish | None]:
-        """Return the text that this token settles, and the finish reason if it ends the response."""
-        request, stream = self.request, self._stream
-        guide = request.guide
-        ended = guide is not None and guide.take(token_id) and guide.ended
-        long_enough = ended or generated >= self._min_tokens
-        if long_enough and token_id in self._ends:
-            return self._flush(), Finish.STOP
-        text = stream.push(token_id, long_enough)
-        if ended:  # a completed grammar needs no end-of-sequence token
-            return text + self._flush(), Finish.STOP
-        if stream.stopped:
-            return text, Finish.STOP
-        if generated >= request.max_tokens:
-            return text + self._flush(), Finish.LENGTH
-        return text, None
-
-    def _flush(self) -> str:
-        """Return all text held back."""
-        return self._stream.flush("" if self._thought is None else self._thought.end())
-
-    def _with_thought(self, output: Output, thought: ThinkingDecoder) -> Output:
-        return output._replace(reasoning=thought.take(), reasoning_tokens=thought.tokens)
+    def _finish(self, token_id: int, generated: int) -> Finish | None:
+        """Return the finish reason if a token ends the response by itself, by the grammar or by the limit."""
+        guide = self.request.guide
+        if guide is not None and guide.take(token_id) and guide.ended:
+            return Finish.STOP  # a completed grammar needs no end-of-sequence token
+        if token_id in self._ends and generated >= self._min_tokens:
+            return Finish.STOP
+        return Finish.LENGTH if generated >= self.request.max_tokens else None
 
     def _logprob(self, token_id: int, found: Alternatives | None) -> TokenLogprob:
         text, raw = self._vocabulary.token(token_id)
@@ -149,10 +118,6 @@ class OutputProcessor:
         best = zip(found.token_ids, found.logprobs, strict=True)
         top = tuple(TokenLogprob(*self._vocabulary.token(other), logprob) for other, logprob in best)
         return TokenLogprob(text, raw, found.chosen, top)
-
-    def _take_carried(self) -> str:
-        carried, self._carried = self._carried, ""
-        return carried
 
     def _take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         if len(self._prompt_logprobs) < self.request.prompt_len:

@@ -325,7 +325,7 @@ def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offse
         error=output.error,
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
-        timings=output.timings,
+        timings=None if output.finish is None else output.timings,
         tool_calls=output.tool_calls,
         reasoning=output.reasoning,
         refusal=output.refusal,

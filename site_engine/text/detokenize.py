@@ -159,6 +159,13 @@ class NoText:
         return TokenText("", b"")
 
 
+class TokenNames(NoText):
+    """Names tokens by their ids, where another process has the text."""
+
+    def token(self, token_id: int) -> TokenText:
+        return TokenText(str(token_id), b"")
+
+
 class TextStream:
     """The text of one response: holds back a possible stop string, skips text that the client has."""
 

@@ -53,7 +53,8 @@ class Guide:
 class Grammar:
     """A compiled grammar. Every answer that follows it starts a guide of its own."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, source: str) -> None:
+        self.source = source
         self._matcher = matcher
 
     def start(self) -> Guide:
@@ -88,7 +89,7 @@ class Grammars:
             if source in self._cached:
                 self._cached.move_to_end(source)
                 return self._cached[source]
-        grammar = Grammar(self._matcher(source, param))
+        grammar = Grammar(self._matcher(source, param), source)
         with self._lock:
             self._cached[source] = grammar
             if len(self._cached) > MAX_CACHED:
