@@ -5,22 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
-from site_engine.engine_client import Listener
+from site_engine.engine.process_client import COMMAND
+from site_engine.engine_client import Facts, Listener
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
 from site_engine.messages import Hello, Model, OnFinish
-from site_engine.native import Loaded, NativeEngine, load_engine
+from site_engine.native import Loaded, NativeEngine, facts_of, launch_engine, load_engine
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log
 from site_engine.version import own_version
 
 log = logging.getLogger(__name__)
+
+MAX_LOST_IN_A_ROW = 3
+"""After so many engines that were lost soon, the site ends: a new process, or a person, has to look."""
+SETTLED_AFTER_S = 300.0
+"""An engine that has served so long was not lost soon."""
 
 
 def run(config: SiteConfig) -> int:
@@ -38,18 +46,21 @@ def run(config: SiteConfig) -> int:
         return EXIT_FAILED
 
 
-async def serve(config: SiteConfig, load: Callable[[SiteConfig], Loaded] | None = None) -> int:
+async def serve(
+    config: SiteConfig,
+    load: Callable[[SiteConfig], Loaded] | None = None,
+    command: Sequence[str] = COMMAND,
+) -> int:
     """Load the model, link to the gateways, serve, drain. Raises ConfigError if that cannot begin.
 
-    The first SIGTERM or SIGINT drains; the second ends without waiting.
+    The first SIGTERM or SIGINT drains; the second ends without waiting. `load` makes the engine in this
+    process; without it `config` says whether it runs in one of its own, which `command` starts.
     """
     dialer = Dialer.from_config(config)
+    if load is None and config.separates_engine:
+        async with attempt_log(config.site, config.otlp_url) as on_finish:
+            return await _serve_process(config, dialer, on_finish, command)
     loaded = await asyncio.to_thread(load or load_engine, config)
-    async with attempt_log(config.site, config.otlp_url) as on_finish:
-        return await _serve(config, loaded, dialer, on_finish)
-
-
-async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: OnFinish) -> int:
     loop = asyncio.get_running_loop()
     engine = await asyncio.to_thread(
         NativeEngine.from_loaded,
@@ -58,40 +69,104 @@ async def _serve(config: SiteConfig, loaded: Loaded, dialer: Dialer, on_finish: 
         config.iteration_floor_s,
         allow_special_tokens=config.allow_special_tokens,
     )
-    hello = make_hello(config, loaded, engine.features, engine.max_token_chars or 0)
     shutdown = Shutdown()
+    async with attempt_log(config.site, config.otlp_url) as on_finish:
+        with shutdown.handle_signals(loop):
+            served = Served(engine, facts_of(loaded), shutdown.engine_broken)
+            return await _serve(config, served, dialer, on_finish, shutdown)
+
+
+class Served(NamedTuple):
+    """An engine that is to serve. `on_broken` is told once why it can't go on."""
+
+    engine: NativeEngine
+    facts: Facts
+    on_broken: Callable[[str], None]
+
+
+async def _serve_process(
+    config: SiteConfig, dialer: Dialer, on_finish: OnFinish, command: Sequence[str]
+) -> int:
+    """Serve with an engine in a process of its own; start it again when it is lost.
+
+    Between two engines the site has no links: its gateways give the answers to other sites. Raises
+    ConfigError if the model cannot be loaded.
+    """
+    loop, shutdown = asyncio.get_running_loop(), Shutdown()
+    lost_in_a_row = 0
+    with shutdown.handle_signals(loop):
+        while lost_in_a_row <= MAX_LOST_IN_A_ROW:
+            launching = asyncio.create_task(launch_engine(config, loop.call_soon_threadsafe, command))
+            if not await _first(launching, shutdown.requested.wait()):
+                return shutdown.status
+            engine, facts = launching.result()
+            lost: asyncio.Future[str] = loop.create_future()
+            served = Served(engine, facts, partial(_lose, lost, shutdown))
+            began_s = time.monotonic()
+            serving = asyncio.create_task(_serve(config, served, dialer, on_finish, shutdown))
+            if await _first(serving, lost):
+                return serving.result()
+            settled = time.monotonic() - began_s > SETTLED_AFTER_S
+            lost_in_a_row = 1 if settled else lost_in_a_row + 1
+            log.error("the engine is lost: %s", lost.result())
+    log.critical("the engine was lost %d times in a row", lost_in_a_row)
+    return EXIT_FAILED
+
+
+async def _serve(
+    config: SiteConfig, served: Served, dialer: Dialer, on_finish: OnFinish, shutdown: Shutdown
+) -> int:
+    engine, facts, on_broken = served
     site = Site(
-        hello,
+        make_hello(config, facts, engine),
         engine,
         time.monotonic,
         config.max_pending,
         on_finish=on_finish,
-        on_stuck=shutdown.engine_broken,
+        on_stuck=on_broken,
         stream_interval_s=config.stream_interval_s,
     )
     links = dialer.links(site)
     ticking = asyncio.create_task(tick(site))
-    engine.start(Listener(site.outputs, site.load, shutdown.engine_broken))
+    engine.start(Listener(site.outputs, site.load, on_broken))
     try:
-        with shutdown.handle_signals(loop):
-            links.add(config.gateways)
-            log.info("serving %s in %d slots", ", ".join(site.models), config.slots or loaded.slots)
-            return await run_until_shutdown(site, links, shutdown, config.drain_s)
+        links.add(config.gateways)
+        log.info("serving %s in %d slots", ", ".join(site.models), config.slots or facts.slots)
+        return await run_until_shutdown(site, links, shutdown, config.drain_s)
     finally:
         ticking.cancel()
-        await links.close("the site is ending")
+        await links.close(shutdown.reason or "its engine is lost")
         await asyncio.to_thread(engine.stop)
 
 
-def make_hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...], max_token_chars: int) -> Hello:
-    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
+def _lose(lost: asyncio.Future[str], shutdown: Shutdown, reason: str) -> None:
+    """Note that the engine is lost. A site that is ending starts no other."""
+    if shutdown.requested.is_set():
+        shutdown.engine_broken(reason)
+    elif not lost.done():
+        lost.set_result(reason)
+
+
+async def _first(task: asyncio.Task[Any], other: Awaitable[Any]) -> bool:
+    """Wait for the task or the other, which then cancels the task; return whether the task was first."""
+    waiting = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        waiting.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
     model = Model(
-        id=config.served_model or loaded.name,
-        revision=loaded.revision,
-        context_tokens=min(loaded.context_tokens, kv_tokens),
+        id=config.served_model or facts.name,
+        revision=facts.revision,
+        context_tokens=min(facts.context_tokens, facts.kv_tokens),
         created_s=int(time.time()),
-        features=features,
-        max_token_chars=max_token_chars,
+        features=engine.features,
+        max_token_chars=engine.max_token_chars or 0,
     )
     return Hello(
         site=config.site,
@@ -100,8 +175,8 @@ def make_hello(config: SiteConfig, loaded: Loaded, features: tuple[str, ...], ma
         region=config.region,
         pool=config.pool,
         models=(model,),
-        slots=config.slots or loaded.slots,
-        kv_capacity_tokens=kv_tokens,
+        slots=config.slots or facts.slots,
+        kv_capacity_tokens=facts.kv_tokens,
         input_usd_per_mtok=config.input_usd_per_mtok,
         output_usd_per_mtok=config.output_usd_per_mtok,
         cached_usd_per_mtok=config.cached_usd_per_mtok,

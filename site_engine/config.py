@@ -24,6 +24,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 ENGINES = ("native", "openai")
 SAMPLING_DEFAULTS = ("model", "openai")
 FEATURES = ("chat", "vision", "embed", "rerank")
+NVIDIA = Path("/dev/nvidiactl")
+"""Is there where a process can use a GPU."""
 _AT_LEAST_ONE = (
     "slots",
     "token_budget",
@@ -81,6 +83,7 @@ class SiteConfig:
     tokens_per_min: int | None = None
 
     model: str = ""  # a folder or a Hub id; of a server: one of its models, empty for all
+    engine_process: bool | None = None  # run the engine in a process of its own; absent: on a GPU
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
@@ -142,6 +145,15 @@ class SiteConfig:
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}")
         known = self.sampling_defaults in SAMPLING_DEFAULTS
         _require(known, "sampling_defaults", f"must be one of {', '.join(SAMPLING_DEFAULTS)}")
+
+    @property
+    def separates_engine(self) -> bool:
+        """Whether the engine runs in a process of its own. No library is asked for a GPU: in the site's
+        process that would take hold of it.
+        """
+        if self.engine_process is not None:
+            return self.engine_process
+        return self.device.startswith("cuda") or (self.device == "auto" and NVIDIA.exists())
 
     def secret(self) -> str:
         """Return the token, from its file if there is one. Raises ConfigError if that is unreadable."""
@@ -257,6 +269,7 @@ _BY_TYPE: dict[str, Callable[[Any], Any]] = {
     "float": parse_float,
     "float | None": parse_float,
     "bool": parse_bool,
+    "bool | None": parse_bool,
     "Path | None": parse_path,
     "tuple[str, ...]": parse_list,
 }

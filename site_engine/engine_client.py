@@ -79,6 +79,18 @@ class Prepared(NamedTuple):
         return len(self.token_ids) or self.guessed_tokens
 
 
+class Facts(NamedTuple):
+    """What a site announces of its model."""
+
+    name: str
+    revision: str
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    slots: int
+    kv_tokens: int
+
+
 class LoadSeen(NamedTuple):
     """The engine's figures and the moment, on the site's clock, at which they were true."""
 

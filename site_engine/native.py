@@ -1,19 +1,23 @@
-"""The native engine: load and warm it, and join it with its tokenizer behind the interface of a site."""
+"""The native engine: load and warm it, here or in a process of its own, and join it with its tokenizer."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.core.request import Admission
 from site_engine.engine.engine_thread import Engine, EngineThread
-from site_engine.engine_client import Group, Listener, Prepared
+from site_engine.engine.process_client import EngineProcess
+from site_engine.engine_client import Facts, Group, Listener, Prepared
 from site_engine.errors import ConfigError, ModelNotSupported, NotServed
 from site_engine.messages import Assign
+from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
 
 if TYPE_CHECKING:
@@ -38,12 +42,42 @@ class Loaded(NamedTuple):
     slots: int = SLOTS
 
 
-class NativeEngine:
-    """The EngineClient over a tokenizer and an engine, each on a thread of its own."""
+def facts_of(loaded: Loaded) -> Facts:
+    """Return the facts of an engine that has not served yet."""
+    kv_tokens = loaded.engine.load().kv_free_tokens  # nothing runs yet, so this is the capacity
+    return Facts(
+        loaded.name,
+        loaded.revision,
+        loaded.context_tokens,
+        loaded.vocab_size,
+        loaded.eos_token_ids,
+        loaded.slots,
+        kv_tokens,
+    )
 
-    def __init__(self, tokenizer: PromptTokenizer, engine_thread: EngineThread) -> None:
+
+class EngineCore(Protocol):
+    """An engine beside the event loop: `EngineThread` in this process, `EngineProcess` in another.
+
+    Each takes requests of tokens and reports to the listener on the loop; `EngineClient` describes the
+    methods.
+    """
+
+    def start(self, listener: Listener) -> None: ...
+    def stop(self) -> None: ...
+    def stalled_s(self) -> float: ...
+    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None: ...
+    def cancel(self, request_ids: Iterable[str]) -> None: ...
+    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None: ...
+    def request_load(self) -> None: ...
+
+
+class NativeEngine:
+    """The EngineClient over a tokenizer, on threads of its own, and an engine."""
+
+    def __init__(self, tokenizer: PromptTokenizer, core: EngineCore) -> None:
         self._tokenizer = tokenizer
-        self._engine_thread = engine_thread
+        self._core = core
 
     @classmethod
     def from_loaded(
@@ -54,19 +88,12 @@ class NativeEngine:
         *,
         allow_special_tokens: bool = False,
     ) -> NativeEngine:
-        """Join a loaded engine with its tokenizer and grammars. May take a second.
+        """Join an engine that is loaded in this process with its tokenizer. May take a second.
 
         `post` carries a call to the event loop. Iterations start at least `floor_s` apart.
         """
-        grammars = grammars_of(loaded)
-        tokenizer = PromptTokenizer(
-            loaded.tokenizer,
-            loaded.vocab_size,
-            post,
-            grammars,
-            context_tokens=loaded.context_tokens,
-            allow_special_tokens=allow_special_tokens,
-        )
+        facts = facts_of(loaded)
+        tokenizer = prompt_tokenizer(loaded.tokenizer, facts, post, allow_special_tokens=allow_special_tokens)
         return cls(tokenizer, EngineThread(loaded.engine, post, time.monotonic, floor_s))
 
     @property
@@ -80,12 +107,12 @@ class NativeEngine:
         return self._tokenizer.max_token_chars
 
     def start(self, listener: Listener) -> None:
-        self._engine_thread.start(listener)
+        self._core.start(listener)
 
     def stop(self) -> None:
-        """End both threads after the work at hand; what still runs is dropped."""
+        """End all threads, and the engine's process, after the work at hand; what still runs is dropped."""
         self._tokenizer.close()
-        self._engine_thread.stop()
+        self._core.stop()
 
     @property
     def waiting(self) -> int:
@@ -95,7 +122,7 @@ class NativeEngine:
         return self._tokenizer.waiting_of(tenant)
 
     def stalled_s(self) -> float:
-        return self._engine_thread.stalled_s()
+        return self._core.stalled_s()
 
     def prepare(
         self,
@@ -116,31 +143,31 @@ class NativeEngine:
     def submit(
         self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
     ) -> None:
-        self._engine_thread.submit(group, reply)
+        self._core.submit(group, reply)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        self._engine_thread.cancel(request_ids)
+        self._core.cancel(request_ids)
 
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
-        self._engine_thread.release(groups, reply)
+        self._core.release(groups, reply)
 
     def request_load(self) -> None:
-        self._engine_thread.request_load()
+        self._core.request_load()
 
 
-def load_engine(config: SiteConfig) -> Loaded:
-    """Load the native engine with the model of `config`. Raises ConfigError with the reason if it can't."""
+def load_engine(config: SiteConfig, vocabulary: Vocabulary | None = None) -> Loaded:
+    """Load the native engine with the model of `config`. Raises ConfigError with the reason if it can't.
+
+    `vocabulary`: instead of the model's own.
+    """
     import torch
-    from transformers.utils import logging as hf_logging
 
     from site_engine.engine.build import build_engine
     from site_engine.engine.settings import EngineSettings
     from site_engine.engine.warmup import warm_up
     from site_engine.model import loader
 
-    hf_logging.disable_progress_bar()
-    hf_logging.disable_default_handler()  # its lines become ours
-    hf_logging.enable_propagation()
+    take_logs_of_transformers()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if config.device.startswith("cuda") and not torch.cuda.is_available():
@@ -161,6 +188,8 @@ def load_engine(config: SiteConfig) -> Loaded:
         model = loader.load(config.model, device=device, dtype=dtype)
         if config.sampling_defaults == "openai":
             model = replace(model, sampling_defaults={})
+        if vocabulary is not None:
+            model = replace(model, vocabulary=vocabulary)
         engine = build_engine(model, settings, time.monotonic)
         warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
     except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:
@@ -182,12 +211,76 @@ def slots_on(device: str, config: SiteConfig) -> int:
     return config.slots or min(max_slots, config.token_budget or max_slots)
 
 
-def grammars_of(loaded: Loaded) -> Grammars | None:
+def take_logs_of_transformers() -> None:
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    hf_logging.disable_default_handler()  # its lines become ours
+    hf_logging.enable_propagation()
+
+
+async def launch_engine(
+    config: SiteConfig, post: Callable[[Callable[[], None]], object], command: Sequence[str]
+) -> tuple[NativeEngine, Facts]:
+    """Load the engine in a process of its own, and its tokenizer here. Raises ConfigError with the reason.
+
+    The process is ended if this is cancelled or fails.
+    """
+    process = await EngineProcess.launch(engine_settings(config), time.monotonic, command)
+    try:
+        facts = await process.ready()
+        tokenizer, process.vocabulary = await asyncio.to_thread(load_tokenizer, config.model)
+        prompts = await asyncio.to_thread(
+            prompt_tokenizer, tokenizer, facts, post, allow_special_tokens=config.allow_special_tokens
+        )
+    except BaseException:
+        process.kill()
+        raise
+    return NativeEngine(prompts, process), facts
+
+
+def engine_settings(config: SiteConfig) -> dict[str, Any]:
+    """Return the settings of a site that its engine may know: no secrets, no paths to any."""
+    named = ((each, getattr(config, each.name)) for each in fields(config))
+    return {each.name: value for each, value in named if each.repr and not isinstance(value, Path)}
+
+
+def load_tokenizer(source: str) -> tuple[Any, Vocabulary]:
+    """Load the tokenizer of a model that was loaded before. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    from site_engine.model import gguf
+    from site_engine.text.vocabulary import vocabulary_of
+
+    take_logs_of_transformers()
+    try:
+        if source.endswith(gguf.SUFFIX):
+            source = str(gguf.converted(Path(source)))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, ModelNotSupported) as exc:
+        raise ConfigError(f"the tokenizer of {source!r} cannot be loaded: {exc}") from exc
+    return tokenizer, vocabulary_of(tokenizer)
+
+
+def prompt_tokenizer(
+    tokenizer: Any, facts: Facts, post: Callable[[Callable[[], None]], object], *, allow_special_tokens: bool
+) -> PromptTokenizer:
+    return PromptTokenizer(
+        tokenizer,
+        facts.vocab_size,
+        post,
+        grammars_of(tokenizer, facts.vocab_size, facts.eos_token_ids),
+        context_tokens=facts.context_tokens,
+        allow_special_tokens=allow_special_tokens,
+    )
+
+
+def grammars_of(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars | None:
     """Make the grammars of a model; None, with a warning, if it can't have any: such queries are refused."""
     from site_engine.text.grammar import Grammars, GrammarsUnavailable
 
     try:
-        return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        return Grammars(tokenizer, vocab_size, eos_token_ids)
     except GrammarsUnavailable as exc:
         log.warning("no JSON schemas and no forced calls of functions with this model: %s", exc)
         return None

@@ -1,4 +1,4 @@
-"""The contract of `EngineClient`, checked against the native engine and against one behind a server alike."""
+"""The contract of `EngineClient`: the native engine, one in a process of its own, one behind a server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from site_engine import messages as m
 from site_engine.core.request import Admission, Finish, Lane, Output, RemainingCurve, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import EngineClient, Listener, LoadSeen, Prepared
 from site_engine.errors import NotServed, Reason
 from site_engine.native import NativeEngine
@@ -20,6 +21,7 @@ from site_engine.remote.dialects import UNKNOWN
 from site_engine.remote.engine import RemoteEngine, ServerProfile
 from site_engine.remote.server import Server
 from site_engine.text.tokenize import PromptTokenizer
+from tests.support.fake_engine_process import FAKE_COMMAND, LETTERS, fake_settings
 from tests.support.openai_server import openai_server
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 
@@ -100,6 +102,22 @@ async def native() -> AsyncIterator[Client]:
 
 
 @asynccontextmanager
+async def separate() -> AsyncIterator[Client]:
+    loop = asyncio.get_running_loop()
+    settings = fake_settings(slots=SLOTS, max_pending=PENDING, iteration_floor_s=0.02)
+    process = await EngineProcess.launch(settings, time.monotonic, FAKE_COMMAND)
+    assert (await process.ready()).context_tokens == CONTEXT_TOKENS
+    process.vocabulary = LETTERS
+    tokenizer = PromptTokenizer(FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
+    client = Client(NativeEngine(tokenizer, process))
+    client.engine.start(client.listener())
+    try:
+        yield client
+    finally:
+        await asyncio.to_thread(client.engine.stop)
+
+
+@asynccontextmanager
 async def remote() -> AsyncIterator[Client]:
     async with openai_server(pace_s=0.02) as upstream:
         server = Server(upstream.url.removesuffix("/v1"), "", silence_s=WAIT_S, connections=4)
@@ -116,7 +134,7 @@ async def remote() -> AsyncIterator[Client]:
             await asyncio.sleep(0.05)  # the server sees the connections close
 
 
-@pytest.fixture(params=[native, remote])
+@pytest.fixture(params=[native, separate, remote])
 def run(request: pytest.FixtureRequest) -> Callable[[Callable[[Client], Awaitable[None]]], None]:
     def runner(scenario: Callable[[Client], Awaitable[None]]) -> None:
         async def whole() -> None:

@@ -7,12 +7,15 @@ import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from site_engine.config import SiteConfig, load
+from site_engine.engine import process_messages as pm
+from site_engine.engine_process import settings_to_config
 from site_engine.errors import ConfigError
-from site_engine.native import slots_on
+from site_engine.native import engine_settings, slots_on
 from site_engine.telemetry.logs import JsonLines
 
 NEEDED = {"site": "alpha", "gateways": "gw:7000", "model": "demo"}
@@ -128,3 +131,33 @@ def test_a_log_line_is_one_json_object() -> None:
     told = json.loads(line)
     assert (told["level"], told["site"], told["message"]) == ("error", "alpha", "lost é\n")
     assert "ValueError: a\nb" in told["fault"]
+
+
+def test_an_engine_on_a_gpu_has_a_process_of_its_own_unless_told() -> None:
+    basic: dict[str, Any] = {"site": "a", "model": "m", "gateways": ("h:1",)}
+    assert SiteConfig(**basic, device="cuda:1").separates_engine
+    assert not SiteConfig(**basic, device="cpu").separates_engine
+    assert not SiteConfig(**basic, device="cuda", engine_process=False).separates_engine
+    told = load(None, {"MICO_SITE_ENGINE_PROCESS": "true"}, **basic, device="cpu")
+    assert told.separates_engine
+
+
+def test_an_engine_gets_all_settings_but_secrets() -> None:
+    config = SiteConfig(
+        site="a",
+        model="m",
+        gateways=("h:1", "h:2"),
+        token="hidden",
+        token_file=Path("/run/token"),
+        tls=True,
+        tls_ca=Path("/run/ca"),
+        slots=7,
+        threads=None,
+        share_prefixes=True,
+    )
+    sent = pm.Start(engine_settings(config))
+    assert "hidden" not in str(sent)
+    assert "/run" not in str(sent)
+    got = pm.decode_to_engine(pm.frame(sent)[4:])
+    assert isinstance(got, pm.Start)
+    assert settings_to_config(got) == replace(config, token="", token_file=None, tls_ca=None)

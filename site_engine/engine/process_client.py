@@ -1,0 +1,288 @@
+"""Use an engine in a process of its own: start it, send requests, turn tokens into text, notice its end.
+
+Lives on the event loop's thread. The messages are in `process_messages.py`, the other side in
+`process_server.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from site_engine.core.request import Admission, Finish, Output, Timings
+from site_engine.core.stall_watch import StallWatch
+from site_engine.engine import process_messages as pm
+from site_engine.engine.engine_thread import STALLED_AFTER_S
+from site_engine.engine.process_answer import Answer
+from site_engine.engine_client import Facts, Group, Listener, LoadSeen
+from site_engine.errors import ConfigError, NotServed, Reason
+from site_engine.text.detokenize import NoText, Vocabulary
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", "site_engine.engine_process")
+"""Starts the engine's process; the number of its socket follows."""
+STOP_WITHIN_S = 10.0
+AT_ONCE = Timings(0.0, 0.0, 0.0, 0, 0)
+"""Of an answer that had ended before it came here."""
+
+
+def spawn(command: Sequence[str], connection: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a process that has this end of the connection, and finds the packages where this one does."""
+    descriptor = connection.fileno()
+    return subprocess.Popen(
+        (*command, str(descriptor)),
+        pass_fds=(descriptor,),
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+class EngineProcess(asyncio.Protocol):
+    """An engine in a process that this one has started. When the process ends or breaks, each request fails,
+    and the listener is told once.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], clock: Callable[[], float]) -> None:
+        self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
+        self._process = process
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Facts] = self._loop.create_future()
+        self._listener: Listener | None = None
+        self._frames = pm.Frames()
+        self._eos_token_ids: tuple[int, ...] = ()
+        self._next_call, self._next_number = count(1), count(1)
+        self._answers: dict[int, Answer] = {}
+        self._numbers: dict[str, int] = {}  # of the answers, by request id
+        self._admissions: dict[int, tuple[list[int], Callable[[Admission | NotServed], None]]] = {}
+        self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
+        self._stall_watch = StallWatch()
+        self._stalled_s = 0.0  # by the engine's own account
+        self._heard_s = clock()
+        self._longest_iteration_s = 0.0
+        self._broken = ""
+        self._stopping = False
+
+    @classmethod
+    async def launch(
+        cls, settings: Mapping[str, Any], clock: Callable[[], float], command: Sequence[str] = COMMAND
+    ) -> EngineProcess:
+        """Start the process, which then loads its model: await `ready`.
+
+        The process ends with this one, however this one ends.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = spawn(command, theirs)
+        ours.setblocking(False)
+        engine = cls(process, clock)
+        await engine._loop.create_unix_connection(lambda: engine, sock=ours)
+        engine._send(pm.Start(dict(settings)))
+        return engine
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self) -> Facts:
+        """Wait until the model is loaded. Raises ConfigError with the reason if it can't be."""
+        return await asyncio.shield(self._ready)
+
+    def start(self, listener: Listener) -> None:
+        self._listener = listener
+        if self._broken:
+            listener.broken(self._broken)
+
+    def stop(self, within_s: float = STOP_WITHIN_S) -> None:
+        """End the process after the current iteration, waiting at most `within_s`; drop what still runs.
+
+        May be called on any thread but the event loop's.
+        """
+        self._stopping = True
+        self._loop.call_soon_threadsafe(self._send, pm.Stop())
+        try:
+            self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._stopping = True
+        self._process.kill()
+
+    def stalled_s(self) -> float:
+        """Return how long the engine has not moved, or its process has said nothing, if that is too long."""
+        silent_s = self._stall_watch.look(self._heard_s, self._clock())
+        is_silent = silent_s > STALLED_AFTER_S + 2 * self._longest_iteration_s
+        return max(self._stalled_s, silent_s if is_silent else 0.0)
+
+    def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
+        """Submit a group, all of its requests or none; reply with the admission or the refusal."""
+        answers = [Answer(each, self.vocabulary, self._eos_token_ids) for each in group]
+        for answer in answers:
+            answer.replay()
+        if self._broken:
+            reply(self._refusal())
+        elif any(answer.contradicts_delivered for answer in answers):
+            message = "what was delivered is not what was asked for"
+            reply(NotServed(Reason.INVALID, message, "resume"))
+        else:
+            call, numbers = next(self._next_call), [next(self._next_number) for _ in group]
+            self._answers.update(zip(numbers, answers, strict=True))
+            self._numbers.update((each.id, number) for each, number in zip(group, numbers, strict=True))
+            self._admissions[call] = numbers, reply
+            self._send(pm.to_submit(call, numbers, group))
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """End requests; those that have ended are ignored."""
+        numbers = [self._numbers[each] for each in request_ids if each in self._numbers]
+        if numbers:
+            self._send(pm.Cancel(numbers))
+
+    def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None:
+        """Release groups whose requests all still wait; reply, group by group, whether it was released."""
+        if self._broken:
+            reply([False] * len(groups))
+            return
+        call = next(self._next_call)
+        self._releases[call] = groups, reply
+        self._send(pm.Release(call, [[self._numbers.get(each, 0) for each in group] for group in groups]))
+
+    def request_load(self) -> None:
+        self._send(pm.WantLoad())
+
+    def _send(self, message: pm.Message) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(pm.frame(message))
+
+    # ---- from the engine
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = self._clock()
+        outputs: list[Output] = []
+        for body in self._frames.feed(data):
+            message = pm.decode_from_engine(body)
+            if isinstance(message, pm.Step):
+                self._read_step(message, outputs)
+            else:
+                self._publish(outputs)
+                outputs = []
+                self._handle(message)
+        self._publish(outputs)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(f"its process {self.pid} has ended")
+
+    def _handle(self, message: pm.FromEngine) -> None:
+        match message:
+            case pm.Load():
+                self._load(message)
+            case pm.Admitted():
+                self._admitted(message)
+            case pm.Released():
+                self._released(message)
+            case pm.Alive():
+                self._stalled_s = message.stalled_s
+            case pm.Ready():
+                self._eos_token_ids = message.facts.eos_token_ids
+                self._ready.set_result(message.facts)
+            case pm.Refused():
+                self._ready.set_exception(ConfigError(message.message))
+            case pm.Broken():
+                self._lose(message.reason)
+
+    def _load(self, message: pm.Load) -> None:
+        self._longest_iteration_s = message.figures.longest_iteration_s
+        if self._listener is not None:
+            self._listener.load(LoadSeen(message.figures, message.at_s))
+
+    def _released(self, message: pm.Released) -> None:
+        groups, reply = self._releases.pop(message.call)
+        for group, gone in zip(groups, message.decisions, strict=True):
+            if gone:
+                self._forget([self._numbers[each] for each in group])
+        reply(message.decisions)
+
+    def _admitted(self, message: pm.Admitted) -> None:
+        numbers, reply = self._admissions.pop(message.call)
+        answer = pm.from_admitted(message)
+        if isinstance(answer, NotServed):
+            self._forget(numbers)
+            reply(answer)
+            return
+        reply(answer)
+        if ended := [number for number in numbers if self._answers[number].ended]:
+            self._publish([self._answers[number].end(Finish.STOP, timings=AT_ONCE) for number in ended])
+            self._send(pm.Cancel(ended))
+
+    def _read_step(self, step: pm.Step, outputs: list[Output]) -> None:
+        details = {detail.row: detail for detail in step.details}
+        for row, (number, token_id) in enumerate(zip(step.numbers, step.token_ids, strict=True)):
+            answer, detail = self._answers[number], details.get(row) if details else None
+            runs = detail is None or detail.finish is None
+            if not answer.ended:
+                output = answer.take(token_id, detail, self._heard_s)
+                outputs.append(output)
+                if output.finish is not None and runs:  # it stopped for its text
+                    self._send(pm.Cancel([number]))
+            if not runs:
+                self._forget([number])
+
+    def _publish(self, outputs: Sequence[Output]) -> None:
+        if outputs and self._listener is not None:
+            self._listener.outputs(outputs)
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            del self._numbers[self._answers.pop(number).request.id]
+
+    # ---- its end
+
+    def _lose(self, reason: str) -> None:
+        """End the process, fail every request, refuse what waits for an answer, tell the listener."""
+        if self._broken:
+            return
+        self._broken = reason
+        self._loop.run_in_executor(None, self._reap)
+        self._transport.close()
+        if not self._ready.done():
+            self._ready.set_exception(ConfigError(f"the engine could not be loaded: {reason}"))
+        admissions, self._admissions = self._admissions, {}
+        for numbers, reply in admissions.values():
+            self._forget(numbers)
+            reply(self._refusal())
+        releases, self._releases = self._releases, {}
+        for groups, decide in releases.values():
+            decide([False] * len(groups))
+        running = [answer for answer in self._answers.values() if not answer.ended]
+        self._forget(list(self._answers))
+        self._publish([each.end(Finish.FAILED, f"the engine is broken: {reason}") for each in running])
+        if self._listener is not None and not self._stopping:
+            self._listener.broken(reason)
+
+    def _reap(self) -> None:
+        if not self._stopping:
+            self._process.kill()
+        status = self._process.wait()
+        log.log(
+            logging.INFO if self._stopping else logging.ERROR,
+            "the engine's process %d ended with status %d",
+            self.pid,
+            status,
+        )
+
+    def _refusal(self) -> NotServed:
+        return NotServed(Reason.INTERNAL, f"the engine of this site is broken: {self._broken}")

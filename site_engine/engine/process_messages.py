@@ -1,0 +1,266 @@
+"""The messages between a site's process and the process of its engine: all that crosses is defined here.
+
+A frame is the length of a message, four bytes, and the message in MessagePack. Tokens cross as ids in
+columns, one row for each; text stays with the site. Requests are named by numbers, so that a row is two small
+integers.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from site_engine.core.load import LoadFigures
+from site_engine.core.request import (
+    Admission,
+    Finish,
+    Lane,
+    Output,
+    RemainingCurve,
+    Request,
+    Sampling,
+    Timings,
+    TokenLogprob,
+)
+from site_engine.engine_client import Facts, Group
+from site_engine.errors import NotServed, Reason
+
+_LENGTH = struct.Struct("<I")
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Base of all messages; the class's name says which it is."""
+
+
+# ---- to the engine
+
+
+class Start(Message, frozen=True):
+    """The settings of SiteConfig, without secrets and paths, by name."""
+
+    settings: dict[str, Any]
+
+
+class Submit(Message, frozen=True):
+    """The choices of one attempt. They differ in number, id and choice; all else they share."""
+
+    call: int
+    numbers: list[int]
+    ids: list[str]
+    choices: list[int]
+    prompt: bytes  # of 32 bits each
+    resumed: bytes
+    sampling: Sampling
+    remaining: RemainingCurve
+    lane: Lane
+    priority: int
+    tenant: str
+    deadline_s: float | None
+    grammar: str  # its source, empty if there is none
+
+
+class Cancel(Message, frozen=True):
+    numbers: list[int]
+
+
+class Release(Message, frozen=True):
+    call: int
+    groups: list[list[int]]
+
+
+class WantLoad(Message, frozen=True):
+    """The load is to be reported with the next pass."""
+
+
+class Stop(Message, frozen=True):
+    """The process is to end after the current iteration."""
+
+
+# ---- from the engine
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded."""
+
+    facts: Facts
+
+
+class Refused(Message, frozen=True):
+    """The model can't be served; the process ends."""
+
+    message: str
+
+
+class Admitted(Message, frozen=True):
+    """The answer to a Submit. `reason` names a `Reason`, empty if the group was admitted."""
+
+    call: int
+    position: int
+    max_tokens: int
+    reason: str = ""
+    message: str = ""
+    param: str = ""
+
+
+class Released(Message, frozen=True):
+    call: int
+    decisions: list[bool]
+
+
+class RankedToken(msgspec.Struct, array_like=True, frozen=True):
+    token_id: int
+    logprob: float | None
+    top: list[tuple[int, float | None]]
+
+
+class Detail(msgspec.Struct, array_like=True, frozen=True):
+    """What a row has beside its token, of which few rows have any. `has_token`: its token is one."""
+
+    row: int
+    has_token: bool
+    finish: Finish | None
+    error: str
+    timings: Timings | None
+    logprobs: list[RankedToken]
+    prompt_logprobs: list[RankedToken]
+
+
+class Step(Message, frozen=True):
+    """The outputs of one iteration: the request and the token of each row, and the details of some."""
+
+    numbers: list[int]
+    token_ids: list[int]
+    details: list[Detail]
+
+
+class Load(Message, frozen=True):
+    figures: LoadFigures
+    at_s: float
+
+
+class Broken(Message, frozen=True):
+    reason: str
+
+
+class Alive(Message, frozen=True):
+    """Sent a few times a second. `stalled_s`: how long an iteration has taken too long, 0 if it has not."""
+
+    stalled_s: float
+
+
+ToEngine: TypeAlias = Start | Submit | Cancel | Release | WantLoad | Stop
+FromEngine: TypeAlias = Ready | Refused | Admitted | Released | Step | Load | Broken | Alive
+
+_encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def frame(message: Message) -> bytes:
+    """Return the message as bytes, with its length before it."""
+    body = _encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the messages that are complete with `data`."""
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, at)
+            end = at + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            yield bytes(buffer[at + _LENGTH.size : end])
+            at = end
+        del buffer[:at]
+
+
+# ---- requests and outputs
+
+
+def to_submit(call: int, numbers: list[int], group: Group) -> Submit:
+    first = group[0]
+    return Submit(
+        call,
+        numbers,
+        [each.id for each in group],
+        [each.choice for each in group],
+        array("i", first.prompt).tobytes(),
+        array("i", first.resumed).tobytes(),
+        first.sampling,
+        first.remaining,
+        first.lane,
+        first.priority,
+        first.tenant,
+        first.deadline_s,
+        "" if first.grammar is None else first.grammar.source,
+    )
+
+
+def to_requests(submit: Submit) -> list[Request]:
+    """Return the requests of a Submit without their grammar."""
+    prompt, resumed = array("i", submit.prompt), array("i", submit.resumed)
+    return [
+        Request(
+            request_id,
+            prompt,
+            submit.sampling,
+            submit.remaining,
+            submit.lane,
+            submit.priority,
+            submit.tenant,
+            submit.deadline_s,
+            choice,
+            resumed,
+        )
+        for request_id, choice in zip(submit.ids, submit.choices, strict=True)
+    ]
+
+
+def to_admitted(call: int, answer: Admission | NotServed) -> Admitted:
+    if isinstance(answer, NotServed):
+        return Admitted(call, 0, 0, answer.reason.value, answer.message, answer.param)
+    return Admitted(call, *answer)
+
+
+def from_admitted(message: Admitted) -> Admission | NotServed:
+    if message.reason:
+        return NotServed(Reason(message.reason), message.message, message.param)
+    return Admission(message.position, message.max_tokens)
+
+
+def to_step(outputs: Sequence[Output], numbers: Sequence[int]) -> Step:
+    """Pack the outputs of requests with these numbers. Their log probabilities name tokens by ids."""
+    token_ids = [output.token_ids[0] if output.token_ids else 0 for output in outputs]
+    details = [
+        Detail(
+            row,
+            bool(output.token_ids),
+            output.finish,
+            output.error,
+            output.timings,
+            [_ranked(each) for each in output.logprobs],
+            [_ranked(each) for each in output.prompt_logprobs],
+        )
+        for row, output in enumerate(outputs)
+        if output.timings is not None or output.finish is not None or output.logprobs
+    ]
+    return Step(list(numbers), token_ids, details)
+
+
+def _ranked(value: TokenLogprob) -> RankedToken:
+    return RankedToken(
+        int(value.token), value.logprob, [(int(each.token), each.logprob) for each in value.top]
+    )

@@ -1,0 +1,194 @@
+"""Serve an engine to the site's process: messages in, operations on the engine thread, outputs back.
+
+Runs in the engine's process, which has no event loop and does not know attempts or text.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from site_engine.core.request import Admission, Grammar, Output
+from site_engine.engine import process_messages as pm
+from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine_client import Listener
+from site_engine.errors import NotServed
+
+log = logging.getLogger(__name__)
+
+ALIVE_EVERY_S = 0.25
+RECEIVE_BYTES = 1 << 18
+MAX_BACKLOG_BYTES = 256 << 20
+"""Of outputs that the site has not read: seconds of the fastest engine. Beyond, the site is beyond use."""
+
+
+class Sender:
+    """Sends at once what the socket takes; a thread sends the rest, so that no iteration waits for the site.
+
+    May be used by several threads.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._backlog = bytearray()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._send_backlog, name="backlog", daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Raises ConnectionError if the site does not read."""
+        with self._changed:
+            sent = 0
+            if not self._backlog:
+                try:
+                    sent = self._connection.send(data, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return  # the site is gone, which `EngineServer.run` sees
+            if sent == len(data):
+                return
+            self._backlog += data[sent:]
+            if len(self._backlog) > MAX_BACKLOG_BYTES:
+                raise ConnectionError(f"the site has not read {len(self._backlog)} bytes")
+            self._changed.notify()
+
+    def _send_backlog(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._backlog)
+                part = bytes(self._backlog[:RECEIVE_BYTES])
+            try:
+                self._connection.sendall(part)
+            except OSError:
+                return  # the site is gone, which `EngineServer.run` sees
+            with self._changed:
+                del self._backlog[: len(part)]
+
+
+class EngineServer:
+    """`compile_grammar` makes a grammar of its source; it may take long and raise NotServed."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        make_thread: Callable[[Callable[[Callable[[], None]], object]], EngineThread],
+        clock: Callable[[], float],
+        compile_grammar: Callable[[str], Grammar],
+    ) -> None:
+        """`make_thread` gets the function that runs what the engine thread posts."""
+        self._connection = connection
+        self._sender = Sender(connection)
+        self._clock = clock
+        self._compile_grammar = compile_grammar
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._compiling: set[int] = set()  # requests that wait for their grammar
+        self._ids: dict[int, str] = {}
+        self._numbers: dict[str, int] = {}
+        self._frames: list[bytes] = []  # of one pass of the engine thread
+        self._thread = make_thread(self._post)
+
+    def run(self) -> bool:
+        """Serve until the site says Stop or is gone; return whether it said so."""
+        self._thread.start(Listener(self._outputs, lambda seen: self._put(pm.Load(*seen)), self._broken))
+        frames = pm.Frames()
+        alive_s = self._clock()
+        while True:
+            readable, _, _ = select.select([self._connection], [], [], max(0.0, alive_s - self._clock()))
+            if self._clock() >= alive_s:
+                alive_s = self._clock() + ALIVE_EVERY_S
+                self._sender.send(pm.frame(pm.Alive(self._thread.stalled_s())))
+            if not readable:
+                continue
+            data = self._connection.recv(RECEIVE_BYTES)
+            if not data:
+                return False
+            for body in frames.feed(data):
+                message = pm.decode_to_engine(body)
+                if isinstance(message, pm.Stop):
+                    self._thread.stop()
+                    return True
+                self._handle(message)
+
+    def _handle(self, message: pm.ToEngine) -> None:
+        match message:
+            case pm.Submit():
+                self._submit(message)
+            case pm.Cancel():
+                self._cancel(message.numbers)
+            case pm.Release():
+                self._release(message)
+            case pm.WantLoad():
+                self._thread.request_load()
+
+    def _submit(self, message: pm.Submit) -> None:
+        group = pm.to_requests(message)
+
+        def reply(answer: Admission | NotServed) -> None:
+            if isinstance(answer, NotServed):
+                self._forget(message.ids)
+            self._put(pm.to_admitted(message.call, answer))
+
+        def compile_first() -> None:
+            try:
+                grammar = self._compile_grammar(message.grammar)
+            except NotServed as refusal:
+                self._forget(message.ids)
+                self._sender.send(pm.frame(pm.to_admitted(message.call, refusal)))
+            else:
+                for request in group:
+                    request.grammar = grammar
+                self._thread.submit(group, reply)
+            self._compiling.difference_update(message.numbers)
+
+        self._ids.update(zip(message.numbers, message.ids, strict=True))
+        self._numbers.update(zip(message.ids, message.numbers, strict=True))
+        if message.grammar:
+            self._compiling.update(message.numbers)
+            self._compiler.submit(compile_first)
+        else:
+            self._thread.submit(group, reply)
+
+    def _cancel(self, numbers: list[int]) -> None:
+        """Cancel requests; those that wait for their grammar when they have it: the compiler keeps order."""
+        if self._compiling.isdisjoint(numbers):
+            self._thread.cancel([self._ids[each] for each in numbers if each in self._ids])
+        else:
+            self._compiler.submit(self._cancel, numbers)
+
+    def _release(self, message: pm.Release) -> None:
+        groups = [[self._ids.get(each, "") for each in group] for group in message.groups]
+
+        def reply(decisions: list[bool]) -> None:
+            for group, gone in zip(groups, decisions, strict=True):
+                if gone:
+                    self._forget(group)
+            self._put(pm.Released(message.call, decisions))
+
+        self._thread.release(groups, reply)
+
+    # ---- on the engine thread
+
+    def _outputs(self, outputs: Sequence[Output]) -> None:
+        numbers = self._numbers
+        self._put(pm.to_step(outputs, [numbers[output.request_id] for output in outputs]))
+        self._forget([output.request_id for output in outputs if output.finish is not None])
+
+    def _broken(self, reason: str) -> None:
+        self._put(pm.Broken(reason))
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            del self._ids[self._numbers.pop(request_id)]
+
+    def _put(self, message: pm.Message) -> None:
+        self._frames.append(pm.frame(message))
+
+    def _post(self, run_pass: Callable[[], None]) -> None:
+        """Run the callbacks of a pass, and send all that they put in one piece."""
+        run_pass()
+        frames, self._frames = self._frames, []
+        self._sender.send(b"".join(frames))

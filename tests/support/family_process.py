@@ -1,0 +1,47 @@
+"""The engine's process with a tiny random model of a family: `FAMILY_COMMAND` starts it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from site_engine.config import SiteConfig
+from site_engine.engine.build import packed_engine
+from site_engine.engine.settings import EngineSettings
+from site_engine.engine_process import main
+from site_engine.native import Loaded
+from site_engine.text.detokenize import TokenNames
+from tests.support.engine_models import family
+
+FAMILY_COMMAND = (sys.executable, "-m", "tests.support.family_process")
+
+
+def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:
+    torch.set_num_threads(1)
+    model = family(config.model).served
+    if not with_text:
+        model = replace(model, vocabulary=TokenNames())
+    settings = EngineSettings(
+        slots=config.slots or 8,
+        token_budget=config.token_budget,
+        page_size=config.page_size,
+        kv_tokens=config.kv_tokens,
+        max_pending=config.max_pending,
+    )
+    return Loaded(
+        packed_engine(model, settings, time.monotonic),
+        model.tokenizer,
+        model.name,
+        model.revision,
+        model.context_tokens,
+        model.vocab_size,
+        model.eos_token_ids,
+        settings.slots,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), lambda config: load_family(config, with_text=False)))
