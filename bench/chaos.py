@@ -29,6 +29,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from bench.federation import Answered
 from bench.support import faults, faults_inside, faults_platform, faults_storage
 from bench.support.chaos_batch import Batch
@@ -140,7 +142,7 @@ async def run_group(names: list[str], options: argparse.Namespace, *, postgres: 
                         struck.append(await strike(federation, name, options))
                 except NotHere as reason:
                     struck.append(Struck({"fault": name, "skipped": str(reason)}, []))
-                except (AssertionError, OSError) as error:  # TimeoutError is one
+                except (AssertionError, OSError, SQLAlchemyError) as error:  # TimeoutError is one
                     struck.append(Struck({"fault": name, "complaints": [repr(error)]}, []))
                 print(json.dumps(struck[-1].report), file=sys.stderr, flush=True)
         finally:

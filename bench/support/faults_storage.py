@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from bench.support.chaos_federation import Federation, NotHere
 from bench.support.faults import Fault, Figures
@@ -18,6 +20,8 @@ from gateway.store.tables import metadata
 
 FULL_S = LOCKED_S = DESCRIPTORS_GONE_S = 10.0
 TOP_UP_S = 0.02
+LOCK_WITHIN_S = 60.0
+LOCK_NOT_AVAILABLE = "55P03"
 PROMOTED_AFTER_S = 3.0
 """The time that a cluster manager takes to find the primary dead."""
 
@@ -85,13 +89,29 @@ async def lock_tables(federation: Federation) -> Figures:
     """Lock all tables, so that every connection of the gateways' pools waits."""
     pair = federation.database
     assert pair is not None
-    names = ", ".join(table.name for table in metadata.sorted_tables)
     engine = open_engine(pair.url)
-    async with engine.begin() as connection:
-        await connection.execute(text(f"LOCK TABLE {names} IN ACCESS EXCLUSIVE MODE"))
+    async with asyncio.timeout(LOCK_WITHIN_S), engine.connect() as connection:
+        while not await try_to_lock(connection):
+            await connection.rollback()
         await asyncio.sleep(LOCKED_S)
     await engine.dispose()
     return {}
+
+
+async def try_to_lock(connection: AsyncConnection) -> bool:
+    """Lock all tables, or return False: a transaction of a gateway holds one of them and may wait for another
+    that is locked here. It is not to end as the victim of a deadlock, which Postgres looks for after a
+    second.
+    """
+    names = ", ".join(table.name for table in metadata.sorted_tables)
+    await connection.execute(text("SET LOCAL lock_timeout = '500ms'"))
+    try:
+        await connection.execute(text(f"LOCK TABLE {names} IN ACCESS EXCLUSIVE MODE"))
+    except OperationalError as error:
+        if getattr(error.orig, "sqlstate", None) != LOCK_NOT_AVAILABLE:
+            raise
+        return False
+    return True
 
 
 async def fail_over(federation: Federation) -> Figures:
