@@ -210,13 +210,15 @@ class Sampling:
 class Thinking(NamedTuple):
     """The marks around what a response thinks before its text.
 
-    `opened`: the prompt has begun the thought. `closed`: it has ended it, so that none is expected.
+    `opened`: the prompt has begun the thought. `closed`: it has ended it, so that none is expected. `call`:
+    the mark of a call of a function, which ends a thought, too; empty where it is a part of the thought.
     """
 
     begin: str
     end: str
     opened: bool = False
     closed: bool = False
+    call: str = ""
 
 
 @dataclass(slots=True, eq=False)

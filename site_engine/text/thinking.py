@@ -1,7 +1,8 @@
 """Separate what a model thinks from the text of its answer while it grows.
 
-Models think first, between two marks that their chat templates show. The result depends on the text alone,
-not on how it is cut into parts. White space beside the marks belongs to neither.
+Models think first, between two marks that their chat templates show; at some, a call ends a thought, too. The
+result depends on the text alone, not on how it is cut into parts. White space beside the marks belongs to
+neither.
 """
 
 from __future__ import annotations
@@ -115,11 +116,17 @@ class ThinkingDecoder:
             self._state, self.tokens = _State.TEXT, 0
 
     def _read_thought(self) -> None:
-        thought, mark, rest = self._buffer.partition(self._thinking.end)
-        if mark:
+        end, call = self._thinking.end, self._thinking.call
+        thought, mark, rest = self._buffer.partition(end)
+        if call and call in thought:
+            thought = thought[: thought.index(call)]
+            self._state, self._buffer = _State.BEHIND, self._buffer[len(thought) :]
+            self.tokens -= 1  # the mark mostly is one token
+        elif mark:
             self._state, self._buffer = _State.BEHIND, rest
         else:
-            certain = thought[: len(thought) - overlap(thought, self._thinking.end)].rstrip()
+            held = max(overlap(thought, end), overlap(thought, call) if call else 0)
+            certain = thought[: len(thought) - held].rstrip()
             thought, self._buffer = certain, thought[len(certain) :]
         self._think(thought.rstrip())
 

@@ -21,7 +21,7 @@ from site_engine.text.prompt_encoder import PIECE_CHARS, PromptEncoder
 from site_engine.text.template_arguments import effort_arguments, shielded
 from site_engine.text.thinking import after_thought, marks_of, thinking_after
 from site_engine.text.tool_call_parser import ToolCallStyle
-from site_engine.text.tool_format import HARMONY, chat_template, hidden_marks, recognize
+from site_engine.text.tool_format import HARMONY, Format, chat_template, hidden_marks, recognize
 from site_engine.text.tool_grammar import guided_source
 
 if TYPE_CHECKING:
@@ -215,6 +215,8 @@ class PromptTokenizer:
             shown |= self._call_marks
         if text is not None and self._thought is not None:
             thinking = thinking_after(text, self._thought)
+            if calling is not None and grammar is None and isinstance(calling.form, Format):
+                thinking = thinking._replace(call=calling.form.ends_thought)
             shown |= self._thought_marks
         check_resumed_thought(assign, thinking, in_channels=calling is not None and self._form is HARMONY)
         return Prepared(

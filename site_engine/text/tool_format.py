@@ -17,7 +17,8 @@ class Format:
 
     `begins`: the marks that begin calls within text, the first of them the one of grammars; a mark with which
     the call's syntax starts is part of the call. `bare`: an answer may also open with a call, without a mark.
-    `id_chars`: length of the ids.
+    `ends_thought`: the mark that models also write without ending their thought. `id_chars`: length of the
+    ids.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Format:
     closing: str = ""  # before `end`
     bare: bool = False
     is_list: bool = False
+    ends_thought: str = ""
     id_prefix: str = "call_"
     id_chars: int = 24
 
@@ -38,7 +40,15 @@ class Format:
         return tuple(filter(None, (*self.begins, self.end, *self.syntax.marks)))
 
 
-HERMES = Format("hermes", ("<tool_call>",), "</tool_call>", JsonSyntax(), opening="\n", closing="\n")
+HERMES = Format(
+    "hermes",
+    ("<tool_call>",),
+    "</tool_call>",
+    JsonSyntax(),
+    opening="\n",
+    closing="\n",
+    ends_thought="<tool_call>",
+)
 QWEN_XML = Format(
     "qwen_xml",
     ("<tool_call>", "<function="),  # the first is left out at times
@@ -56,6 +66,7 @@ QWEN_XML = Format(
     ),
     opening="\n",
     closing="\n",
+    ends_thought="<tool_call>",
 )
 GLM = Format(
     "glm",
@@ -71,6 +82,7 @@ GLM = Format(
         call_end="</tool_call>",
         after_call="<tool_call>",
     ),
+    ends_thought="<tool_call>",
 )
 _MISTRAL_IDS: dict[str, Any] = {"id_prefix": "", "id_chars": 9}
 MISTRAL = Format(

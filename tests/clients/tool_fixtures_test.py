@@ -30,6 +30,7 @@ from site_engine.text.tool_format import (
     MISTRAL_ARGS,
     QWEN_XML,
     AnswerFormat,
+    Format,
 )
 
 PACKAGE = Path(os.environ.get("MICO_CLIENTS", "/nowhere")) / "canitoolcall==0.1.1"
@@ -88,7 +89,7 @@ class Parts:
         return self._parts[token_id]
 
 
-def split_reasoning(fixture: dict[str, Any], parts: list[str]) -> tuple[str, list[str]]:
+def split_reasoning(form: AnswerFormat, fixture: dict[str, Any], parts: list[str]) -> tuple[str, list[str]]:
     """What was thought, and the parts of the text after it."""
     shown = THOUGHTS.get(fixture["models"][0]) or THOUGHTS.get(fixture["family"], "</think>")
     marks = marks_of(shown)
@@ -96,7 +97,8 @@ def split_reasoning(fixture: dict[str, Any], parts: list[str]) -> tuple[str, lis
     thinking = thinking_after(fixture["prompt"], marks)
     if thinking.closed or fixture["family"] == "gpt-oss":
         return "", parts
-    decoder = ThinkingDecoder(Parts(parts), thinking)
+    call = form.ends_thought if isinstance(form, Format) else ""
+    decoder = ThinkingDecoder(Parts(parts), thinking._replace(call=call))
     texts = [*map(decoder.push, range(len(parts))), decoder.end()]
     return decoder.take(), texts
 
@@ -114,7 +116,7 @@ def parts_of(answer: str, seed: int) -> list[str]:
 
 
 def read(form: AnswerFormat, fixture: dict[str, Any], seed: int) -> Read:
-    reasoning, texts = split_reasoning(fixture, parts_of(fixture["raw_output"], seed))
+    reasoning, texts = split_reasoning(form, fixture, parts_of(fixture["raw_output"], seed))
     functions = Tools(tuple(fixture["tools"])).functions
     parser = answer_parser(form, functions, ParsedAnswer(single=False, new_id=str))
     heard = [*map(parser.feed, texts), parser.end()]

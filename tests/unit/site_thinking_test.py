@@ -95,9 +95,10 @@ class Pieces:
         return self._pieces[token_id]
 
 
-def split(pieces: list[str], *, opened: bool = False, skip: int = 0) -> tuple[str, str, int]:
+def split(pieces: list[str], *, opened: bool = False, skip: int = 0, call: str = "") -> tuple[str, str, int]:
     """The thought and the text of an answer in these pieces, and the tokens of the thought."""
-    decoder = ThinkingDecoder(Pieces(pieces), Thinking("<think>", "</think>", opened), skip)
+    thinking = Thinking("<think>", "</think>", opened, call=call)
+    decoder = ThinkingDecoder(Pieces(pieces), thinking, skip)
     text = thought = ""
     for number in range(len(pieces)):
         text += decoder.push(number)
@@ -150,6 +151,32 @@ def test_the_tokens_of_a_thought_are_counted_with_its_marks(
     pieces: list[str], opened: bool, tokens: int
 ) -> None:
     assert split(pieces, opened=opened)[2] == tokens
+
+
+@pytest.mark.parametrize(
+    ("pieces", "opened", "thought", "text", "tokens"),
+    [
+        (["a", "\n", "<tool_call>", "{}"], True, "a", "<tool_call>{}", 2),
+        (["<think>", "a", "<tool_call>", "{}", "</think>"], False, "a", "<tool_call>{}</think>", 2),
+        (["<tool_call>", "{}"], True, "", "<tool_call>{}", 0),
+        (["a", "<tool", "_box>", "</think>", "b"], True, "a<tool_box>", "b", 4),
+        (["a", "<tool"], True, "a<tool", "", 2),
+        (["a", "</think>", "<tool_call>", "{}"], True, "a", "<tool_call>{}", 2),
+    ],
+)
+def test_a_call_ends_a_thought_that_is_open(
+    pieces: list[str], opened: bool, thought: str, text: str, tokens: int
+) -> None:
+    assert split(pieces, opened=opened, call="<tool_call>") == (thought, text, tokens)
+    whole = "".join(pieces)
+    for at in range(len(whole) + 1):
+        cut = [whole[:at], whole[at:]]
+        assert split(cut, opened=opened, call="<tool_call>")[:2] == (thought, text)
+
+
+def test_only_where_a_call_may_come_its_mark_ends_a_thought() -> None:
+    pieces = ["a", "<tool_call>", "b", "</think>", "c"]
+    assert split(pieces, opened=True) == ("a<tool_call>b", "c", 4)
 
 
 # ---- in the engine
@@ -320,6 +347,16 @@ def test_a_grammar_begins_after_the_thought(name: str, effort: str, tools: Tools
 @pytest.mark.parametrize(("name", "effort", "tools", "said"), REFUSED)
 def test_a_grammar_holds_after_the_thought(name: str, effort: str, tools: Tools | None, said: str) -> None:
     assert not is_allowed(name, effort, tools, said)
+
+
+@pytest.mark.parametrize(
+    ("tools", "call"), [(None, ""), (Tools((NOW,)), "<tool_call>"), (FORCED, ""), (STRICT, "")]
+)
+def test_a_call_ends_a_thought_where_functions_are_offered_and_no_grammar_parts_them(
+    tools: Tools | None, call: str
+) -> None:
+    thinking = prepare("opened", tools=tools).thinking
+    assert thinking == Thinking("<think>", "</think>", opened=True, call=call)
 
 
 def test_marks_are_those_that_a_template_shows() -> None:
