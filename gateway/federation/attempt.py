@@ -37,7 +37,8 @@ class Accepted(NamedTuple):
 
 @dataclass(slots=True)
 class _Choice:
-    pending: list[tuple[int, Delta]] = field(default_factory=list)  # parts, and how many deltas each is
+    newest: Delta | None = None  # that the reader has not fetched
+    earlier: list[tuple[int, Delta]] = field(default_factory=list)  # parts, and how many deltas each is
     completion_tokens: int = 0
     cached_tokens: int = 0
     finished: bool = False
@@ -46,19 +47,21 @@ class _Choice:
         """Add to what the reader has not fetched. Parts of like size are merged, so that each character of a
         long answer is copied a few times and not once for every delta that follows.
         """
-        parts, size = self.pending, 1
+        self.completion_tokens = max(self.completion_tokens, delta.completion_tokens)
+        part, self.newest = self.newest, delta
+        if part is None:
+            return
+        parts, size = self.earlier, 1
         while parts and parts[-1][0] <= size:
             merged, before = parts.pop()
-            size, delta = size + merged, _merge(before, delta)
-        parts.append((size, delta))
+            size, part = size + merged, _merge(before, part)
+        parts.append((size, part))
 
     def take(self) -> Delta | None:
         """Return what the reader has not fetched as one delta, None if there is nothing."""
-        if not self.pending:
-            return None
-        _, delta = self.pending.pop()
-        while self.pending:
-            delta = _merge(self.pending.pop()[1], delta)
+        delta, self.newest = self.newest, None
+        while self.earlier and delta is not None:
+            delta = _merge(self.earlier.pop()[1], delta)
         return delta
 
 
@@ -158,22 +161,19 @@ class LiveAttempt:
         choice = self._choices[delta.index]
         if choice.finished or self.ended.is_set():
             return
-        is_urgent = not self.started or delta.finish is not None
+        may_wait = self.started and delta.finish is None
         if not self.truncated:
             self.started = True
             choice.add(delta)
-            choice.completion_tokens = max(choice.completion_tokens, delta.completion_tokens)
         if delta.finish is not None:
             choice.finished, choice.cached_tokens = True, delta.cached_tokens
             if all(c.finished for c in self._choices):
                 self._end()
-        if is_urgent:
-            self._wake()
-        else:
+        if may_wait:
             self._pace.wake(self._wake)
-        if self.on_uncovered is None or self.ended.is_set():
-            return
-        if self.completion_tokens > self.covered_tokens:
+        else:
+            self._wake()
+        if self.on_uncovered is not None and self.completion_tokens > self.covered_tokens:
             self.on_uncovered(self)
 
     def count(self, index: int, completion_tokens: int) -> None:
@@ -252,7 +252,11 @@ class LiveAttempt:
             self._on_cancel(self)
 
     def _take_pending(self) -> list[Delta]:
-        return [delta for choice in self._choices if (delta := choice.take()) is not None]
+        deltas = []
+        for choice in self._choices:
+            if (delta := choice.take()) is not None:
+                deltas.append(delta)
+        return deltas
 
 
 def _merge(first: Delta, then: Delta) -> Delta:

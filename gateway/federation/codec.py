@@ -201,23 +201,26 @@ def delta(message: pb.Delta, limits: AnswerLimits) -> Delta:
     finish = _FINISHES.get(message.finish, Finish.STOP)
     if finish is Finish.TOOL_CALLS and not limits.tools:
         finish = Finish.STOP
+    thought = message.reasoning_tokens
     return Delta(
         index=message.index,
         text=message.text,
         completion_tokens=min(message.completion_tokens, limits.completion_tokens),
         token_ids=tuple(message.token_ids),
         finish=finish,
-        logprobs=_logprobs(message.logprobs, limits),
-        prompt_logprobs=_logprobs(message.prompt_logprobs, limits) if limits.echo else (),
+        logprobs=() if limits.alternatives is None else _logprobs(message.logprobs, limits.alternatives),
+        prompt_logprobs=_logprobs(message.prompt_logprobs, limits.alternatives)
+        if limits.echo and limits.alternatives is not None
+        else (),
         tool_calls=_each(_call, message.tool_calls) if limits.tools else (),
         reasoning=message.reasoning,
         refusal=message.refusal,
-        reasoning_tokens=min(message.reasoning_tokens, limits.completion_tokens),
+        reasoning_tokens=thought and min(thought, limits.completion_tokens),
         cached_tokens=min(message.timings.cached_prompt_tokens, limits.prompt_tokens)
         if message.finish
         else 0,
-        cached_unknown=message.timings.cached_unknown,
-        stop_sequence=message.stop_sequence if message.stop_sequence in limits.stops else "",
+        cached_unknown=message.timings.cached_unknown if message.finish else False,
+        stop_sequence=message.stop_sequence if limits.stops and message.stop_sequence in limits.stops else "",
         pooled=tuple(_pooled(each, limits) for each in message.pooled) if limits.inputs else (),
     )
 
@@ -256,10 +259,8 @@ def _model(message: pb.Model) -> Model:
     )
 
 
-def _logprobs(messages: Sequence[pb.TokenLogprob], limits: AnswerLimits) -> tuple[TokenLogprob, ...]:
-    if not messages or limits.alternatives is None:
-        return ()  # mostly there are none
-    return tuple(_logprob(each, each.top[: limits.alternatives]) for each in messages)
+def _logprobs(messages: Sequence[pb.TokenLogprob], alternatives: int) -> tuple[TokenLogprob, ...]:
+    return tuple(_logprob(each, each.top[:alternatives]) for each in messages)
 
 
 def _logprob(message: pb.TokenLogprob, top: Sequence[pb.TokenLogprob] = ()) -> TokenLogprob:

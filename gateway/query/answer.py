@@ -250,15 +250,18 @@ class QueryRun:
         """Yield the output of the site, coalesced as it came. Raises AttemptFailed, DeadlinePassed and
         ShuttingDown.
         """
-        state = self.state
+        state, has_begun = self.state, False
         try:
             while deltas := await attempt.next():
-                if not state.opened:
-                    yield state.open(attempt)
-                if attempt.id not in state.first_token_s and state.prefix is not None:
-                    self.context.prefixes.record(state.prefix, attempt.site.name, self.context.clock())
+                if not has_begun:
+                    has_begun = True
+                    if not state.opened:
+                        yield state.open(attempt)
+                    state.record_first(attempt)
+                    if state.prefix is not None:
+                        self.context.prefixes.record(state.prefix, attempt.site.name, self.context.clock())
                 for delta in deltas:
-                    state.record_delta(attempt, delta)
+                    state.record_delta(delta)
                     yield delta
         except TimeoutError as exc:
             raise self._timeout_error() from exc

@@ -185,10 +185,12 @@ class QueryState:
         """Mark the end for the client; counts of the site may still arrive."""
         self.ended_s = self._clock()
 
-    def record_delta(self, attempt: LiveAttempt, delta: Delta) -> None:
+    def record_first(self, attempt: LiveAttempt) -> None:
+        """Record that the first delta of `attempt` is about to go to the client."""
+        self.first_token_s[attempt.id] = self._clock() - self.query.received_s
+
+    def record_delta(self, delta: Delta) -> None:
         """Record a delta that is about to go to the client."""
-        if attempt.id not in self.first_token_s:
-            self.first_token_s[attempt.id] = self._clock() - self.query.received_s
         if delta.reasoning_tokens:
             self._reasoning_tokens[delta.index] = delta.reasoning_tokens
         if delta.finish is not None:
@@ -198,7 +200,8 @@ class QueryState:
         if not self._resumable:
             return
         self._reasoning_chars += len(delta.reasoning)
-        self._refused = self._refused or bool(delta.refusal)
+        if delta.refusal:
+            self._refused = True
         self._token_ids.extend(delta.token_ids)
         self._text.append(delta.text)
         self._tokens = max(self._tokens, delta.completion_tokens)

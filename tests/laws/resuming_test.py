@@ -100,10 +100,11 @@ def test_tokens_are_named_all_or_not_at_all(news: list[tuple[str, int, bool]]) -
     state = QueryState(query("hi", Asked()), lambda: 0.0, 0.0)
     counted, named = 0, []
     attempt: Any = _Attempt()
+    state.record_first(attempt)
     for text, tokens, names in news:
         ids = tuple(range(counted, counted + tokens)) if names else ()
         counted, named = counted + tokens, [*named, *ids]
-        state.record_delta(attempt, Delta(0, text, counted, token_ids=ids))
+        state.record_delta(Delta(0, text, counted, token_ids=ids))
     delivered = state.delivered
     assert delivered is not None
     assert (delivered.text, delivered.tokens) == ("".join(text for text, _, _ in news), counted)
