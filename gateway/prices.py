@@ -72,9 +72,10 @@ def prices_of(identity: SiteIdentity, load: LoadReport) -> Prices:
     )
 
 
-def nano_usd(usd: float) -> int:
-    """Convert dollars."""
-    return round(usd * NANO_USD)
+def dollars(nano_usd: int) -> str:
+    """Render an amount for people: to the cent, a small one to two figures."""
+    usd = nano_usd / NANO_USD
+    return f"${usd:,.2f}" if nano_usd == 0 or usd >= 0.1 else f"${float(f'{usd:.2g}'):.9f}".rstrip("0")
 
 
 def _atto_usd(usd_per_mtok: float) -> int:

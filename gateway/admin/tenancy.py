@@ -59,11 +59,13 @@ class NewTenant(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NewQuotas(msgspec.Struct, forbid_unknown_fields=True):
-    """New quotas of a tenant or a key. `limits` is by kind; null lifts a limit, kinds not named stay."""
+    """New quotas of a tenant or a key. `limits` is by kind; null lifts a limit, kinds not named stay. Whole
+    numbers, but for dollars.
+    """
 
     scope: Scope
     subject: str
-    limits: dict[Kind, int | None]
+    limits: dict[Kind, int | float | None]
     reason: str = ""
 
 
@@ -151,11 +153,9 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
     async def set_quotas(request: AnyRequest) -> dict[str, Any]:
         who = (await access.acting_operator(request)).who
         new = await body_of(request, NewQuotas)
-        for kind, amount in new.limits.items():
-            if amount is not None and not 0 <= amount <= MAX_AMOUNT:
-                raise BadRequest(f"{kind.value} is from 0 to {MAX_AMOUNT}", param=f"limits.{kind.value}")
+        limits = {kind: _counted(kind, amount) for kind, amount in new.limits.items()}
         async with translated_errors():
-            found = await store.quotas.set_quotas(new.scope, new.subject, new.limits, act(who, new.reason))
+            found = await store.quotas.set_quotas(new.scope, new.subject, limits, act(who, new.reason))
         return {"quotas": [quota_facts(quota) for quota in found]}
 
     return [list_tenants, set_tenant, list_quotas, set_quotas]
@@ -233,11 +233,22 @@ def key_facts(key: KeyInfo) -> dict[str, Any]:
     return facts | {name: sorted(facts[name]) for name in ("models", "regions") if facts[name] is not None}
 
 
+def _counted(kind: Kind, amount: float | None) -> int | None:
+    """Return what is counted of an amount. Raises BadRequest."""
+    if amount is None:
+        return None
+    whole = isinstance(amount, int) or kind is Kind.BUDGET
+    if not (whole and 0 <= amount <= kind.shown(MAX_AMOUNT)):
+        most = f"{kind.shown(MAX_AMOUNT):.0f}"
+        raise BadRequest(f"{kind.value} is from 0 to {most}", param=f"limits.{kind.value}")
+    return kind.counted(amount)
+
+
 def quota_facts(quota: Quota) -> dict[str, Any]:
     return {
         "scope": quota.id.scope.value,
         "subject": quota.id.subject,
         "kind": quota.id.kind.value,
-        "amount": quota.amount,
-        "in_use": quota.in_use,
+        "amount": quota.id.kind.shown(quota.amount),
+        "in_use": quota.id.kind.shown(quota.in_use),
     }

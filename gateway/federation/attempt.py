@@ -136,8 +136,12 @@ class LiveAttempt:
 
     @property
     def nano_usd(self) -> int:
-        """Return the cost so far. An attempt that failed without output cost nothing; of one that was given
-        up the site has read the prompt, as far as is known.
+        return self.cost()
+
+    def cost(self, more_tokens: int = 0) -> int:
+        """Return the cost so far, or with so many output tokens more, in nano-dollars. An attempt that failed
+        without output cost nothing; of one that was given up the site has read the prompt, as far as is
+        known.
         """
         failed = self.failure is not None and self.failure.cause is not FailureCause.CANCELLED
         gave = self.started or self.completion_tokens > 0
@@ -147,7 +151,7 @@ class LiveAttempt:
         return self.prices.nano_usd(
             prompt_tokens + self.resumed_tokens,
             self.cached_tokens,
-            max(0, self.completion_tokens - self.resumed_tokens),
+            max(0, self.completion_tokens - self.resumed_tokens) + more_tokens,
             len(self._choices),
         )
 

@@ -21,7 +21,8 @@ from gateway.query.forecasting import NO_ANSWER
 from gateway.query.refusals import refusal_of, too_short_sites
 from gateway.query.targets import Targets, prospect_of
 from gateway.quotas.ledger import SliceFull
-from gateway.routing.decide import Placement, decide
+from gateway.quotas.limits import Unit
+from gateway.routing.decide import Placement, decide, most_nano_usd
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, resume_options, same_weights, tries
 from gateway.routing.policies import JOINT_POLICIES
@@ -154,11 +155,15 @@ class QueryRun:
             await self.forecast()
 
     async def reserve_answer(self) -> None:
-        """Reserve the tokens of the answer's 90% quantile. Raises TooMany."""
+        """Reserve the tokens of the answer's 90% quantile, and what they cost at most. Raises TooMany."""
         state = self.state
         assert state.capped_forecast is not None, "a query is forecast before its answer is reserved"
         tokens = state.capped_forecast.quantile(0.9) * self.query.sampling.n
-        await self._reserve(lambda: self.context.quotas.reserve(state.reservation, tokens))
+        nano_usd = 0
+        if state.reservation.counts(Unit.NANO_USD):
+            demand, fleet = self._demand(Try(1), self.query.needs), self.context.directory.fleet
+            nano_usd = most_nano_usd(demand, fleet, self.context.clock(), tokens)
+        await self._reserve(lambda: self.context.quotas.reserve(state.reservation, tokens, nano_usd))
 
     async def batch_assign(self, first: Try) -> Try:
         """Wait a few milliseconds for joint assignment, where a burst finds all sites full."""
@@ -425,8 +430,8 @@ class QueryRun:
     def _top_up(self, attempt: LiveAttempt) -> None:
         """Raises SliceFull."""
         state = self.state
-        self.context.quotas.cover(state.reservation, state.used_tokens)
-        attempt.covered_tokens = state.reservation.tokens - state.prompt_tokens
+        self.context.quotas.cover(state.reservation, state.used_tokens, state.nano_usd_ahead)
+        attempt.covered_tokens = state.covered_tokens
 
     # ---- time
 

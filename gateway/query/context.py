@@ -167,7 +167,8 @@ class QueryContext:
     def _record(self, state: QueryState) -> None:
         outcome = state.outcome(self.directory.prices_of)
         tokens = outcome.prompt_tokens + outcome.completion_tokens
-        self.quotas.settle(state.reservation, tokens, refused=outcome.status is Status.REFUSED)
+        nano_usd = outcome.nano_usd if tokens else 0  # an error instead of an answer is not charged
+        self.quotas.settle(state.reservation, tokens, nano_usd, refused=outcome.status is Status.REFUSED)
         self.record(outcome)
         self.ended(state.query, outcome)
         if log.isEnabledFor(logging.INFO):

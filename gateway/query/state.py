@@ -15,7 +15,8 @@ from gateway.failure import FailureCause, Resume
 from gateway.federation.attempt import LiveAttempt
 from gateway.prices import Prices
 from gateway.prompt import Chat, Pooling, Prompt, memory_bytes
-from gateway.quotas.ledger import Reservation
+from gateway.quotas.ledger import TOP_UP_TOKENS, Reservation
+from gateway.quotas.limits import Unit
 from gateway.routing.demand import Demand
 from gateway.routing.prefixes import Prefix
 from predictor.forecast import Forecast
@@ -135,6 +136,23 @@ class QueryState:
     def nano_usd(self) -> int:
         """Return the cost of all attempts so far."""
         return sum(attempt.nano_usd for attempt in self._attempts)
+
+    @property
+    def nano_usd_ahead(self) -> int:
+        """Return the cost once the answer is TOP_UP_TOKENS longer."""
+        current = self.current
+        more = current.cost(TOP_UP_TOKENS) - current.nano_usd if current is not None else 0
+        return self.nano_usd + more
+
+    @property
+    def covered_tokens(self) -> int:
+        """Return the length of the answer up to which the reservation lasts; a budget covers
+        `nano_usd_ahead`.
+        """
+        covered = self.reservation.tokens - self.prompt_tokens
+        if self.reservation.counts(Unit.NANO_USD):
+            return min(covered, self.completion_tokens + TOP_UP_TOKENS)
+        return covered
 
     def add_attempt(self, attempt: LiveAttempt) -> None:
         self._attempts.append(attempt)

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from gateway.domain import Caller
 from gateway.errors import AboveQuota, BudgetSpent, Overloaded, TooMany
-from gateway.quotas.limits import WINDOW_S, Claim, Grant, Kind, LimitId, Scope
+from gateway.prices import dollars
+from gateway.quotas.limits import WINDOW_S, Claim, Grant, Kind, LimitId, Scope, Unit
 from gateway.quotas.meter import Meter, meter_of
 
+MEASURED = (Unit.TOKENS, Unit.NANO_USD)
 TOP_UP_TOKENS = 64
 OVERDRAFT = 0.05
 """The part of a slice by which answers that have begun may exceed it before they are cut."""
@@ -65,19 +67,34 @@ class LeasedLimit:
 
     def used_anywhere(self, now: float) -> int:
         """Return the usage at all replicas. News of the others is forgotten when it can't count any more."""
-        counts = self.id.kind is Kind.MONTH or now - self.settled_at < WINDOW_S
+        counts = self.id.kind.is_monthly or now - self.settled_at < WINDOW_S
         return self.meter.used(now) + (self.elsewhere if counts else 0)
 
 
 @dataclass(slots=True, eq=False)
+class Held:
+    """What one query holds of one unit: parts, each with the time at which it was taken, and their sum."""
+
+    parts: list[tuple[float, int]] = field(default_factory=list)
+    total: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Reservation:
-    """The share of one query in every limit that binds it: one request, one place, and these tokens."""
+    """The share of one query in every limit that binds it: one request, one place, tokens and money."""
 
     bound: tuple[LeasedLimit, ...] = ()
-    parts: list[tuple[float, int]] = field(default_factory=list)
-    tokens: int = 0  # of all parts
+    held: Mapping[Unit, Held] = field(default_factory=lambda: {unit: Held() for unit in MEASURED})
     opened_at: float = 0.0
     settled: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.held[Unit.TOKENS].total
+
+    def counts(self, unit: Unit) -> bool:
+        """Return whether a limit of this unit binds the query."""
+        return any(each.id.kind.unit is unit for each in self.bound)
 
 
 class QuotaStatus(NamedTuple):
@@ -115,74 +132,92 @@ class QuotaLedger:
         reservation = Reservation(self._binding(caller), opened_at=self._clock())
         if reservation.bound and self._lapsed():
             raise Overloaded("the database is away and the lease of this caller's quota has run out")
-        self._take(reservation, prompt_tokens, opening=True)
+        self._take(reservation, {Unit.QUERIES: 1, Unit.TOKENS: prompt_tokens, Unit.NANO_USD: 0})
         return reservation
 
-    def reserve(self, reservation: Reservation, tokens: int) -> None:
-        """Reserve the expected length of the answer, at most an even share of a replica. Raises SliceFull."""
+    def reserve(self, reservation: Reservation, tokens: int, nano_usd: int = 0) -> None:
+        """Reserve the expected length of the answer, at most an even share of a replica, and its cost with
+        the prompt. Raises SliceFull.
+        """
         even = [each.limit // self.replicas for each in reservation.bound if each.id.kind is Kind.TOKENS]
-        self._take(reservation, min([tokens, *(max(0, share - reservation.tokens) for share in even)]))
+        tokens = min([tokens, *(max(0, share - reservation.tokens) for share in even)])
+        self._take(reservation, {Unit.QUERIES: 0, Unit.TOKENS: tokens, Unit.NANO_USD: nano_usd})
 
-    def cover(self, reservation: Reservation, tokens: int) -> None:
-        """Top the reservation up to this many tokens at least. Raises SliceFull."""
-        missing = tokens - reservation.tokens
-        if missing <= 0:
+    def cover(self, reservation: Reservation, tokens: int, nano_usd: int = 0) -> None:
+        """Top the reservation up to this many tokens and this cost at least. Raises SliceFull."""
+        held, now = reservation.held, self._clock()
+        missing = {
+            Unit.TOKENS: tokens - held[Unit.TOKENS].total,
+            Unit.NANO_USD: nano_usd - held[Unit.NANO_USD].total,
+        }
+        if max(missing.values()) <= 0:
             return
-        now = self._clock()
-        counted = [each for each in reservation.bound if each.id.kind.counts_tokens]
-        free = [each.room(now) + int(OVERDRAFT * each.ceiling) for each in counted]
-        if any(room < missing for room in free):
-            raise self._full([(each, missing, room) for each, room in zip(counted, free, strict=True)], now)
-        self._add(reservation, min([max(missing, TOP_UP_TOKENS), *free]), now)
+        short = [each for each in reservation.bound if missing.get(each.id.kind.unit, 0) > 0]
+        free = [(each, each.room(now) + int(OVERDRAFT * each.ceiling)) for each in short]
+        needs = [(each, missing[each.id.kind.unit], room) for each, room in free]
+        if any(room < need for _, need, room in needs):
+            raise self._full(needs, now)
+        for unit, need in missing.items():
+            if need > 0:
+                least = TOP_UP_TOKENS if unit is Unit.TOKENS else need
+                rooms = (room for each, room in free if each.id.kind.unit is unit)
+                self._add(reservation, unit, min([max(need, least), *rooms]), now)
 
-    def settle(self, reservation: Reservation, tokens: int, *, refused: bool = False) -> None:
-        """Replace the reservation by the tokens used, at the end of the query; a refused one counts as no
-        request.
+    def settle(
+        self, reservation: Reservation, tokens: int, nano_usd: int = 0, *, refused: bool = False
+    ) -> None:
+        """Replace the reservation by the tokens used and their cost, at the end of the query; a refused one
+        counts as no request.
 
         Does nothing the second time.
         """
         if reservation.settled:
             return
         reservation.settled, now = True, self._clock()
-        reserved = reservation.tokens
-        if tokens > reserved:
-            self._add(reservation, tokens - reserved, now)
-        self._give_back(reservation, reserved - tokens, now)
+        for unit, used in ((Unit.TOKENS, tokens), (Unit.NANO_USD, nano_usd)):
+            reserved = reservation.held[unit].total
+            if used > reserved:
+                self._add(reservation, unit, used - reserved, now)
+            self._give_back(reservation, unit, reserved - used, now)
         for each in reservation.bound:
-            if each.id.kind.counts_tokens:
-                each.reserved -= reservation.tokens
+            if each.id.kind.unit is not Unit.QUERIES:
+                each.reserved -= reservation.held[each.id.kind.unit].total
             if each.id.kind is Kind.QUERIES or (refused and each.id.kind is Kind.REQUESTS):
                 each.meter.give_back(1, reservation.opened_at, now)
 
-    def _take(self, reservation: Reservation, tokens: int, *, opening: bool = False) -> None:
+    def _take(self, reservation: Reservation, amounts: Mapping[Unit, int]) -> None:
         now = self._clock()
-        needs = [(each, tokens if each.id.kind.counts_tokens else int(opening)) for each in reservation.bound]
+        needs = [(each, amounts[each.id.kind.unit]) for each in reservation.bound]
         if any(need > each.room(now) for each, need in needs):
             raise self._full([(each, need, each.room(now)) for each, need in needs], now)
-        self._add(reservation, tokens, now)
-        for each in reservation.bound:
-            if opening and not each.id.kind.counts_tokens:
-                each.meter.take(1, now)
-                self._activate(each)
-
-    def _add(self, reservation: Reservation, tokens: int, now: float) -> None:
-        reservation.parts.append((now, tokens))
-        reservation.tokens += tokens
-        for each in reservation.bound:
-            if each.id.kind.counts_tokens:
-                each.meter.take(tokens, now)
-                each.reserved += tokens
-                self._activate(each)
-
-    def _give_back(self, reservation: Reservation, tokens: int, now: float) -> None:
-        """Return tokens, those reserved last first: they were needed least."""
-        while tokens > 0:
-            taken_at, amount = reservation.parts.pop()
-            back = min(tokens, amount)
-            tokens -= back
-            reservation.tokens -= back
+        for unit in MEASURED:
+            self._add(reservation, unit, amounts[unit], now)
+        if amounts[Unit.QUERIES]:
             for each in reservation.bound:
-                if each.id.kind.counts_tokens:
+                if each.id.kind.unit is Unit.QUERIES:
+                    each.meter.take(1, now)
+                    self._activate(each)
+
+    def _add(self, reservation: Reservation, unit: Unit, amount: int, now: float) -> None:
+        held = reservation.held[unit]
+        held.parts.append((now, amount))
+        held.total += amount
+        for each in reservation.bound:
+            if each.id.kind.unit is unit:
+                each.meter.take(amount, now)
+                each.reserved += amount
+                self._activate(each)
+
+    def _give_back(self, reservation: Reservation, unit: Unit, amount: int, now: float) -> None:
+        """Return a part, what was reserved last first: it was needed least."""
+        held = reservation.held[unit]
+        while amount > 0:
+            taken_at, part = held.parts.pop()
+            back = min(amount, part)
+            amount -= back
+            held.total -= back
+            for each in reservation.bound:
+                if each.id.kind.unit is unit:
                     each.meter.give_back(back, taken_at, now)
                     each.reserved -= back
 
@@ -198,7 +233,7 @@ class QuotaLedger:
         wanted = leased.meter.used(now) + need
         fresh = now - leased.settled_at <= FRESH_S
         may_grow = leased.ceiling < leased.limit >= wanted and (not fresh or wanted <= leased.reachable)
-        kept = wanted - leased.reserved if leased.id.kind is Kind.MONTH else wanted
+        kept = wanted - leased.reserved if leased.id.kind.is_monthly else wanted
         used_up = kept > leased.limit - (leased.elsewhere if fresh else 0)
         return SliceFull(refusal_of(leased, need, now, used_up=used_up), may_grow=may_grow)
 
@@ -288,7 +323,7 @@ class QuotaLedger:
         leased = self._limits.get(limit_id)
         if leased is not None and leased.written < 0 and limit_id.kind is not Kind.QUERIES:
             leased.ceiling = amount
-            if limit_id.kind is Kind.MONTH or age_s < WINDOW_S:
+            if limit_id.kind.is_monthly or age_s < WINDOW_S:
                 leased.meter.take(used, self._clock() - max(0.0, age_s))
 
     def apply_grant(self, limit_id: LimitId, claim: Claim, grant: Grant) -> bool:
@@ -326,9 +361,11 @@ def refusal_of(leased: LeasedLimit, need: int, now: float, *, used_up: bool) -> 
 
     `used_up`: the quota as a whole is, and not only the slice leased here.
     """
-    quota = f"the quota of {leased.limit:,} {leased.id.kind.phrase} of {leased.id}"
+    kind = leased.id.kind
+    quota = f"the quota of {kind.phrase(leased.limit)} of {leased.id}"
     if need > leased.limit:
-        return AboveQuota(f"this query alone needs {need:,}, more than {quota}: make it smaller")
+        alone = dollars(need) if kind is Kind.BUDGET else f"{need:,}"
+        return AboveQuota(f"this query alone needs {alone}, more than {quota}: make it smaller")
     if not used_up:
         return TooMany(
             f"{quota} is reserved by queries in progress or by replicas; try again in {RETRY_AFTER_S:g} s",
@@ -336,7 +373,7 @@ def refusal_of(leased: LeasedLimit, need: int, now: float, *, used_up: bool) -> 
         )
     short = need - leased.room(now)
     wait_s = leased.meter.until_less(short, now)
-    if leased.id.kind is Kind.MONTH:
+    if leased.id.kind.is_monthly:
         return BudgetSpent(f"{quota} is spent; the next month begins in {wait_s / 86_400:.1f} days")
     return TooMany(f"{quota} is used up; try again in {wait_s:.1f} s", retry_after_s=wait_s)
 

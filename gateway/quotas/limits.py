@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import NamedTuple
+
+from gateway.prices import NANO_USD, dollars
 
 WINDOW_S = 60.0
 
@@ -18,17 +20,38 @@ class Kind(StrEnum):
     TOKENS = "tokens_per_min"
     QUERIES = "concurrent_queries"
     MONTH = "tokens_per_month"
+    BUDGET = "usd_per_month"  # counted in nano-dollars
 
     @property
-    def counts_tokens(self) -> bool:
-        return self in (Kind.TOKENS, Kind.MONTH)
+    def unit(self) -> Unit:
+        return _UNITS.get(self, Unit.QUERIES)
 
     @property
-    def phrase(self) -> str:
-        """Return the kind as written behind a number."""
-        return _PHRASES[self]
+    def is_monthly(self) -> bool:
+        return self in (Kind.MONTH, Kind.BUDGET)
+
+    def phrase(self, amount: int) -> str:
+        """Return an amount with its kind."""
+        if self is Kind.BUDGET:
+            return f"{dollars(amount)} per month"
+        return f"{amount:,} {_PHRASES[self]}"
+
+    def counted(self, amount: float) -> int:
+        """Convert an amount of people, dollars of a budget, to what is counted."""
+        return round(amount * NANO_USD) if self is Kind.BUDGET else int(amount)
+
+    def shown(self, amount: int) -> float:
+        """Convert what is counted to an amount for people."""
+        return amount / NANO_USD if self is Kind.BUDGET else amount
 
 
+class Unit(Enum):
+    QUERIES = "queries"
+    TOKENS = "tokens"
+    NANO_USD = "nano-dollars"
+
+
+_UNITS = {Kind.TOKENS: Unit.TOKENS, Kind.MONTH: Unit.TOKENS, Kind.BUDGET: Unit.NANO_USD}
 _PHRASES = {
     Kind.REQUESTS: "requests per minute",
     Kind.TOKENS: "tokens per minute",

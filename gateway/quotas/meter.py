@@ -135,4 +135,4 @@ def month_start(month: int) -> float:
 def meter_of(kind: Kind, unix_time: Callable[[], float]) -> Meter:
     if kind is Kind.QUERIES:
         return Concurrent()
-    return Month(unix_time) if kind is Kind.MONTH else Minute()
+    return Month(unix_time) if kind.is_monthly else Minute()

@@ -10,9 +10,10 @@ import numpy as np
 
 from gateway.decision import Estimate
 from gateway.domain import Site
+from gateway.prices import MAX_NANO_USD, NANO_USD
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
-from gateway.routing.estimate import estimate_at, estimates, sizes
+from gateway.routing.estimate import estimate_at, estimates, price_usd, sizes
 from gateway.routing.filters import may, why_not
 from gateway.routing.fleet import Fleet
 
@@ -69,6 +70,14 @@ def decide(
         choice = policy(demand, candidates, turn)
     estimated = _best_estimates(demand, candidates, choice, now_s) if keep_estimates else ()
     return Placement(fleet.sites[choice.place], choice.reason, estimated, reasons)
+
+
+def most_nano_usd(demand: Demand, fleet: Fleet, now_s: float, response_tokens: int) -> int:
+    """Return the cost of so long an answer at the dearest site that can serve the demand now."""
+    at = fleet.figures
+    size = sizes(demand, fleet)._replace(response_tokens=response_tokens, cached_tokens=0.0)
+    usd = price_usd(size, at).max(where=may(demand, fleet, at, now_s), initial=0.0)
+    return min(MAX_NANO_USD, round(NANO_USD * float(usd)))
 
 
 def _best_estimates(

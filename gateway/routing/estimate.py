@@ -52,10 +52,10 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
     wait_s = _iterations_until_free(size, at, remaining) * iteration_s
     first_token_s = at.prefill_s + more_s + wait_s + at.per_token_s * (prompt - size.cached_tokens)
     finish_s = first_token_s + response * iteration_s
-    return Estimates(wait_s, first_token_s, iteration_s, finish_s, _price_usd(size, at))
+    return Estimates(wait_s, first_token_s, iteration_s, finish_s, price_usd(size, at))
 
 
-def _price_usd(size: Sizes, at: Figures) -> Numbers:
+def price_usd(size: Sizes, at: Figures) -> Numbers:
     """Compute `Prices.nano_usd` for vectors, in dollars and not rounded."""
     prompt, response, cached = size.prompt_tokens, size.response_tokens, size.cached_tokens
     usd: Numbers = (prompt - cached) * at.input_usd_per_token + cached * at.cached_usd_per_token

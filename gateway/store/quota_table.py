@@ -142,7 +142,8 @@ def _on(columns: Any, scope: Scope, subject: str, kinds: Collection[str]) -> tup
 
 
 def _text(found: Collection[Quota]) -> str:
-    return "; ".join(f"{each.id.kind.value} {each.amount}" for each in found) or "none"
+    shown = [(each.id.kind, each.id.kind.shown(each.amount)) for each in found]
+    return "; ".join(f"{kind.value} {amount}" for kind, amount in shown) or "none"
 
 
 def _stamp() -> int:

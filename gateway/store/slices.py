@@ -146,7 +146,7 @@ class SliceTable:
             return [
                 PreviousSlice(id_of(row), row.amount, row.used, now - row.used_at)
                 for row in found
-                if not row.period or (row.kind == Kind.MONTH and row.period == month_of(now))
+                if not row.period or (Kind(row.kind).is_monthly and row.period == month_of(now))
             ]
 
         return await self._transaction(work)
@@ -294,7 +294,7 @@ class SliceTable:
         orphaned = quota_slices.c.replica.not_in(select(replicas.c.name)), quota_slices.c.replica != GONE
         rows = await connection.execute(delete(quota_slices).where(*orphaned).returning(quota_slices))
         for row in [*rows]:
-            if row.kind == Kind.MONTH:
+            if row.kind in [kind for kind in Kind if kind.is_monthly]:
                 await self._add_month_use(connection, row)
 
     async def _add_month_use(self, connection: AsyncConnection, row: Row[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
 
 LIFTED = "none"
+_DOLLARS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 tenants = typer.Typer(help="Tenants, which pay for keys and share quotas.", no_args_is_help=True)
 quotas = typer.Typer(help="Quotas of tenants and keys.", no_args_is_help=True)
@@ -88,6 +90,9 @@ def set_quotas(
     tokens_per_min: Amount = None,
     concurrent_queries: Amount = None,
     tokens_per_month: Amount = None,
+    usd_per_month: Annotated[
+        str | None, typer.Option(help=f"Dollars by the prices of sites, as 12.50, or {LIFTED} to lift it.")
+    ] = None,
     reason: AuditReason = "",
     database: Database = None,
     as_json: Json = False,
@@ -98,6 +103,7 @@ def set_quotas(
         "tokens_per_min": tokens_per_min,
         "concurrent_queries": concurrent_queries,
         "tokens_per_month": tokens_per_month,
+        "usd_per_month": usd_per_month,
     }
     limits = {kind: parse_amount(kind, text) for kind, text in given.items() if text is not None}
     if (tenant is None) == (key is None) or not limits:
@@ -117,8 +123,15 @@ def set_quotas(
 def parse_amount(kind: str, text: str) -> int | None:
     if text == LIFTED:
         return None
+    from gateway.quotas.limits import Kind
     from gateway.store.quota_table import MAX_AMOUNT
 
+    if kind == Kind.BUDGET:
+        most_usd = Kind.BUDGET.shown(MAX_AMOUNT)
+        if _DOLLARS.fullmatch(text) and float(text) <= most_usd:
+            return Kind.BUDGET.counted(float(text))
+        wanted = f"dollars such as 12.50, at most {most_usd:.0f}, or {LIFTED}"
+        raise CommandFailed(f"--usd-per-month is {wanted}, not {text!r}", exit_code=ExitCode.WRONG_USAGE)
     whole = text.isascii() and text.isdecimal()
     if whole and len(text.lstrip("0")) <= len(str(MAX_AMOUNT)) and int(text) <= MAX_AMOUNT:
         return int(text)
@@ -134,8 +147,8 @@ def print_quotas(context: typer.Context, found: list[Quota], *, as_json: bool) -
             "scope": quota.id.scope.value,
             "subject": quota.id.subject,
             "kind": quota.id.kind.value,
-            "amount": quota.amount,
-            "in_use": quota.in_use,
+            "amount": quota.id.kind.shown(quota.amount),
+            "in_use": quota.id.kind.shown(quota.in_use),
         }
         for quota in found
     ]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.domain import Caller, Delta, Finish, Opening, Status, Usage
-from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany
+from gateway.errors import AboveQuota, BudgetSpent, Forbidden, NoSite, Overloaded, TooMany, UpstreamFailed
 from gateway.http.rate_headers import duration
 from gateway.query.answer import answer
 from gateway.quotas.ledger import QuotaLedger, QuotaStatus
@@ -17,6 +17,7 @@ from gateway.telemetry.recent import is_failure
 from tests.support.answers import collect
 from tests.support.fakes.edge import Edge, error_of, fail, run
 from tests.support.fakes.federation import Scene, scene, until
+from wire import federation_pb2 as pb
 
 TENANT = "tenant-1"
 FORECAST_P90 = 90
@@ -152,6 +153,70 @@ def test_a_client_that_does_not_read_is_held_to_its_quota_like_one_that_does() -
             text = "".join(piece.text for piece in rest if isinstance(piece, Delta))
             assert len(text) == outcome.completion_tokens, "all that is charged is there to be read"
             assert here.nothing_is_left()
+
+    asyncio.run(main())
+
+
+MILLI = 1_000_000
+"""Nano-dollars in a thousandth of a dollar, the price of a token of these sites."""
+
+
+def test_a_budget_is_reserved_by_the_forecast_and_settled_by_what_the_answer_cost() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(usd_per_month=1_000 * MILLI)) as here:
+            site = await here.site("a", output_usd_per_mtok=1_000.0)
+            asking = asyncio.create_task(collect(here, here.query()))
+            assign = await site.assigned()
+            assert used(here, Kind.BUDGET) == FORECAST_P90 * MILLI
+            await site.finish(assign, "hello", 5)
+            await asking
+            await here.gateway.wait_settled()
+            assert here.outcomes[0].nano_usd == used(here, Kind.BUDGET) == 5 * MILLI
+
+    asyncio.run(main())
+
+
+def test_an_answer_beyond_its_budget_is_cut_and_the_next_is_told_when_the_month_ends() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(usd_per_month=200 * MILLI)) as here:
+            site = await here.site("a", output_usd_per_mtok=1_000.0)
+
+            def count() -> int:
+                live = [state.current for state in here.gateway.live_queries.values()]
+                return max((each.completion_tokens for each in live if each), default=0)
+
+            asking = asyncio.create_task(collect(here, here.query()))
+            assign, tokens = await site.assigned(), 0
+            while site.inbox.empty() and tokens < 1_000:
+                tokens += 10
+                await site.step(assign, "a" * 10, tokens)
+                await site.report()
+                await until(lambda: not site.inbox.empty() or count() >= tokens)  # noqa: B023
+            assert (await site.next()).WhichOneof("body") == "cancel"
+            await site.step(assign, "", tokens, finish=3)
+            pieces = await asking
+            await here.gateway.wait_settled()
+            assert [p.finish for p in pieces if isinstance(p, Delta) and p.finish] == [Finish.LENGTH]
+            assert 100 * MILLI <= used(here, Kind.BUDGET) <= 1.05 * 200 * MILLI
+            assert pieces[-1].nano_usd == used(here, Kind.BUDGET)  # type: ignore[union-attr]
+            with pytest.raises((BudgetSpent, AboveQuota, TooMany), match=r"\$0\.20 per month of tenant"):
+                await collect(here, here.query())
+
+    asyncio.run(main())
+
+
+def test_an_error_instead_of_an_answer_spends_no_budget() -> None:
+    async def main() -> None:
+        async with scene(quotas=quotas_of(usd_per_month=1_000 * MILLI)) as here:
+            site = await here.site("a", output_usd_per_mtok=1_000.0)
+            asking = asyncio.create_task(collect(here, here.query()))
+            assign = await site.assigned()
+            failed = pb.Delta(attempt_id=assign.attempt_id, finish=pb.Delta.FAILED, error="broken")
+            await site.send(step=pb.Step(deltas=[failed]))
+            with pytest.raises(UpstreamFailed):
+                await asking
+            await here.gateway.wait_settled()
+            assert used(here, Kind.BUDGET) == 0
 
     asyncio.run(main())
 

@@ -42,6 +42,17 @@ def alone(limits: dict[LimitId, int], wall: Wall) -> QuotaLedger:
     return quotas
 
 
+def opened(quotas: QuotaLedger, amount: int) -> Reservation:
+    """Reserve so many tokens and nano-dollars, as a query does. Raises SliceFull."""
+    reservation = quotas.open(CALLER, amount)
+    try:
+        quotas.reserve(reservation, 0, amount)
+    except SliceFull:
+        quotas.settle(reservation, 0, refused=True)
+        raise
+    return reservation
+
+
 @dataclass
 class Replicas:
     """Several replicas and what is written down of their slices; every round works on what is written."""
@@ -96,10 +107,10 @@ def test_replicas_together_never_use_more_than_the_quota(
         ledger = here.ledgers[number % count]
         if what == "ask":
             with suppress(SliceFull):
-                reservations.append((ledger, ledger.open(CALLER, amount), amount))
+                reservations.append((ledger, opened(ledger, amount), amount))
         elif what == "end" and reservations:
             owner, reservation, tokens = reservations.pop(number % len(reservations))
-            owner.settle(reservation, tokens // 2)
+            owner.settle(reservation, tokens // 2, tokens // 2)
         elif what == "round":
             here.round(number % count)
         elif what == "wait":
@@ -110,6 +121,45 @@ def test_replicas_together_never_use_more_than_the_quota(
         owner.settle(reservation, 0)
     if kind is Kind.QUERIES:
         assert here.used == 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "ask", "grow", "grow", "end", "round", "round"]),
+            st.integers(0, 1),
+            st.integers(1, 60),
+        ),
+        max_size=120,
+    ),
+    limit=st.integers(1_000, 10**12),
+)
+def test_a_budget_over_two_replicas_is_exceeded_by_a_twentieth_at_most(
+    steps: list[tuple[str, int, int]], limit: int
+) -> None:
+    """Also where answers cost more than was forecast: each part of them is covered before the next comes."""
+    here, spent = Replicas(Wall(), limit, 2, Kind.BUDGET), 0
+    running: list[tuple[QuotaLedger, Reservation, int]] = []
+    for what, number, part in steps:
+        ledger, cost = here.ledgers[number], limit * part // 100
+        if what == "ask":
+            with suppress(SliceFull):
+                running.append((ledger, opened(ledger, cost), cost))
+        elif what == "grow" and running:
+            owner, reservation, cost = running.pop()
+            with suppress(SliceFull):
+                owner.cover(reservation, 0, cost + limit * part // 1_000)
+                cost += limit * part // 1_000
+            running.append((owner, reservation, cost))
+        elif what == "end" and running:
+            owner, reservation, cost = running.pop(0)
+            spent += cost
+            owner.settle(reservation, 0, cost)
+        elif what == "round":
+            here.round(number)
+        assert spent + sum(cost for _, _, cost in running) <= limit * (1 + OVERDRAFT)
+        assert spent <= here.used
 
 
 @given(
@@ -209,11 +259,11 @@ def test_an_answer_is_cut_only_where_the_slice_and_a_twentieth_are_gone() -> Non
 def test_every_kind_of_quota_refuses_what_is_too_much_and_says_which(kind: Kind, scope: Scope) -> None:
     wall = Wall()
     quotas = alone({limit_of(kind, scope): 2}, wall)
-    first = [quotas.open(CALLER, 1) for _ in range(2)]
+    first = [opened(quotas, 1) for _ in range(2)]
     with pytest.raises(SliceFull) as full:
-        quotas.open(CALLER, 1)
+        opened(quotas, 1)
     refusal = full.value.refusal
-    assert kind.phrase in refusal.message
+    assert kind.phrase(2) in refusal.message
     assert f"{scope.value} '{'shop' if scope is Scope.TENANT else 'key-1'}'" in refusal.message
     assert not full.value.may_grow
     assert not isinstance(refusal, BudgetSpent)

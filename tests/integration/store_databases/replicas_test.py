@@ -22,6 +22,8 @@ from tests.support.fakes.federation import DEADLINE_S, Scene, ScriptedSite, scen
 
 ACT = Act("test", "test")
 PEPPER = "p" * 32
+USD_PER_MTOK = 1_000.0
+NANO_USD_EACH = 5_000_000
 TOKENS_EACH = 12
 """Of an answer: 7 of the prompt, as the fakes count it, and 5."""
 
@@ -33,7 +35,7 @@ async def gateway(url: str, folder: Path, name: str) -> AsyncIterator[tuple[Stor
         await leases.start()
         try:
             async with scene(quotas=leases.quotas, lease_more=leases.lease_more) as here:
-                yield store, here, await here.site("a", slots=50)
+                yield store, here, await here.site("a", slots=50, output_usd_per_mtok=USD_PER_MTOK)
         finally:
             await leases.close()
 
@@ -96,8 +98,9 @@ def test_one_query_may_need_most_of_a_quota_that_nobody_uses(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("kind", "each"), [(Kind.TOKENS, TOKENS_EACH), (Kind.BUDGET, NANO_USD_EACH)])
 def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
-    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, each: int
 ) -> None:
     monkeypatch.setattr("gateway.quotas.meter.WINDOW_S", float("inf"))  # the test may take its minutes
     monkeypatch.setattr("gateway.query.answer.LEASE_WITHIN_S", DEADLINE_S)
@@ -112,8 +115,8 @@ def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
             store = first[0]
             _, secret = await store.keys.create_key("app", "shop")
             await second[0].keys.refresh()
-            limit = 30 * TOKENS_EACH
-            await store.quotas.set_quotas(Scope.TENANT, "shop", {Kind.TOKENS: limit}, ACT)
+            limit = 30 * each
+            await store.quotas.set_quotas(Scope.TENANT, "shop", {kind: limit}, ACT)
             while not all(here.gateway.quotas._limits for _, here, _ in (first, second)):
                 await first[1].gateway.lease_more()
                 await second[1].gateway.lease_more()
@@ -122,6 +125,6 @@ def test_two_replicas_grant_one_quota_between_them_whichever_is_asked(
                 granted += await ask(*first, secret)
             for _ in range(20):
                 granted += await ask(*second, secret)
-            assert 0.9 * limit <= granted * TOKENS_EACH <= limit
+            assert 0.9 * limit <= granted * each <= limit
 
     asyncio.run(main())
