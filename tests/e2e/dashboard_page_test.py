@@ -161,6 +161,24 @@ def test_it_lives_shows_load_where_it_is_and_explains_a_query(
     federation.wait_until_idle()
 
 
+def test_a_route_is_shown_with_its_targets_and_hidden_without_one(
+    page: Browser, federation: LocalFederation
+) -> None:
+    assert page.run("document.querySelector('#model-routes-section').hidden")
+    targets = [{"model": federation.model, "weight": 95}, {"model": "<b>canary</b>", "weight": 5}]
+    with federation.http() as http:
+        body = {"name": "assistant", "targets": targets, "reason": "a rehearsal"}
+        http.post("/admin/api/routes", json=body).raise_for_status()
+        page.until("!document.querySelector('#model-routes-section').hidden", "the section")
+        asked = {"model": "assistant", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+        answered = http.post("/v1/chat/completions", json=asked).raise_for_status()
+        assert (answered.json()["model"], answered.headers["x-mico-model"]) == ("assistant", federation.model)
+        page.until("document.querySelector('#model-routes').innerText.includes('100')", "the share")
+        assert "<b>canary</b>" in page.text("#model-routes")
+        http.post("/admin/api/routes/remove", json={"name": "assistant", "reason": "over"}).raise_for_status()
+    page.until("!document.querySelector('#model-routes').innerText.includes('canary')", "its end")
+
+
 def test_a_site_is_drained_with_a_reason_and_resumed(page: Browser, federation: LocalFederation) -> None:
     site = federation.running.sites[0].name
     page.run(f"{row(site)}.querySelector('.acts button').click()")

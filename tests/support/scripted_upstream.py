@@ -28,6 +28,8 @@ from wire import federation_pb2_grpc as rpc
 
 LARGE_MESSAGES = (("grpc.max_receive_message_length", 64 << 20),)
 MODEL = "m"
+SHADOW = "shadow"
+"""A second model, over the link alone."""
 WANTED = re.compile(r"(\d+) tokens (at once|paced)(?:, each of (\d+) letters)?")
 PROMPT_TOKENS = 7
 REDIAL_S = 0.2
@@ -235,7 +237,7 @@ class LinkSite:
         stub = rpc.FederationStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Join(metadata=(("authorization", f"Bearer {TOKEN}"),))
         self._out = asyncio.Queue()
-        self._out.put_nowait(pb.SiteMessage(hello=hello()))
+        self._out.put_nowait(pb.SiteMessage(hello=hello(models=(MODEL, SHADOW))))
         both = [asyncio.create_task(self._write(call)), asyncio.create_task(report(self._out))]
         try:
             while (message := await call.read()) is not grpc.aio.EOF:

@@ -145,15 +145,16 @@ def _pooled(assign: pb.Assign) -> pb.Delta:
     return pb.Delta(attempt_id=assign.attempt_id, finish=pb.Delta.STOP, pooled=pooled)
 
 
-def hello(name: str = "stand-in", features: Sequence[str] = ("chat", "resume")) -> pb.Hello:
-    model = pb.Model(id="m", revision="1", context_tokens=8192, features=features)
+def hello(
+    name: str = "stand-in", features: Sequence[str] = ("chat", "resume"), models: Sequence[str] = ("m",)
+) -> pb.Hello:
     return pb.Hello(
         protocol=1,
         site=name,
         boot_id=str(time.monotonic_ns()),
         cloud="none",
         region="here",
-        models=[model],
+        models=[pb.Model(id=id_, revision="1", context_tokens=8192, features=features) for id_ in models],
         slots=10_000,
         kv_capacity_tokens=10**8,
         reads_bunches=True,
