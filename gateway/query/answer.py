@@ -18,13 +18,13 @@ from gateway.prompt import Pooling
 from gateway.query.admission import Live, admit
 from gateway.query.context import QueryContext
 from gateway.query.forecasting import NO_ANSWER
-from gateway.query.refusals import refusal_of, too_short_sites
+from gateway.query.refusals import refusal_of, sites_of_other_weights, too_short_sites
 from gateway.query.targets import Targets, prospect_of
 from gateway.quotas.ledger import SliceFull
 from gateway.quotas.limits import Unit
 from gateway.routing.decide import Placement, decide, most_nano_usd
 from gateway.routing.demand import Demand
-from gateway.routing.failover import FailedTry, Try, final_error, resume_options, same_weights, tries
+from gateway.routing.failover import FailedTry, Try, final_error, resume_options, tries
 from gateway.routing.policies import JOINT_POLICIES
 from gateway.routing.prefixes import NOTHING_CACHED, Cached, prefix_of
 
@@ -302,9 +302,11 @@ class QueryRun:
     def _place(self, planned: Try) -> tuple[Demand, Placement]:
         """Decide by the first way of resuming that some site supports."""
         context = self.context
-        excluded = self._sites_of_other_weights(planned)
+        excluded: dict[str, str] = {}
         if limit_tokens := self.state.too_short_context_tokens:
             excluded |= too_short_sites(self.query.model, limit_tokens, context.directory.sites)
+        if planned.resume is not None and (begun_by := self.state.opened_by) is not None:
+            excluded |= sites_of_other_weights(self.query.model, begun_by, context.directory.sites)
         for needs in resume_options(self.query, planned.resume):
             demand = self._demand(planned, needs)
             placed = decide(
@@ -371,18 +373,6 @@ class QueryRun:
         if uses_cache and not state.cached_unknown:
             found = usage.cached_tokens / max(1, usage.prompt_tokens)
             self.context.prefixes.correct(assignment.demand.cached, assignment.decision.site, found)
-
-    def _sites_of_other_weights(self, planned: Try) -> dict[str, str]:
-        """Return the sites that would continue the answer as another model. An answer has begun once it was
-        opened: by then the client has the revision, and a token that shows no text yet is of those weights,
-        too.
-        """
-        opened_by, model = self.state.opened_by, self.query.model
-        if opened_by is None or planned.resume is None:
-            return {}
-        sites = self.context.directory.sites
-        different = [site.name for site in sites if not same_weights(opened_by, site.identity, model)]
-        return dict.fromkeys(different, "has other weights than those that began the answer")
 
     # ---- quotas
 

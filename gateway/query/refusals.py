@@ -1,12 +1,13 @@
-"""The sites that are ruled out for a query: by its length, the key's regions, or its own limits."""
+"""The sites that are ruled out for a query: by length, by what began it, by regions or its own limits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.domain import Query, Site
+from gateway.domain import Query, Site, SiteIdentity
 from gateway.errors import BadRequest, Forbidden, MicoError
 from gateway.routing.demand import Demand
+from gateway.routing.failover import same_weights
 from gateway.routing.filters import beyond_limits
 
 
@@ -20,6 +21,14 @@ def too_short_sites(model_id: str, limit_tokens: int, sites: Sequence[Site]) -> 
     served = {site.name: site.identity.models.get(model_id) for site in sites}
     short = [name for name, model in served.items() if model and model.context_tokens <= limit_tokens]
     return dict.fromkeys(short, "its context is too short")
+
+
+def sites_of_other_weights(model_id: str, begun_by: SiteIdentity, sites: Sequence[Site]) -> dict[str, str]:
+    """Return the sites that would continue the answer as another model. An answer has begun once it was
+    opened: by then the client has the revision, and a token that shows no text yet is of those weights, too.
+    """
+    different = [site.name for site in sites if not same_weights(begun_by, site.identity, model_id)]
+    return dict.fromkeys(different, "has other weights than those that began the answer")
 
 
 def _region_error(query: Query, sites: Sequence[Site]) -> Forbidden | None:
