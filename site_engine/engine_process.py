@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from site_engine.config import SiteConfig
 from site_engine.core.request import Grammar
@@ -26,7 +26,7 @@ from site_engine.native import Loaded, facts_of, grammars_of, load_engine
 from site_engine.telemetry import logs
 from site_engine.text.detokenize import TokenNames
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("site_engine.engine_process")  # this module is run as __main__
 
 PR_SET_PDEATHSIG = 1
 
@@ -54,9 +54,7 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
     )
     connection.sendall(pm.frame(pm.Ready(facts_of(loaded))))
     log.info("the engine of %s runs in process %d", loaded.name, os.getpid())
-    if server.run():
-        return 0
-    os._exit(1)  # the site is gone: nobody waits for what still runs
+    return 0 if server.run() else 1
 
 
 def end_with_parent() -> None:
@@ -97,5 +95,11 @@ def compiler_of(loaded: Loaded) -> Callable[[str], Grammar]:
     return compile_grammar
 
 
+def end(status: int) -> NoReturn:
+    """End at once: nobody waits for what still runs, nor for the interpreter to take itself apart."""
+    logging.shutdown()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    end(main(int(sys.argv[1])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -236,6 +237,8 @@ async def launch_engine(
     except BaseException:
         process.kill()
         raise
+    gc.collect()
+    gc.freeze()  # the collector never scans what is loaded, so no stream waits for it
     return NativeEngine(prompts, process), facts
 
 

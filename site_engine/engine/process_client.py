@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from site_engine.core.request import Admission, Finish, Output, Timings
 from site_engine.core.stall_watch import StallWatch
@@ -167,8 +167,7 @@ class EngineProcess(asyncio.Protocol):
     # ---- from the engine
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._heard_s = self._clock()

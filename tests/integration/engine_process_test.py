@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from site_engine.app import event_loop_factory
 from site_engine.core.request import Admission, Finish, Output, Request, Sampling
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_client import EngineProcess
@@ -78,6 +80,12 @@ class Heard:
         return [each.finish for each in self.outputs if each.request_id == name and each.finish]
 
 
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """Run on the event loop that sites have."""
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(scenario)
+
+
 @asynccontextmanager
 async def launched(clock: Callable[[], float] = time.monotonic, **settings: object) -> AsyncIterator[Heard]:
     process = await EngineProcess.launch(fake_settings(**settings), clock, FAKE_COMMAND)
@@ -128,7 +136,7 @@ def test_a_process_that_is_killed_fails_its_requests_and_is_reported_once() -> N
             await gone(heard.process.pid)
         assert len(heard.broken) == 1
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_what_waits_for_an_answer_when_the_process_dies_is_refused() -> None:
@@ -145,7 +153,7 @@ def test_what_waits_for_an_answer_when_the_process_dies_is_refused() -> None:
             assert heard.finishes("r") == []
             assert decided == [[False, False]]
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_process_that_says_nothing_has_stalled_until_it_goes_on() -> None:
@@ -165,7 +173,7 @@ def test_a_process_that_says_nothing_has_stalled_until_it_goes_on() -> None:
             assert heard.process.stalled_s() == 0.0
             assert heard.broken == []
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_signals_are_for_the_sites_process() -> None:
@@ -179,7 +187,7 @@ def test_signals_are_for_the_sites_process() -> None:
         assert heard.process._process.returncode == 0
         assert heard.broken == []
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_stop_string_ends_an_answer_at_once_and_frees_its_slot() -> None:
@@ -195,7 +203,7 @@ def test_a_stop_string_ends_an_answer_at_once_and_frees_its_slot() -> None:
             assert heard.finishes("r") == [Finish.STOP]
             assert heard.text("next") == "abc"
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_model_that_cannot_be_loaded_is_named() -> None:
@@ -205,7 +213,7 @@ def test_a_model_that_cannot_be_loaded_is_named() -> None:
             await process.ready()
         await gone(process.pid)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 def test_a_process_that_dies_while_it_loads_is_named() -> None:
@@ -216,7 +224,7 @@ def test_a_process_that_dies_while_it_loads_is_named() -> None:
             await process.ready()
         await gone(process.pid)
 
-    asyncio.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -227,4 +235,4 @@ def test_nothing_is_left_of_an_engine_whose_site_is_killed() -> None:
         pid = int(parent.stdout.readline())
         assert Path(f"/proc/{pid}").exists()
         parent.kill()
-    asyncio.run(gone(pid, reaped=False))
+    run(gone(pid, reaped=False))

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from site_engine.config import SiteConfig
-from site_engine.engine_process import main
+from site_engine.engine_process import end, main
 from site_engine.errors import ConfigError
 from site_engine.native import Loaded, engine_settings
 from site_engine.text.detokenize import ByteVocabulary
@@ -34,4 +34,4 @@ def load_fake(config: SiteConfig) -> Loaded:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), load_fake))
+    end(main(int(sys.argv[1]), load_fake))

@@ -11,7 +11,7 @@ import torch
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
 from site_engine.engine.settings import EngineSettings
-from site_engine.engine_process import main
+from site_engine.engine_process import end, main
 from site_engine.native import Loaded
 from site_engine.text.detokenize import TokenNames
 from tests.support.engine_models import family
@@ -44,4 +44,4 @@ def load_family(config: SiteConfig, *, with_text: bool = True) -> Loaded:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), lambda config: load_family(config, with_text=False)))
+    end(main(int(sys.argv[1]), lambda config: load_family(config, with_text=False)))
