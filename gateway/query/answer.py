@@ -326,12 +326,9 @@ class QueryRun:
 
     def _is_down_elsewhere(self, planned: Try) -> bool:
         """Return whether a site that has not been tried serves the model, but is down."""
-        return any(
-            site.state is SiteState.DOWN
-            and site.name not in planned.tried
-            and self.query.model in site.identity.models
-            for site in self.context.directory.sites
-        )
+        model = self.query.model
+        others = [each for each in self.context.directory.sites if each.name not in planned.tried]
+        return any(each.state is SiteState.DOWN and model in each.identity.models for each in others)
 
     def _demand(self, planned: Try, needs: frozenset[str]) -> Demand:
         """Return the demand of a try; that of the first is worked out once."""
