@@ -178,6 +178,7 @@ async def site_before(
     *gateways: Gateway,
     engine: Any = None,
     tokenizer: Any = None,
+    grammars: Any = None,
     stepped: bool = True,
     paced: bool = False,
     timeouts: LinkTimeouts | None = None,
@@ -191,7 +192,7 @@ async def site_before(
         clock if stepped else time.monotonic,
         1.0 if stepped else 0.0,
     )
-    prompts = PromptTokenizer(tokenizer or FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe)
+    prompts = PromptTokenizer(tokenizer or FakeTokenizer(), VOCABULARY, loop.call_soon_threadsafe, grammars)
     site = Site(HELLO, NativeEngine(prompts, engine_thread), clock, max_preparing=8)
     timeouts = timeouts or LinkTimeouts(backoff_first_s=0.01, backoff_longest_s=0.02)
 
