@@ -129,9 +129,7 @@ class QueryRun:
         await self._reserve(open_reservation)
 
     async def forecast(self) -> None:
-        """Wait for the forecast of the answer's length, where one is generated. Raises DeadlinePassed and
-        ShuttingDown.
-        """
+        """Wait for the forecast of the answer, if one is generated. Raises DeadlinePassed, ShuttingDown."""
         state = self.state
         if isinstance(self.query.prompt, Pooling):
             state.set_forecast(NO_ANSWER)
@@ -252,9 +250,7 @@ class QueryRun:
         return attempt
 
     async def relay(self, attempt: LiveAttempt) -> AsyncGenerator[AnswerEvent, None]:
-        """Yield the output of the site, coalesced as it came. Raises AttemptFailed, DeadlinePassed and
-        ShuttingDown.
-        """
+        """Yield the site's output as it came. Raises AttemptFailed, DeadlinePassed and ShuttingDown."""
         state, has_begun = self.state, False
         try:
             while deltas := await attempt.next():
