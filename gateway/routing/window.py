@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from gateway.routing.demand import Demand
 from gateway.routing.filters import may
 from gateway.routing.fleet import Fleet
+from gateway.routing.prefixes import Cached
 
 BUCKETS = 10
 WINDOW_S = 0.003
@@ -82,7 +84,9 @@ def assign_jointly(demands: Sequence[Demand], fleet: Fleet, now_s: float) -> lis
         ]
         tokens = (at.running_tokens + at.pending_tokens)[places]
         loads = tokens + at.prefill_s[places] * speeds
-        chosen = assign(work, speeds.tolist(), loads.tolist())
+        index_of: dict[int | None, int] = {place: index for index, place in enumerate(places.tolist())}
+        cached = [_cached_tokens(demands[index].cached, fleet, index_of) for index in indices]
+        chosen = assign(work, speeds.tolist(), loads.tolist(), cached=cached)
         for index, place in zip(indices, chosen, strict=True):
             sites[index] = fleet.sites[int(places[place])].name
     return sites
@@ -94,22 +98,61 @@ def assign(
     loads: Sequence[float] | None = None,
     *,
     buckets: int = BUCKETS,
+    cached: Sequence[Mapping[int, float]] = (),
 ) -> list[int]:
     """Return the index of the site of each query. `lengths`: predicted tokens; `loads`: M_k before this
-    window.
+    window; `cached`: of each query the tokens that sites have in their caches.
 
     Queries are grouped by bucket of length, longest group first. A group is spread evenly, in proportion to
     the sites' speeds; a group that cannot be spread evenly borrows from the next. Within a group the site
-    with the least M_k for its speed is served first, so that it gets the longest.
+    with the least M_k for its speed is served first, so that it gets the longest, unless a query finds its
+    beginning in the cache of another one of the group.
     """
     tokens = list(loads) if loads is not None else [0.0] * len(speeds)
     sites = [0] * len(lengths)
     for group in _groups(lengths, len(speeds), buckets):
         order = sorted(range(len(speeds)), key=lambda site: tokens[site] / speeds[site])
-        for query, site in zip(group, _turns(len(group), speeds, order), strict=True):
+        turns = list(_turns(len(group), speeds, order))
+        if cached:
+            turns = _exchanged(turns, [cached[query] for query in group])
+        for query, site in zip(group, turns, strict=True):
             sites[query] = site
             tokens[site] += lengths[query]
     return sites
+
+
+def _exchanged(turns: list[int], cached: Sequence[Mapping[int, float]]) -> list[int]:
+    """Exchange the sites of a group, whose queries are of like length, so that each query gets one that has
+    its beginning in its cache, the longest beginnings first. Each site keeps its number of queries.
+    """
+    wishes = sorted(
+        ((tokens, index, site) for index, each in enumerate(cached) for site, tokens in each.items()),
+        key=lambda wish: -wish[0],
+    )
+    if not wishes:
+        return turns
+    left, granted = Counter(turns), dict[int, int]()
+    for _, index, site in wishes:
+        if left[site] and index not in granted:
+            granted[index] = site
+            left[site] -= 1
+    taken, others = Counter(granted.values()), []
+    for site in turns:
+        if taken[site]:
+            taken[site] -= 1
+        else:
+            others.append(site)
+    rest = iter(others)
+    return [granted[index] if index in granted else next(rest) for index in range(len(turns))]
+
+
+def _cached_tokens(cached: Cached, fleet: Fleet, index_of: Mapping[int | None, int]) -> dict[int, float]:
+    """Return the tokens beyond what every site has, by the index of the site."""
+    return {
+        index_of[place]: tokens
+        for site, tokens in cached.by_site.items()
+        if tokens > cached.elsewhere and (place := fleet.place(site)) in index_of
+    }
 
 
 def _groups(lengths: Sequence[float], sites: int, buckets: int) -> Iterator[list[int]]:

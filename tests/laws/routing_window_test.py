@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from gateway.routing.decide import MAX_ESTIMATES, decide
 from gateway.routing.demand import Demand
 from gateway.routing.fleet import Fleet
 from gateway.routing.policies import POLICIES
+from gateway.routing.prefixes import Cached
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign, assign_jointly
 
 NOW = 10.0
@@ -193,3 +195,30 @@ def test_nobody_waits_for_a_window_that_could_not_be_assigned() -> None:
     with pytest.raises(ValueError):
         window.close(Fleet.of([full("a")]), 0.0)
     assert placed == [None] * 9
+
+
+@given(st.lists(st.floats(1, 9), min_size=1, max_size=5), st.data())
+def test_caches_exchange_queries_of_like_length_and_never_the_shares_of_sites(
+    speeds: list[float], data: st.DataObject
+) -> None:
+    places = st.dictionaries(st.integers(0, len(speeds) - 1), st.floats(1, 1_000), max_size=2)
+    cached = data.draw(st.lists(places, min_size=1, max_size=60))
+    lengths = [100.0] * len(cached)
+    before, after = assign(lengths, speeds), assign(lengths, speeds, cached=cached)
+    assert Counter(after) == Counter(before)
+    assert assign(lengths, speeds, cached=[{} for _ in lengths]) == before
+
+    def found(sites: list[int]) -> float:
+        return sum(each.get(site, 0.0) for each, site in zip(cached, sites, strict=True))
+
+    assert found(after) >= found(before) / 2, "the longest first: half of the best at least"
+
+
+def test_a_burst_on_full_sites_finds_its_beginnings() -> None:
+    fleet = Fleet.of([full("a"), full("b")])
+    count = 2 * 8
+    homes = ["ab"[number // 2 % 2] for number in range(count)]
+    demands = [replace(DEMAND, cached=Cached({home: 40.0})) for home in homes]
+    assert assign_jointly(demands, fleet, 0.0) == homes
+    common = [replace(DEMAND, cached=Cached({home: 40.0}, 40.0)) for home in homes]
+    assert assign_jointly(common, fleet, 0.0) == assign_jointly([DEMAND] * count, fleet, 0.0)
