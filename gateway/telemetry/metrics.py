@@ -42,6 +42,12 @@ class Metrics:
         self._tokens = Counter(
             "mico_tokens", "Tokens served", ["site", "cloud", "model", "type"], registry=registry
         )
+        self._cached = Counter(
+            "mico_cached_prompt_tokens",
+            "Prompt tokens that sites had in their caches",
+            ["site", "cloud", "model"],
+            registry=registry,
+        )
         self._decisions = Counter("mico_decisions", "Decisions by kind", ["reason"], registry=registry)
         self._offloads = Counter(
             "mico_offloads", "Queries moved while pending", ["from", "to", "result"], registry=registry
@@ -59,7 +65,7 @@ class Metrics:
         self._labelled: dict[tuple[object, ...], Any] = {}  # children by family and labels
         self._seen: set[str] = set()  # sites that have counts
         self._gen_ai = GenAiMetrics(registry)
-        self._by_site = (self._requests, self._tokens, self._ttft, self._itl, self._queue)
+        self._by_site = (self._requests, self._tokens, self._cached, self._ttft, self._itl, self._queue)
         registry.register(self)
 
     def register(self, collector: Collector) -> None:
@@ -139,6 +145,7 @@ class Metrics:
             cloud = self._directory.cloud_of(site) or "unknown"
             self._child(self._tokens, site, cloud, outcome.model, "prompt").inc(outcome.prompt_tokens)
             self._child(self._tokens, site, cloud, outcome.model, "response").inc(outcome.completion_tokens)
+            self._child(self._cached, site, cloud, outcome.model).inc(outcome.ending.cached_tokens)
 
     def _count_decisions(self, outcome: Outcome) -> None:
         before = None

@@ -42,15 +42,21 @@ class Second:
     failed: int = 0
     broken: Counter[str] = field(default_factory=Counter)
     routes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    prompts: Counter[str] = field(default_factory=Counter)  # prompt tokens of finished attempts, by site
+    cached: Counter[str] = field(default_factory=Counter)  # of these
 
 
 @dataclass(frozen=True, slots=True)
 class SiteWaits:
-    """95th percentiles of a site's waits; None where there were no queries."""
+    """95th percentiles of a site's waits; None where there were no queries. Of the prompt tokens of the
+    last minute, those that it had in its cache.
+    """
 
     ttft_p95_s: float | None
     itl_p95_s: float | None
     errors_per_min: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 NO_WAITS = SiteWaits(None, None, 0.0)
@@ -154,6 +160,9 @@ class Recent:
             self._routes[kind, attempt.decision.site] += 1
             if attempt.ended in ("lost", "failed"):
                 second.broken[attempt.decision.site] += 1
+            elif attempt.ended == "finished":
+                second.prompts[attempt.decision.site] += attempt.prompt_tokens
+                second.cached[attempt.decision.site] += attempt.cached_tokens
         if len(outcome.attempts) > 1:
             self._moves.update(moves(outcome.attempts))
 
@@ -192,12 +201,21 @@ class Recent:
 
     def waits(self, now: float) -> dict[str, SiteWaits]:
         """Return the waits of every site that had queries or errors."""
-        broken: Counter[str] = Counter()
+        broken, prompts, cached = Counter[str](), Counter[str](), Counter[str]()
         for second in self._last_minute(now):
             broken.update(second.broken)
+            prompts.update(second.prompts)
+            cached.update(second.cached)
         names = self._ttft.by_site.keys() | self._itl.by_site.keys() | broken.keys()
         return {
-            name: SiteWaits(self._ttft.p95(name), self._itl.p95(name), float(broken[name])) for name in names
+            name: SiteWaits(
+                self._ttft.p95(name),
+                self._itl.p95(name),
+                float(broken[name]),
+                prompts[name],
+                cached[name],
+            )
+            for name in names
         }
 
     def failed_per_min(self, now: float) -> float:

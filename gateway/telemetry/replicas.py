@@ -67,6 +67,8 @@ def _merge_waits(waits: Sequence[SiteWaits]) -> SiteWaits:
         ttft_p95_s=max((each.ttft_p95_s for each in waits if each.ttft_p95_s is not None), default=None),
         itl_p95_s=max((each.itl_p95_s for each in waits if each.itl_p95_s is not None), default=None),
         errors_per_min=sum(each.errors_per_min for each in waits),
+        prompt_tokens=sum(each.prompt_tokens for each in waits),
+        cached_tokens=sum(each.cached_tokens for each in waits),
     )
 
 

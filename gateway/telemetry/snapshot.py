@@ -24,7 +24,8 @@ STALE_SHOWN_AFTER_S = 2.0
 class SiteView:
     """A site in the snapshot. Prices are in USD per million tokens; `load` is outstanding / capacity.
 
-    `weight` is a percentage; `share` is the site's part of all output of the last seconds.
+    `weight` is a percentage; `share` is the site's part of all output of the last seconds. `cached_share` is
+    the part of the prompt tokens of the last minute that it had in its cache.
     `certificate_until` is unix time; None if our authority issued the site no certificate.
     """
 
@@ -50,6 +51,7 @@ class SiteView:
     ttft_p95_s: float | None
     itl_p95_s: float | None
     errors_per_min: float
+    cached_share: float | None
     input_usd_per_mtok: float
     output_usd_per_mtok: float
     pool: str
@@ -205,6 +207,7 @@ def view(site: Site, rate: Rate, waits: SiteWaits, all_output_per_s: float, now_
         ttft_p95_s=waits.ttft_p95_s,
         itl_p95_s=waits.itl_p95_s,
         errors_per_min=waits.errors_per_min,
+        cached_share=round(waits.cached_tokens / waits.prompt_tokens, 4) if waits.prompt_tokens else None,
         input_usd_per_mtok=round(prices.input_usd_per_mtok, 4),
         output_usd_per_mtok=round(prices.output_usd_per_mtok, 4),
         pool=identity.pool,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.wording import several
 from mico.errors import CommandFailed
 from mico.options import Database, Json
 from mico.session import Session, session_of
@@ -89,16 +90,22 @@ def print_attempt(session: Session, number: int, attempt: Attempt) -> None:
         f"attempt {number}: {decision.site} by {decision.policy} ({decision.reason}); "
         f"ended {attempt.ended}, first token after {first}"
     )
+    expected = next((each.cached_tokens for each in decision.estimates if each.site == decision.site), 0.0)
+    session.terminal.data(
+        f"of {several(attempt.prompt_tokens, 'prompt token')} {attempt.cached_tokens:,} were in its cache, "
+        f"{expected:,.0f} expected"
+    )
     rows = [
         [
             each.site,
             *map(format_seconds, (each.wait_s, each.first_token_s, each.finish_s, each.load_age_s)),
+            f"{each.cached_tokens:,.0f}",
             f"${each.price_usd:.6f}",
             "" if each.cost is None else f"{each.cost:.3g}",
         ]
         for each in decision.estimates
     ]
-    columns = ["site", "wait", "first token", "finish", "report age", "price", "cost"]
+    columns = ["site", "wait", "first token", "finish", "report age", "cached", "price", "cost"]
     session.terminal.table(columns, rows, title="estimates; the least cost was taken")
     for site, why in decision.excluded.items():
         session.terminal.data(f"not {site}: {why}")

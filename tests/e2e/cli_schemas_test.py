@@ -26,9 +26,9 @@ SITE = (
 )
 PROCESS = "log name pid role state"
 SHOWN_SITE = (
-    "capacity_tokens certificate_until cloud errors_per_min input_per_s input_usd_per_mtok itl_p95_s "
-    "kv_used load models name output_per_s output_usd_per_mtok outstanding_tokens pending pinned_off pool "
-    "region report_age_s running share slots state tokens_per_s ttft_p95_s weight"
+    "cached_share capacity_tokens certificate_until cloud errors_per_min input_per_s input_usd_per_mtok "
+    "itl_p95_s kv_used load models name output_per_s output_usd_per_mtok outstanding_tokens pending "
+    "pinned_off pool region report_age_s running share slots state tokens_per_s ttft_p95_s weight"
 )
 ROUTE = "changed_at figures name reason shadow source targets who"
 TARGET = "model served slower_than_s weight when"
@@ -54,8 +54,8 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
         "[].usage": "asked_model attempts cloud completion_tokens error first_token_s forecast_expected "
         "forecast_p50 forecast_p90 forecast_source key_id model prompt_tokens query_id queue_s received_at "
         "request_id site status tenant total_s",
-        "[].attempts[]": "completion_tokens decision ended first_token_s model prompt_tokens",
-        "[].attempts[].decision.estimates[]": "",
+        "[].attempts[]": "cached_tokens completion_tokens decision ended first_token_s model prompt_tokens",
+        "[].attempts[].decision.estimates[]": "cached_tokens",
     },
     ("routes", "list"): {"[]": ROUTE, "[].targets[]": TARGET},
     ("routes", "show", "ROUTE"): {"": ROUTE, "targets[]": TARGET},

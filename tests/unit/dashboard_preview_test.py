@@ -38,6 +38,7 @@ A = SiteView(
     ttft_p95_s=0.1,
     itl_p95_s=0.01,
     errors_per_min=0.0,
+    cached_share=None,
     input_usd_per_mtok=1.0,
     output_usd_per_mtok=2.0,
 )

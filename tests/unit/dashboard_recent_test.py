@@ -72,6 +72,18 @@ def test_attempts_are_counted_by_reason_and_moves_by_pair() -> None:
     assert recent.waits(10.0)["b"].errors_per_min == 3.0
 
 
+def test_cached_prompt_tokens_of_finished_attempts_are_counted_while_they_are_recent() -> None:
+    recent = Recent()
+    for at, (site, ended, cached) in enumerate(
+        [("a", "finished", 2), ("a", "finished", 3), ("a", "lost", 0), ("b", "finished", 0)]
+    ):
+        tried = replace(attempt(site, ended), cached_tokens=cached)
+        recent.observe(replace(ANSWERED, attempts=(tried,)), 10.0 + at)
+    counts = {site: (w.prompt_tokens, w.cached_tokens) for site, w in recent.waits(20.0).items()}
+    assert counts == {"a": (10, 5), "b": (5, 0)}
+    assert recent.waits(70.5)["a"].cached_tokens == 3
+
+
 def test_forecasts_are_compared_with_answers_only() -> None:
     recent = Recent()
     assert recent.quality() is None

@@ -51,12 +51,13 @@ def test_sites_are_exported_as_they_are_at_the_scrape() -> None:
 
 def test_an_answer_is_counted_once_everywhere() -> None:
     metrics = Metrics(directory(), lambda: 0)
-    metrics.observe(ANSWERED)
+    metrics.observe(structs.replace(ANSWERED, ending=Ending(cached_tokens=3)))
     value = exported(metrics)
     assert value("mico_requests_total", site="a", outcome="answered") == 1
     served = {"site": "a", "cloud": "cloud-a", "model": "m"}
     assert value("mico_tokens_total", **served, type="response") == 9
     assert value("mico_tokens_total", **served, type="prompt") == 5
+    assert value("mico_cached_prompt_tokens_total", **served) == 3
     assert value("mico_decisions_total", reason="first") == 1
     assert value("mico_ttft_seconds_count", site="a") == 1
     assert value("mico_itl_seconds_sum", site="a") == 0.1
@@ -107,6 +108,7 @@ def test_every_promised_metric_is_there_with_its_labels() -> None:
         "mico_site_outstanding_tokens": {"site", "cloud", "region"},
         "mico_site_capacity_tokens": {"site", "cloud", "region"},
         "mico_tokens_total": {"site", "cloud", "model", "type"},
+        "mico_cached_prompt_tokens_total": {"site", "cloud", "model"},
         "mico_ttft_seconds_bucket": {"site"},
         "mico_itl_seconds_bucket": {"site"},
         "mico_queue_seconds_bucket": {"site"},

@@ -271,3 +271,4 @@ def test_the_command_line_has_the_same_verbs(url: str, tmp_path: Path) -> None:
     told = CliRunner().invoke(app, ["--folder", str(tmp_path), "explain", "new", "--database", url]).stdout
     assert "forecast by histogram: " in told and "nine in ten within" in told
     assert re.search(r"report age .*\n.*aws/one .* 50 ms ", told)
+    assert "were in its cache" in told

@@ -27,14 +27,16 @@ function renderQuery({ usage, attempts }) {
 
 function renderAttempt({ decision, ...result }, i) {
   const cells = (tag, texts) => texts.map((text, n) => el(tag, { className: n ? "n" : "" }, text));
-  const head = cells("th", ["Site", "Waits", "First token", "Done", "Price", "Figures", "Compared"]);
+  const head = cells("th", ["Site", "Waits", "First token", "Done", "Cached", "Price", "Figures", "Compared"]);
   const rows = decision.estimates.sort((a, b) => a.finish_s - b.finish_s).map((e) => {
     const chosen = e.site === decision.site;
-    const texts = [chosen ? `✓ ${e.site}` : e.site, seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`, e.cost?.toPrecision(3) ?? ""];
+    const texts = [chosen ? `✓ ${e.site}` : e.site, seconds(e.wait_s), seconds(e.first_token_s), seconds(e.finish_s), number(e.cached_tokens), `$${e.price_usd.toPrecision(2)}`, `${seconds(e.load_age_s)} old`, e.cost?.toPrecision(3) ?? ""];
     return el("tr", { className: chosen ? "chosen" : "" }, ...cells("td", texts));
   });
   const excluded = Object.entries(decision.excluded).map(([site, why]) => el("p", { className: "dim" }, `not ${site}: ${why}`));
-  const ended = `It ended as ${result.ended} with ${plural(result.completion_tokens, "token")}, first token after ${seconds(result.first_token_s)}.`;
+  const expected = decision.estimates.find((e) => e.site === decision.site)?.cached_tokens ?? 0;
+  const cached = `Of ${plural(result.prompt_tokens, "prompt token")} it had ${number(result.cached_tokens)} in its cache; ${number(expected)} were expected.`;
+  const ended = `It ended as ${result.ended} with ${plural(result.completion_tokens, "token")}, first token after ${seconds(result.first_token_s)}. ${cached}`;
   return el("div", {},
     el("h3", {}, `Attempt ${i + 1}: ${decision.site}`),
     el("p", {}, `${decision.reason} (policy ${decision.policy}). ${ended}`),

@@ -9,6 +9,7 @@ const COLUMNS = [
   { title: "Weight → share", key: (s) => s.share, text: (s) => `${number(s.weight)} → ${percent(s.share)}` },
   { title: "Out tok/s", key: (s) => s.output_per_s, text: (s) => rate(s.output_per_s) },
   { title: "In tok/s", key: (s) => s.input_per_s, text: (s) => rate(s.input_per_s) },
+  { title: "From cache", key: (s) => s.cached_share ?? -1, text: (s) => percent(s.cached_share) },
   { title: "Running", key: (s) => s.running, text: (s) => `${s.running}/${s.slots}` },
   { title: "Queued", key: (s) => s.pending, text: (s) => number(s.pending) },
   { title: "TTFT p95", key: (s) => s.ttft_p95_s ?? -1, text: (s) => seconds(s.ttft_p95_s) },
