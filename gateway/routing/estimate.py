@@ -38,6 +38,7 @@ class Estimates(NamedTuple):
     """Expected seconds from now as the client sees them. `[sites]` each."""
 
     wait_s: Numbers
+    prefill_s: Numbers  # of what is not cached
     first_token_s: Numbers
     iteration_s: Numbers
     finish_s: Numbers
@@ -50,9 +51,10 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
     more_s = at.per_kv_token_s * prompt
     iteration_s = at.iteration_s + more_s
     wait_s = _iterations_until_free(size, at, remaining) * iteration_s
-    first_token_s = at.prefill_s + more_s + wait_s + at.per_token_s * (prompt - size.cached_tokens)
+    prefill_s = at.per_token_s * (prompt - size.cached_tokens)
+    first_token_s = at.prefill_s + more_s + wait_s + prefill_s
     finish_s = first_token_s + response * iteration_s
-    return Estimates(wait_s, first_token_s, iteration_s, finish_s, price_usd(size, at))
+    return Estimates(wait_s, prefill_s, first_token_s, iteration_s, finish_s, price_usd(size, at))
 
 
 def price_usd(size: Sizes, at: Figures) -> Numbers:

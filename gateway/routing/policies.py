@@ -39,7 +39,10 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     """Pick the least completion time; a late first token, crowding, price and missed reports add to it."""
     found, at = candidates.estimates, candidates.at
     fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
-    crowding_s = (CROWDING * demand.response_tokens * fastest_s) * _crowding(candidates)
+    decode_s = demand.response_tokens * fastest_s
+    crowding_s = (CROWDING * decode_s) * _crowding(candidates)
+    if demand.cached.by_site:
+        crowding_s *= _work_left(demand, candidates, decode_s)
     missed_s = np.maximum(0.0, candidates.now_s - REPORTS_EVERY_S - at.heard_s)
     cost_s = found.finish_s + crowding_s + STALE_PENALTY * missed_s
     cost_s += found.price_usd / USD_PER_SECOND[demand.lane]
@@ -106,6 +109,19 @@ def _crowding(candidates: Candidates) -> Numbers:
     per_slot = requests_per_slot(candidates)
     squared, full = per_slot * per_slot, per_slot >= 1.0
     return np.where(full, 2.0 * per_slot - 1.0, squared) if np.count_nonzero(full) else squared
+
+
+def _work_left(demand: Demand, candidates: Candidates, decode_s: float) -> Numbers:
+    """Return the part of a query's work that a site has left where it has the beginning of the prompt.
+
+    That much less the query delays the others. Decoding takes one slot; a prefill delays all of them, and
+    first tokens above all.
+    """
+    at = candidates.at
+    weight = (1.0 + FIRST_TOKEN) * at.slots
+    whole = decode_s + weight * (at.per_token_s * demand.prompt_tokens)
+    left: Numbers = (decode_s + weight * candidates.estimates.prefill_s) / np.maximum(whole, 1e-9)
+    return left
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:

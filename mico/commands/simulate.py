@@ -97,8 +97,8 @@ class ComparisonOptions(NamedTuple):
     affinity: Annotated[
         str,
         typer.Option(
-            help="How gateways use the sites' prefix caches, separated by commas: prefix (as in production),"
-            " none, hash, session, tree, tree:ABOVE. Without it, sites cache no prefixes."
+            help="How gateways use the sites' prefix caches, with commas: prefix (as in production), untold"
+            " (they do not hear of others'), none, hash, session, tree, tree:ABOVE. Without it, no caches."
         ),
     ] = ""
     queries: Annotated[int, typer.Option(min=1, help="Maximum number of queries of each trace.")] = 4000

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from math import log
+from math import inf, log
 from types import MappingProxyType
 
 import numpy as np
@@ -24,6 +24,8 @@ KEY_BLOCKS = 2
 BOUND = 1.25
 """A site takes at most this times its share of the requests (consistent hashing with bounded loads)."""
 
+TELLING_INTERVAL_S = 1.0
+"""As sites tell gateways of prompts."""
 CACHE_THRESHOLD, BALANCE_ABSOLUTE, BALANCE_RELATIVE = 0.3, 64, 1.5
 """The defaults of SGLang's router."""
 
@@ -31,7 +33,7 @@ CACHE_THRESHOLD, BALANCE_ABSOLUTE, BALANCE_RELATIVE = 0.3, 64, 1.5
 class Affinity:
     """A gateway that knows nothing of caches."""
 
-    def expected(self, query: Query) -> Cached:
+    def expected(self, query: Query, now_s: float) -> Cached:
         """Return the shares of a prompt that sites are expected to have."""
         return NOTHING_CACHED
 
@@ -53,16 +55,28 @@ AffinityFactory = Callable[[int], Sequence[Affinity]]
 
 
 class PrefixAffinity(Affinity):
-    """Mico's: expected tokens in the cache shorten the prefill in the estimates."""
+    """Mico's: expected tokens in the cache shorten the prefill in the estimates.
 
-    def __init__(self) -> None:
+    A site tells each gateway what it computed for the others, once in TELLING_INTERVAL_S at most.
+    """
+
+    def __init__(self, others: Sequence[PrefixAffinity] = ()) -> None:
         self.index = PrefixIndex()
+        self._others = others
+        self._coming: dict[str, list[bytes]] = {}
+        self._told_s: dict[str, float] = {}
 
-    def expected(self, query: Query) -> Cached:
+    def expected(self, query: Query, now_s: float) -> Cached:
+        for site in [each for each in self._coming if self._told_s.get(each, -inf) <= now_s]:
+            self.index.record_told(b"".join(self._coming.pop(site)), site, now_s)
+            self._told_s[site] = now_s + TELLING_INTERVAL_S
         return self.index.expected(query.prefix)
 
     def started(self, query: Query, site: str, now_s: float) -> None:
         self.index.record(query.prefix, site, now_s)
+        for other in self._others:
+            if other is not self:
+                other._coming.setdefault(site, []).append(query.prefix.told)
 
     def ended(self, query: Query, site: str, expected: Cached, cached_tokens: int) -> None:
         self.index.correct(expected, site, cached_tokens / query.prompt_tokens)
@@ -144,6 +158,12 @@ def without_affinity(gateways: int) -> Sequence[Affinity]:
 
 
 def _prefixes(gateways: int) -> Sequence[Affinity]:
+    all_of_them: list[PrefixAffinity] = []
+    all_of_them += [PrefixAffinity(all_of_them) for _ in range(gateways)]
+    return all_of_them
+
+
+def _untold_prefixes(gateways: int) -> Sequence[Affinity]:
     return [PrefixAffinity() for _ in range(gateways)]
 
 
@@ -163,6 +183,7 @@ def _trees(absolute: int, gateways: int) -> Sequence[Affinity]:
 AFFINITIES: Mapping[str, AffinityFactory] = MappingProxyType(
     {
         "prefix": _prefixes,
+        "untold": _untold_prefixes,
         "none": without_affinity,
         "hash": _consistent_hash,
         "session": _sessions,

@@ -162,7 +162,7 @@ class Gateway:
         if delivered:
             demand = demand_of(query, expected.forecast, delivered)
         affinity, now_s = self._affinity, self._clock.now_s
-        cached = affinity.expected(query)
+        cached = affinity.expected(query, now_s)
         if cached.by_site:
             demand = replace(demand, cached=cached.times(query.prompt_tokens))
         preferred = next_try.preferred_site

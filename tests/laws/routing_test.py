@@ -30,6 +30,7 @@ from gateway.routing.failover import MAX_MOVES, FailedTry, tries
 from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import PROMPT_TOKEN_WORK, Fleet, size
 from gateway.routing.policies import POLICIES, mico
+from gateway.routing.prefixes import Cached
 from predictor.forecast import Forecast
 from site_engine.core import request_queue
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request
@@ -109,6 +110,40 @@ def test_a_decision_names_one_site_and_estimates_every_candidate(
     assert placed.reason
     assert not re.search(r"\b1 (requests|slots)\b", placed.reason)
     assert placed == decide(DEMAND, Fleet.of(sites), POLICIES[name], now_s=NOW, turn=turn)
+
+
+@given(federation(2), st.integers(0, 7), st.floats(0, 1), st.integers(0, 2000), st.integers(0, 100))
+def test_a_cached_prompt_only_speaks_for_its_site(
+    sites: list[Site], place: int, share: float, prompt_tokens: int, turn: int
+) -> None:
+    demand = replace(DEMAND, prompt_tokens=prompt_tokens)
+    fleet = Fleet.of([_with_prefill(each) for each in sites])
+    name = sites[place % len(sites)].name
+    without = decide(demand, fleet, mico, now_s=NOW, turn=turn)
+    cached = Cached({name: share}).times(prompt_tokens)
+    knowing = decide(replace(demand, cached=cached), fleet, mico, now_s=NOW, turn=turn)
+    assert knowing.site in [without.site, fleet.sites[place % len(sites)]]
+    for before, after in zip(without.estimates, knowing.estimates, strict=True):
+        assert before.cost is not None
+        assert after.cost is not None
+        assert after.cost <= before.cost if after.site == name else after.cost == before.cost
+
+
+def _with_prefill(site: Site) -> Site:
+    iteration = replace(site.load.iteration, per_token_s=3e-5)
+    return replace(site, load=replace(site.load, iteration=iteration))
+
+
+def test_a_site_with_the_prompt_is_crowded_less_by_it() -> None:
+    """The prefill that the others at a busy site are spared outweighs two more of them there."""
+    busy = _with_prefill(site("busy", seconds=0.02, slots=16, running=(100,) * 8))
+    quiet = _with_prefill(site("quiet", seconds=0.02, slots=16, running=(100,) * 6))
+    demand = replace(DEMAND, prompt_tokens=3000, kv_tokens=3500)
+    cached = Cached({"busy": 0.9}).times(3000)
+    for known, name in ((demand, "quiet"), (replace(demand, cached=cached), "busy")):
+        placed = decide(known, Fleet.of([busy, quiet]), mico, now_s=NOW, turn=0)
+        assert placed.site is not None
+        assert placed.site.name == name
 
 
 @given(federation(), loads, st.integers(0, 100))

@@ -172,6 +172,17 @@ def test_conversations_find_their_prefixes_with_affinity() -> None:
     assert hits["none"] < 0.7 * possible
 
 
+def test_gateways_that_tell_each_other_find_what_the_other_placed() -> None:
+    sites = tuple(sites_of("3x8@1~10"))
+    hits = {}
+    for name in ("prefix", "untold"):
+        records, _ = simulate(
+            chats(11, 4), sites, gateways=2, block_tokens=BLOCK_TOKENS, affinity=AFFINITIES[name]
+        )
+        hits[name] = sum(record.cached_tokens for record in records)
+    assert hits["prefix"] > 1.1 * hits["untold"]
+
+
 def test_a_session_stays_and_a_hash_is_that_of_the_beginning() -> None:
     sites = tuple(sites_of("3x8@1~10"))
     for name in ("session", "hash"):
