@@ -23,6 +23,10 @@ from gateway.prompt import Chat, Message
 
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
+BETWEEN_BLOCKS = "\n"
+"""Blocks of text are texts of their own, such as a reminder and a question; only those of an assistant are
+pieces of what it said.
+"""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _ROLES = ("user", "assistant", "system")
 _THINKING = {"enabled": "medium", "disabled": "none", "adaptive": ""}
@@ -73,7 +77,7 @@ def read_message_request(fields: Fields, *, counted: bool = False) -> Generation
 def _messages(fields: Fields) -> tuple[Message, ...]:
     messages: list[Message] = []
     system = fields.raw("system")
-    if system is not None and (text := read_text(fields, "system", system)):
+    if system is not None and (text := read_text(fields, "system", system, between=BETWEEN_BLOCKS)):
         messages.append(Message("system", text))
     if fields.required("messages") is None:
         return ()
@@ -105,7 +109,8 @@ def _turn(message: Fields) -> list[Message]:
         return []
     blocks = [message.nested(f"content.{number}", block) for number, block in enumerate(content)]
     read = [_block(block, str(role)) for block in blocks if block is not None]
-    shown = content_of([part for part in read if isinstance(part, str | Image)])
+    between = "" if role == "assistant" else BETWEEN_BLOCKS
+    shown = content_of([part for part in read if isinstance(part, str | Image)], between)
     calls = [part for part in read if isinstance(part, dict)]
     reasoning = "".join(part.text for part in read if isinstance(part, _Thought))
     results = [part for part in read if isinstance(part, Message)]
@@ -133,9 +138,9 @@ def _block(block: Fields, role: str) -> str | Image | _Thought | dict[str, objec
         return {"id": block.required_text("id"), "type": "function", "function": function}
     if kind == "tool_result" and role == "user":
         content = block.raw("content")
-        read = (
-            Content() if content is None else read_content(block, "content", content, ("text",), BLOCK_IMAGE)
-        )
+        read = Content()
+        if content is not None:
+            read = read_content(block, "content", content, ("text",), BLOCK_IMAGE, between=BETWEEN_BLOCKS)
         call_id = block.required_text("tool_use_id")
         return Message("tool", read.text, tool_call_id=call_id, images=read.images)
     if kind == BLOCK_IMAGE.type and role == "user":

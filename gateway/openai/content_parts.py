@@ -19,7 +19,7 @@ DETAILS = ("auto", "low", "high", "original")
 
 
 class Content(NamedTuple):
-    """`text` is that of all parts, joined as they are."""
+    """`text` is that of all parts."""
 
     text: str = ""
     images: Images | None = None
@@ -33,21 +33,23 @@ class ImagePart(NamedTuple):
 
 
 def read_content(
-    owner: Fields, name: str, content: object, kinds: tuple[str, ...], image: ImagePart
+    owner: Fields, name: str, content: object, kinds: tuple[str, ...], image: ImagePart, *, between: str = ""
 ) -> Content:
-    """Read `content`, the value of the field `name`. `kinds`: the types of parts that hold text."""
+    """Read `content`, the value of the field `name`. `kinds`: the types of parts that hold text; `between`
+    stands between two of them in the text of all.
+    """
     if isinstance(content, str):
         return Content(content)
     if not isinstance(content, list):
         owner.refuse(name, f"must be a string or a list of parts, got {echo(content)}", WRONG_TYPE)
         return Content()
     parts = (owner.nested(f"{name}.{number}", item) for number, item in enumerate(content))
-    return content_of([_read_part(part, kinds, image) for part in parts if part is not None])
+    return content_of([_read_part(part, kinds, image) for part in parts if part is not None], between)
 
 
-def content_of(parts: Sequence[str | Image]) -> Content:
+def content_of(parts: Sequence[str | Image], between: str) -> Content:
     """Return the content of texts and images."""
-    text = "".join(part for part in parts if isinstance(part, str))
+    text = between.join(part for part in parts if isinstance(part, str) and part)
     images = [part for part in parts if isinstance(part, Image)]
     if not images:
         return Content(text)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from gateway.openai.fields import UNSUPPORTED, WRONG_TYPE, Fields, echo
 
 
-def read_text(owner: Fields, name: str, content: object, kinds: tuple[str, ...] = ("text",)) -> str:
-    """Return the text of `content`, the value of the field `name`; parts are joined as they are.
+def read_text(
+    owner: Fields, name: str, content: object, kinds: tuple[str, ...] = ("text",), between: str = ""
+) -> str:
+    """Return the text of `content`, the value of the field `name`, with `between` between two of its parts.
 
     `kinds`: the types of parts that hold text; others are refused.
     """
@@ -16,7 +18,8 @@ def read_text(owner: Fields, name: str, content: object, kinds: tuple[str, ...] 
         owner.refuse(name, f"must be a string or a list of text parts, got {echo(content)}", WRONG_TYPE)
         return ""
     parts = (owner.nested(f"{name}.{number}", item) for number, item in enumerate(content))
-    return "".join(text_of(part, kinds) for part in parts if part is not None)
+    texts = [text_of(part, kinds) for part in parts if part is not None]
+    return between.join(filter(None, texts))
 
 
 def text_of(part: Fields, kinds: tuple[str, ...], others: tuple[str, ...] = ()) -> str:

@@ -64,7 +64,7 @@ def test_system_texts_and_turns_are_a_chat() -> None:
     chat = chat_of(
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         messages=[
-            {"role": "user", "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]},
+            {"role": "user", "content": "Hi there"},
             {"role": "assistant", "content": "Hello"},
             {"role": "user", "content": "Bye"},
         ],
@@ -75,6 +75,28 @@ def test_system_texts_and_turns_are_a_chat() -> None:
         Message("assistant", "Hello"),
         Message("user", "Bye"),
     )
+
+
+def test_blocks_of_text_are_lines_of_their_own_but_those_of_an_assistant_are_one_text() -> None:
+    """As vLLM hands the parts of a message to a template that wants one text."""
+    two = [{"type": "text", "text": text} for text in ("<note>Be kind.</note>", "", "What is it?")]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": two}
+    chat = chat_of(
+        system=two,
+        messages=[
+            {"role": "user", "content": two},
+            {"role": "assistant", "content": two},
+            {"role": "user", "content": [result, *two]},
+        ],
+    )
+    lines = "<note>Be kind.</note>\nWhat is it?"
+    assert [(each.role, each.content) for each in chat.messages] == [
+        ("system", lines),
+        ("user", lines),
+        ("assistant", lines.replace("\n", "")),
+        ("tool", lines),
+        ("user", lines),
+    ]
 
 
 def test_calls_and_their_results_are_messages_in_order() -> None:
