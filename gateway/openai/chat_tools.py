@@ -10,12 +10,10 @@ from gateway.openai.tools import (
     NO_TOOLS,
     ToolChoice,
     Tools,
-    distinct_names,
-    offered_tools,
     read_allowed,
     read_function,
+    read_offered,
     read_plain_choice,
-    read_single,
     read_tool_items,
     required_child,
 )
@@ -48,9 +46,7 @@ def read_chat_tools(fields: Fields) -> ChatTools:
         functions.append(_read_custom(inner) if kind == "custom" else read_function(inner))
         if kind == "custom":
             custom.add(str(functions[-1]["name"]))
-    choice = _read_choice(fields, distinct_names(fields, functions))
-    tools = offered_tools(functions, choice, single=read_single(fields))
-    return ChatTools(tools, frozenset(custom))
+    return ChatTools(read_offered(fields, functions, _read_choice), frozenset(custom))
 
 
 def _kind(tool: Fields) -> str | None:

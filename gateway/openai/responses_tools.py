@@ -12,12 +12,10 @@ from gateway.openai.fields import UNSUPPORTED, Fields, echo
 from gateway.openai.tools import (
     ToolChoice,
     Tools,
-    distinct_names,
-    offered_tools,
     read_allowed,
     read_function,
+    read_offered,
     read_plain_choice,
-    read_single,
     read_tool_items,
 )
 
@@ -48,10 +46,8 @@ def read_response_tools(fields: Fields) -> ResponseTools:
     for item in read_tool_items(fields):
         if item.raw("type") not in UNUSED_TOOLS:
             _read_tool(item, shown, functions)
-    choice = _read_choice(fields, distinct_names(fields, functions))
-    shown_choice = fields.raw("tool_choice") or "auto"
-    tools = offered_tools(functions, choice, single=read_single(fields))
-    return ResponseTools(tools, shown, shown_choice)
+    tools = read_offered(fields, functions, _read_choice)
+    return ResponseTools(tools, shown, fields.raw("tool_choice") or "auto")
 
 
 def qualified_name(namespace: str, name: str) -> str:

@@ -82,7 +82,7 @@ def read_allowed(allowed: Fields, name_of: Callable[[Fields], str]) -> ToolChoic
     return ToolChoice(str(mode), allowed=names)
 
 
-def read_single(fields: Fields) -> bool:
+def _read_single(fields: Fields) -> bool:
     return fields.raw("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls")
 
 
@@ -94,6 +94,16 @@ def offered_tools(functions: Sequence[dict[str, object]], choice: ToolChoice, *,
         return NO_TOOLS
     tools = [{"type": "function", "function": function} for function in functions]
     return Tools(msgspec.json.encode(tools).decode(), choice.choice, choice.name, single)
+
+
+def read_offered(
+    fields: Fields,
+    functions: Sequence[dict[str, object]],
+    read_choice: Callable[[Fields, set[str]], ToolChoice],
+) -> Tools:
+    """Read `tool_choice` and `parallel_tool_calls`, and return what a model is told of the functions."""
+    choice = read_choice(fields, distinct_names(fields, functions))
+    return offered_tools(functions, choice, single=_read_single(fields))
 
 
 def read_function(function: Fields) -> dict[str, object]:

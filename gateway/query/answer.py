@@ -22,7 +22,7 @@ from gateway.query.refusals import refusal_of, sites_of_other_weights, too_short
 from gateway.query.targets import Targets, prospect_of
 from gateway.quotas.ledger import SliceFull
 from gateway.quotas.limits import Unit
-from gateway.routing.decide import Placement, decide, most_nano_usd
+from gateway.routing.decide import Placement, most_nano_usd
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, resume_options, tries
 from gateway.routing.policies import JOINT_POLICIES
@@ -305,17 +305,7 @@ class QueryRun:
             excluded |= sites_of_other_weights(self.query.model, begun_by, context.directory.sites)
         for needs in resume_options(self.query, planned.resume):
             demand = self._demand(planned, needs)
-            placed = decide(
-                demand,
-                context.directory.fleet,
-                context.policy,
-                now_s=context.clock(),
-                turn=next(context.turns),
-                tried=planned.tried,
-                excluded=excluded,
-                preferred_site=planned.preferred_site,
-                preference_reason=planned.preference_reason,
-            )
+            placed = context.place(demand, planned, excluded)
             if placed.site is not None:
                 break
         return demand, placed

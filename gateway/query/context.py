@@ -20,7 +20,9 @@ from gateway.query.forecasting import ForecastService
 from gateway.query.state import QueryState
 from gateway.quotas.ledger import QuotaLedger
 from gateway.routing.candidates import Policy
+from gateway.routing.decide import NO_EXCLUSIONS, Placement, decide
 from gateway.routing.demand import Demand
+from gateway.routing.failover import Try
 from gateway.routing.model_routes import ModelRoute
 from gateway.routing.policies import POLICIES
 from gateway.routing.prefixes import PrefixIndex
@@ -91,6 +93,28 @@ class QueryContext:
 
     def live_of(self, tenant: str) -> Live:
         return self._of_tenants.get(tenant, Live())
+
+    def place(
+        self,
+        demand: Demand,
+        planned: Try,
+        excluded: Mapping[str, str] = NO_EXCLUSIONS,
+        *,
+        keep_estimates: bool = True,
+    ) -> Placement:
+        """Choose the site for a try by what is known of the sites now, as `decide` does."""
+        return decide(
+            demand,
+            self.directory.fleet,
+            self.policy,
+            now_s=self.clock(),
+            turn=next(self.turns),
+            tried=planned.tried,
+            excluded=excluded,
+            preferred_site=planned.preferred_site,
+            preference_reason=planned.preference_reason,
+            keep_estimates=keep_estimates,
+        )
 
     async def assign_in_window(self, demand: Demand) -> str | None:
         """Wait until the window closes; return the site that joint assignment chose, None to decide alone."""

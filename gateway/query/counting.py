@@ -18,7 +18,6 @@ from gateway.memory_budget import TENANT_PARTS
 from gateway.query.admission import RETRY_AFTER_S, check_model
 from gateway.query.context import QueryContext
 from gateway.query.targets import targets_of
-from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
 from gateway.routing.failover import FailedTry, Try, final_error, tries
 
@@ -81,7 +80,6 @@ class TokenCounter:
 
     def _decide(self, query: Query, planned: Try, failure: AttemptFailure | None) -> str:
         """Return the name of a site. Raises the error for the client if there is none."""
-        context = self._context
         demand = Demand(
             model=query.model,
             prompt_tokens=0,
@@ -90,15 +88,7 @@ class TokenCounter:
             needs=query.needs | COUNT,
             regions=query.caller.regions,
         )
-        placed = decide(
-            demand,
-            context.directory.fleet,
-            context.policy,
-            now_s=context.clock(),
-            turn=next(context.turns),
-            tried=planned.tried,
-            keep_estimates=False,
-        )
+        placed = self._context.place(demand, planned, keep_estimates=False)
         if placed.site is None:
             raise final_error(failure, None, placed.reason)
         return placed.site.name

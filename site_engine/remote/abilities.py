@@ -28,7 +28,7 @@ def model_features(
     `listed` is its entry in the server's list of models, `about` the server's page about itself, `configured`
     what the operator says, which wins. A model of which nothing is known chats.
     """
-    abilities = frozenset(configured) or told_abilities(listed, about) or {CHAT}
+    abilities = frozenset(configured) or read_abilities(listed, about) or {CHAT}
     capabilities = listed.get("capabilities")
     lacks = {"tools"} if isinstance(capabilities, list) and "tools" not in capabilities else set()
     features = [each for each in dialect.features if each not in lacks] if abilities & {CHAT, VISION} else []
@@ -36,7 +36,7 @@ def model_features(
     return (*features, IMAGE_URLS) if allow_image_urls and VISION in abilities else tuple(features)
 
 
-def told_abilities(listed: Mapping[str, Any], about: Mapping[str, Any]) -> frozenset[str]:
+def read_abilities(listed: Mapping[str, Any], about: Mapping[str, Any]) -> frozenset[str]:
     """Return what the server says of a model, empty if it says nothing."""
     if about.get("is_generation") is False:  # SGLang
         return frozenset({EMBED})

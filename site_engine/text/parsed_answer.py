@@ -1,4 +1,4 @@
-"""What the parsers of answers hand on: text, reasoning and calls, without the part that the client has."""
+"""Collects the text, reasoning and calls that parsers of answers read, without what the client has."""
 
 from __future__ import annotations
 

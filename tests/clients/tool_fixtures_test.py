@@ -18,29 +18,20 @@ import pytest
 
 from site_engine.core.request import merge_tool_calls
 from site_engine.messages import Tools
+from site_engine.text import tool_format as forms
 from site_engine.text.parsed_answer import ParsedAnswer
 from site_engine.text.thinking import ThinkingDecoder, marks_of, thinking_after
 from site_engine.text.tool_call_parser import answer_parser
-from site_engine.text.tool_format import (
-    GLM,
-    HARMONY,
-    HERMES,
-    LLAMA,
-    MISTRAL,
-    MISTRAL_ARGS,
-    QWEN_XML,
-    AnswerFormat,
-    Format,
-)
+from site_engine.text.tool_format import AnswerFormat, Format
 
 PACKAGE = Path(os.environ.get("MICO_CLIENTS", "/nowhere")) / "canitoolcall==0.1.1"
 FORMATS: dict[str, dict[str, AnswerFormat]] = {
-    "qwen3-hermes": {"Qwen/": HERMES},
-    "qwen3-xml": {"Qwen/": QWEN_XML},
-    "glm": {"zai-org/": GLM},
-    "mistral": {"mistralai/Mistral-7B-Instruct-v0.3": MISTRAL, "mistralai/": MISTRAL_ARGS},
-    "gpt-oss": {"openai/": HARMONY},
-    "llama": {"meta-llama/Llama-3": LLAMA},
+    "qwen3-hermes": {"Qwen/": forms.HERMES},
+    "qwen3-xml": {"Qwen/": forms.QWEN_XML},
+    "glm": {"zai-org/": forms.GLM},
+    "mistral": {"mistralai/Mistral-7B-Instruct-v0.3": forms.MISTRAL, "mistralai/": forms.MISTRAL_ARGS},
+    "gpt-oss": {"openai/": forms.HARMONY},
+    "llama": {"meta-llama/Llama-3": forms.LLAMA},
 }
 """The families that are read, each by the beginnings of its models' names. Others are refused `tools`."""
 FIXTURES = 469

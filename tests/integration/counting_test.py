@@ -38,7 +38,7 @@ async def asked(site: ScriptedSite) -> pb.Assign:
     return message.count.assign
 
 
-async def tell(site: ScriptedSite, assign: pb.Assign, tokens: int) -> None:
+async def answer_count(site: ScriptedSite, assign: pb.Assign, tokens: int) -> None:
     await site.send(counted=pb.Counted(attempt_id=assign.attempt_id, prompt_tokens=tokens))
 
 
@@ -62,7 +62,7 @@ def test_a_site_that_can_count_is_asked_and_nothing_is_spent() -> None:
         assign = await asked(site)
         assert (assign.model, assign.tenant, assign.chat.tools_json) == ("m", "tenant-1", prompt.tools_json)
         assert [each.content for each in assign.chat.messages] == ["Be brief.", "Hi"]
-        await tell(site, assign, 31)
+        await answer_count(site, assign, 31)
         assert await task == 31
         assert old.inbox.empty()
         assert not here.outcomes
@@ -79,7 +79,7 @@ def test_a_site_that_refuses_is_replaced_by_another(reason: int) -> None:
         busy, assign = await first_asked(*sites)
         await refuse(busy, assign, reason)
         other = next(site for site in sites if site is not busy)
-        await tell(other, await asked(other), 5)
+        await answer_count(other, await asked(other), 5)
         assert await task == 5
 
     run(scenario)
@@ -94,7 +94,7 @@ def test_a_site_lost_while_it_counts_is_replaced_by_another(monkeypatch: pytest.
         dying, _ = await first_asked(*sites)
         await dying.close()
         other = next(site for site in sites if site is not dying)
-        await tell(other, await asked(other), 5)
+        await answer_count(other, await asked(other), 5)
         assert await task == 5
 
     run(scenario)
@@ -110,7 +110,7 @@ def test_a_site_that_says_nothing_is_told_to_stop_and_replaced(monkeypatch: pyte
         assert (await silent.next()).cancel.attempt_id == assign.attempt_id
         with pytest.raises(UpstreamFailed, match="did not count the prompt"):
             await task
-        await tell(silent, assign, 9)  # too late, and nobody minds
+        await answer_count(silent, assign, 9)  # too late, and nobody minds
         await silent.report()
 
     run(scenario, max_tries=1)
@@ -169,7 +169,7 @@ def test_no_tenant_takes_all_places() -> None:
         other = asyncio.create_task(counter.count(here.query(caller=Caller("key-2", "tenant-2"))))
         while (assign := await asked(site)).tenant != "tenant-2":
             assert assign.tenant == "tenant-1"
-        await tell(site, assign, 3)
+        await answer_count(site, assign, 3)
         assert await other == 3
         for task in tasks:
             task.cancel()
@@ -200,7 +200,7 @@ def test_the_endpoint_counts_as_anthropics_does() -> None:
             asking = asyncio.create_task(http.post("/v1/messages/count_tokens", json=body))
             assign = await asked(site)
             assert [each.role for each in assign.chat.messages] == ["system", "user"]
-            await tell(site, assign, 12)
+            await answer_count(site, assign, 12)
             answer = await asking
             assert (answer.status_code, answer.json()) == (200, {"input_tokens": 12})
             assert answer.headers["x-request-id"]

@@ -7,8 +7,8 @@ from gateway.domain import Attempt, Outcome, Status
 from predictor.forecast import Forecast
 
 
-def attempt(site: str, ended: str = "finished") -> Attempt:
-    return Attempt(Decision("q", f"at-{site}", site, "mico", "why", (), {}, 0.0), ended, 5, 9, 0.2)
+def attempt(site: str, ended: str = "finished", reason: str = "earliest finish: in 1 s") -> Attempt:
+    return Attempt(Decision("q", f"at-{site}", site, "mico", reason, (), {}, 0.0), ended, 5, 9, 0.2)
 
 
 ANSWERED = Outcome(

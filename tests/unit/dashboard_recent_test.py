@@ -9,34 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gateway.decision import Decision
-from gateway.domain import Attempt, Outcome, SiteState, Status
+from gateway.domain import SiteState, Status
 from gateway.site_events import EventLog
 from gateway.telemetry.recent import MAX_QUERIES, ForecastQuality, Move, Recent, Route, is_failure
 from predictor.forecast import Forecast
+from tests.support import ended_queries
+from tests.support.ended_queries import attempt
 
-
-def attempt(site: str, ended: str = "finished", reason: str = "earliest finish: in 1 s") -> Attempt:
-    return Attempt(Decision("q", f"at-{site}", site, "mico", reason, (), {}, 0.0), ended, 5, 9, 0.2)
-
-
-ANSWERED = Outcome(
-    query_id="q",
-    request_id="r",
-    tenant="t",
-    key_id="k",
-    model="m",
-    status=Status.ANSWERED,
-    error="",
-    prompt_tokens=5,
-    completion_tokens=9,
-    forecast=Forecast((0, 100), (1.0,), "flat"),
-    attempts=(attempt("a"),),
-    received_at=0.0,
-    queue_s=0.01,
-    first_token_s=0.2,
-    total_s=1.0,
-)
+ANSWERED = replace(ended_queries.ANSWERED, forecast=Forecast((0, 100), (1.0,), "flat"))
 
 
 @pytest.mark.parametrize(

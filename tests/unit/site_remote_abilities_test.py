@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from site_engine.config import ConfigError, SiteConfig
-from site_engine.remote.abilities import model_features, told_abilities
+from site_engine.remote.abilities import model_features, read_abilities
 from site_engine.remote.dialects import LLAMA_CPP, SGLANG, UNKNOWN, VLLM
 
 
@@ -34,7 +34,7 @@ from site_engine.remote.dialects import LLAMA_CPP, SGLANG, UNKNOWN, VLLM
 def test_what_servers_say_of_their_models(
     listed: dict[str, Any], about: dict[str, Any], told: set[str]
 ) -> None:
-    assert told_abilities(listed, about) == told
+    assert read_abilities(listed, about) == told
 
 
 def test_a_model_of_which_nothing_is_known_chats() -> None:
