@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from msgspec import structs
+
 from gateway.batches.answer_line import ENDPOINTS, line_queries, read_request
 from gateway.batches.context import BatchContext
 from gateway.batches.order import order
@@ -117,7 +119,8 @@ async def _line(raw: RawLine, request: LineRequest, batch: Batch, context: Batch
     try:
         generation = read_request(ENDPOINTS[batch.endpoint], request.body, context)
         queries = line_queries(generation, caller, context, query_id=batch.id)
-        lengths = [await _expected_tokens(query, context) for query in queries]
+        model = context.model_of(replace(batch, model=generation.model))
+        lengths = [await _expected_tokens(structs.replace(query, model=model), context) for query in queries]
     except MicoError:
         queries, lengths = [], []
     return Line(

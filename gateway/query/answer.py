@@ -180,6 +180,8 @@ class QueryRun:
             try:
                 return self.decide(planned)
             except MicoError as error:
+                if self.state.opened:
+                    raise
                 planned = await self._next_target(error)
 
     async def next_try(self, failed: FailedTry) -> Try:
@@ -187,6 +189,8 @@ class QueryRun:
         try:
             return self._plan.send(failed)
         except MicoError as error:
+            if self.state.opened:
+                raise
             return await self._next_target(error)
 
     async def await_rejoin(self, planned: Try) -> None:
@@ -287,10 +291,8 @@ class QueryRun:
 
     async def _next_target(self, error: MicoError) -> Try:
         """Turn to the next target of the route and return its first try. Raises the error for the client if
-        there is none, or if the answer has begun: only the same model can go on with it.
+        there is none. Not for an answer that has begun: only the same model can go on with it.
         """
-        if self.state.opened:
-            raise error
         self._turn_to(self._targets.after(error, self.query, self.context.directory.models))
         await self.forecast()
         return next(self._plan)

@@ -27,7 +27,7 @@ def span_attributes(outcome: Outcome) -> dict[str, AttributeValue]:
     found: dict[str, AttributeValue] = {
         "gen_ai.operation.name": ending.operation,
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": outcome.model,
+        "gen_ai.request.model": outcome.asked_model or outcome.model,
         "gen_ai.usage.input_tokens": outcome.prompt_tokens,
         "gen_ai.usage.output_tokens": outcome.completion_tokens,
     }
@@ -84,11 +84,9 @@ class GenAiMetrics:
 
     def _child(self, family: Histogram, outcome: Outcome, *labels: str) -> Any:
         """Return `family.labels(…)`, cached: the lookup takes longer than the count."""
-        operation = outcome.ending.operation
-        key = (family, operation, outcome.model, *labels)
+        operation, asked = outcome.ending.operation, outcome.asked_model or outcome.model
+        key = (family, operation, asked, outcome.model, *labels)
         child = self._labelled.get(key)
         if child is None:
-            child = self._labelled[key] = family.labels(
-                operation, PROVIDER, outcome.model, outcome.model, *labels
-            )
+            child = self._labelled[key] = family.labels(operation, PROVIDER, asked, outcome.model, *labels)
         return child

@@ -13,6 +13,7 @@ from gateway.errors import MicoError
 from gateway.federation.attempt import LiveAttempt
 from gateway.query.answer import QueryRun
 from gateway.query.state import QueryState
+from gateway.routing.model_routes import ModelRoute, Target, When
 from tests.integration.quotas_answer_test import quotas_of
 from tests.support.answers import collect, run, start_answer
 from tests.support.fakes.federation import Scene, until
@@ -62,10 +63,27 @@ async def fail(here: Scene) -> None:
     assert (await here.sites[0].next()).WhichOneof("body") == "cancel"
 
 
-@pytest.mark.parametrize("end", [finish, leave, fail])
+async def fall_back(here: Scene) -> None:
+    """Fail at the first model of a route, and be answered by the second, or by none."""
+    for answers in (True, False):
+        asking = asyncio.create_task(collect(here, here.query(model="name")))
+        for site, breaks in zip(here.sites, (True, not answers), strict=True):
+            assign = await site.assigned()
+            if breaks:
+                await site.step(assign, "", 0, finish=pb.Delta.FAILED, error="no")
+                assert (await site.next()).WhichOneof("body") == "cancel"
+            else:
+                await site.finish(assign, "x", 1)
+        await asyncio.wait([asking])
+        assert isinstance(asking.exception(), MicoError) is not answers
+
+
+@pytest.mark.parametrize("end", [finish, leave, fail, fall_back])
 def test_nothing_is_left_of_an_answer(end: object) -> None:
     async def scenario(here: Scene) -> None:
         await here.site("a")
+        if end is fall_back:
+            await here.site("b", model="n")
         assert callable(end)
         for _ in range(3):
             await end(here)
@@ -73,4 +91,5 @@ def test_nothing_is_left_of_an_answer(end: object) -> None:
         await until(here.nothing_is_left, "all counters at zero")
         await until(lambda: not left(), f"all freed: {left()}")
 
-    run(scenario, quotas=quotas_of(tokens_per_min=100_000))
+    routes = {"name": ModelRoute("name", (Target("m"), Target("n", when=When.UNAVAILABLE)))}
+    run(scenario, quotas=quotas_of(tokens_per_min=100_000), routes=lambda: routes)

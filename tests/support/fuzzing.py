@@ -33,6 +33,7 @@ PATHS = (
     "/v1/embeddings",
     "/admin/api/sites",
     "/admin/api/keys",
+    "/admin/api/routes",
     "/health",
     "/nowhere",
     "/%00/..//",
