@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256, help="answers at once in every server")
     parser.add_argument("--mico-config", default="", help="more lines of the site's configuration")
     parser.add_argument("--vllm-arguments", default="", help="more arguments of vllm serve")
+    parser.add_argument("--work", type=Path, help="a folder for databases and logs, which are kept")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     servers = [name for name in f"{options.servers},{options.peer}".split(",") if name]
@@ -138,7 +139,7 @@ def main() -> None:
         parser.error("--shape or --model says what is served")
     asked = questions(options.data, options.seed)
     with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary)
+        work = options.work or Path(temporary)
         model = options.model or work / "model"
         if options.shape and not (model / "config.json").exists():
             from bench.support.model_folders import write_model

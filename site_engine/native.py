@@ -22,6 +22,7 @@ from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
 
 if TYPE_CHECKING:
+    from site_engine.engine.settings import EngineSettings
     from site_engine.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,6 @@ def load_engine(config: SiteConfig, vocabulary: Vocabulary | None = None) -> Loa
     import torch
 
     from site_engine.engine.build import build_engine
-    from site_engine.engine.settings import EngineSettings
     from site_engine.engine.warmup import warm_up
     from site_engine.model import loader
 
@@ -176,23 +176,22 @@ def load_engine(config: SiteConfig, vocabulary: Vocabulary | None = None) -> Loa
     on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
     device = ("cuda" if on_gpu else "cpu") if config.device == "auto" else config.device
     dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
-    settings = EngineSettings(
-        slots=slots_on(device, config),
-        token_budget=config.token_budget,
-        page_size=config.page_size,
-        kv_tokens=config.kv_tokens,
-        max_pending=config.max_pending,
-        share_prefixes=config.share_prefixes,
-        iteration_floor_s=config.iteration_floor_s,
-    )
+    settings = _settings(config, device)
     try:
+        began_s = time.monotonic()
         model = loader.load(config.model, device=device, dtype=dtype)
+        loaded_s = time.monotonic()
+        if on_gpu and config.threads is None:
+            torch.set_num_threads(1)  # its threads spin between small copies, on cores that others need
         if config.sampling_defaults == "openai":
             model = replace(model, sampling_defaults={})
         if vocabulary is not None:
             model = replace(model, vocabulary=vocabulary)
         engine = build_engine(model, settings, time.monotonic)
+        built_s = time.monotonic()
         warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
+        took_s = loaded_s - began_s, built_s - loaded_s, time.monotonic() - built_s
+        log.info("model loaded in %.1f s, engine built in %.1f s, first answers in %.1f s", *took_s)
     except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:
         raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
     return Loaded(
@@ -204,6 +203,20 @@ def load_engine(config: SiteConfig, vocabulary: Vocabulary | None = None) -> Loa
         model.vocab_size,
         model.eos_token_ids,
         settings.slots,
+    )
+
+
+def _settings(config: SiteConfig, device: str) -> EngineSettings:
+    from site_engine.engine.settings import EngineSettings
+
+    return EngineSettings(
+        slots=slots_on(device, config),
+        token_budget=config.token_budget,
+        page_size=config.page_size,
+        kv_tokens=config.kv_tokens,
+        max_pending=config.max_pending,
+        share_prefixes=config.share_prefixes,
+        iteration_floor_s=config.iteration_floor_s,
     )
 
 

@@ -24,7 +24,7 @@ FEW_ROWS = 32
 ITEMS_OF_FEW = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 ITEMS_OF_MANY = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
 """Work items per row that graphs are captured for; each unused item costs an empty program."""
-ITEMS_OF_MIXED = (1.5, 2.0, 2.5, 3.0, 4.0, 8.0)
+ITEMS_OF_MIXED = (2.0, 4.0, 8.0)
 
 
 class Shape(NamedTuple):
@@ -155,6 +155,13 @@ class Packer:
         blocks = tokens // self._block_tokens + MIXED_MAX_CHUNKS + 1
         size = _item_bucket(items, samples, ITEMS_OF_MIXED)
         return Shape(tokens, samples, size, True, blocks, samples + tokens, True)
+
+    def mixed_shapes(self, tokens: int, longest: int) -> list[Shape]:
+        """Return the shapes of mixed steps with `tokens`, a bucket, and contexts up to `longest` tokens."""
+        samples = self._mixed_samples(tokens)
+        most = samples * -(-longest // self._chunk_tokens(samples))
+        shapes = (self.mixed_shape(tokens, int(samples * many)) for many in ITEMS_OF_MIXED)
+        return [shape for number, shape in enumerate(shapes) if number == 0 or shape.items <= most]
 
     def _mixed_samples(self, tokens: int) -> int:
         return min(tokens, row_bucket(self._slots, self._slots))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from site_engine.core.request import Request
@@ -38,10 +39,10 @@ def sample_ruled(
     assert step.logits is not None
     device = step.logits.device
     with torch.inference_mode():
-        at = to_device(torch.tensor(rows), device)
+        at = to_device(np.array(rows), device)
         logits = step.logits[at].float()
         wanted = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
-        places = to_device(torch.tensor(wanted), device) if wanted else None
+        places = to_device(np.array(wanted), device) if wanted else None
         raw = torch.log_softmax(logits[places], dim=-1) if places is not None else None
         if rules.apply(requests, logits, ends, step.newest(at)):
             step.sample_again(at, logits)

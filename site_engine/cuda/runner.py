@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 import torch
 
 from site_engine.core.request import Request, Sampling
@@ -23,6 +26,8 @@ from site_engine.cuda.cuda_graph import Device, Step
 from site_engine.cuda.ruled_rows import Ranked, sample_ruled
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
+
+log = logging.getLogger(__name__)
 
 
 class DeviceStep:
@@ -121,7 +126,8 @@ class DeviceRunner:
             for shape in decode_shapes(rows, -(-longest // self._device.chunk_tokens(rows))):
                 self._step(shape)
         for tokens in reversed(MIXED_TOKENS):
-            self._step(self._packer.mixed_shape(tokens, 1))
+            for shape in self._packer.mixed_shapes(tokens, longest):
+                self._step(shape)
         self._warm_rules()
         return len(self._steps)
 
@@ -165,8 +171,10 @@ class DeviceRunner:
         if step is None:
             step = self._steps[shape] = Step(self._device, self._forward, shape)
             if self._cuda:
+                began_s = time.monotonic()
                 step.load(self._padding(shape))
                 step.capture(self._stream, self._pool)
+                log.debug("captured a graph in %.0f ms: %s", 1000 * (time.monotonic() - began_s), shape)
         return step
 
     def _padding(self, shape: Shape) -> torch.Tensor:

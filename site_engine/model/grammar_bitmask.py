@@ -22,8 +22,7 @@ class GrammarBitmask:
 
     def __init__(self, slots: int, vocab_size: int) -> None:
         words = -(-vocab_size // WORD_BITS)
-        self._lines = torch.zeros(slots, words, dtype=torch.int32)
-        self._bits: np.ndarray[tuple[int, int], np.dtype[np.int32]] = self._lines.numpy()
+        self._bits: np.ndarray[tuple[int, int], np.dtype[np.int32]] = np.zeros((slots, words), np.int32)
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads=min(MAX_THREADS, 1 + (os.cpu_count() or 1) // 4))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -64,8 +63,8 @@ class GrammarBitmask:
             np.copyto(numbers[row], -np.inf, where=allowed == 0)
 
     def _mask_on_device(self, lines: list[int], rows: Sequence[int], logits: torch.Tensor) -> None:
-        bits = to_device(self._lines[lines], logits.device)
+        bits = to_device(self._bits[lines], logits.device)
         places = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
         allowed = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : self._vocab_size].bool()
-        at = to_device(torch.tensor(rows), logits.device)
+        at = to_device(np.array(rows), logits.device)
         logits[at] = logits[at].masked_fill(~allowed, float("-inf"))
