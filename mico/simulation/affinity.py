@@ -31,7 +31,9 @@ CACHE_THRESHOLD, BALANCE_ABSOLUTE, BALANCE_RELATIVE = 0.3, 64, 1.5
 
 
 class Affinity:
-    """A gateway that knows nothing of caches."""
+    """A gateway that knows nothing of caches. `chooses`: it takes the site from `choose`, also in bursts."""
+
+    chooses = False
 
     def expected(self, query: Query, now_s: float) -> Cached:
         """Return the shares of a prompt that sites are expected to have."""
@@ -85,6 +87,8 @@ class PrefixAffinity(Affinity):
 class ConsistentHash(Affinity):
     """Consistent hashing of a prompt's first blocks, by speed, with bounded loads (Mirrokni et al., 2018)."""
 
+    chooses = True
+
     def choose(self, query: Query, fleet: Fleet) -> str | None:
         at = fleet.figures
         speeds = at.slots / at.iteration_s
@@ -108,6 +112,8 @@ def _uniform(site: str, key: tuple[int, ...]) -> float:
 class SessionStickiness(Affinity):
     """A session stays where the policy put its first turn. All gateways know, as by a cookie."""
 
+    chooses = True
+
     def __init__(self, sites: dict[int, str]) -> None:
         self._sites = sites
 
@@ -125,6 +131,8 @@ class ApproximateTree(Affinity):
     times as many, the least loaded gets the query; else the site that got the longest prefix of it, if that
     is more than CACHE_THRESHOLD of the prompt, or the one that got the fewest different blocks.
     """
+
+    chooses = True
 
     def __init__(self, absolute: int = BALANCE_ABSOLUTE) -> None:
         self._absolute = absolute

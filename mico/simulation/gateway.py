@@ -81,7 +81,8 @@ class Gateway:
         self._window_s, self._window_length = window_s, window_length
         self._window: list[Query] = []
         self._burst = AssignmentWindow()
-        self._jointly = any(policy is POLICIES[name] for name in JOINT_POLICIES)
+        joint = any(policy is POLICIES[name] for name in JOINT_POLICIES)
+        self._jointly = joint and not self._affinity.chooses
         self._turns = count()
         self._ids = count()
         self._plans: dict[int, Generator[Try, FailedTry, None]] = {}
@@ -118,7 +119,7 @@ class Gateway:
 
     def _assign_or_batch(self, query: Query) -> None:
         """Assign as production does: at once, or jointly with others of a burst while the sites are full."""
-        first, demand = self._plan(query), self._expected[query.number].demand
+        first, demand = self._plan(query), self._demand(query)
         if not (self._jointly and self._burst.should_wait(demand, self.directory.fleet, self._clock.now_s)):
             self._dispatch(query, first, 0)
             return
@@ -157,14 +158,8 @@ class Gateway:
         self._dispatch(attempt.query, next_try, delivered)
 
     def _dispatch(self, query: Query, next_try: Try, delivered: int) -> None:
-        expected = self._expected[query.number]
-        demand = expected.demand
-        if delivered:
-            demand = demand_of(query, expected.forecast, delivered)
         affinity, now_s = self._affinity, self._clock.now_s
-        cached = affinity.expected(query, now_s)
-        if cached.by_site:
-            demand = replace(demand, cached=cached.times(query.prompt_tokens))
+        demand = self._demand(query, delivered)
         preferred = next_try.preferred_site
         if preferred is None:
             preferred = affinity.choose(query, self.directory.fleet)
@@ -190,6 +185,13 @@ class Gateway:
         record = self.records[query.number]
         record.attempts, record.moves, record.site = record.attempts + 1, next_try.moves, name
         self.links[name].assign(attempt)
+
+    def _demand(self, query: Query, delivered: int = 0) -> Demand:
+        """Return the demand of a query, with what sites are expected to have of its prompt."""
+        expected = self._expected[query.number]
+        demand = demand_of(query, expected.forecast, delivered) if delivered else expected.demand
+        cached = self._affinity.expected(query, self._clock.now_s)
+        return replace(demand, cached=cached.times(query.prompt_tokens)) if cached.by_site else demand
 
     def _end(self, query: Query) -> None:
         del self._plans[query.number]
