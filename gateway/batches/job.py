@@ -39,6 +39,10 @@ from gateway.store.database import reason
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.1
+ROUND_S: Final = 0.02
+"""Least time between two rounds: what ended meanwhile is written in one transaction, and a replica starts
+400 lines a second at most (`BatchLimits.starting` a round), however fast its sites are.
+"""
 PAGE_LINES: Final = 256
 BACKOFF_S: Final = 1.0
 DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
@@ -212,6 +216,7 @@ class Job:
         if not self._running:
             await asyncio.sleep(TICK_S)
             return
+        await asyncio.sleep(ROUND_S)
         done, _ = await asyncio.wait(self._running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
         outcomes, retried = [], []
         for task in done:

@@ -57,7 +57,7 @@ class BatchLimits:
     tenant_batches: int = 100
     replica_batches: int = 8
     in_flight: int = 512
-    starting: int = 16
+    starting: int = 8
     in_flight_bytes: int = 64 * MIB
     failures: int = 3
     kept_s: float = 30 * DAY_S
