@@ -113,10 +113,10 @@ class Reservation:
         """Return whether memory suffices at every time if a request starts now. A lone one always does."""
         if not self._spans:
             return True
+        if self.refused(request):
+            return False
         if self.iteration - self._read_at >= LOOK_AGAIN:
             self._read_forecasts()
-        elif request is self._refused:
-            return False
         span = self._span(request, 0)
         keepers = [self._keepers.get(page) for page in request.pages]
         shared = sum(each is not None and self._spans[each].ends >= span.ends for each in keepers)
@@ -124,6 +124,10 @@ class Reservation:
         held = self._future.with_one_more(span) - shared * self._pool.page_size
         self._refused = None if held <= room * self._pool.page_size else request
         return self._refused is None
+
+    def refused(self, request: Request) -> bool:
+        """Return whether a request was just found not to fit, and nothing has changed since."""
+        return request is self._refused and self.iteration - self._read_at < LOOK_AGAIN
 
     def start(self, request: Request) -> None:
         """Enter a request that starts; the pages that it has are from the prefix cache."""

@@ -212,7 +212,7 @@ class Scheduler:
         started = self._started
         while budget > 0 and self._rows and (max_new is None or self._started - started < max_new):
             request = self._next(now)
-            if request is None:
+            if request is None or self.reservation.refused(request):
                 return
             self._share_prefix(request)
             if not self.reservation.fits(request):
