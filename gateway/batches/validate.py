@@ -12,12 +12,14 @@ from msgspec import structs
 
 from gateway.batches.answer_line import ENDPOINTS, line_queries, read_request
 from gateway.batches.context import BatchContext
+from gateway.batches.groups import PrefixGroups
 from gateway.batches.order import order
 from gateway.batches.reading import InvalidLine, LineRequest, RawLine, read_line, split_lines
-from gateway.batches.values import Batch, BatchError, Line
+from gateway.batches.values import Batch, BatchError, Line, Order
 from gateway.domain import Caller, Query
 from gateway.errors import MicoError
 from gateway.prompt import Pooling
+from gateway.routing.prefixes import Prefix, prefix_of
 
 MAX_ERRORS: Final = 50
 FORECAST_LINES: Final = 16
@@ -40,6 +42,7 @@ class ValidationState:
     model: str = ""
     errors: list[BatchError] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
+    groups: PrefixGroups = field(default_factory=PrefixGroups)
 
 
 async def validate(batch: Batch, context: BatchContext) -> tuple[str, list[Line]]:
@@ -62,11 +65,18 @@ async def validate(batch: Batch, context: BatchContext) -> tuple[str, list[Line]
         state.errors.append(BatchError("empty_file", "The input file has no lines."))
     if state.errors:
         raise InvalidInputFile(state.errors)
-    return state.model, await asyncio.to_thread(_in_order, state.lines)  # 50,000 lines take a second
+    return state.model, await asyncio.to_thread(_in_order, state, batch.order)  # 50,000 lines take a second
 
 
-def _in_order(lines: list[Line]) -> list[Line]:
-    return [replace(lines[index], place=place) for place, index in enumerate(order(lines))]
+def _in_order(state: ValidationState, how: Order) -> list[Line]:
+    found = state.groups.find()
+    lines = [
+        replace(
+            line, group=state.lines[group.first].number, shared_tokens=int(group.share * line.prompt_tokens)
+        )
+        for line, group in zip(state.lines, found, strict=True)
+    ]
+    return [replace(lines[index], place=place) for place, index in enumerate(order(lines, how))]
 
 
 async def _raw_lines(batch: Batch, context: BatchContext) -> AsyncIterator[RawLine]:
@@ -109,11 +119,17 @@ def _read(raw: RawLine, batch: Batch, context: BatchContext, state: ValidationSt
 async def _forecast(
     waiting: list[tuple[RawLine, LineRequest]], batch: Batch, context: BatchContext, state: ValidationState
 ) -> None:
-    state.lines += await asyncio.gather(*(_line(raw, request, batch, context) for raw, request in waiting))
+    for line, prefix in await asyncio.gather(
+        *(_line(raw, request, batch, context) for raw, request in waiting)
+    ):
+        state.lines.append(line)
+        state.groups.add(prefix)
     waiting.clear()
 
 
-async def _line(raw: RawLine, request: LineRequest, batch: Batch, context: BatchContext) -> Line:
+async def _line(
+    raw: RawLine, request: LineRequest, batch: Batch, context: BatchContext
+) -> tuple[Line, Prefix]:
     """Build a line with its expected length, which is 0 for a body that will be refused: it costs nothing."""
     caller = Caller(batch.key_id, batch.tenant)
     try:
@@ -123,7 +139,8 @@ async def _line(raw: RawLine, request: LineRequest, batch: Batch, context: Batch
         lengths = [await _expected_tokens(structs.replace(query, model=model), context) for query in queries]
     except MicoError:
         queries, lengths = [], []
-    return Line(
+    prefix = prefix_of(queries[0].prompt, batch.tenant, queries[0].model) if queries else Prefix((), 0)
+    line = Line(
         number=raw.number,
         place=0,
         custom_id=request.custom_id,
@@ -132,6 +149,7 @@ async def _line(raw: RawLine, request: LineRequest, batch: Batch, context: Batch
         prompt_tokens=sum(query.prompt_tokens_guess for query in queries),
         response_tokens=sum(lengths),
     )
+    return line, prefix
 
 
 async def _expected_tokens(query: Query, context: BatchContext) -> float:

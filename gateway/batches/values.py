@@ -14,6 +14,19 @@ WINDOW_S: Final = DAY_S
 MIB: Final = 2**20
 
 
+ORDER_KEY: Final = "mico_order"
+"""Of the metadata of a batch: the order in which its lines run."""
+
+
+class Order(StrEnum):
+    """`blend`: groups that begin alike, by their longest line; `prefix`: such groups as the file has them."""
+
+    BLEND = "blend"
+    LONGEST = "longest"
+    PREFIX = "prefix"
+    FILE = "file"
+
+
 class Purpose(StrEnum):
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
@@ -123,6 +136,12 @@ class Batch:
     def ended(self) -> bool:
         return self.status not in UNFINISHED
 
+    @property
+    def order(self) -> Order:
+        """Return the order of its lines, which the client can choose in `about`."""
+        chosen = (self.about or {}).get(ORDER_KEY)
+        return Order(chosen) if chosen in tuple(Order) else Order.BLEND
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -130,8 +149,9 @@ class Line:
 
     `number` is the line in the input file, from 1; `begins` and `size` are the offset and length of its bytes
     there; `place` is its position in the order of running. `prompt_tokens` and `response_tokens` are
-    estimates. `runs` counts the earlier runs without an outcome, `failures` those of them for which a site or
-    the gateway was to blame.
+    estimates. `group` is the number of the first line that begins with the same `shared_tokens`. `runs`
+    counts the earlier runs without an outcome, `failures` those of them for which a site or the gateway was
+    to blame.
     """
 
     number: int
@@ -141,6 +161,8 @@ class Line:
     size: int
     prompt_tokens: int
     response_tokens: float
+    group: int = 0
+    shared_tokens: int = 0
     runs: int = 0
     failures: int = 0
 

@@ -10,7 +10,15 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.batches.answer_line import ENDPOINTS
 from gateway.batches.ledger import InputFileNotFound, Ledger, TooManyBatches, new_id
-from gateway.batches.values import COMPLETION_WINDOW, WINDOW_S, Batch, BatchLimits, BatchStatus
+from gateway.batches.values import (
+    COMPLETION_WINDOW,
+    ORDER_KEY,
+    WINDOW_S,
+    Batch,
+    BatchLimits,
+    BatchStatus,
+    Order,
+)
 from gateway.domain import Caller
 from gateway.errors import BadRequest, NotFound, TooMany
 from gateway.http.auth import authenticate
@@ -190,4 +198,6 @@ def _metadata(fields: Fields) -> dict[str, str] | None:
             f" characters, values up to {MAX_METADATA_VALUE_CHARS}",
         )
         return None
+    if ORDER_KEY in pairs and pairs[ORDER_KEY] not in tuple(Order):
+        fields.refuse(f"metadata.{ORDER_KEY}", f"is one of {', '.join(Order)}, got {echo(pairs[ORDER_KEY])}")
     return pairs

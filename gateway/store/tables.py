@@ -22,7 +22,7 @@ from sqlalchemy import (
     Table,
 )
 
-SCHEMA: Final = "0013"
+SCHEMA: Final = "0014"
 """The newest migration that this program needs; `schema.py` says which newer ones it accepts."""
 
 metadata = MetaData(
@@ -298,6 +298,10 @@ batch_lines = Table(
     Column("size", Integer, nullable=False),
     Column("prompt_tokens", Integer, nullable=False),  # estimated
     Column("response_tokens", Double, nullable=False),
+    Column(
+        "group", Integer, nullable=False, server_default="0"
+    ),  # number of the first line that begins alike
+    Column("shared_tokens", Integer, nullable=False, server_default="0"),  # of the prompt, with its group
     Column("runs", Integer, nullable=False),  # runs that ended without an outcome
     Column("failures", Integer, nullable=False),  # of those, how many were the fault of a site or the gateway
     Column("outcome", LargeBinary),  # the line of the output or error file, written once

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway.batches.values import ORDER_KEY, Order
 from gateway.wording import several
 from mico.errors import CommandFailed, ExitCode, GatewayUnavailable
 from mico.options import GatewayOptions, Json, RequestFile, with_option_groups
@@ -31,6 +32,9 @@ MAX_FAULTS_SHOWN = 10
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="A batch id, as in mico batch list.")]
 Endpoint = Annotated[str, typer.Option(help="API path that every line is sent to.")]
+OrderOption = Annotated[
+    Order, typer.Option("--order", help="Order of the lines; blend weighs lengths and common beginnings.")
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="File for the answers; errors go to a file beside it.")
 ]
@@ -44,6 +48,7 @@ def run(
     requests: RequestFile,
     output: Output = None,
     endpoint: Endpoint = ENDPOINT,
+    order: OrderOption = Order.BLEND,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
@@ -54,7 +59,7 @@ def run(
     answers = output or source.with_suffix(".out.jsonl")
     for place in (answers, errors_path(answers)):
         check_output_file(place, source=source)
-    batch = upload_and_submit(session, client, source, endpoint)
+    batch = upload_and_submit(session, client, source, endpoint, order)
     session.terminal.info(f"{batch['id']} is submitted")
     wait_and_fetch(session, client, batch["id"], answers, as_json)
 
@@ -66,12 +71,13 @@ def submit(
     *,
     requests: RequestFile,
     endpoint: Endpoint = ENDPOINT,
+    order: OrderOption = Order.BLEND,
     gateway: GatewayOptions,
     as_json: Json = False,
 ) -> None:
     """Upload and submit a file; print the batch id."""
     session = session_of(context)
-    batch = upload_and_submit(session, session.client(*gateway), request_file(*requests), endpoint)
+    batch = upload_and_submit(session, session.client(*gateway), request_file(*requests), endpoint, order)
     if as_json:
         session.terminal.json(batch)
     else:
@@ -188,11 +194,12 @@ def errors_path(output: Path) -> Path:
     return output.with_name(f"{output.stem}.errors{output.suffix}")
 
 
-def upload_and_submit(session: Session, client: Client, file: Path, endpoint: str) -> Batch:
+def upload_and_submit(session: Session, client: Client, file: Path, endpoint: str, order: Order) -> Batch:
     with session.terminal.spinner(f"uploading {file.name}, {file.stat().st_size:,} bytes"):
         uploaded = client.upload(file, "batch")
     body = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": "24h"}
-    return client.post("/v1/batches", body)
+    metadata = {} if order is Order.BLEND else {"metadata": {ORDER_KEY: order}}
+    return client.post("/v1/batches", body | metadata)
 
 
 def wait_and_fetch(session: Session, client: Client, batch_id: str, output: Path, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """Order the waiting requests: by lane, by priority, fairly between tenants, then by expected work.
 
-Chats run the least weighted work first, with ageing; batch lines run the longest first. Does not decide
-whether a request fits; the scheduler does.
+Chats run the least weighted work first, with ageing; lines of batches run as they come, since the gateway has
+put them in order. Does not decide whether a request fits; the scheduler does.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def least_work(request: Request, aged: float) -> float:
     """Score for the least latency per token.
 
     A chat weighs one over the length of its response; by Smith's rule (1956) the least work over weight
-    goes first. Waiting adds to the logarithm of the score, that is, by factors. Batch lines run the longest
-    first (Graham, 1969), so that a few long lines do not run on at the end while most of the device is idle.
-    An answer that another site began goes before all others: its client waits in the middle of a stream.
+    goes first. Waiting adds to the logarithm of the score, that is, by factors. Lines of batches go as they
+    come: the gateway, which knows all lines of a batch, has put them in order. An answer that another site
+    began goes before all others: its client waits in the middle of a stream.
     """
     if request.resumed:
         return -inf
     if request.lane is Lane.BATCH:
-        return -request.expected_remaining() - _prompt_work(request)
+        return 0.0
     length = request.typical_length()
     work = min(length, request.expected_remaining()) + _prompt_work(request)
     return log(work * length) + aged

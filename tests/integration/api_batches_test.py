@@ -139,6 +139,7 @@ REFUSED_BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"endpoint": "/v1/rerank"}, "endpoint"),
     ({"completion_window": "1h"}, "completion_window"),
     ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"mico_order": "backwards"}}, "metadata.mico_order"),
     ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
     ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after.seconds"),
     (

@@ -23,7 +23,7 @@ from gateway.batches.job import Job, Retry
 from gateway.batches.ledger import LeaseLost, Ledger
 from gateway.batches.order import order
 from gateway.batches.reading import InvalidLine, split_lines
-from gateway.batches.values import Batch, BatchStatus, Line, Outcome
+from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.store.database import open_engine
 from migrations import upgrade
@@ -42,7 +42,7 @@ def site(name: str, *, slots: int = 8, running: int = 0, engine: str = "native",
 
 @given(st.lists(st.floats(0, 1e6)))
 def test_an_order_names_every_line_once_longest_first(tokens: list[float]) -> None:
-    turns = order([line(number, each) for number, each in enumerate(tokens)])
+    turns = order([line(number, each) for number, each in enumerate(tokens)], Order.LONGEST)
     assert sorted(turns) == list(range(len(tokens)))
     ordered = [tokens[index] for index in turns]
     assert ordered == sorted(tokens, reverse=True)

@@ -72,11 +72,13 @@ class Replica:
         file = await self.sdk(key).files.create(file=("in.jsonl", content), purpose="batch")
         return file.id
 
-    async def submit(self, content: bytes, key: str = "one", endpoint: str = "/v1/chat/completions") -> str:
+    async def submit(
+        self, content: bytes, key: str = "one", endpoint: str = "/v1/chat/completions", **asked: Any
+    ) -> str:
         file_id = await self.upload(content, key)
         endpoint_: Any = endpoint
         batch = await self.sdk(key).batches.create(
-            input_file_id=file_id, endpoint=endpoint_, completion_window="24h"
+            input_file_id=file_id, endpoint=endpoint_, completion_window="24h", **asked
         )
         return batch.id
 

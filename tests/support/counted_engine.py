@@ -42,12 +42,13 @@ class CountedEngine:
         token_budget: int,
         page_size: int = 16,
         policy: Policy = DEFAULT_POLICY,
+        queue: AdmissionQueue | None = None,
     ) -> None:
         self.counts = Counts()
         self.pool = PagePool(kv_tokens // page_size, page_size)
         self.scheduler = Scheduler(
             self.pool,
-            AdmissionQueue(policy.score),
+            AdmissionQueue(policy.score) if queue is None else queue,
             PrefixTree(self.pool),
             slots=slots,
             token_budget=token_budget,

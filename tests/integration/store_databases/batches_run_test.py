@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sqlalchemy.exc import OperationalError
 from gateway.batches import job, validate
 from gateway.batches.answer_line import MAX_LINE_INPUTS
 from gateway.batches.reading import LineRequest, RawLine
-from gateway.batches.values import BatchLimits, Line
+from gateway.batches.values import BatchLimits
 from gateway.domain import AnswerEvent, Lane, Query
 from gateway.errors import BudgetSpent, TooMany
 from gateway.operator_orders import Standing
@@ -405,27 +405,6 @@ def test_few_lines_are_on_their_way_to_a_site_however_many_have_room_there(url: 
     asyncio.run(main())
     assert len(starting) == 200
     assert 1 < max(starting) <= BatchLimits().starting
-
-
-def test_the_lines_of_a_batch_are_put_in_order_beside_the_event_loop(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file of 50,000 lines takes a third of a second."""
-    real, threads = validate.order, list[threading.Thread]()
-
-    def seen(lines: Sequence[Line]) -> list[int]:
-        threads.append(threading.current_thread())
-        return real(lines)
-
-    monkeypatch.setattr(validate, "order", seen)
-
-    async def main() -> None:
-        async with replica(url) as here:
-            done = await here.ended(await here.submit(jsonl(*(chat_line(number) for number in range(3)))))
-            assert done.status == "completed"
-
-    asyncio.run(main())
-    assert threads and threading.main_thread() not in threads
 
 
 def test_a_large_line_is_read_beside_the_event_loop(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,164 @@
+"""Orders in which a site can start the lines of a batch: ours, and those of other engines and of papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from bench.support.offline_work import H200, Line
+from gateway.batches.order import order
+from gateway.batches.values import Order
+from site_engine.core.request import Request
+from site_engine.core.request_queue import AdmissionQueue, first_come
+from site_engine.core.scheduler import Scheduler
+
+
+class Chooser:
+    """Chooses the next line each time the scheduler asks. `forecasts`: the lines, with expected lengths."""
+
+    def __init__(self, forecasts: Sequence[Line]) -> None:
+        self.lines = forecasts
+
+    def peek(self, scheduler: Scheduler) -> int | None:
+        raise NotImplementedError
+
+    def taken(self, at: int) -> None:
+        raise NotImplementedError
+
+    def ended(self, at: int) -> None:
+        """Learn that a line has ended."""
+
+
+class Listed(Chooser):
+    """A list that is fixed before the first line starts."""
+
+    def __init__(self, forecasts: Sequence[Line], listed: list[int]) -> None:
+        super().__init__(forecasts)
+        self._left = listed[::-1]
+
+    def peek(self, scheduler: Scheduler) -> int | None:
+        return self._left[-1] if self._left else None
+
+    def taken(self, at: int) -> None:
+        self._left.pop()
+
+
+class LongestPrefixMatch(Chooser):
+    """The waiting line with the longest cached prefix first, as SGLang (Zheng et al., 2024)."""
+
+    def __init__(self, forecasts: Sequence[Line]) -> None:
+        super().__init__(forecasts)
+        self._waiting: dict[int, list[int]] = {}
+        for at, line in enumerate(forecasts):
+            self._waiting.setdefault(line.group, []).append(at)
+        for group in self._waiting.values():
+            group.reverse()
+        self._begun: list[int] = []  # groups, the longest prefix last
+
+    def peek(self, scheduler: Scheduler) -> int | None:
+        if self._begun:
+            return self._waiting[self._begun[-1]][-1]
+        return next(iter(self._waiting.values()))[-1] if self._waiting else None
+
+    def taken(self, at: int) -> None:
+        group = self.lines[at].group
+        self._waiting[group].pop()
+        if group not in self._begun:
+            self._begun.append(group)
+        if not self._waiting[group]:
+            del self._waiting[group]
+            self._begun.remove(group)
+        self._begun.sort(key=lambda each: self.lines[self._waiting[each][-1]].shared_tokens)
+
+
+class DualScanner(Chooser):
+    """Groups by density, taken from both ends; memory in two parts by their densities (BlendServe, 2024)."""
+
+    def __init__(self, forecasts: Sequence[Line]) -> None:
+        super().__init__(forecasts)
+        groups: dict[int, list[int]] = {}
+        for at, line in enumerate(forecasts):
+            groups.setdefault(line.group, []).append(at)
+        works = {group: H200.least([forecasts[at] for at in its]) for group, its in groups.items()}
+        density = {group: compute_s / memory_s for group, (compute_s, memory_s) in works.items()}
+        ranked = sorted(groups, key=lambda group: -density[group])
+        self._line = [at for group in ranked for at in groups[group]]
+        self._density = [density[forecasts[at].group] for at in self._line]
+        self._whole = sum(c for c, _ in works.values()) / sum(m for _, m in works.values())
+        self._left, self._right = 0, len(self._line) - 1
+        self._used = [0.0, 0.0]
+        self._side: dict[int, int] = {}
+        self._now = 0
+
+    def peek(self, scheduler: Scheduler) -> int | None:
+        if self._left > self._right:
+            return None
+        first, last = self._density[self._left], self._density[self._right]
+        part = min(1.0, max(0.0, (self._whole - last) / (first - last))) if first > last else 1.0
+        for side, share in ((0, part), (1, 1 - part)):
+            at = self._line[self._left if side == 0 else self._right]
+            if self._used[side] + self._need(at) <= share * H200.kv_tokens or not scheduler.running:
+                self._now = side
+                return at
+        return None
+
+    def taken(self, at: int) -> None:
+        self._side[at] = self._now
+        self._used[self._now] += self._need(at)
+        if self._now == 0:
+            self._left += 1
+        else:
+            self._right -= 1
+
+    def ended(self, at: int) -> None:
+        self._used[self._side.pop(at)] -= self._need(at)
+
+    def _need(self, at: int) -> float:
+        line = self.lines[at]
+        return line.prompt_tokens - line.shared_tokens + line.response_tokens
+
+
+def listed(how: Order) -> Callable[[Sequence[Line]], Chooser]:
+    return lambda forecasts: Listed(forecasts, order(forecasts, how))
+
+
+ORDERS: dict[str, Callable[[Sequence[Line]], Chooser]] = {
+    "arrival": listed(Order.FILE),
+    "longest": listed(Order.LONGEST),
+    "prefix": listed(Order.PREFIX),
+    "prefix match": LongestPrefixMatch,
+    "dual scanner": DualScanner,
+    "blend": listed(Order.BLEND),
+}
+
+
+class ChosenQueue(AdmissionQueue):
+    """A queue of one tenant's lines of which `chooser` says which is next."""
+
+    def __init__(self, chooser: Chooser, make: Callable[[int], Request]) -> None:
+        super().__init__(first_come, inf)
+        self.scheduler: Scheduler | None = None
+        self._chooser, self._make = chooser, make
+        self._made: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return self._chooser.peek(self._scheduler_()) is not None
+
+    def first(self, now: float) -> Request | None:
+        at = self._chooser.peek(self._scheduler_())
+        if at is None:
+            return None
+        if at not in self._made:
+            self._made = {at: self._make(at)}
+        return self._made[at]
+
+    def take(self, request: Request) -> None:
+        request.charged = 1.0  # so that its end is told
+        self._chooser.taken(int(request.id))
+
+    def settle(self, request: Request) -> None:
+        self._chooser.ended(int(request.id))
+
+    def _scheduler_(self) -> Scheduler:
+        assert self.scheduler is not None
+        return self.scheduler
