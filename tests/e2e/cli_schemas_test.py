@@ -51,10 +51,11 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     },
     ("explain", "REQUEST"): {
         "[]": "attempts usage",
-        "[].usage": "asked_model attempts cloud completion_tokens error first_token_s forecast_expected "
-        "forecast_p50 forecast_p90 forecast_source key_id model prompt_tokens query_id queue_s received_at "
-        "request_id site status tenant total_s",
-        "[].attempts[]": "cached_tokens completion_tokens decision ended first_token_s model prompt_tokens",
+        "[].usage": "asked_model attempts cheapest_nano_usd cloud completion_tokens dearest_nano_usd error "
+        "first_token_s forecast_expected forecast_p50 forecast_p90 forecast_source key_id model nano_usd "
+        "prompt_tokens query_id queue_s received_at request_id site status tenant total_s",
+        "[].attempts[]": "cached_tokens completion_tokens decision ended first_token_s model nano_usd prices "
+        "prompt_tokens resumed_tokens",
         "[].attempts[].decision.estimates[]": "cached_tokens",
     },
     ("routes", "list"): {"[]": ROUTE, "[].targets[]": TARGET},
@@ -189,6 +190,28 @@ def test_people_read_what_happened_to_a_site(run: Run, federation: LocalFederati
     status, out, err = run("sites", "events", "nobody")
     assert (status, out) == (0, "")
     assert "nothing is kept of a site nobody" in err
+
+
+def test_a_canary_is_taken_out_by_one_command_and_its_route_removed(
+    run: Run, federation: LocalFederation
+) -> None:
+    why = ("--reason", "a rehearsal")
+    status, _, err = run(
+        "routes", "set", "trial", "--to", federation.model, "--to", "canary,weight=5",
+        "--shadow", "shade,share=0.1", *why,
+    )  # fmt: skip
+    assert status == 0 and "no site serves now: canary" in err
+    status, out, _ = run("routes", "show", "trial")
+    assert status == 0 and "weight 5" in out and "shade (shadow)" in out
+    (changed,) = json.loads(run("routes", "off", "canary", *why, "--json")[1])
+    assert [target["weight"] for target in changed["targets"]] == [1.0, 0.0]
+    assert "off" in run("routes", "list")[1]
+    assert run("routes", "off", "canary")[0] == 2, "without a reason"
+    status, _, err = run("routes", "off", federation.model, "--route", "trial", *why)
+    assert status == 1 and "remove the route" in err
+    assert run("routes", "remove", "trial", *why)[0] == 0
+    status, _, err = run("routes", "show", "trial")
+    assert status == 1 and "there is no route trial" in err
 
 
 def test_a_batch_keeps_its_names(run: Run, federation: LocalFederation, tmp_path: Path) -> None:
