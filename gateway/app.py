@@ -262,6 +262,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
     )
     publisher.replica_summaries = lambda: exchange.summaries
     publisher.certificate_until = store.certificates.expires_at
+    publisher.mark_paid = store.hours.mark
     publisher.store_event = partial(store.recorder.record_event, replica=publisher.replica)
     await publisher.restore_events(store.read.events_of_replica)
     await order_service.start()

@@ -78,5 +78,11 @@ def dollars(nano_usd: int) -> str:
     return f"${usd:,.2f}" if nano_usd == 0 or usd >= 0.1 else f"${float(f'{usd:.2g}'):.9f}".rstrip("0")
 
 
+def decimal_usd(nano_usd: int) -> str:
+    """Render an amount in dollars for programs, exactly."""
+    whole, rest = divmod(nano_usd, 10**9)
+    return f"{whole}.{rest:09d}".rstrip("0").rstrip(".")
+
+
 def _atto_usd(usd_per_mtok: float) -> int:
     return round(usd_per_mtok * ATTO_USD_PER_TOKEN)

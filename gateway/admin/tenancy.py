@@ -17,13 +17,15 @@ from gateway.errors import BadRequest, NotFound, Overloaded
 from gateway.http.body import decode_as
 from gateway.http.pagination import read_page
 from gateway.operator_orders import clean_reason
+from gateway.prices import NANO_USD
 from gateway.quotas.limits import Kind, Scope
 from gateway.store.audit import Act
 from gateway.store.database import reason
 from gateway.store.errors import TooManyKeys
 from gateway.store.key_table import NAME_RULE, KeyInfo, is_valid_name
-from gateway.store.queries import TotalBy
+from gateway.store.queries import total_by
 from gateway.store.quota_table import MAX_AMOUNT, Quota, UnknownSubject
+from gateway.store.spending import CloudSpending, spending, total_facts
 from gateway.store.store import Store
 
 T = TypeVar("T")
@@ -162,19 +164,32 @@ def _quota_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
 
 
 def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
+    clouds = CloudSpending(store.read, store.hours, store.clock)
+
     @get("/admin/api/usage")
     async def usage(request: AnyRequest) -> dict[str, Any]:
-        """Sum usage `by` tenant, model, site or cloud over the last `days`."""
+        """Sum usage and its cost `by` tenant, model, site or cloud, or several, over the last `days`."""
         await access.operator(request)
         by, days = request.query_params.get("by", "tenant"), request.query_params.get("days", "30")
-        if by not in tuple(TotalBy):
-            raise BadRequest(f"by is one of {', '.join(TotalBy)}", param="by")
+        try:
+            parts = total_by(by)
+        except ValueError as exc:
+            raise BadRequest(str(exc), param="by") from exc
         try:
             since = time.time() - checked_days(float(days)) * DAY_S
         except ValueError as exc:
             raise BadRequest("days is a number", param="days") from exc
         async with translated_errors():
-            return {"by": by, "usage": msgspec.to_builtins(await store.read.totals(TotalBy(by), since=since))}
+            found = await spending(store.read, store.hours, parts, since)
+        rows = [total_facts(parts, each, found.idle_nano_usd) for each in found.totals]
+        return {"by": by, "usage": rows, "idle_usd": found.all_idle_nano_usd / NANO_USD}
+
+    @get("/admin/api/spending")
+    async def cloud_spending(request: AnyRequest) -> dict[str, Any]:
+        """Return what each cloud cost today and this month."""
+        await access.operator(request)
+        async with translated_errors():
+            return await clouds.read()
 
     @get("/admin/api/audit")
     async def audit(request: AnyRequest) -> dict[str, Any]:
@@ -183,7 +198,7 @@ def _record_routes(access: Access, store: Store) -> list[HTTPRouteHandler]:
         async with translated_errors():
             return {"entries": msgspec.to_builtins(await store.orders.entries(limit))}
 
-    return [usage, audit]
+    return [usage, cloud_spending, audit]
 
 
 @asynccontextmanager

@@ -27,6 +27,7 @@ _EXPOSED_HEADERS = [
     "x-mico-model",
     "x-mico-attempts",
     "x-mico-queue-ms",
+    "x-mico-cost-usd",
     *RATE_HEADERS,
 ]
 

@@ -38,6 +38,7 @@ from gateway.openai.pooling_format import EMBEDDINGS, RERANK
 from gateway.openai.request import GenerationRequest, build_queries, check_model
 from gateway.openai.response_schema import ResponseHead
 from gateway.openai.responses_format import RESPONSES
+from gateway.prices import decimal_usd
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +130,8 @@ class UnaryEndpoint:
         head = self._head(request, exchange, answer.opening)
         body = self.api_format.body(request, head, answer)
         headers = [(b"content-type", b"application/json"), *provenance_headers(answer.opening)]
+        if answer.usage.nano_usd:  # where no site has a price there is nothing to tell
+            headers.append((b"x-mico-cost-usd", decimal_usd(answer.usage.nano_usd).encode()))
         if isinstance(body, bytes):
             headers.append((b"content-length", b"%d" % len(body)))
             await send({"type": "http.response.start", "status": 200, "headers": headers})

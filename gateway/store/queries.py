@@ -32,16 +32,33 @@ class TotalBy(StrEnum):
     CLOUD = "cloud"
 
 
+def total_by(names: str) -> list[TotalBy]:
+    """Read names separated by commas. Raises ValueError that says which there are."""
+    given = [name.strip() for name in names.split(",")]
+    if len(set(given)) < len(given) or not set(given) <= set(TotalBy):
+        raise ValueError(f"by is one or several of {', '.join(TotalBy)}, separated by commas")
+    return [TotalBy(name) for name in given]
+
+
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Sums over one tenant, model, site or cloud. Site and cloud "" stand for queries that never
-    reached one.
+    """Sums over one tenant, model, site or cloud, or of one of each of several. Site and cloud "" stand for
+    queries that never reached one.
+
+    `cheapest_nano_usd` and `dearest_nano_usd` are what the same tokens would have cost elsewhere.
     """
 
-    name: str
+    names: tuple[str, ...]
     queries: int
     prompt_tokens: int
     completion_tokens: int
+    nano_usd: int = 0
+    cheapest_nano_usd: int = 0
+    dearest_nano_usd: int = 0
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names)
 
 
 class SiteHistory(NamedTuple):
@@ -99,19 +116,23 @@ class OperatorReads:
         async with self._connection() as connection:
             return (await connection.execute(select(func.count()).select_from(usage))).scalar_one()
 
-    async def totals(self, by: TotalBy, *, since: float = 0.0) -> list[Total]:
-        """Sum the queries received at `since` (unix time) or later; most completion tokens first."""
-        name = usage.c[by.value]
+    async def totals(self, *by: TotalBy, since: float = 0.0) -> list[Total]:
+        """Sum the queries received at `since` (unix time) or later; most completion tokens first. A query
+        that was not priced counts as free.
+        """
+        names = [usage.c[each.value] for each in by]
         completion = func.sum(usage.c.completion_tokens)
+        money = (usage.c.nano_usd, usage.c.cheapest_nano_usd, usage.c.dearest_nano_usd)
+        summed = [func.coalesce(func.sum(column), 0) for column in money]
         sums = (
-            select(name, func.count(), func.sum(usage.c.prompt_tokens), completion)
+            select(*names, func.count(), func.sum(usage.c.prompt_tokens), completion, *summed)
             .where(usage.c.received_at >= since)
-            .group_by(name)
-            .order_by(completion.desc(), name)
+            .group_by(*names)
+            .order_by(completion.desc(), *names)
         )
         async with self._connection() as connection:
-            found = await connection.execute(sums)
-            return [Total(who, queries, int(prompt), int(answer)) for who, queries, prompt, answer in found]
+            found = [[*row] for row in await connection.execute(sums)]
+        return [Total(tuple(row[: len(by)]), *map(int, row[len(by) :])) for row in found]
 
     async def site(self, name: str, limit: int) -> SiteHistory:
         """Return the history of a site as all replicas saw it; at most `limit` events and entries each."""

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.store.database import reason
-from gateway.store.tables import audit, decisions, site_events, usage
+from gateway.store.tables import audit, decisions, site_events, site_hours, usage
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class Retention:
         """Delete all rows that are too old; return their number. Several replicas may sweep at once."""
         removed = await self._remove(decisions, decisions.c.received_at, self._periods.decisions_days)
         removed += await self._remove(usage, usage.c.received_at, self._periods.usage_days)
+        removed += await self._remove(site_hours, site_hours.c.hour, self._periods.usage_days)
         removed += await self._remove(site_events, site_events.c.at, self._periods.site_events_days)
         return removed + await self._remove(audit, audit.c.at, self._periods.audit_days)
 

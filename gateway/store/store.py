@@ -22,6 +22,7 @@ from gateway.store.quota_table import QuotaTable
 from gateway.store.recorder import Recorder
 from gateway.store.retention import Retention, RetentionPeriods
 from gateway.store.schema import check_schema
+from gateway.store.site_hours import SiteHours
 from gateway.store.slices import SliceTable
 from gateway.store.snapshots import SnapshotTable
 from gateway.store.writer import DatabaseWriter
@@ -44,6 +45,7 @@ class Store:
     slices: SliceTable
     ended_sessions: EndedSessions
     routes: RouteTable
+    hours: SiteHours
 
 
 @asynccontextmanager
@@ -63,8 +65,7 @@ async def open_store(
     must exist (`migrations.upgrade(url)`). Raises StoreError.
     """
     engine = open_engine(url)
-    certificates = CertificateRegistry(engine)
-    routes = RouteTable(engine)
+    certificates, routes = CertificateRegistry(engine), RouteTable(engine)
     with _usable(folder):
         keys = KeyRing(engine, Pepper(pepper) if pepper else Pepper.of_folder(folder))
     recorder = Recorder(folder / "journal", DatabaseWriter(engine))
@@ -89,6 +90,7 @@ async def open_store(
             slices=SliceTable(engine, name, heard=clock.read),
             ended_sessions=EndedSessions(engine),
             routes=routes,
+            hours=SiteHours(engine),
         )
     finally:
         await routes.close()

@@ -132,6 +132,16 @@ decisions = Table(
     Column("prices", JSON(none_as_null=True)),  # dollars per million tokens, that it was priced by
 )
 
+site_hours = Table(
+    "site_hours",  # of sites that are paid by the hour
+    metadata,
+    Column("site", String, primary_key=True),
+    Column("hour", Double, primary_key=True, index=True),  # its first second
+    Column("nano_usd_per_hour", BigInteger, primary_key=True, autoincrement=False),
+    Column("cloud", String, nullable=False),
+    Column("minutes", BigInteger, nullable=False),  # bit n is set if the site was joined in minute n
+)
+
 quotas = Table(
     "quotas",
     metadata,

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.domain import Outcome, Site
+from gateway.domain import Outcome, Site, SiteIdentity, SiteState
 from gateway.federation.directory import Directory
 from gateway.site_events import Event, EventLog
 from gateway.telemetry.banner import banner
@@ -47,6 +47,10 @@ class HistoryStore(Protocol):
 
     async def save(self, minute: int, sample: dict[str, object]) -> None: ...
     async def since(self, minute: int) -> list[tuple[int, dict[str, object]]]: ...
+
+
+MarkPaid = Callable[[int, Sequence[SiteIdentity]], Awaitable[None]]
+"""Stores that sites were joined in a minute (unix time / 60)."""
 
 
 class SnapshotPublisher:
@@ -85,6 +89,7 @@ class SnapshotPublisher:
         self.pools: Callable[[], list[Pool]] = list
         self.certificate_until: Callable[[str], float] = no_certificate
         self.store_event: Callable[[Event], None] = discard
+        self.mark_paid: MarkPaid = _mark_nothing
         self._published = asyncio.Event()
         self._closed = False
         self._task: asyncio.Task[None] | None = None
@@ -203,8 +208,11 @@ class SnapshotPublisher:
         published.set()
 
     def _on_minute(self, minute: int, sample: Sample) -> None:
+        work = [self._mark_paid(minute)]
         if self._history_store is not None:
-            task = asyncio.create_task(self._save(self._history_store, minute, sample))
+            work.append(self._save(self._history_store, minute, sample))
+        for each in work:
+            task = asyncio.create_task(each)
             self.saving.add(task)
             task.add_done_callback(self.saving.discard)
 
@@ -213,6 +221,18 @@ class SnapshotPublisher:
             await store.save(minute, asdict(sample))
         except Exception:
             log.exception("a minute of figures could not be kept")
+
+    async def _mark_paid(self, minute: int) -> None:
+        """Store which sites that are paid by the hour are joined in this minute."""
+        sites = [site for site in self._directory.sites if site.state is not SiteState.DOWN]
+        try:
+            await self.mark_paid(minute, [site.identity for site in sites if site.identity.usd_per_hour])
+        except Exception:
+            log.exception("the hours of sites could not be stored now; they are with the next minute's")
+
+
+async def _mark_nothing(_minute: int, _sites: Sequence[SiteIdentity]) -> None:
+    """Stores nothing: the default without a database."""
 
 
 def discard(_event: Event) -> None:

@@ -84,11 +84,13 @@ def print_explanation(session: Session, explained: ExplainedQuery) -> None:
 
 
 def print_attempt(session: Session, number: int, attempt: Attempt) -> None:
+    from gateway.prices import dollars
+
     decision = attempt.decision
     first = format_seconds(attempt.first_token_s)
     session.terminal.data(
         f"attempt {number}: {decision.site} by {decision.policy} ({decision.reason}); "
-        f"ended {attempt.ended}, first token after {first}"
+        f"ended {attempt.ended}, first token after {first}, cost {dollars(attempt.nano_usd)}"
     )
     expected = next((each.cached_tokens for each in decision.estimates if each.site == decision.site), 0.0)
     session.terminal.data(

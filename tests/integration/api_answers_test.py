@@ -200,6 +200,7 @@ def test_the_index_of_a_choice_is_prompt_times_n_plus_k(stream: bool) -> None:
     assert response.headers["x-mico-site"] == "site-0,site-1"
     assert response.headers["x-mico-attempts"] == "3"
     assert response.headers["x-mico-queue-ms"] == "3"
+    assert "x-mico-cost-usd" not in response.headers, "no site has a price"
     if not stream:
         assert response.json()["usage"] == {
             "prompt_tokens": 6,
@@ -338,3 +339,11 @@ def test_callers_reach_the_answer_with_their_rights() -> None:
         await edge.sdk.with_options(api_key="narrow").chat.completions.create(**chat_body())
 
     assert run(scenario).query.caller == Caller("key-2", "tenant-2", models=frozenset({MODEL}))
+
+
+def test_a_whole_answer_says_what_it_cost_exactly() -> None:
+    last = Delta(0, "4", 1, finish=Finish.STOP)
+    response, _ = chat(play(OPENING, last, Usage(7, 1, nano_usd=1_234_000_005)))
+    assert response.headers["x-mico-cost-usd"] == "1.234000005"
+    response, _ = chat(play(OPENING, last, Usage(7, 1, nano_usd=1_200)))
+    assert response.headers["x-mico-cost-usd"] == "0.0000012"

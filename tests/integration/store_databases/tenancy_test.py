@@ -117,7 +117,12 @@ def test_the_admin_api_sets_quotas_and_says_what_was_before(url: str, tmp_path: 
                 caller = store.keys.authenticate(made["key"])
                 assert caller is not None and caller.best_priority == 2
                 for by in ("tenant", "model", "site", "cloud"):
-                    assert (await get(client, f"usage?by={by}&days=1")) == {"by": by, "usage": []}
+                    assert await get(client, "spending") == {"today": [], "month": []}
+                    assert (await get(client, f"usage?by={by}&days=1")) == {
+                        "by": by,
+                        "usage": [],
+                        "idle_usd": 0,
+                    }
 
     asyncio.run(main())
 

@@ -3,7 +3,7 @@ import { ActDialog } from "./act_dialog.js";
 import { request } from "./api.js";
 import { Plot, spark } from "./plot.js";
 import { explain } from "./query.js";
-import { clock, el, number, percent, plural, rate, seconds, setClass, setText, svg } from "./render.js";
+import { clock, dollars, el, number, percent, plural, rate, seconds, setClass, setText, svg } from "./render.js";
 import { SiteTable } from "./site_table.js";
 
 const MAX_SAMPLES = 900, LATE_S = 3.5, REFRESH_MS = 30000;
@@ -165,11 +165,17 @@ function poolsText(pools) {
   return resizing.length ? "Machines asked for: " + resizing.map((pool) => `${pool.name} ${pool.machines} → ${pool.desired}`).join(", ") : "";
 }
 
+function drawSpending({ today, month }) {
+  const spent = new Map(today.map((each) => [each.name, each.usd + each.idle_usd]));
+  fill("spending", month.filter((each) => each.name).map(({ name, usd, idle_usd, cheapest_usd, dearest_usd }) => [name, dollars(spent.get(name) ?? 0), dollars(usd + idle_usd), dollars(idle_usd), dollars(cheapest_usd), dollars(dearest_usd)]), "Nothing was spent this month.");
+}
+
 async function drawRecords() {
   if (page.paused || document.hidden || !page.snapshot) return;
   try {
     const { data } = await request("batches?limit=5");
     fill("batches", data.map(({ id, tenant, status, request_counts: { completed, failed, total } }) => [id, tenant, status, `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`]), "No batch was submitted.");
+    drawSpending(await request("spending"));
     const { quotas } = await request("quotas");
     quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
     fill("quotas", quotas.slice(0, 8).map(({ scope, subject, kind, amount, in_use }) => [`${scope} ${subject}`, kind.replaceAll("_", " "), `${number(in_use)} of ${number(amount)}`, percent(amount ? in_use / amount : 1)]), "No tenant or key has a quota.");

@@ -39,6 +39,12 @@ export function number(value, digits = 0) {
   return NUMBERS[digits].format(value);
 }
 
+// To the cent; small amounts to two figures.
+export function dollars(value) {
+  if (value == null) return "–";
+  return "$" + (value === 0 || Math.abs(value) >= 0.1 ? value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 }) : Number(value.toPrecision(2)).toLocaleString("en", { maximumFractionDigits: 9 }));
+}
+
 export function plural(value, one, many = one + "s") {
   return `${number(value)} ${value === 1 ? one : many}`;
 }
