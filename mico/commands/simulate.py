@@ -36,6 +36,7 @@ COLUMNS = {
     "offloads": "offloads",
     "completed": "completed",
     "usd_per_mtok": "$/Mtok",
+    "usd": "$",
 }
 """The fields of a row that the table shows, and their headings; `--json` has every field."""
 TRACE_COLUMNS = ("arrival_s", "prompt_tokens", "response_tokens")

@@ -9,8 +9,10 @@ from math import inf
 import numpy as np
 
 from gateway.domain import Lane
+from gateway.prices import MTOK
 from mico.errors import CommandFailed, ExitCode
 from mico.simulation.queries import Record
+from mico.simulation.specification import PROMPT_PRICE
 from site_engine.core.request import Request
 from site_engine.core.request_queue import STARVING_AFTER_S, Score, least_work
 
@@ -67,6 +69,7 @@ class RunMetrics:
     max_ttft_over_median_latency: float  # the median is far below a second where most find a slot free
     preemptions: int
     usd_per_mtok: float
+    usd: float  # of all answers, prompts included
     hit_rate: float  # cached tokens of all prompts
 
     def row(self) -> dict[str, object]:
@@ -102,6 +105,7 @@ def run_metrics(
         ),
         preemptions=preemptions,
         usd_per_mtok=_mean_usd_per_mtok(done, usd_per_mtok or {}),
+        usd=_usd(done, usd_per_mtok or {}),
         hit_rate=sum(record.cached_tokens for record in done)
         / sum(record.query.prompt_tokens for record in done),
     )
@@ -112,6 +116,13 @@ def _mean_usd_per_mtok(done: Sequence[Record], usd_per_mtok: Mapping[str, float]
     tokens = [record.query.response_tokens for record in done]
     paid = [usd_per_mtok.get(record.site, 0.0) for record in done]
     return float(np.dot(tokens, paid) / sum(tokens))
+
+
+def _usd(done: Sequence[Record], usd_per_mtok: Mapping[str, float]) -> float:
+    """Return the price of all answers and their prompts, as a site of the simulation has prices."""
+    tokens = [PROMPT_PRICE * each.query.prompt_tokens + each.query.response_tokens for each in done]
+    paid = [usd_per_mtok.get(each.site, 0.0) for each in done]
+    return float(np.dot(tokens, paid) / MTOK)
 
 
 def jain(tenants: Sequence[str], latencies: Sequence[float]) -> float:

@@ -79,7 +79,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("simulate", "--corpus", "CORPUS", "--queries", "10"): {
         "runs[]": "affinity completed estimator hit_rate jain load makespan_s max_ttft_over_median "
         "max_ttft_over_median_latency mean_normalized_latency mean_ttft_s offload offloads order p50_ttft_s "
-        "p99_normalized_latency p99_ttft_s policy preemptions queries sites trace usd_per_mtok",
+        "p99_normalized_latency p99_ttft_s policy preemptions queries sites trace usd usd_per_mtok",
     },
 }
 SHOWN_BELOW = {"batch show"}

@@ -16,9 +16,9 @@ from mico.simulation.affinity import affinity
 from mico.simulation.compare import _outages_of_sites, bound, outage, policy
 from mico.simulation.estimators import LEARNING_DELAY, estimator
 from mico.simulation.federation import Outage
-from mico.simulation.metrics import order_by_name
-from mico.simulation.queries import Query
-from mico.simulation.specification import KV_TOKENS_PER_SLOT, capacity_qps, sites_of
+from mico.simulation.metrics import order_by_name, run_metrics
+from mico.simulation.queries import Query, Record
+from mico.simulation.specification import KV_TOKENS_PER_SLOT, PROMPT_PRICE, capacity_qps, sites_of
 from mico.simulation.workloads import assign_classes
 from predictor.data.dataset import HELD_OUT_PERCENT, prompt_percent
 from predictor.onnx_forecaster import Features
@@ -223,3 +223,14 @@ def test_what_a_gateway_kept_of_its_own_traffic_is_a_corpus(
     assert main([*command, "--corpus", str(tmp_path / "outcomes")]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["trace"], run["completed"]) == ("poisson", 20)
+
+
+def test_what_policies_cost_counts_every_prompt_and_answer_at_its_site() -> None:
+    records = [
+        Record(Query(number, 0.0, 1_000, 500), first_token_s=1.0, finish_s=2.0, site=site)
+        for number, site in enumerate(("cheap", "dear", "dear"))
+    ]
+    found = run_metrics(records, usd_per_mtok={"cheap": 1.0, "dear": 10.0})
+    assert found.usd == pytest.approx((PROMPT_PRICE * 1_000 + 500) * 21.0 / 1e6)
+    assert found.usd_per_mtok == pytest.approx(7.0)
+    assert run_metrics(records).usd == 0.0
