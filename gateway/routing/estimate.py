@@ -60,7 +60,9 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
 def price_usd(size: Sizes, at: Figures) -> Numbers:
     """Compute `Prices.nano_usd` for vectors, in dollars and not rounded."""
     prompt, response, cached = size.prompt_tokens, size.response_tokens, size.cached_tokens
-    usd: Numbers = (prompt - cached) * at.input_usd_per_token + cached * at.cached_usd_per_token
+    usd: Numbers = prompt * at.input_usd_per_token
+    if not isinstance(cached, float):  # most prompts are new everywhere
+        usd -= cached * (at.input_usd_per_token - at.cached_usd_per_token)
     usd += response * at.output_usd_per_token
     usd += (response * (prompt + 0.5 * response)) * at.context_usd_per_token
     return usd
@@ -117,7 +119,9 @@ def sizes(demand: Demand, fleet: Fleet) -> Sizes:
 def _cached_tokens(cached: Cached, fleet: Fleet) -> Numbers | float:
     if not cached.by_site:
         return 0.0
-    tokens = np.full(len(fleet.sites), cached.elsewhere)
+    tokens = np.zeros(len(fleet.sites))
+    if cached.elsewhere:
+        tokens += cached.elsewhere
     for site, count in cached.by_site.items():
         place = fleet.place(site)
         if place is not None:

@@ -43,15 +43,20 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     crowding_s = (CROWDING * decode_s) * _crowding(candidates)
     if demand.cached.by_site:
         crowding_s *= _work_left(demand, candidates, decode_s)
-    missed_s = np.maximum(0.0, candidates.now_s - REPORTS_EVERY_S - at.heard_s)
-    cost_s = found.finish_s + crowding_s + STALE_PENALTY * missed_s
+    cost_s = found.finish_s + crowding_s
+    due_s = candidates.now_s - REPORTS_EVERY_S
+    if np.count_nonzero(at.heard_s < due_s):
+        cost_s += STALE_PENALTY * np.maximum(0.0, due_s - at.heard_s)
     cost_s += found.price_usd / USD_PER_SECOND[demand.lane]
     if demand.lane is Lane.INTERACTIVE:
         cost_s += FIRST_TOKEN * found.first_token_s
     cost_s /= at.weight
     place = candidates.least(cost_s, turn)
-    waits = f"waits {found.wait_s[place]:.2f} s, " if found.wait_s[place] > 0 else ""
-    promise = f"first token in {found.first_token_s[place]:.2f} s, done in {found.finish_s[place]:.2f} s"
+    wait_s, first_s, finish_s = (
+        float(each[place]) for each in (found.wait_s, found.first_token_s, found.finish_s)
+    )
+    waits = f"waits {wait_s:.2f} s, " if wait_s > 0 else ""
+    promise = f"first token in {first_s:.2f} s, done in {finish_s:.2f} s"
     if (cached := demand.cached.at(candidates.sites[place].name)) >= 1.0:
         promise += f", {several(cached, 'prompt token')} cached"
     crowded = f"{several(at.requests[place], 'request')} on {several(at.slots[place], 'slot')}"
