@@ -124,8 +124,9 @@ def _work_left(demand: Demand, candidates: Candidates, decode_s: float) -> Numbe
     """
     at = candidates.at
     weight = (1.0 + FIRST_TOKEN) * at.slots
+    decode_s += 1e-9  # nothing is divided by 0 where a query takes no time
     whole = decode_s + weight * (at.per_token_s * demand.prompt_tokens)
-    left: Numbers = (decode_s + weight * candidates.estimates.prefill_s) / np.maximum(whole, 1e-9)
+    left: Numbers = (decode_s + weight * candidates.estimates.prefill_s) / whole
     return left
 
 
