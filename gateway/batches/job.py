@@ -17,8 +17,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.batches import finalize
 from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
-from gateway.batches.capacity import SiteCapacity, assign_sites, available, fair_share
+from gateway.batches.capacity import SiteCapacity, available, fair_share
 from gateway.batches.context import BatchContext
+from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
 from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
@@ -77,6 +78,7 @@ class Job:
         self._in_flight = in_flight
         self._active_jobs = active_jobs
         self._queue: deque[Line] = deque()
+        self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._paused_until_s = 0.0
@@ -158,8 +160,9 @@ class Job:
         if now_s < self._paused_until_s:
             return
         capacities = self._capacities(now_s)
+        self._homes.begin(capacities)
         lines = self._take_lines(fair_share(capacities, self._active_jobs()), now_s) if capacities else []
-        sites = assign_sites([line.response_tokens for line in lines], capacities)
+        sites = self._homes.assign(lines, capacities)
         if not capacities and self._model_is_unknown():
             lines = self._take_lines(PAGE_LINES, now_s)
             sites = [""] * len(lines)
@@ -204,7 +207,7 @@ class Job:
     def _next_line(self, now_s: float) -> Line | None:
         if self._retries and self._retries[0][0] <= now_s:
             return heappop(self._retries)[-1]
-        return self._queue.popleft() if self._queue else None
+        return self._homes.take(self._queue)
 
     def _model_is_unknown(self) -> bool:
         """Return whether certainly no site serves the model; each line then fails with that error."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections import deque
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.batches.capacity import SiteCapacity
 from gateway.batches.groups import PrefixGroups
+from gateway.batches.homes import LOOK_AHEAD, Homes
 from gateway.batches.order import LOOSE_SHARE, order
 from gateway.batches.values import Line, Order
+from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.routing.prefixes import Prefix, prefix_of
 
 
@@ -133,3 +137,55 @@ def test_lines_are_grouped_and_ordered_in_little_memory() -> None:
     assert [group.first for group in groups] == [number // 4 * 4 for number in range(5000)]
     assert len(set(turns)) == 5000
     assert most < 40e6
+
+
+def site(name: str) -> Site:
+    identity = SiteIdentity(name, "boot", "aws", "here", {"m": Model("m", "r", 1024, 0, "mico")}, 8, 10_000)
+    return Site(identity, SiteState.READY, LoadReport(1, 0.0), Credit())
+
+
+def sites_of_groups(lines: list[Line], slots: dict[str, int], seed: int) -> dict[int, set[str]]:
+    """Run lines at sites that end them in a random order; return where each group has run."""
+    rnd, homes, queue = random.Random(seed), Homes(), deque(lines)
+    running: list[str] = []
+    ran: dict[int, set[str]] = {}
+    while queue:
+        room = {name: most - running.count(name) for name, most in slots.items()}
+        free = [SiteCapacity(site(name), lines) for name, lines in room.items() if lines > 0]
+        most = sum(lines for _, lines in free)
+        homes.begin(free)
+        taken = [homes.take(queue) for _ in range(min(most, len(queue)))]
+        started = [each for each in taken if each is not None]
+        for each, name in zip(started, homes.assign(started, free), strict=True):
+            assert running.count(name) < slots[name]
+            running.append(name)
+            ran.setdefault(each.group, set()).add(name)
+        for _ in range(rnd.randint(1, 3)):
+            if running:
+                running.pop(rnd.randrange(len(running)))
+    return ran
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_small_groups_stay_at_one_site_of_four(seed: int) -> None:
+    lines = [line(number, 3100, 90, number // 4, 3000) for number in range(400)]
+    ran = sites_of_groups(lines, {"a": 8, "b": 8, "c": 4, "d": 2}, seed)
+    assert len(ran) == 100
+    assert sum(len(each) == 1 for each in ran.values()) >= 90
+
+
+def test_a_large_group_runs_at_every_site() -> None:
+    lines = [line(number, 900, 2, 7, 800) for number in range(300)]
+    assert sites_of_groups(lines, {"a": 8, "b": 8}, 1) == {7: {"a", "b"}}
+
+
+@given(groups=st.lists(st.integers(0, 5), max_size=120), sites=st.sets(st.sampled_from("ab")))
+def test_every_line_is_taken_once_whatever_site_has_room(groups: list[int], sites: set[str]) -> None:
+    lines = [line(number, 100, 5, group, 50) for number, group in enumerate(groups)]
+    homes, queue = Homes(), deque(lines)
+    taken = []
+    homes.begin([SiteCapacity(site(name), 9) for name in sites])
+    while (each := homes.take(queue)) is not None:
+        taken.append(each.number)
+    assert sorted(taken) == list(range(len(lines)))
+    assert all(number - place <= LOOK_AHEAD for place, number in enumerate(taken))

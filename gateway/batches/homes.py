@@ -1,0 +1,66 @@
+"""Keeps lines that begin alike at the sites that have computed their beginning. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.batches.capacity import SiteCapacity, assign_sites
+from gateway.batches.values import Line
+
+LOOK_AHEAD: Final = 64
+"""Lines among which one is sought that suits the sites with room."""
+MAX_GROUPS: Final = 4096
+"""Groups whose sites are remembered, the latest."""
+
+
+class Homes:
+    """The sites at which lines of each group have started.
+
+    A group stays where it has begun as long as other lines can start elsewhere; else it begins at one more.
+    """
+
+    def __init__(self) -> None:
+        self._homes: dict[int, set[str]] = {}
+        self._room: dict[str, int] = {}
+        self._chosen: dict[int, str] = {}  # sites of the lines just taken, by number
+
+    def begin(self, capacities: Sequence[SiteCapacity]) -> None:
+        """Begin a round: lines are taken for these sites."""
+        self._room = {site.name: lines for site, lines in capacities}
+        self._chosen = {}
+
+    def take(self, queue: deque[Line]) -> Line | None:
+        """Take the next line, or before it one whose beginning is at a site that has room."""
+        if not queue:
+            return None
+        at, site = next(
+            ((at, site) for at in range(min(LOOK_AHEAD, len(queue))) if (site := self._site_for(queue[at]))),
+            (0, max(self._room, key=self._room.__getitem__, default="")),
+        )
+        line = queue[at]
+        del queue[at]
+        if line.shared_tokens and site:
+            self._chosen[line.number] = site
+            self._room[site] -= 1
+            self._homes.setdefault(line.group, set()).add(site)
+            if len(self._homes) > MAX_GROUPS:
+                del self._homes[next(iter(self._homes))]
+        return line
+
+    def assign(self, lines: Sequence[Line], capacities: Sequence[SiteCapacity]) -> list[str]:
+        """Return the site of each line that was taken; jointly of those that begin like no other."""
+        alone = [line for line in lines if line.number not in self._chosen]
+        free = [
+            SiteCapacity(site, self._room[site.name]) for site, _ in capacities if self._room[site.name] > 0
+        ]
+        sites = iter(assign_sites([line.response_tokens for line in alone], free or capacities))
+        return [self._chosen.get(line.number) or next(sites) for line in lines]
+
+    def _site_for(self, line: Line) -> str:
+        """Return the site with most room of those that have a line's beginning, of all if none has."""
+        homes = self._homes.get(line.group) if line.shared_tokens else None
+        room = [(self._room.get(name, 0), name) for name in (self._room if homes is None else homes)]
+        lines, site = max(room, default=(0, ""))
+        return site if lines > 0 else ""
