@@ -23,7 +23,7 @@ from gateway.store.reserve import Reserve
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES: Final = 1 << 20
-LIMIT_BYTES: Final = 1 << 30
+LIMIT_BYTES: Final = 5 << 28
 SET_ASIDE_BYTES: Final = 16 << 20
 
 

@@ -56,7 +56,8 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
         "prompt_tokens query_id queue_s received_at request_id site status tenant total_s",
         "[].attempts[]": "cached_tokens completion_tokens decision ended first_token_s model nano_usd prices "
         "prompt_tokens resumed_tokens",
-        "[].attempts[].decision.estimates[]": "cached_tokens",
+        "[].attempts[].decision.estimates[]": "cached_tokens cost finish_s first_token_s kv_tokens "
+        "load_age_s price_usd site wait_s",
     },
     ("routes", "list"): {"[]": ROUTE, "[].targets[]": TARGET},
     ("routes", "show", "ROUTE"): {"": ROUTE, "targets[]": TARGET},
