@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -349,6 +350,18 @@ def test_a_batch_is_on_the_page(page: Browser, federation: LocalFederation, tmp_
     page.open(federation.base_url.removesuffix("/v1") + "/admin")
     page.until(f"document.querySelector('#batches').innerText.includes({json.dumps(batch_id)})", "the batch")
     assert "1 of 1" in page.text("#batches")
+
+
+def test_what_a_cloud_cost_is_on_the_page(page: Browser, federation: LocalFederation) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    answer = federation.sdk().chat.completions.with_raw_response.create(
+        model=federation.model, messages=messages, max_tokens=4
+    )
+    assert float(answer.headers["x-mico-cost-usd"]) > 0
+    page.open(federation.base_url.removesuffix("/v1") + "/admin")
+    cloud = json.dumps(federation.sites()[answer.headers["x-mico-site"]]["cloud"])
+    text = "document.querySelector('#spending tbody').innerText"
+    page.until(f"{text}.includes({cloud}) && {text}.includes('$0.0')", "what the cloud cost")
 
 
 def test_a_quota_is_on_the_page(page: Browser, federation: LocalFederation) -> None:

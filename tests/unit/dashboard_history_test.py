@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.domain import SiteIdentity
+from gateway.federation.directory import Directory
 from gateway.telemetry.history import MINUTES_KEPT, SECONDS_KEPT, History, Sample, columns, fold
+from gateway.telemetry.publisher import SnapshotPublisher
 
 figure = st.none() | st.floats(0, 1e6)
 samples = st.lists(
@@ -64,3 +70,25 @@ def test_columns_say_what_the_samples_say(kept: list[Sample]) -> None:
             sample.load
         )
     assert all(len(values) == len(kept) for values in laid_out["clouds"].values())
+
+
+def test_at_the_end_of_a_minute_the_sites_that_are_paid_by_the_hour_are_marked() -> None:
+    async def main() -> None:
+        now, directory = [600.0], Directory()
+        marked: list[tuple[int, list[str]]] = []
+
+        async def mark(minute: int, sites: Sequence[SiteIdentity]) -> None:
+            marked.append((minute, [site.name for site in sites]))
+
+        for name, usd_per_hour in (("own", 3.0), ("gone", 3.0), ("provider", 0.0)):
+            identity = SiteIdentity(name, "b", "c", "r", {}, 1, 100, usd_per_hour=usd_per_hour)
+            directory.join(identity, now[0])
+        directory.leave("gone")
+        publisher = SnapshotPublisher(directory, "g1", clock=lambda: now[0], unix_time=lambda: now[0])
+        publisher.mark_paid = mark
+        for now[0] in (600.0, 630.0, 660.0):
+            publisher.tick()
+        await asyncio.gather(*publisher.saving)
+        assert marked == [(10, ["own"])]
+
+    asyncio.run(main())
