@@ -51,6 +51,9 @@ class Affinity:
     def ended(self, query: Query, site: str, expected: Cached, cached_tokens: int) -> None:
         """Learn what a site really had."""
 
+    def forget(self, site: str) -> None:
+        """Learn that a site starts with an empty cache."""
+
 
 AffinityFactory = Callable[[int], Sequence[Affinity]]
 """Makes the affinities of so many gateways."""
@@ -82,6 +85,9 @@ class PrefixAffinity(Affinity):
 
     def ended(self, query: Query, site: str, expected: Cached, cached_tokens: int) -> None:
         self.index.correct(expected, site, cached_tokens / query.prompt_tokens)
+
+    def forget(self, site: str) -> None:
+        self.index.forget(site)
 
 
 class ConsistentHash(Affinity):

@@ -104,6 +104,7 @@ class Gateway:
             seq=1, received_s=self._clock.now_s, kv_free_tokens=spec.kv_tokens, iteration=spec.cost
         )
         self.directory.report(name, first, Credit())
+        self._affinity.forget(name)
         self.offloading.mark_changed(name)
 
     # ---- a query

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.domain import IterationCost, Lane
 from mico.simulation.affinity import AFFINITIES, affinity
 from mico.simulation.clock import Clock
+from mico.simulation.federation import Outage
 from mico.simulation.prompts import BLOCK_TOKENS, agents, unshared, with_blocks
 from mico.simulation.queries import Query
 from mico.simulation.row import ENDLESS, Row
@@ -212,6 +213,17 @@ def test_a_cache_evicts_what_was_not_used_longest() -> None:
     *before, last = [record.cached_tokens for record in records]
     assert before == [0, 0, 4 * BLOCK_TOKENS, 0, 4 * BLOCK_TOKENS]
     assert last < 4 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("name", AFFINITIES)
+def test_a_lost_site_comes_back_with_an_empty_cache(name: str) -> None:
+    (site,) = sites_of("1x4@1~10")
+    turns = [replace(each, arrival_s=100.0 * each.number) for each in chats(1, 3)]
+    for outages, hits in (((), [0, 2048, 4096]), ((Outage(site.name, 150.0, 160.0),), [0, 2048, 0])):
+        records, _ = simulate(
+            turns, (site,), block_tokens=BLOCK_TOKENS, affinity=AFFINITIES[name], outages=outages
+        )
+        assert [record.cached_tokens for record in records] == hits
 
 
 def test_made_agents_go_on_from_their_last_call() -> None:
