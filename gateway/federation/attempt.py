@@ -258,7 +258,7 @@ class LiveAttempt:
     def _take_pending(self) -> list[Delta]:
         deltas = []
         for choice in self._choices:
-            if (delta := choice.take()) is not None:
+            if choice.newest is not None and (delta := choice.take()) is not None:
                 deltas.append(delta)
         return deltas
 

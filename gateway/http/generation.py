@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -150,11 +150,12 @@ class GenerationEndpoint(UnaryEndpoint):
 
     api_format: GenerationFormat
 
-    async def _send(self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send) -> None:
+    def _send(
+        self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send
+    ) -> Coroutine[object, object, None]:
         if request.stream_options.stream:
-            await self._send_stream(request, pieces, exchange, send)
-        else:
-            await UnaryEndpoint._send(self, request, pieces, exchange, send)
+            return self._send_stream(request, pieces, exchange, send)
+        return UnaryEndpoint._send(self, request, pieces, exchange, send)
 
     async def _send_stream(
         self, request: GenerationRequest, pieces: Pieces, exchange: Exchange, send: Send

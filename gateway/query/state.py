@@ -217,7 +217,8 @@ class QueryState:
             self._finishes[delta.index] = delta.finish
         if not self._resumable:
             return
-        self._reasoning_chars += len(delta.reasoning)
+        if delta.reasoning:
+            self._reasoning_chars += len(delta.reasoning)
         if delta.refusal:
             self._refused = True
         self._token_ids.extend(delta.token_ids)
