@@ -15,6 +15,7 @@ from gateway.routing.estimate import estimates, of_demands
 from gateway.routing.failover import MAX_MOVES
 from gateway.routing.filters import why_not
 from gateway.routing.fleet import Figures, Fleet, Numbers, figures, remaining_row
+from gateway.routing.prefixes import Cached
 
 MIN_GAIN_S = 0.05
 MIN_GAIN_SHARE = 0.2
@@ -38,11 +39,12 @@ class Pending(NamedTuple):
 
 class Offer(NamedTuple):
     """The queue of one site. `beaten_by`: for each query that waits there, its prompt and response tokens,
-    and the latest finish elsewhere, in seconds, at which a move is worth it, whichever of the others moved.
+    the latest finish elsewhere, in seconds, at which a move is worth it, whichever of the others moved, and
+    the prompt tokens that sites have in their caches.
     """
 
     donor: Site
-    beaten_by: Sequence[tuple[float, float, float]]
+    beaten_by: Sequence[tuple[float, float, float, Cached]]
 
 
 def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
@@ -55,7 +57,12 @@ def offer(donor: Site, demands: Iterable[Demand]) -> Offer:
     latest_s = (here.finish_s - _min_gain_s(here.wait_s) - ROUND_TRIPS * donor.rtt_s).tolist()
     rows = zip(by_length, here.wait_s.tolist(), latest_s, strict=True)
     return Offer(
-        donor, [(each.prompt_tokens, each.response_tokens, by_s) for each, wait_s, by_s in rows if wait_s > 0]
+        donor,
+        [
+            (each.prompt_tokens, each.response_tokens, by_s, each.cached)
+            for each, wait_s, by_s in rows
+            if wait_s > 0
+        ],
     )
 
 
@@ -77,9 +84,10 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
     iteration_s = float(at.iteration_s[place])
     found = []
     for each in offers:
-        for prompt, response, by_s in each.beaten_by:
+        for prompt, response, by_s, cached in each.beaten_by:
             each_s = iteration_s + per_kv_s * prompt
-            if by_s > start_s + prompt * (per_token_s + per_kv_s) + response * each_s:
+            new = prompt - cached.at(bidder)
+            if by_s > start_s + per_token_s * new + per_kv_s * prompt + response * each_s:
                 found.append(each.donor.name)
                 break
     return sorted(found, key=lambda name: fleet.place(name) or 0)

@@ -12,11 +12,20 @@ from gateway.routing.demand import Demand
 from gateway.routing.failover import MAX_MOVES
 from gateway.routing.fleet import Fleet
 from gateway.routing.offload import Pending, offer, promising, wins
+from gateway.routing.prefixes import NOTHING_CACHED, Cached
 
 NOW = 50.0
 
 
-def site(name: str, *, running: int = 0, pending: int = 0, slots: int = 4, seconds: float = 0.02) -> Site:
+def site(
+    name: str,
+    *,
+    running: int = 0,
+    pending: int = 0,
+    slots: int = 4,
+    seconds: float = 0.02,
+    per_token_s: float = 0.0,
+) -> Site:
     model = Model("m", "r", 1024, 0, "o", frozenset())
     identity = SiteIdentity(name, "b", "c", "r", {"m": model}, slots=slots, kv_capacity_tokens=100_000)
     load = LoadReport(
@@ -25,7 +34,7 @@ def site(name: str, *, running: int = 0, pending: int = 0, slots: int = 4, secon
         running=running,
         pending=pending,
         kv_free_tokens=90_000,
-        iteration=IterationCost(base_s=seconds),
+        iteration=IterationCost(base_s=seconds, per_token_s=per_token_s),
         running_remaining=(200,) * running,
         pending_prompt_tokens=20 * pending,
         pending_response_tokens=100.0 * pending,
@@ -40,8 +49,10 @@ def pending(
     tokens: float = 100.0,
     moves: int = 0,
     lane: Lane = Lane.INTERACTIVE,
+    prompt: int = 20,
+    cached: Cached = NOTHING_CACHED,
 ) -> Pending:
-    return Pending(f"q{number}", where, Demand("m", 20, tokens, 250, lane), moves)
+    return Pending(f"q{number}", where, Demand("m", prompt, tokens, 250, lane, cached=cached), moves)
 
 
 counts = st.integers(0, 40)
@@ -171,3 +182,35 @@ def test_a_quick_look_leaves_out_nothing_that_would_be_won(  # noqa: PLR0917  # 
     donors = promising("idle", offers, fleet)
     quickly = wins("idle", [each for each in waiting[0] + waiting[1] if each.site in donors], fleet, NOW)
     assert quickly == wins("idle", waiting[0] + waiting[1], fleet, NOW)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 300), st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=6),
+    st.floats(0.0, 0.05),
+    st.floats(0.0, 0.05),
+    ways_s,
+)
+def test_a_quick_look_counts_what_the_bidder_has_in_its_cache(
+    waiting: list[tuple[float, int, int]], here_s: float, there_s: float, way_s: float
+) -> None:
+    donor = site("busy", running=4, pending=len(waiting), per_token_s=here_s)
+    bidder = replace(site("idle", per_token_s=there_s), rtt_s=way_s)
+    fleet = Fleet.of([donor, bidder])
+    queue = [
+        pending(number, tokens=tokens, prompt=400, cached=Cached({"busy": here, "idle": there}))
+        for number, (tokens, here, there) in enumerate(waiting)
+    ]
+    offers = [offer(donor, [each.demand for each in queue])]
+    assert promising("idle", offers, fleet) or not wins("idle", queue, fleet, NOW)
+
+
+def test_a_query_moves_to_the_prefix_that_another_site_has_cached() -> None:
+    donor, bidder = site("busy", running=4, pending=1), site("idle", per_token_s=0.05)
+    fleet = Fleet.of([donor, bidder])
+    unknown, known = (
+        pending(0, tokens=10.0, prompt=400, cached=cached)
+        for cached in (NOTHING_CACHED, Cached({"idle": 380.0}))
+    )
+    assert wins("idle", [unknown], fleet, NOW) == []
+    assert wins("idle", [known], fleet, NOW) == [known]
+    assert promising("idle", [offer(donor, [known.demand])], fleet) == ["busy"]
