@@ -16,6 +16,9 @@ interactive query goes before them all there, and takes the slot of a running li
 RESERVED_SHARE: Final = 0.25
 """Share of slots left to interactive queries at a site that can't take a slot back from a batch."""
 
+MOST_AT_ONCE: Final = 4096
+"""Lines that one replica runs at once however many slots the sites have: each takes memory here."""
+
 
 class SiteCapacity(NamedTuple):
     """`lines`: the number of lines that the site can start now."""
@@ -38,11 +41,21 @@ def available(
 
 def startable_lines(site: Site) -> int:
     """Return how many lines the site can start, by its last report and what was assigned since."""
-    slots, load = site.identity.slots, site.load
-    in_use = load.running + load.pending + site.credit.requests
+    load = site.load
+    return _most_lines(site) - load.running - load.pending - site.credit.requests
+
+
+def lines_at_once(sites: Sequence[Site], model: str, at_least: int) -> int:
+    """Return how many lines may run: as many as all sites of a model take, within MOST_AT_ONCE."""
+    taken = sum(_most_lines(site) for site in sites if model in site.identity.models)
+    return max(at_least, min(taken, MOST_AT_ONCE))
+
+
+def _most_lines(site: Site) -> int:
+    slots = site.identity.slots
     if site.identity.engine == NATIVE:
-        return slots + max(1, int(slots * QUEUED_SHARE)) - in_use
-    return slots - max(1, int(slots * RESERVED_SHARE)) - in_use if slots > 1 else slots - in_use
+        return slots + max(1, int(slots * QUEUED_SHARE))
+    return slots - max(1, int(slots * RESERVED_SHARE)) if slots > 1 else slots
 
 
 def fair_share(capacities: Sequence[SiteCapacity], batches: int) -> int:

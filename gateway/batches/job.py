@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.batches import finalize
 from gateway.batches.answer_line import ENDPOINTS, answer_line, error_line, response_line
-from gateway.batches.capacity import SiteCapacity, available, fair_share
+from gateway.batches.capacity import SiteCapacity, available, fair_share, lines_at_once
 from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
@@ -187,11 +187,12 @@ class Job:
     def _take_lines(self, max_lines: int, now_s: float) -> list[Line]:
         """Take the lines that start now from the due retries, then from the queue, within the limits."""
         limits, jobs = self._context.limits, max(1, self._active_jobs())
+        in_flight = lines_at_once(self._context.sites(), self._context.model_of(self.batch), limits.in_flight)
         running = [task.get_name() for task in self._running if not task.done()]
         starting = len(running) - sum(map(self._context.dispatched, running))
         max_lines = min(
             max_lines,
-            limits.in_flight // jobs - len(self._running),
+            in_flight // jobs - len(self._running),
             max(1, limits.starting // jobs) - starting,
         )
         size = sum(line.size for line in self._running.values())

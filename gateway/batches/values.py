@@ -55,8 +55,9 @@ UNFINISHED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """`file_bytes` and `lines` are OpenAI's. `in_flight`: lines that one replica runs at once; `starting`:
-    those of them that no site has yet, which take this process's time and so that of interactive queries.
+    """`file_bytes` and `lines` are OpenAI's. `in_flight`: lines that one replica runs at once, or more if the
+    sites of their model have more slots; `starting`: those of them that no site has yet, which take this
+    process's time and so that of interactive queries.
 
     `failures`: failed runs after which a line has failed for good.
     `tenant_batches`: batches of a tenant that have not ended.

@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from gateway.batches.capacity import SiteCapacity, assign_sites, available, fair_share
+from gateway.batches.capacity import (
+    MOST_AT_ONCE,
+    SiteCapacity,
+    assign_sites,
+    available,
+    fair_share,
+    lines_at_once,
+)
 from gateway.batches.expiry import remove_expired
 from gateway.batches.files import Files, Page
 from gateway.batches.job import Job, Retry
@@ -124,6 +131,15 @@ def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_a
     again = [job._next_line(now_s) for _ in range(1_000)]
     assert [waits_s[each.number] for each in again if each] == sorted(waits_s)
     assert job._next_line(now_s) is None
+
+
+def test_as_many_lines_run_as_all_sites_of_the_model_take() -> None:
+    """Two sites of 256 slots take 640 lines, those that wait there included; 512 would leave slots idle."""
+    two = [site("a", slots=256, running=256), site("b", slots=256)]
+    assert lines_at_once(two, "m", 512) == 640
+    assert lines_at_once(two[:1], "m", 512) == 512
+    assert lines_at_once(two, "another", 512) == 512
+    assert lines_at_once([site("c", slots=10**9)], "m", 512) == MOST_AT_ONCE
 
 
 def test_no_line_goes_where_an_operator_or_silence_says_no() -> None:
