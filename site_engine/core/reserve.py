@@ -190,4 +190,4 @@ class Reservation:
         missing = 0 if request.state is State.DECODE else length - request.computed
         ends = self.iteration + expected + ENDS_LATE + missing / max(1, self._chunk())
         held = length + size - 1 - shared * size  # of whole pages, one may be nearly empty
-        return Span(ends, held - self.iteration, ((p90 - expected) / P90_DEVIATIONS) ** 2)
+        return Span(ends, held - self.iteration, (max(0.0, p90 - expected) / P90_DEVIATIONS) ** 2)

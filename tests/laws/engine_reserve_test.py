@@ -74,6 +74,32 @@ def test_with_known_lengths_nothing_is_ever_preempted(seed: int, page_size: int,
     assert counts.preemptions == 0
 
 
+@given(seed=st.integers(0, 100_000), page_size=st.sampled_from([1, 4]))
+def test_every_page_counts_once_whoever_shares_starts_leaves_or_is_preempted(
+    seed: int, page_size: int
+) -> None:
+    rnd = random.Random(seed)
+    prefixes = [[1000 * (at + 1) + each for each in range(rnd.choice([4, 24]))] for at in range(2)]
+    lengths = {str(at): rnd.choice([1, 5, 30, 60]) for at in range(40)}
+    engine = CountedEngine(lengths, at_once, kv_tokens=160, slots=6, token_budget=24, page_size=page_size)
+    scheduler, reservation = engine.scheduler, engine.scheduler.reservation
+    for at in range(60):
+        if at < 40:
+            prompt = [*rnd.choice([[], *prefixes]), *([at + 5] * rnd.randint(1, 12))]
+            forecast = RemainingCurve((RemainingPoint(0, rnd.choice([2.0, 40.0]), 50),))
+            engine.submit(Request(str(at), prompt, remaining=forecast, lane=rnd.choice(list(Lane))))
+        engine.step()
+        if scheduler.running and rnd.random() < 0.2:
+            scheduler.release(rnd.choice(scheduler.running))
+        held = {page for request in scheduler.running for page in request.pages}
+        assert set(reservation._spans) == set(reservation._shared) == set(scheduler.running)
+        assert 0 <= reservation._own_pages() <= len(held)
+        assert all(page in keeper.pages for page, keeper in reservation._keepers.items())
+        assert reservation.reserved_tokens() >= 0
+    engine.run()
+    assert not reservation._spans and not reservation._keepers
+
+
 def test_requests_that_end_make_room_for_one_that_grows() -> None:
     """200 tokens of memory: the long one needs 150 at its end, when the three short ones have long ended."""
     lengths = {"long": 140, "a": 20, "b": 20, "c": 20}
