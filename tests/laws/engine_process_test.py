@@ -22,3 +22,4 @@ def test_answers_are_the_same_in_a_process_of_its_own(name: str) -> None:
     assert finishes >= {Finish.STOP, Finish.LENGTH, Finish.CANCELLED}
     assert any(result.stop_sequence for result in results)
     assert all(result.has_timings for result in results if result.finish is Finish.STOP)
+    assert any(result.preemptions for result in results)

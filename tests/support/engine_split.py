@@ -58,7 +58,8 @@ class Result:
     completion_tokens: int = 0
     stop_sequence: str = ""
     has_timings: bool = False
-    outputs: int = 0
+    outputs: int = field(default=0, compare=False)
+    preemptions: int = field(default=0, compare=False)
 
     def add(self, output: Output) -> None:
         assert self.finish is None, "an output after the last one"
@@ -71,6 +72,7 @@ class Result:
         self.stop_sequence = output.stop_sequence
         self.has_timings = output.timings is not None
         self.outputs += 1
+        self.preemptions = 0 if output.timings is None else output.timings.preemptions
 
 
 def random_cases(count: int, seed: int) -> list[Case]:
@@ -211,7 +213,6 @@ def differences(cases: Sequence[Case], here: list[list[Result]], there: list[lis
                 same = case.cancel_after and one.token_ids[:length] == other.token_ids[:length]
                 same = same and (one.text.startswith(other.text) or other.text.startswith(one.text))
             else:
-                one.outputs = other.outputs = 0
                 same = one == other
             if not same:
                 found.append(f"{at}: {case}\n  {one}\n  {other}")
