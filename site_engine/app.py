@@ -95,7 +95,7 @@ async def _serve_process(
     loop, shutdown = asyncio.get_running_loop(), Shutdown()
     lost_in_a_row = 0
     with shutdown.handle_signals(loop):
-        while lost_in_a_row <= MAX_LOST_IN_A_ROW:
+        while lost_in_a_row < MAX_LOST_IN_A_ROW:
             launching = asyncio.create_task(launch_engine(config, loop.call_soon_threadsafe, command))
             if not await _first(launching, shutdown.requested.wait()):
                 return shutdown.status

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import (
@@ -271,10 +271,11 @@ class Rejected:
     param: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
+    """An increment of one choice. A tuple, as `Output` is: there is one for each row of each iteration."""
+
     attempt_id: str
-    index: int
+    choice: int
     text: str
     token_ids: tuple[int, ...]
     completion_tokens: int

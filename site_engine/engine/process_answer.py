@@ -39,22 +39,22 @@ class Answer:
     def contradicts_delivered(self) -> bool:
         return self._text.contradicts_delivered
 
-    def take(self, token_id: int, detail: Detail | None, now: float) -> Output:
-        """Return the output of a row."""
-        if detail is not None:
-            return self._take_detailed(token_id, detail, now)
-        self._generated += 1
-        text, finish = self._text.read(token_id, self._generated, None)
+    def take(self, token_ids: Sequence[int], now: float) -> Output:
+        """Return the output of some tokens, of which none ends the answer for the engine."""
+        text, finish, count = self._text.take_carried(), None, 0
+        for count, token_id in enumerate(token_ids, start=1):
+            more, finish = self._text.read(token_id, self._generated + count, None)
+            text += more
+            if finish is not None:
+                break
+        self._generated += count
         output = Output(
-            self.request.id,
-            self._text.take_carried() + text,
-            (token_id,),
-            finish,
-            completion_tokens=self._generated,
+            self.request.id, text, tuple(token_ids[:count]), finish, completion_tokens=self._generated
         )
         return self._text.with_thought(output if finish is None else self._ended(output, now))
 
-    def _take_detailed(self, token_id: int, detail: Detail, now: float) -> Output:
+    def take_detailed(self, token_id: int, detail: Detail, now: float) -> Output:
+        """Return the output of a row with details."""
         if not detail.has_token:
             assert detail.finish is not None, "a row has a token or a finish"
             prompt_logprobs = self._logprobs(detail.prompt_logprobs)

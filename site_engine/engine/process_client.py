@@ -170,17 +170,20 @@ class EngineProcess(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
+        """Handle what has come. Of several iterations, the tokens of a request become one output: the later
+        the loop reads, the less it has to do for each token.
+        """
         self._heard_s = self._clock()
-        outputs: list[Output] = []
+        steps: list[pm.Step] = []
         for body in self._frames.feed(data):
             message = pm.decode_from_engine(body)
             if isinstance(message, pm.Step):
-                self._read_step(message, outputs)
+                steps.append(message)
             else:
-                self._publish(outputs)
-                outputs = []
+                self._read_steps(steps)
+                steps = []
                 self._handle(message)
-        self._publish(outputs)
+        self._read_steps(steps)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose(f"its process {self.pid} has ended")
@@ -227,18 +230,37 @@ class EngineProcess(asyncio.Protocol):
             self._publish([self._answers[number].end(Finish.STOP, timings=AT_ONCE) for number in ended])
             self._send(pm.Cancel(ended))
 
-    def _read_step(self, step: pm.Step, outputs: list[Output]) -> None:
-        details = {detail.row: detail for detail in step.details}
-        for row, (number, token_id) in enumerate(zip(step.numbers, step.token_ids, strict=True)):
-            answer, detail = self._answers[number], details.get(row) if details else None
-            runs = detail is None or detail.finish is None
-            if not answer.ended:
-                output = answer.take(token_id, detail, self._heard_s)
-                outputs.append(output)
-                if output.finish is not None and runs:  # it stopped for its text
-                    self._send(pm.Cancel([number]))
-            if not runs:
-                self._forget([number])
+    def _read_steps(self, steps: Sequence[pm.Step]) -> None:
+        outputs: list[Output] = []
+        unread: dict[int, list[int]] = {}  # tokens without details
+        for step in steps:
+            details = {detail.row: detail for detail in step.details}
+            for row, (number, token_id) in enumerate(zip(step.numbers, step.token_ids, strict=True)):
+                detail = details.get(row) if details else None
+                if detail is None:
+                    unread.setdefault(number, []).append(token_id)
+                    continue
+                if number in unread:
+                    self._read_tokens(number, unread.pop(number), outputs)
+                answer = self._answers[number]
+                if not answer.ended:
+                    output = answer.take_detailed(token_id, detail, self._heard_s)
+                    outputs.append(output)
+                    if output.finish is not None and detail.finish is None:
+                        self._send(pm.Cancel([number]))
+                if detail.finish is not None:
+                    self._forget([number])
+        for number, token_ids in unread.items():
+            self._read_tokens(number, token_ids, outputs)
+        self._publish(outputs)
+
+    def _read_tokens(self, number: int, token_ids: Sequence[int], outputs: list[Output]) -> None:
+        answer = self._answers[number]
+        if not answer.ended:
+            output = answer.take(token_ids, self._heard_s)
+            outputs.append(output)
+            if output.finish is not None:  # the engine goes on: its text has ended it
+                self._send(pm.Cancel([number]))
 
     def _publish(self, outputs: Sequence[Output]) -> None:
         if outputs and self._listener is not None:

@@ -29,11 +29,12 @@ MAX_BACKLOG_BYTES = 256 << 20
 class Sender:
     """Sends at once what the socket takes; a thread sends the rest, so that no iteration waits for the site.
 
-    May be used by several threads.
+    May be used by several threads. `most_bytes`: of the rest.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most_bytes: int = MAX_BACKLOG_BYTES) -> None:
         self._connection = connection
+        self._most_bytes = most_bytes
         self._backlog = bytearray()
         self._changed = threading.Condition()
         threading.Thread(target=self._send_backlog, name="backlog", daemon=True).start()
@@ -52,7 +53,7 @@ class Sender:
             if sent == len(data):
                 return
             self._backlog += data[sent:]
-            if len(self._backlog) > MAX_BACKLOG_BYTES:
+            if len(self._backlog) > self._most_bytes:
                 raise ConnectionError(f"the site has not read {len(self._backlog)} bytes")
             self._changed.notify()
 

@@ -317,7 +317,7 @@ def begins_answer(output: Output) -> bool:
 def to_delta(attempt_id: str, index: int, output: Output, echo: str, count_offset: int) -> Delta:
     return Delta(
         attempt_id=attempt_id,
-        index=index,
+        choice=index,
         text=echo + output.text,
         token_ids=output.token_ids,
         completion_tokens=max(0, output.completion_tokens + count_offset),

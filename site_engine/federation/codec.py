@@ -339,12 +339,15 @@ _FINISHES = {
 
 def encode_deltas(delta: m.Delta) -> Iterator[pb.Delta]:
     """Encode a delta. If its vectors are many, several come before the last one, which has all else."""
-    part, size = pb.Delta(attempt_id=delta.attempt_id, index=delta.index), 0
+    if not delta.pooled:
+        yield encode_delta(delta)
+        return
+    part, size = pb.Delta(attempt_id=delta.attempt_id, index=delta.choice), 0
     for each in delta.pooled:
         size += len(each.vector)
         if part.pooled and size > MAX_STEP_BYTES:
             yield part
-            part, size = pb.Delta(attempt_id=delta.attempt_id, index=delta.index), len(each.vector)
+            part, size = pb.Delta(attempt_id=delta.attempt_id, index=delta.choice), len(each.vector)
         part.pooled.add(index=each.index, vector=each.vector, score=each.score)
     last = encode_delta(delta)
     last.pooled.extend(part.pooled)
@@ -354,7 +357,7 @@ def encode_deltas(delta: m.Delta) -> Iterator[pb.Delta]:
 def encode_delta(delta: m.Delta) -> pb.Delta:
     encoded = pb.Delta(
         attempt_id=delta.attempt_id,
-        index=delta.index,
+        index=delta.choice,
         text=delta.text,
         token_ids=delta.token_ids,
         finish=_FINISHES[delta.finish],
@@ -365,9 +368,11 @@ def encode_delta(delta: m.Delta) -> pb.Delta:
         reasoning_tokens=delta.reasoning_tokens,
         stop_sequence=delta.stop_sequence,
     )
-    encoded.logprobs.extend(map(encode_logprob, delta.logprobs))
-    encoded.prompt_logprobs.extend(map(encode_logprob, delta.prompt_logprobs))
-    encoded.tool_calls.extend(pb.ToolCall(**_fields(each)) for each in delta.tool_calls)
+    if delta.logprobs or delta.prompt_logprobs:
+        encoded.logprobs.extend(map(encode_logprob, delta.logprobs))
+        encoded.prompt_logprobs.extend(map(encode_logprob, delta.prompt_logprobs))
+    if delta.tool_calls:
+        encoded.tool_calls.extend(pb.ToolCall(**_fields(each)) for each in delta.tool_calls)
     if delta.timings is not None:
         encoded.timings.CopyFrom(pb.Timings(**_fields(delta.timings)))
     return encoded

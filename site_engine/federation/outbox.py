@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from site_engine.core.request import merge_tool_calls
@@ -60,7 +59,7 @@ class Outbox:
         self._answers.append(message)
 
     def delta(self, delta: Delta, *, urgent: bool) -> None:
-        choice = delta.attempt_id, delta.index
+        choice = delta.attempt_id, delta.choice
         parts = self._deltas.setdefault(choice, [])
         parts.append(delta)
         if len(parts) >= MAX_PARTS:
@@ -138,8 +137,7 @@ def _merged(parts: Sequence[Delta]) -> Delta:
     """Merge the parts of one choice into one delta, in their order."""
     if len(parts) == 1:
         return parts[0]
-    return replace(
-        parts[-1],
+    return parts[-1]._replace(
         text="".join(part.text for part in parts),
         reasoning="".join(part.reasoning for part in parts),
         refusal="".join(part.refusal for part in parts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from tests.support.answers import backend_of
+from tests.support.child_processes import child_processes
 from tests.support.fakes.edge import Edge, Script, on_loopback
 from tests.support.fakes.federation import TOKEN, Scene, scene
 from tests.support.tiny_model import write_tiny_model
@@ -93,25 +94,9 @@ def play(model: Path, scenario: Callable[[Stage], Awaitable[None]]) -> None:
                 for site in stage.sites.values():
                     site.cancel()
                 await asyncio.gather(*stage.sites.values(), return_exceptions=True)
-                assert engines() == set()
+                assert child_processes() == set()
 
     asyncio.run(main())
-
-
-def engines() -> set[int]:
-    """The processes of engines that this one has started, with the dead that it has not waited for."""
-    return set(_children())
-
-
-def _children() -> Iterator[int]:
-    own = os.getpid()
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(status.read_text().rpartition(") ")[2].split()[1])
-            if parent == own:
-                yield int(status.parent.name)
-        except (OSError, ValueError):
-            continue
 
 
 def test_an_engine_that_is_killed_in_mid_stream_costs_no_answer_and_comes_back(model_folder: Path) -> None:
@@ -122,12 +107,12 @@ def test_an_engine_that_is_killed_in_mid_stream_costs_no_answer_and_comes_back(m
         stage.sites["alone"].cancel()
         await asyncio.gather(stage.sites.pop("alone"), return_exceptions=True)
         assert max(map(len, expected)) > TOKENS / 2, "some run long enough to be cut"
-        before = engines()
+        before = child_processes()
         for name in ("a", "b"):
             stage.begin(name, engine_process=True)
             await until(lambda name=name: stage.is_ready(name), f"{name} is ready")
             if name == "a":
-                (victim,) = engines() - before
+                (victim,) = child_processes() - before
         begun = [asyncio.Event() for _ in range(ANSWERS)]
         asking = [asyncio.create_task(stage.answer(at, begun[at].set)) for at in range(ANSWERS)]
         await asyncio.gather(*(event.wait() for event in begun))

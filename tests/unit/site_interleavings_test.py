@@ -263,17 +263,17 @@ class Interleavings(RuleBasedStateMachine):
         return seen
 
     def take(self, seen: Seen, delta: m.Delta) -> None:
-        assert not seen.finishes[delta.index], "output after the finish"
+        assert not seen.finishes[delta.choice], "output after the finish"
         assert not seen.released, "output after a release"
-        seen.texts[delta.index] += delta.text
-        seen.tokens[delta.index] += delta.token_ids
-        assert delta.completion_tokens == len(seen.tokens[delta.index])
+        seen.texts[delta.choice] += delta.text
+        seen.tokens[delta.choice] += delta.token_ids
+        assert delta.completion_tokens == len(seen.tokens[delta.choice])
         prompt = seen.assign.prompt.text
-        spoken = "".join(map(chr, seen.tokens[delta.index]))
+        spoken = "".join(map(chr, seen.tokens[delta.choice]))
         assert spoken == (prompt * (len(spoken) + 1))[: len(spoken)]
-        assert seen.texts[delta.index] == (prompt if seen.assign.echo and spoken else "") + spoken
+        assert seen.texts[delta.choice] == (prompt if seen.assign.echo and spoken else "") + spoken
         if delta.finish is not None:
-            seen.finishes[delta.index].append(delta.finish)
+            seen.finishes[delta.choice].append(delta.finish)
             if delta.finish is Finish.LENGTH:
                 room = min(seen.assign.sampling.max_tokens, 64 - len(prompt))
                 assert len(spoken) == room, "a token is missing or doubled"

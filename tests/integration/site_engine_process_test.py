@@ -1,0 +1,148 @@
+"""One site process whose engine has another: drains, the loss of the engine, signals while it loads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from site_engine.app import MAX_LOST_IN_A_ROW, event_loop_factory, serve
+from site_engine.config import SiteConfig
+from tests.support.child_processes import child_processes
+from tests.support.fake_engine_process import FAKE_COMMAND
+from tests.support.site_gateway import TOKEN, Gateway, Session, assign, serving
+from tests.support.tiny_model import write_tiny_model
+from wire import federation_pb2 as pb
+
+WITHIN_S = 240.0
+NEVER_READY = (sys.executable, "-c", "import time; time.sleep(3600)")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Stage:
+    """A gateway, and the site: an engine without a model, the tokenizer of a tiny one."""
+
+    def __init__(self, gateway: Gateway, model: Path, command: Sequence[str]) -> None:
+        self.gateway = gateway
+        self._before = child_processes()
+        config = SiteConfig(
+            site="alpha",
+            model=str(model),
+            served_model="letters",
+            gateways=(gateway.address,),
+            token=TOKEN,
+            slots=2,
+            iteration_floor_s=0.03,
+            engine_process=True,
+        )
+        self.serving = asyncio.create_task(serve(config, command=command))
+
+    def engine(self) -> int:
+        (pid,) = child_processes() - self._before
+        return pid
+
+    async def linked(self) -> Session:
+        while True:
+            joined = asyncio.create_task(self.gateway.linked())
+            await asyncio.wait((joined, self.serving), return_when=asyncio.FIRST_COMPLETED)
+            assert not self.serving.done(), self.serving
+            return await joined
+
+
+def play(
+    model: Path, scenario: Callable[[Stage], Awaitable[None]], command: Sequence[str] = FAKE_COMMAND
+) -> None:
+    async def main() -> None:
+        before = child_processes()
+        async with asyncio.timeout(WITHIN_S), serving(Gateway()) as gateway:
+            stage = Stage(gateway, model, command)
+            try:
+                await scenario(stage)
+            finally:
+                stage.serving.cancel()
+                await asyncio.gather(stage.serving, return_exceptions=True)
+        while child_processes() > before:  # noqa: ASYNC110 - the last is being waited for
+            await asyncio.sleep(0.01)
+
+    with asyncio.Runner(loop_factory=event_loop_factory()) as runner:
+        runner.run(main())
+
+
+def test_an_engine_that_dies_fails_its_attempts_at_once_and_the_site_joins_again(model_folder: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        session = await stage.linked()
+        await session.send(**assign("a", max_tokens=60))
+        await session.until(lambda: len(session.text("a")) >= 2)
+        os.kill(stage.engine(), signal.SIGKILL)
+        assert await session.finished("a") == pb.Delta.FAILED
+        await session.over.wait()
+        assert session.log[-1].bye.reason == "its engine is lost"
+        again = await stage.linked()
+        await again.send(**assign("b", max_tokens=5))
+        assert await again.finished("b") == pb.Delta.LENGTH
+        assert again.text("b") == "abcab"
+        first, second = (each.received("hello")[0] for each in (session, again))
+        assert (first.boot_id != second.boot_id, list(second.attempts)) == (True, [])
+
+    play(model_folder, scenario)
+
+
+def test_a_site_whose_engines_are_lost_one_after_the_other_ends(model_folder: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        for _ in range(MAX_LOST_IN_A_ROW):
+            session = await stage.linked()
+            os.kill(stage.engine(), signal.SIGKILL)
+            await session.over.wait()
+        assert await stage.serving == 1
+
+    play(model_folder, scenario)
+
+
+def test_a_signal_drains_and_ends_both_processes(model_folder: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        session = await stage.linked()
+        await session.send(**assign("a", max_tokens=60))
+        await session.until(lambda: session.text("a"))
+        engine = stage.engine()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await session.wait_for("draining"))[0].reason == "the site is ending (SIGTERM)"
+        assert await stage.serving == 0
+        assert session.finish("a") == pb.Delta.LENGTH
+        assert session.text("a") == "abc" * 20
+        assert engine not in child_processes()
+
+    play(model_folder, scenario)
+
+
+def test_an_engine_that_dies_while_the_site_drains_is_not_started_again(model_folder: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        session = await stage.linked()
+        await session.send(**assign("a", text="a", max_tokens=500))
+        await session.until(lambda: session.text("a"))
+        os.kill(stage.engine(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await session.wait_for("draining")
+        os.kill(stage.engine(), signal.SIGKILL)
+        assert await stage.serving == 1
+        assert session.finish("a") == pb.Delta.FAILED
+
+    play(model_folder, scenario)
+
+
+def test_a_signal_while_the_model_loads_ends_both_processes(model_folder: Path) -> None:
+    async def scenario(stage: Stage) -> None:
+        while not child_processes() - stage._before:  # noqa: ASYNC110 - until the process is there
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await stage.serving == 0
+
+    play(model_folder, scenario, NEVER_READY)
