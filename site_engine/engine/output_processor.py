@@ -92,6 +92,8 @@ class OutputProcessor:
     def read_prompt(self, start: int, logits: torch.Tensor) -> None:
         """Record the prompt's log probabilities from logits [positions, vocabulary], from `start` on."""
         request = self.request
+        if self._starts_told:
+            return  # computed again after a preemption: they came with the first token
         if not self._prompt_logprobs:
             self._prompt_logprobs.append(self._logprob(request.tokens[0], None))
         done = len(self._prompt_logprobs)  # already known if the prompt is computed again after a preemption

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from site_engine.core.request import RemainingCurve, RemainingPoint, State
+from site_engine.core.request import RemainingCurve, RemainingPoint, Request, Sampling, State
 from site_engine.core.request_queue import POLICIES
 from site_engine.engine.engine import SiteEngine
 from tests.support.engine_models import Collected, assert_idle, drain, engine_for, family, gather, greedy
@@ -125,3 +125,15 @@ def test_swapping_is_chosen_when_it_is_cheaper() -> None:
             engine._meter.fit.observe(1, tokens, tokens, seconds * tokens)
         swap: Any = engine._scheduler.swap
         assert swap._worth(50) is expected
+
+
+def test_log_probabilities_of_a_prompt_come_once_also_after_a_preemption() -> None:
+    engine = engine_for(family("llama").served, slots=4, kv_tokens=64)
+    rules = Sampling(max_tokens=30, temperature=0.0, logprobs=0, prompt_logprobs=True)
+    for name in "abcd":
+        engine.submit(Request(name, [7, 8, 9, ord(name)], rules, TOO_SHORT))
+    collected = drain(engine)
+    lasts = [each.last for each in collected.values()]
+    assert any(last is not None and last.timings is not None and last.timings.preemptions for last in lasts)
+    for each in collected.values():
+        assert sum(len(output.prompt_logprobs) for output in each.outputs) == 4

@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from site_engine.config import SiteConfig
-from site_engine.core.request import Finish, Output, Request, Sampling
+from site_engine.core.request import Finish, Output, RemainingCurve, RemainingPoint, Request, Sampling
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Listener
@@ -22,6 +22,8 @@ from tests.support.engine_models import family, tokenizer
 from tests.support.family_process import FAMILY_COMMAND, load_family
 
 WITHIN_S = 600.0
+SHORT = RemainingCurve((RemainingPoint(0, 3.0, 4),))
+"""A forecast that most answers outgrow: the pages that they need are then others'."""
 KEPT_OUT = 12  # requests at once
 GRAMMARS = (
     "start: /[a-z]{2,9}/",
@@ -120,7 +122,7 @@ def _case(draw: Random, vocabulary: int, beginning: tuple[int, ...]) -> Case:
 async def engine(name: str, *, separate: bool, **settings: Any) -> AsyncIterator[tuple[NativeEngine, int]]:
     """The engine of a family that is not started yet, and the id of the process where it is."""
     loop = asyncio.get_running_loop()
-    chosen = {"slots": 6, "token_budget": 48, "page_size": 4, "kv_tokens": 400, "max_pending": 64} | settings
+    chosen = {"slots": 6, "token_budget": 48, "page_size": 4, "kv_tokens": 240, "max_pending": 64} | settings
     config = SiteConfig(site="alpha", gateways=("127.0.0.1:1",), model=name, **chosen)
     post = loop.call_soon_threadsafe
     if separate:
@@ -182,6 +184,7 @@ class _Run:
                     f"{at}/{choice}",
                     case.prompt,
                     case.sampling,
+                    SHORT,
                     choice=choice,
                     resumed=case.resumed,
                     resumed_chars=case.resumed_chars,
@@ -215,7 +218,10 @@ def differences(cases: Sequence[Case], here: list[list[Result]], there: list[lis
             else:
                 same = one == other
             if not same:
-                found.append(f"{at}: {case}\n  {one}\n  {other}")
+                pairs = (
+                    (each.name, getattr(one, each.name), getattr(other, each.name)) for each in fields(one)
+                )
+                found.append(f"{at}: {case}: {[each for each in pairs if each[1] != each[2]]}")
     return found
 
 
