@@ -53,7 +53,7 @@ def database_errors(page: Page | None = None) -> Iterator[None]:
     except LookupError as exc:
         if page is None:
             raise
-        raise BadRequest(f"'after' names nothing: {page.after!r}."[:200], param="after") from exc
+        raise BadRequest(f"There is no {page.after!r} to go on from."[:200], param="after") from exc
     except DataError as exc:  # Postgres keeps no NUL in a text
         raise BadRequest("A parameter has characters that no name here has.", code="invalid_value") from exc
     except (SQLAlchemyError, OSError) as exc:

@@ -227,7 +227,8 @@ def test_a_message_batch_is_refused_with_the_field_and_leaves_nothing(url: str) 
             assert "delete some" in full["message"]
             error_of(await here.raw("POST", PATH, "nobody", json={"requests": [request(0)]}), 401)
             for query in ("limit=0", "limit=1001", "after_id=a&before_id=b", "after_id=msgbatch_x"):
-                error_of(await here.raw("GET", f"{PATH}?{query}"), 400)
+                wrong = error_of(await here.raw("GET", f"{PATH}?{query}"), 400)
+                assert "'after'" not in wrong["message"], "a parameter that Anthropic has not"
             assert (await here.raw("GET", "/v1/files")).json()["data"] == []
             here.open.clear()
             await submitted(here, request(0))
