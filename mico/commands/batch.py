@@ -84,6 +84,39 @@ def submit(
         session.terminal.data(batch["id"])
 
 
+@app.command("plan")
+@with_option_groups
+def plan(
+    context: typer.Context, *, requests: RequestFile, endpoint: Endpoint = ENDPOINT, as_json: Json = False
+) -> None:
+    """Show what the lines of a file have in common; submit nothing."""
+    from gateway.batches.answer_line import ENDPOINTS
+    from gateway.batches.preview import preview
+    from gateway.batches.reading import InvalidLine
+    from gateway.batches.values import BatchLimits
+    from gateway.errors import BadRequest
+
+    session, file = session_of(context), request_file(*requests)
+    if endpoint not in ENDPOINTS:
+        tip = f"there are {', '.join(ENDPOINTS)}"
+        raise CommandFailed(f"no lines can ask {endpoint}", tip=tip, exit_code=ExitCode.WRONG_USAGE)
+    try:
+        found = preview(file, endpoint, BatchLimits())
+    except InvalidLine as invalid:
+        raise CommandFailed(f"line {invalid.error.line} is no request", cause=str(invalid)) from invalid
+    except BadRequest as refused:
+        raise CommandFailed("a line would be refused", cause=str(refused)) from refused
+    share = found.shared_tokens / max(1, found.prompt_tokens)
+    if as_json:
+        session.terminal.json({**found._asdict(), "shared_share": round(share, 4)})
+        return
+    session.terminal.data(f"{several(found.lines, 'line')}, about {found.prompt_tokens:,} prompt tokens")
+    session.terminal.data(
+        f"{several(found.grouped_lines, 'line')} in {several(found.groups, 'group')} that begin alike: "
+        f"{share:.0%} of the prompt tokens need not be computed again"
+    )
+
+
 @app.command("list")
 @with_option_groups
 def list_batches(

@@ -86,7 +86,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
 SHOWN_BELOW = {"batch show"}
 ACTS = {
     "up",
-    *(f"batch {verb}" for verb in ("run", "submit", "cancel", "fetch")),
+    *(f"batch {verb}" for verb in ("run", "submit", "plan", "cancel", "fetch")),
     *(f"sites {verb}" for verb in ("drain", "pause", "resume", "weight", "pin-off", "unpin")),
     *(f"keys {verb}" for verb in ("create", "rotate", "revoke")),
     *(f"{noun} set" for noun in ("tenants", "quotas", "routes")),

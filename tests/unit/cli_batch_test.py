@@ -200,3 +200,39 @@ def test_no_batch_is_not_all_of_them(
     """`mico batch show "$ID"`, with ID unset, showed the first words of a list."""
     status, out, err = play(monkeypatch, capsys, Gateway(DONE), command, "")
     assert (status, out) == (2, "") and "no batch is named" in err
+
+
+def test_a_plan_tells_what_the_lines_have_in_common_and_submits_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["to be, or not to be " * 50 + end for end in ("who?", "when?")] + ["something else"]
+    lines = [
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "m", "messages": [{"role": "user", "content": text}]},
+        }
+        for number, text in enumerate(texts)
+    ]
+    (here / "in.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    gateway = Gateway(DONE)
+    status, out, _ = play(monkeypatch, capsys, gateway, "plan", "in.jsonl", "--json")
+    found = json.loads(out)
+    assert (status, gateway.uploaded, gateway.submitted) == (0, b"", {})
+    assert (found["lines"], found["groups"], found["grouped_lines"]) == (3, 1, 2)
+    assert 0.3 < found["shared_share"] < 0.5
+    assert "2 lines in 1 group" in play(monkeypatch, capsys, gateway, "plan", "in.jsonl")[1]
+    (here / "in.jsonl").write_text("{}\n")
+    status, _, err = play(monkeypatch, capsys, gateway, "plan", "in.jsonl")
+    assert status == 1 and "line 1" in err
+
+
+def test_the_order_is_sent_where_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = Gateway(DONE)
+    play(monkeypatch, capsys, gateway, "submit", "in.jsonl")
+    assert "metadata" not in gateway.submitted
+    play(monkeypatch, capsys, gateway, "submit", "in.jsonl", "--order", "prefix")
+    assert gateway.submitted["metadata"] == {"mico_order": "prefix"}
