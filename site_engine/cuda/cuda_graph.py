@@ -18,6 +18,9 @@ from site_engine.model.runner import Forward
 PREPARE_BLOCK = 256
 ARGMAX_SPAN = 8192
 SAMPLE_SPAN = 8192
+PENALTY_SPAN = 2048
+IN_PROMPT = 1 << 14
+"""The bit of a token's count that says that the prompt has it."""
 
 
 class Device:
@@ -64,9 +67,16 @@ class Step:
         else:
             self.logits = self._forward_pass()
 
-    def newest(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the token that each sampled row was computed from, on the device."""
-        return self._ids[0, self._wanted[rows]]
+    def penalised(self, rules: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some sampled rows, penalised, in float32; `penalise_rows` describes both."""
+        assert self.logits is not None
+        rows, vocabulary = rules.shape[1], self.logits.shape[1]
+        changed = torch.empty(rows, vocabulary, dtype=torch.float32, device=rules.device)
+        sampling_kernels.penalise_rows[(rows, -(-vocabulary // PENALTY_SPAN))](
+            self.logits, changed, rules, self._in.owner, self._ids, self._wanted, counts,
+            vocabulary, self.logits.stride(0), rows, IN_PROMPT=IN_PROMPT, SPAN=PENALTY_SPAN,
+        )  # fmt: skip
+        return changed
 
     def sample_again(self, rows: torch.Tensor, logits: torch.Tensor) -> None:
         """Take new tokens for some sampled rows from changed logits [rows, vocabulary].

@@ -23,7 +23,7 @@ from site_engine.cuda.batch_layout import (
     views,
 )
 from site_engine.cuda.cuda_graph import Device, Step
-from site_engine.cuda.ruled_rows import Ranked, sample_ruled
+from site_engine.cuda.ruled_rows import Ranked, RuledRows
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Forward, Logits, PackedRunner, StepTokens
 
@@ -85,6 +85,7 @@ class DeviceRunner:
             block_tokens=block_tokens(heads_per_kv_head, 1),
             chunk_tokens=self._device.chunk_tokens,
         )
+        self._ruled = RuledRows(slots, self._device.where)
         self._cuda = self._device.where.type == "cuda"
         self._steps: dict[Shape, Step] = {}
         if self._cuda:
@@ -102,7 +103,7 @@ class DeviceRunner:
             return DeviceStep(plan, requests, step.chosen)
         ends = sampled_ends(plan)
         ruled = [(requests[row], ends[row]) for row in rows]
-        ranked = sample_ruled(step, rows, [one for one, _ in ruled], [end for _, end in ruled], rules)
+        ranked = self._ruled.sample(step, rows, [one for one, _ in ruled], [end for _, end in ruled], rules)
         return DeviceStep(plan, requests, step.chosen, ranked)
 
     def run(self, plan: SchedulePlan) -> Logits:
@@ -143,8 +144,10 @@ class DeviceRunner:
             Sampling(min_tokens=2, logit_bias={0: 1.0}, temperature=0.0, logprobs=1),
         ):
             requests = [Request(f"warm-up-{row}", (0, 0), sampling, resumed=(0,)) for row in range(2)]
+            for request in requests:
+                request.row = self._slots
             for rows in (1, 2):
-                sample_ruled(step, list(range(rows)), requests[:rows], [3] * rows, rules)
+                self._ruled.sample(step, list(range(rows)), requests[:rows], [3] * rows, rules)
 
     def _start(self, plan: SchedulePlan) -> tuple[Step, list[Request], Numbers]:
         """Queue a plan; return its step, the requests of the sampled rows and their slots."""

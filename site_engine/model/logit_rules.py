@@ -1,7 +1,6 @@
 """Change logits by the rules of requests: penalties, logit bias, grammars, minimum length.
 
-Never waits for a device: numbers go to it from pinned memory, and a token that only the device knows yet is
-taken from there.
+Never waits for a device: numbers go to it from pinned memory.
 """
 
 from __future__ import annotations
@@ -52,19 +51,20 @@ class LogitRules:
         requests: Sequence[Request],
         logits: torch.Tensor,
         ends: Sequence[int] | None = None,
-        newest: torch.Tensor | None = None,
+        *,
+        penalised: bool = False,
     ) -> bool:
         """Change logits [rows, vocabulary] in place, one row per request; return whether any rule applied.
 
         `ends` has the tokens of each request, prompt and response, before the one to sample; without it they
-        are those that the request has. Of a request that has one token less, the last is the row's of
-        `newest`, on the device; grammars need all tokens on the host.
+        are those that the request has. Penalties and grammars need all of them on the host; `penalised`
+        logits have their penalties.
         """
         if requests != self._known:  # requests are equal when they are the same object
             self._rows, self._known = _rows(requests), list(requests)
         rows = self._rows
-        if rows.penalised:
-            self._penalise(rows.penalised, requests, logits, ends, newest)
+        if rows.penalised and not penalised:
+            self._penalise(rows.penalised, requests, logits)
         if rows.biased:
             at, tokens, numbers = zip(*rows.biased, strict=True)
             where = self._sent(at, np.int64), self._sent(tokens, np.int64)
@@ -76,54 +76,23 @@ class LogitRules:
             self._forbid_ends(short, requests, logits)
         return bool(rows.penalised or rows.biased or rows.guided or short)
 
-    def _penalise(
-        self,
-        rows: Sequence[int],
-        requests: Sequence[Request],
-        logits: torch.Tensor,
-        ends: Sequence[int] | None,
-        newest: torch.Tensor | None,
-    ) -> None:
+    def _penalise(self, rows: Sequence[int], requests: Sequence[Request], logits: torch.Tensor) -> None:
         """Apply penalties: repetition by prompt and response, frequency and presence by the response.
 
         A repeated token is written several times with the same number, so no set of unique tokens is needed.
         """
-        repeated: list[tuple[int, list[int], float]] = []
-        frequent: list[tuple[int, list[int], float]] = []
-        present: list[tuple[int, list[int], float]] = []
         for row in rows:
-            request, one = requests[row], requests[row].sampling
-            unknown = ends is not None and ends[row] > len(request.tokens)
-            tokens = [*request.tokens, -1] if unknown else request.tokens
+            request, one, its = requests[row], requests[row].sampling, logits[row]
             if one.repetition_penalty != 1.0:
-                repeated.append((row, tokens, one.repetition_penalty))
-            output = tokens[request.prompt_len :]
+                seen = self._sent(request.tokens, np.int64)
+                old = its[seen]
+                its[seen] = torch.where(old > 0, old / one.repetition_penalty, old * one.repetition_penalty)
+            output = self._sent(request.output, np.int64)
             if one.frequency_penalty:
-                frequent.append((row, output, one.frequency_penalty))
+                step = torch.full(output.shape, -one.frequency_penalty, dtype=its.dtype, device=its.device)
+                its.index_add_(0, output, step)
             if one.presence_penalty:
-                present.append((row, output, one.presence_penalty))
-        if repeated:
-            where, by = self._elements(repeated, newest)
-            old = logits[where]
-            logits[where] = torch.where(old > 0, old / by, old * by)
-        if frequent:
-            where, by = self._elements(frequent, newest)
-            logits.index_put_(where, -by, accumulate=True)
-        if present:
-            where, by = self._elements(present, newest)
-            logits[where] = logits[where] - by
-
-    def _elements(
-        self, parts: list[tuple[int, list[int], float]], newest: torch.Tensor | None
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return the places (rows, tokens) of the tokens of some rows, and the number of each place's row."""
-        lengths = [len(tokens) for _, tokens, _ in parts]
-        rows = self._sent(np.repeat([row for row, _, _ in parts], lengths), np.int64)
-        tokens = self._sent(np.concatenate([np.array(own, dtype=np.int64) for _, own, _ in parts]), np.int64)
-        numbers = self._sent(np.repeat([number for _, _, number in parts], lengths), np.float32)
-        if newest is not None:
-            tokens = torch.where(tokens < 0, newest[rows], tokens)
-        return (rows, tokens), numbers
+                its[output] = its[output] - one.presence_penalty
 
     def _too_short(self, request: Request, end: int | None) -> bool:
         """Return whether a row may not end yet; a row whose grammar allows only an end may."""
@@ -154,7 +123,7 @@ def has_rules(request: Request) -> bool:
         or bool(one.logit_bias)
         or one.min_tokens > 0
         or one.logprobs is not None
-        or _penalised(request)
+        or is_penalised(request)
     )
 
 
@@ -170,7 +139,7 @@ def to_device(numbers: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> 
     return pinned.to(device, non_blocking=True)
 
 
-def _penalised(request: Request) -> bool:
+def is_penalised(request: Request) -> bool:
     one = request.sampling
     return bool(one.presence_penalty or one.frequency_penalty or one.repetition_penalty != 1.0)
 
@@ -178,7 +147,7 @@ def _penalised(request: Request) -> bool:
 def _rows(requests: Sequence[Request]) -> _Rows:
     rows = list(enumerate(requests))
     return _Rows(
-        penalised=[row for row, request in rows if _penalised(request)],
+        penalised=[row for row, request in rows if is_penalised(request)],
         biased=[
             (row, token, bias) for row, request in rows for token, bias in request.sampling.logit_bias.items()
         ],

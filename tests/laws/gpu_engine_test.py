@@ -14,7 +14,7 @@ from tests.support import interpreted  # noqa: F401 - skips where there is no Tr
 
 # isort: split
 
-from site_engine.core.request import Finish, Request, Sampling
+from site_engine.core.request import Finish, RemainingCurve, Request, Sampling
 from site_engine.cuda.cuda_graph import Step
 from site_engine.cuda.llama_forward import llama_forward
 from site_engine.cuda.runner import DeviceRunner
@@ -166,6 +166,31 @@ def test_rows_with_rules_keep_them_and_hold_nobody_back(monkeypatch: pytest.Monk
         assert [each.logprob for each in told] == pytest.approx([each.logprob for each in known], abs=1e-4)
         tops = [[other.token for other in each.top] for each in told]
         assert tops == [[other.token for other in each.top] for each in known], name
+
+
+def test_penalties_survive_preemption_and_resumption() -> None:
+    of = fused_family("llama")
+    rules = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    asked = [(prompt[:9], 16) for prompt, _ in requests(5, seed=11)]
+    wanted = []
+    for number, (prompt, tokens) in enumerate(asked):
+        alone = packed_engine(of.served, EngineSettings(slots=2, page_size=4, kv_tokens=256), Ticks())
+        alone.submit(greedy(str(number), prompt, tokens, **rules))
+        wanted.append(drain(alone)[str(number)].token_ids)
+    engine = overlapped(of, fused=True, kv_tokens=64)
+    for number, (prompt, tokens) in enumerate(asked):
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, **rules)
+        request = Request(str(number), prompt, sampling, resumed=wanted[number][: number % 3])
+        request.remaining = RemainingCurve.exactly(2)  # too few: the pages run out
+        engine.submit(request)
+    got = drain(engine)
+    preempted = 0
+    for number, tokens_ in enumerate(wanted):
+        last = got[str(number)].last
+        assert got[str(number)].token_ids == tokens_[number % 3 :], number
+        assert last is not None and last.timings is not None
+        preempted += last.timings.preemptions
+    assert preempted
 
 
 def test_logits_that_are_not_finite_fail_a_row_with_rules() -> None:

@@ -105,25 +105,12 @@ def test_repetition_counts_the_prompt_too() -> None:
         assert logits[0, token].item() == pytest.approx(old / 2 if old > 0 else old * 2)
 
 
-def test_a_token_that_only_the_device_knows_is_penalised_too() -> None:
-    """The last token of the first row is not on the host yet; the second row has all of its tokens."""
-    rules = LogitRules((), torch.device("cpu"))
-    sampling = Sampling(presence_penalty=0.25, frequency_penalty=0.5, repetition_penalty=2.0)
-    late, whole = (
-        Request(name, [7, 8], sampling, resumed=seen) for name, seen in (("a", [9]), ("b", [9, 4]))
-    )
-    logits = LOGITS.repeat(2, 1)
-    assert rules.apply([late, whole], logits, [4, 4], torch.tensor([4, 11]))
-    assert torch.equal(logits[0], logits[1])
-    assert logits[0, 4] != LOGITS[0, 4] and logits[0, 11] == LOGITS[0, 11]
-
-
 def test_the_least_length_counts_a_token_on_its_way() -> None:
     rules = LogitRules((3,), torch.device("cpu"))
     request = Request("a", [1], Sampling(min_tokens=2), resumed=[5])
     early, late = LOGITS.clone(), LOGITS.clone()
     rules.apply([request], early, [2])
-    rules.apply([request], late, [3], torch.tensor([5]))
+    rules.apply([request], late, [3])
     assert early[0, 3] == float("-inf") and late[0, 3] == LOGITS[0, 3]
 
 
