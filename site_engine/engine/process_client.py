@@ -279,7 +279,9 @@ class EngineProcess(asyncio.Protocol):
         self._broken = reason
         self._loop.run_in_executor(None, self._reap)
         self._transport.close()
-        if not self._ready.done():
+        if self._stopping:
+            self._ready.cancel()  # nobody waits for it
+        elif not self._ready.done():
             self._ready.set_exception(ConfigError(f"the engine could not be loaded: {reason}"))
         admissions, self._admissions = self._admissions, {}
         for numbers, reply in admissions.values():
