@@ -74,8 +74,9 @@ def prices_of(identity: SiteIdentity, load: LoadReport) -> Prices:
 
 def dollars(nano_usd: int) -> str:
     """Render an amount for people: to the cent, a small one to two figures."""
-    usd = nano_usd / NANO_USD
-    return f"${usd:,.2f}" if nano_usd == 0 or usd >= 0.1 else f"${float(f'{usd:.2g}'):.9f}".rstrip("0")
+    sign, usd = "-" if nano_usd < 0 else "", abs(nano_usd) / NANO_USD
+    is_small = 0.0 < usd < 0.0995  # what is rounded to ten cents has cents
+    return f"{sign}$" + (f"{float(f'{usd:.2g}'):.9f}".rstrip("0") if is_small else f"{usd:,.2f}")
 
 
 def decimal_usd(nano_usd: int) -> str:

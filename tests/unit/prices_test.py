@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.domain import IterationCost, LoadReport, SiteIdentity
 from gateway.federation import codec
-from gateway.prices import MAX_NANO_USD, Prices, prices_of
+from gateway.prices import MAX_NANO_USD, Prices, dollars, prices_of
 from site_engine.config import SiteConfig
 from site_engine.errors import ConfigError
 from wire import federation_pb2 as pb
@@ -45,6 +45,12 @@ def test_prices_below_a_nano_dollar_a_token_are_not_lost() -> None:
 
 def test_an_absurd_price_fits_a_column_of_the_database() -> None:
     assert Prices(1e12, 1e12, 1e12, 1e12).nano_usd(2**32, 2**31, 2**32) == MAX_NANO_USD < 2**53
+
+
+def test_amounts_are_shown_to_the_cent_small_ones_to_two_figures_and_a_sign_before_the_dollar() -> None:
+    shown = {0: "$0.00", 5: "$0.000000005", 99_960_000: "$0.10", 12_500_000_000: "$12.50"}
+    assert {amount: dollars(amount) for amount in shown} == shown
+    assert (dollars(-5_000_000_000), dollars(-1_234_000)) == ("-$5.00", "-$0.0012")
 
 
 def test_cached_input_of_a_site_that_does_not_price_it_costs_as_any_other() -> None:
