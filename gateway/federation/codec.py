@@ -41,9 +41,9 @@ MAX_CONTEXT_TOKENS = 100_000_000
 MAX_REASON_CHARS = 1_000
 """Of a sentence of a site; clients see some of them."""
 MAX_DELTAS = 50_000
+"""Of one Step: sites cut them at 1 MiB."""
 MAX_TURN_DELTAS = 256
 """Deltas of a step that are handled before the event loop turns to others: some milliseconds."""
-"""Of one Step: sites cut them at 1 MiB."""
 MAX_PREFIXES_BYTES = 1024
 MAX_ABANDONED = 100_000
 BUNCH_BYTES = 1 << 20
