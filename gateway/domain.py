@@ -143,16 +143,21 @@ def needs(prompt: Prompt, sampling: Sampling) -> frozenset[str]:
     """Return the features of a model that the query requires."""
     if isinstance(prompt, Pooling):
         return frozenset({prompt.task})
-    images = prompt.images if isinstance(prompt, Chat) else ()
-    wanted = {
-        "logprobs": sampling.logprobs is not None,
-        "guided": bool(sampling.guided_json),
-        "tools": isinstance(prompt, Chat) and bool(prompt.tools_json),
-        "template_kwargs": isinstance(prompt, Chat) and bool(prompt.template_kwargs_json),
-        "vision": bool(images),
-        "image_urls": any(each.fetched for each in images),
-    }
-    return frozenset(name for name, is_wanted in wanted.items() if is_wanted)
+    wanted = set()
+    if sampling.logprobs is not None:
+        wanted.add("logprobs")
+    if sampling.guided_json:
+        wanted.add("guided")
+    if isinstance(prompt, Chat):
+        if prompt.tools_json:
+            wanted.add("tools")
+        if prompt.template_kwargs_json:
+            wanted.add("template_kwargs")
+        if images := prompt.images:
+            wanted.add("vision")
+            if any(each.fetched for each in images):
+                wanted.add("image_urls")
+    return frozenset(wanted)
 
 
 # ---- a site --------------------------------------------------------------------------------------

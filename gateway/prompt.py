@@ -51,7 +51,7 @@ class Chat:
     @property
     def images(self) -> tuple[Images, ...]:
         """Return the images of each message that has some."""
-        return tuple(each.images for each in self.messages if each.images is not None)
+        return tuple([each.images for each in self.messages if each.images is not None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,10 +353,10 @@ class QueryRun:
         """Compare the share of the prompt that the site had with what was expected of it, where it used its
         cache at all.
         """
-        state, usage = self.state, self.state.usage
+        state = self.state
         uses_cache = not self.query.sampling.echo and assignment.planned.resume is None
         if uses_cache and not state.cached_unknown:
-            found = usage.cached_tokens / max(1, usage.prompt_tokens)
+            found = state.cached_tokens / max(1, state.prompt_tokens)
             self.context.prefixes.correct(assignment.demand.cached, assignment.decision.site, found)
 
     # ---- quotas

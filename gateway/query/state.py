@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
 
+from msgspec.structs import replace
+
 from gateway.decision import Estimate
 from gateway.domain import Attempt, Delta, Finish, Opening, Outcome, Query, SiteIdentity, Status, Usage
 from gateway.ending import Ending
@@ -93,12 +95,12 @@ class QueryState:
 
     @property
     def charged(self) -> Usage:
-        """Return the tokens to record and to count against quotas.
+        """Return the tokens to record and to count against quotas, without their cost.
 
         An error instead of an answer costs nothing, whatever sites have counted. What was cancelled costs
         what was counted until then.
         """
-        return self.usage if self.error is None or self.opened else Usage(0, 0)
+        return self._counted if self.error is None or self.opened else Usage(0, 0)
 
     @property
     def delivered(self) -> Resume | None:
@@ -127,10 +129,19 @@ class QueryState:
 
     @property
     def usage(self) -> Usage:
-        cached = min(self._cached_tokens.values(), default=0)
+        return replace(self._counted, nano_usd=self.nano_usd)
+
+    @property
+    def _counted(self) -> Usage:
+        """Return the tokens so far, without their cost."""
         reasoning = sum(self._reasoning_tokens.values())
         prompt, completion = self.prompt_tokens, self.completion_tokens
-        return Usage(prompt, completion, min(cached, prompt), min(reasoning, completion), self.nano_usd)
+        return Usage(prompt, completion, self.cached_tokens, min(reasoning, completion))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return the tokens of the prompt that the sites had in their caches, as they say."""
+        return min(*self._cached_tokens.values(), self.prompt_tokens) if self._cached_tokens else 0
 
     @property
     def nano_usd(self) -> int:
@@ -232,7 +243,9 @@ class QueryState:
     def outcome(self, prices_of: Callable[[str], Prices | None] = lambda _: None) -> Outcome:
         """Return what is recorded. `prices_of` returns the prices of a site now, None if there is no such."""
         query, charged = self.query, self.charged
-        cheapest, dearest = self._cost_bounds(charged, prices_of)
+        attempts = tuple(map(self._attempt_record, self._attempts))
+        paid_nano_usd = sum(attempt.nano_usd for attempt in attempts)
+        cheapest, dearest = self._cost_bounds(paid_nano_usd, charged, prices_of)
         return Outcome(
             query_id=query.id,
             request_id=query.request_id,
@@ -244,7 +257,7 @@ class QueryState:
             prompt_tokens=charged.prompt_tokens,
             completion_tokens=charged.completion_tokens,
             forecast=None if isinstance(query.prompt, Pooling) else self.forecast,
-            attempts=tuple(map(self._attempt_record, self._attempts)),
+            attempts=attempts,
             received_at=self._received_at,
             queue_s=self._queue_s,
             first_token_s=min(self.first_token_s.values(), default=None),
@@ -264,11 +277,13 @@ class QueryState:
             dearest_nano_usd=dearest,
         )
 
-    def _cost_bounds(self, charged: Usage, prices_of: Callable[[str], Prices | None]) -> tuple[int, int]:
+    def _cost_bounds(
+        self, paid_nano_usd: int, charged: Usage, prices_of: Callable[[str], Prices | None]
+    ) -> tuple[int, int]:
         """Return the least and the most of what was paid and what the same tokens would have cost at the
         cheapest and at the dearest of the other sites that were compared, by the first estimates of them.
         """
-        costs = [self.nano_usd]
+        costs = [paid_nano_usd]
         others: list[Estimate] = []
         for attempt in self._attempts:
             if attempt.demand.model == self.query.model:

@@ -51,6 +51,7 @@ class LeasedLimit:
     id: LimitId
     limit: int
     meter: Meter
+    unit: Unit = field(init=False)  # of its kind, at hand: each query asks dozens of times
     ceiling: int = 0
     written: int = -1
     written_used: int = 0
@@ -61,6 +62,9 @@ class LeasedLimit:
     asked: bool = False
     reserved: int = 0
     active: bool = False  # looked at in each round
+
+    def __post_init__(self) -> None:
+        self.unit = self.id.kind.unit
 
     def room(self, now: float) -> int:
         return self.ceiling - self.meter.used(now)
@@ -94,7 +98,7 @@ class Reservation:
 
     def counts(self, unit: Unit) -> bool:
         """Return whether a limit of this unit binds the query."""
-        return any(each.id.kind.unit is unit for each in self.bound)
+        return any(each.unit is unit for each in self.bound)
 
 
 class QuotaStatus(NamedTuple):
@@ -152,15 +156,15 @@ class QuotaLedger:
         }
         if max(missing.values()) <= 0:
             return
-        short = [each for each in reservation.bound if missing.get(each.id.kind.unit, 0) > 0]
+        short = [each for each in reservation.bound if missing.get(each.unit, 0) > 0]
         free = [(each, each.room(now) + int(OVERDRAFT * each.ceiling)) for each in short]
-        needs = [(each, missing[each.id.kind.unit], room) for each, room in free]
+        needs = [(each, missing[each.unit], room) for each, room in free]
         if any(room < need for _, need, room in needs):
             raise self._full(needs, now)
         for unit, need in missing.items():
             if need > 0:
                 least = TOP_UP_TOKENS if unit is Unit.TOKENS else need
-                rooms = (room for each, room in free if each.id.kind.unit is unit)
+                rooms = (room for each, room in free if each.unit is unit)
                 self._add(reservation, unit, min([max(need, least), *rooms]), now)
 
     def settle(
@@ -180,21 +184,22 @@ class QuotaLedger:
                 self._add(reservation, unit, used - reserved, now)
             self._give_back(reservation, unit, reserved - used, now)
         for each in reservation.bound:
-            if each.id.kind.unit is not Unit.QUERIES:
-                each.reserved -= reservation.held[each.id.kind.unit].total
+            if each.unit is not Unit.QUERIES:
+                each.reserved -= reservation.held[each.unit].total
             if each.id.kind is Kind.QUERIES or (refused and each.id.kind is Kind.REQUESTS):
                 each.meter.give_back(1, reservation.opened_at, now)
 
     def _take(self, reservation: Reservation, amounts: Mapping[Unit, int]) -> None:
         now = self._clock()
-        needs = [(each, amounts[each.id.kind.unit]) for each in reservation.bound]
+        needs = [(each, amounts[each.unit]) for each in reservation.bound]
         if any(need > each.room(now) for each, need in needs):
             raise self._full([(each, need, each.room(now)) for each, need in needs], now)
         for unit in MEASURED:
-            self._add(reservation, unit, amounts[unit], now)
+            if amounts[unit]:
+                self._add(reservation, unit, amounts[unit], now)
         if amounts[Unit.QUERIES]:
             for each in reservation.bound:
-                if each.id.kind.unit is Unit.QUERIES:
+                if each.unit is Unit.QUERIES:
                     each.meter.take(1, now)
                     self._activate(each)
 
@@ -203,7 +208,7 @@ class QuotaLedger:
         held.parts.append((now, amount))
         held.total += amount
         for each in reservation.bound:
-            if each.id.kind.unit is unit:
+            if each.unit is unit:
                 each.meter.take(amount, now)
                 each.reserved += amount
                 self._activate(each)
@@ -217,7 +222,7 @@ class QuotaLedger:
             amount -= back
             held.total -= back
             for each in reservation.bound:
-                if each.id.kind.unit is unit:
+                if each.unit is unit:
                     each.meter.give_back(back, taken_at, now)
                     each.reserved -= back
 

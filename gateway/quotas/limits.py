@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple
 
 from gateway.prices import NANO_USD, dollars
@@ -45,7 +45,7 @@ class Kind(StrEnum):
         return amount / NANO_USD if self is Kind.BUDGET else amount
 
 
-class Unit(Enum):
+class Unit(StrEnum):
     QUERIES = "queries"
     TOKENS = "tokens"
     NANO_USD = "nano-dollars"

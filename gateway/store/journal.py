@@ -98,7 +98,7 @@ class Journal:
             raise OSError("the disk took only a part of the line")
 
     def _begin_reserved(self) -> _Segment | None:
-        if (found := self._reserve.take(self._sealed)) is None:
+        if (found := self._reserve.take()) is None:
             return None
         path, file = found
         self._current = _Segment(path, file=file)
@@ -154,8 +154,7 @@ class Journal:
     @property
     def reserve_files_used(self) -> int:
         """The number of files of the reserve that hold lines."""
-        current = self._current is not None and self._current.path in self._reserve
-        return current + sum(path in self._reserve for path in self._sealed)
+        return len(self._reserve.used)
 
     def read(self, path: Path) -> list[bytes]:
         """Return the whole lines of a sealed segment.

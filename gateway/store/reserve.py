@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -36,21 +35,24 @@ class Reserve:
                 logger.warning("the journal has no %s for the time when the disk is full: %s", path, exc)
                 if (file := self._files.pop(path, None)) is not None:
                     os.close(file)
+        self.used = self.left.keys() & self._files.keys()  # they hold lines, or are about to
 
     def __contains__(self, path: Path) -> bool:
         return path in self._files
 
-    def take(self, used: Collection[Path]) -> tuple[Path, int] | None:
-        """Return an empty file that is not among the `used` ones and its descriptor, set to its beginning."""
+    def take(self) -> tuple[Path, int] | None:
+        """Return an empty file and its descriptor, set to its beginning; it is used until it is cleared."""
         for path, file in self._files.items():
-            if path not in used:
+            if path not in self.used:
                 os.lseek(file, 0, os.SEEK_SET)
+                self.used.add(path)
                 return path, file
         return None
 
     def clear(self, path: Path) -> None:
         """Overwrite a file with zeros. Raises OSError."""
         self._write_zeros(path, 0)
+        self.used.discard(path)
 
     def close(self) -> None:
         for file in self._files.values():
