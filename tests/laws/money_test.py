@@ -209,7 +209,7 @@ class Providers:
             for each in await attempt.next():
                 if not state.opened:
                     state.open(attempt)
-                state.record_delta(attempt, each)
+                state.record_delta(each)
         if finish:
             state.answered = True
             self.settle()
