@@ -216,7 +216,8 @@ class QueryRun:
         demand, placed = self._place(planned)
         if placed.site is None:
             failure = state.current.failure if state.current else None
-            refusal = refusal_of(query, demand, context.directory.sites) if context.fleet_complete else None
+            is_refusable = context.fleet_complete and not state.opened
+            refusal = refusal_of(query, demand, context.directory.sites) if is_refusable else None
             raise refusal or final_error(failure, planned.resume, placed.reason)
         decision = Decision(
             query_id=query.id,

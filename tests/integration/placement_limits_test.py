@@ -9,11 +9,12 @@ import pytest
 
 from gateway.decision import PlacementLimits
 from gateway.domain import Query
-from gateway.errors import BadRequest, NoSite
-from tests.support.answers import collect, run
+from gateway.errors import BadRequest, NoSite, UpstreamLost
+from tests.support.answers import collect, run, start_answer, text_of
 from tests.support.fakes.edge import Edge, chat_body, error_of
 from tests.support.fakes.edge import run as run_edge
 from tests.support.fakes.federation import Scene, ScriptedSite, until
+from wire import federation_pb2 as pb
 
 
 def limited(here: Scene, **limits: object) -> Query:
@@ -69,6 +70,23 @@ def test_a_site_that_is_down_may_come_back_within_the_limits() -> None:
         await until(lambda: "b" not in here.gateway.federation.links, "the site to be gone")
         with pytest.raises(NoSite, match="b: down"):
             await collect(here, limited(here, sites=frozenset({"b"})))
+
+    run(scenario)
+
+
+def test_a_site_whose_price_rose_while_it_answered_is_to_blame_for_its_failure() -> None:
+    async def scenario(here: Scene) -> None:
+        site = await here.site("a", usd_per_hour=1.0)
+        answering, pieces = start_answer(here, limited(here, max_usd=0.01))
+        assign = await site.assigned()
+        await site.step(assign, "Hel", 3)
+        await until(lambda: text_of(pieces) == "Hel", "the first part")
+        await site.report(iteration=pb.IterationCost(base_s=1000.0))
+        await until(lambda: here.gateway.directory.sites[0].load.iteration.base_s > 1.0, "the report")
+        await site.step(assign, "", 3, finish=pb.Delta.FAILED, error="out of memory")
+        with pytest.raises(UpstreamLost):
+            await answering
+        assert not here.outcomes[-1].mistaken
 
     run(scenario)
 

@@ -65,6 +65,7 @@ class ScriptedSite:
         answers_pings: bool = True,
         region: str = "here",
         output_usd_per_mtok: float = 0.0,
+        usd_per_hour: float = 0.0,
         model: str = "m",
     ):
         self.model = model
@@ -78,6 +79,7 @@ class ScriptedSite:
         self.context_tokens = context_tokens
         self.revision, self.engine = revision, engine
         self.region, self.output_usd_per_mtok = region, output_usd_per_mtok
+        self.usd_per_hour = usd_per_hour
         self.reports = 0
         self._writing = asyncio.Lock()  # a stream takes one write at a time
         self._channel: Any = None
@@ -102,6 +104,7 @@ class ScriptedSite:
             cloud=f"cloud-{self.name}",
             region=self.region,
             output_usd_per_mtok=self.output_usd_per_mtok,
+            usd_per_hour=self.usd_per_hour,
             models=[model],
             slots=self.slots,
             kv_capacity_tokens=100_000,
