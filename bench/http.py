@@ -88,7 +88,7 @@ def run_phases(name: str, server: Server, asked: Sequence[Question], options: ar
     at = 0
     for phase in options.phases.split(","):
         load = load_of(phase, options.within_s)
-        count = options.count or round(max(load.per_s * options.seconds, 3 * load.clients))
+        count = options.count or round(max(load.per_s * options.seconds, 6 * load.clients))
         part = [asked[(at + number) % len(asked)] for number in range(count)]
         at += count
         before, began_s = server.cpu(), time.perf_counter()

@@ -31,6 +31,10 @@ SLOTS_ON_GPU = 256
 """The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
 
 
+LONGER_THAN_A_GRAPH = 1_500
+"""Tokens left of a prompt after a full iteration that no CUDA graph computes."""
+
+
 class Loaded(NamedTuple):
     """An engine with its model, which take long to load, and the facts of them that a site announces."""
 
@@ -189,7 +193,9 @@ def load_engine(config: SiteConfig, vocabulary: Vocabulary | None = None) -> Loa
             model = replace(model, vocabulary=vocabulary)
         engine = build_engine(model, settings, time.monotonic)
         built_s = time.monotonic()
-        warm_up(engine, model.vocab_size, min(model.context_tokens, engine.load().kv_free_tokens))
+        room_tokens = min(model.context_tokens, engine.load().kv_free_tokens)
+        longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
+        warm_up(engine, model.vocab_size, room_tokens, longest)
         took_s = loaded_s - began_s, built_s - loaded_s, time.monotonic() - built_s
         log.info("model loaded in %.1f s, engine built in %.1f s, first answers in %.1f s", *took_s)
     except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:

@@ -12,25 +12,49 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 32
 RESPONSE_TOKENS = 8
+FEW_ROWS, MANY_ROWS, LONG_CONTEXT = 8, 128, 600
+"""Answers beside which long prompts run; with a long context an answer has several parts to attend to."""
 
 
-def warm_up(engine: SiteEngine, vocab_size: int, room_tokens: int) -> None:
+def warm_up(engine: SiteEngine, vocab_size: int, room_tokens: int, longest: int = 0) -> None:
     """Run one request alone, then one per slot, to measure the cost of an iteration and of a row.
 
-    The engine must be idle and is idle again afterwards; its totals do not count these requests. Raises
-    RuntimeError if a response fails.
+    With `longest`, prompts of up to that many tokens follow, alone and beside answers, so that a device has
+    compiled and loaded what their steps need. The engine must be idle and is idle again afterwards; its
+    totals do not count these requests. Raises RuntimeError if a response fails.
     """
     length = min(PROMPT_TOKENS, room_tokens - RESPONSE_TOKENS)
     if length < 1:
         return
     ids = Random(0)
-    for rows in dict.fromkeys((1, engine.settings.slots)):
+
+    def submit(rows: int, length: int, tokens: int) -> None:
         for row in range(min(rows, engine.settings.max_pending)):
             prompt = tuple(ids.randrange(vocab_size) for _ in range(length))
-            sampling = Sampling(max_tokens=RESPONSE_TOKENS, temperature=0.0, ignore_eos=True)
-            engine.submit(Request(id=f"warm-up-{rows}-{row}", prompt=prompt, sampling=sampling))
-        while engine.has_work:
-            for output in engine.step():
-                if output.finish is Finish.FAILED:
-                    raise RuntimeError(f"a first short answer failed: {output.error}")
+            sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+            engine.submit(Request(f"warm-up-{length}-{tokens}-{row}", prompt, sampling))
+
+    for rows in dict.fromkeys((1, engine.settings.slots)):
+        submit(rows, length, RESPONSE_TOKENS)
+        _finish(engine)
+    longest = min(longest, room_tokens - RESPONSE_TOKENS)
+    if longest > length:
+        for rows, context in (
+            (0, 0),
+            (FEW_ROWS, length),
+            (FEW_ROWS, min(LONG_CONTEXT, longest)),
+            (MANY_ROWS, length),
+        ):
+            submit(rows, context, 2 * RESPONSE_TOKENS)
+            for _ in range(RESPONSE_TOKENS):
+                engine.step()
+            submit(1, longest, 1)
+            _finish(engine)
     engine.forget_totals()
+
+
+def _finish(engine: SiteEngine) -> None:
+    while engine.has_work:
+        for output in engine.step():
+            if output.finish is Finish.FAILED:
+                raise RuntimeError(f"a first short answer failed: {output.error}")

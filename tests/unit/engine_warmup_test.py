@@ -22,6 +22,27 @@ def test_a_warm_engine_knows_what_an_iteration_costs_and_counts_nothing() -> Non
     assert load.tokens_per_s > 0
 
 
+def test_long_prompts_run_alone_and_beside_answers_of_any_context() -> None:
+    engine = engine_for(family("llama").served, slots=4, token_budget=16, kv_tokens=512)
+    plans = []
+    plan_of = engine._scheduler.plan
+
+    def seen(now: float, max_new: int | None = None) -> SchedulePlan:
+        plans.append(plan := plan_of(now, max_new))
+        return plan
+
+    engine._scheduler.plan = seen  # type: ignore[method-assign]
+    warm_up(engine, VOCAB, 512, longest=40)
+    assert_idle(engine)
+    steps = [(len(plan.decodes), plan.prefills[0]) for plan in plans if plan.prefills]
+    assert {bool(decodes) for decodes, chunk in steps if chunk.start == 0 and chunk.length > 8} == {
+        True,
+        False,
+    }
+    assert {bool(decodes) for decodes, chunk in steps if chunk.start and chunk.length > 4} == {True, False}
+    assert engine.load().prompt_tokens_total == 0
+
+
 def test_a_site_without_room_for_an_answer_is_left_alone() -> None:
     engine = engine_for(family("llama").served)
     warm_up(engine, VOCAB, room_tokens=8)
