@@ -365,14 +365,15 @@ def test_what_a_cloud_cost_is_on_the_page(page: Browser, federation: LocalFedera
 
 
 def test_a_quota_is_on_the_page(page: Browser, federation: LocalFederation) -> None:
-    flags = ("quotas", "set", "--tenant", "default", "--reason", "a trial", "--tokens-per-month")
-    mico(federation.folder.path, *flags, "123000000")
+    flags = ("quotas", "set", "--tenant", "default", "--reason", "a trial")
+    mico(federation.folder.path, *flags, "--tokens-per-month", "123000000", "--usd-per-month", "12.34")
     try:
         page.open(federation.base_url.removesuffix("/v1") + "/admin")
         page.until("document.querySelector('#quotas').innerText.includes('of 123.0 M')", "the quota")
+        assert "of $12.34" in page.text("#quotas")
         assert "tenant default" in page.text("#quotas")
     finally:
-        mico(federation.folder.path, *flags, "none")
+        mico(federation.folder.path, *flags, "--tokens-per-month", "none", "--usd-per-month", "none")
 
 
 def test_signing_out_ends_the_feed(page: Browser) -> None:

@@ -170,6 +170,11 @@ function drawSpending({ today, month }) {
   fill("spending", month.filter((each) => each.name).map(({ name, usd, idle_usd, cheapest_usd, dearest_usd }) => [name, dollars(spent.get(name) ?? 0), dollars(usd + idle_usd), dollars(idle_usd), dollars(cheapest_usd), dollars(dearest_usd)]), "Nothing was spent this month.");
 }
 
+function quotaCells({ scope, subject, kind, amount, in_use }) {
+  const text = kind === "usd_per_month" ? dollars : number;
+  return [`${scope} ${subject}`, kind.replaceAll("_", " "), `${text(in_use)} of ${text(amount)}`, percent(amount ? in_use / amount : 1)];
+}
+
 async function drawRecords() {
   if (page.paused || document.hidden || !page.snapshot) return;
   try {
@@ -178,7 +183,7 @@ async function drawRecords() {
     drawSpending(await request("spending"));
     const { quotas } = await request("quotas");
     quotas.sort((a, b) => b.in_use / b.amount - a.in_use / a.amount);
-    fill("quotas", quotas.slice(0, 8).map(({ scope, subject, kind, amount, in_use }) => [`${scope} ${subject}`, kind.replaceAll("_", " "), `${number(in_use)} of ${number(amount)}`, percent(amount ? in_use / amount : 1)]), "No tenant or key has a quota.");
+    fill("quotas", quotas.slice(0, 8).map(quotaCells), "No tenant or key has a quota.");
   } catch {
     // The feed shows whether the gateway responds.
   }
