@@ -10,14 +10,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 import msgspec
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import delete, false, func, insert, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -33,6 +34,7 @@ REFRESH_S: Final = 1.0
 REFRESH_TIMEOUT_S: Final = 2.0
 MAX_ROUTES: Final = 200
 STAMP_BITS: Final = 40
+_LOCK = text(f"LOCK TABLE {table.name} IN SHARE ROW EXCLUSIVE MODE")  # SQLite's is that of the first write
 _FINGERPRINT = select(func.count(), func.coalesce(func.sum(table.c.stamp), 0)).select_from(table)
 
 
@@ -74,7 +76,7 @@ class RouteTable:
 
     async def put(self, route: ModelRoute, act: Act) -> None:
         """Set a route, here at once. Raises BadRequest for one that can't be beside the others."""
-        async with self._engine.begin() as connection:
+        async with self._change() as connection:
             await self._check(connection, [route])
             await self._write(connection, route, act, f"set route {route.name}")
         await self._refresh_or_log()
@@ -84,7 +86,7 @@ class RouteTable:
 
         Raises BadRequest where a route would be left without a target: then nothing was changed.
         """
-        async with self._engine.begin() as connection:
+        async with self._change() as connection:
             routes = {**self._of_file, **{each.route.name: each.route for each in await _read(connection)}}
             changed = [
                 route.without(model)
@@ -99,7 +101,7 @@ class RouteTable:
 
     async def remove(self, name: str, act: Act) -> bool:
         """Remove a route; that of the file holds again, if it has one. Return False if there is none."""
-        async with self._engine.begin() as connection:
+        async with self._change() as connection:
             before = await connection.scalar(select(table.c.route).where(table.c.name == name))
             if before is not None:
                 await connection.execute(delete(table).where(table.c.name == name))
@@ -126,6 +128,16 @@ class RouteTable:
     def _merge(self) -> None:
         of_table = {name: each.route for name, each in self.stored.items()}
         self.current = MappingProxyType({**self._of_file, **of_table})
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[AsyncConnection]:
+        """Begin a transaction that changes routes; it waits for those of other replicas, and reads what they
+        have written.
+        """
+        async with self._engine.begin() as connection:
+            is_sqlite = connection.dialect.name == "sqlite"
+            await connection.execute(delete(table).where(false()) if is_sqlite else _LOCK)
+            yield connection
 
     async def _check(self, connection: AsyncConnection, routes: Collection[ModelRoute]) -> None:
         known = {each.route.name: each.route for each in await _read(connection)}
@@ -205,8 +217,8 @@ def _route_of(stored: object, name: str) -> ModelRoute | None:
 def _text(route: ModelRoute | None) -> str:
     if route is None:
         return "none"
-    text = ", ".join(map(_target_text, route.targets))
-    return f"{text}; shadow {route.shadow.model} {route.shadow.share:g}" if route.shadow else text
+    targets = ", ".join(map(_target_text, route.targets))
+    return f"{targets}; shadow {route.shadow.model} {route.shadow.share:g}" if route.shadow else targets
 
 
 def _target_text(target: Target) -> str:

@@ -57,6 +57,25 @@ def test_a_change_at_one_replica_holds_at_the_other_and_after_a_restart(
     asyncio.run(main())
 
 
+def test_changes_at_two_replicas_at_once_all_hold(url: str) -> None:
+    models = [f"m{number}" for number in range(8)]
+    route = ModelRoute("chat", (A, *(Target(model) for model in models)))
+
+    async def main() -> None:
+        engines = [open_engine(url), open_engine(url)]
+        tables = [RouteTable(engine) for engine in engines]
+        await asyncio.gather(*(each.put(route, WHY) for each in tables * 3))
+        turns = zip(tables * 4, models, strict=True)
+        await asyncio.gather(*(each.take_out(model, "chat", WHY) for each, model in turns))
+        await tables[0].refresh()
+        weights = {target.model: target.weight for target in tables[0].current["chat"].targets}
+        assert weights == {"a": 1.0, **dict.fromkeys(models, 0.0)}
+        for engine in engines:
+            await engine.dispose()
+
+    asyncio.run(main())
+
+
 def test_the_table_holds_over_the_file_and_the_file_again_after_it(url: str) -> None:
     async def main() -> None:
         engine = open_engine(url)
