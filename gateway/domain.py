@@ -130,7 +130,8 @@ class Query(msgspec.Struct, frozen=True):
         """
         if isinstance(self.prompt, Chat):
             messages = sum(4 + (len(m.content) + len(m.reasoning)) // 4 for m in self.prompt.messages)
-            messages += sum(images.tokens for images in self.prompt.images)
+            if images := self.prompt.images:
+                messages += sum(each.tokens for each in images)
             return messages + len(self.prompt.tools_json) // 4
         if isinstance(self.prompt, Pooling):
             return self.prompt.tokens
@@ -426,4 +427,4 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def nano_usd(self) -> int:
         """Return the cost of all attempts."""
-        return sum(attempt.nano_usd for attempt in self.attempts)
+        return sum([attempt.nano_usd for attempt in self.attempts])

@@ -256,11 +256,10 @@ class LiveAttempt:
             self._on_cancel(self)
 
     def _take_pending(self) -> list[Delta]:
-        deltas = []
-        for choice in self._choices:
-            if choice.newest is not None and (delta := choice.take()) is not None:
-                deltas.append(delta)
-        return deltas
+        if len(self._choices) == 1:
+            delta = self._choices[0].take()
+            return [] if delta is None else [delta]
+        return [delta for choice in self._choices if (delta := choice.take()) is not None]
 
 
 def _merge(first: Delta, then: Delta) -> Delta:

@@ -344,7 +344,8 @@ def _prompt(query: Query, attempt_id: str, part: pb.Assign) -> None:
     part.request_id = query.request_id
     if isinstance(query.prompt, Chat):
         _chat(query.prompt, part.chat)
-        part.image_tokens = sum(images.tokens for images in query.prompt.images)
+        if images := query.prompt.images:
+            part.image_tokens = sum(each.tokens for each in images)
     elif isinstance(query.prompt, str):
         part.text = query.prompt
     elif isinstance(query.prompt, Pooling):

@@ -355,10 +355,11 @@ class QueryRun:
         cache at all.
         """
         state = self.state
+        expected, site = assignment.demand.cached, assignment.decision.site
         uses_cache = not self.query.sampling.echo and assignment.planned.resume is None
-        if uses_cache and not state.cached_unknown:
+        if site in expected.evidence and uses_cache and not state.cached_unknown:
             found = state.cached_tokens / max(1, state.prompt_tokens)
-            self.context.prefixes.correct(assignment.demand.cached, assignment.decision.site, found)
+            self.context.prefixes.correct(expected, site, found)
 
     # ---- quotas
 

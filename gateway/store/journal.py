@@ -88,7 +88,7 @@ class Journal:
 
     def _write(self, segment: _Segment, line: bytes) -> None:
         """Write a whole line at the end of the current segment. Raises OSError."""
-        if segment.path in self._reserve and segment.size_bytes + len(line) > self._reserve.file_bytes:
+        if segment.size_bytes + len(line) > self._reserve.file_bytes and segment.path in self._reserve:
             raise OSError("the line does not fit in this file of the reserve")
         written = os.write(segment.file, line)
         segment.size_bytes += written

@@ -6,7 +6,7 @@ Names of metrics are those that the conventions for Prometheus make of OpenTelem
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Histogram
 
@@ -42,6 +42,16 @@ def span_attributes(outcome: Outcome) -> dict[str, AttributeValue]:
     return found | {name: value for name, value in optional.items() if value}
 
 
+class _Labelled(NamedTuple):
+    """The metrics of queries that are alike."""
+
+    duration: Histogram
+    first: Histogram
+    per_token: Histogram
+    input_tokens: Histogram
+    output_tokens: Histogram
+
+
 class GenAiMetrics:
     """The metrics of a server. Queries that no site was tried for are left out: their models are what clients
     write, without end.
@@ -66,27 +76,33 @@ class GenAiMetrics:
             buckets=_TOKENS,
             registry=registry,
         )
-        self._labelled: dict[tuple[object, ...], Any] = {}
+        self._labelled: dict[tuple[str, ...], _Labelled] = {}
 
     def observe(self, outcome: Outcome) -> None:
         """Count a query that ended."""
         if not outcome.attempts:
             return
-        self._child(self._duration, outcome, outcome.ending.error_type).observe(outcome.total_s)
-        self._child(self._usage, outcome, "input").observe(outcome.prompt_tokens)
-        self._child(self._usage, outcome, "output").observe(outcome.completion_tokens)
+        ending = outcome.ending
+        labels = ending.operation, outcome.asked_model or outcome.model, outcome.model, ending.error_type
+        of = self._labelled.get(labels) or self._label(*labels)
+        of.duration.observe(outcome.total_s)
+        of.input_tokens.observe(outcome.prompt_tokens)
+        of.output_tokens.observe(outcome.completion_tokens)
         if outcome.first_token_s is None:
             return
-        self._child(self._first, outcome).observe(outcome.first_token_s)
+        of.first.observe(outcome.first_token_s)
         if outcome.completion_tokens > 1:
             rest_s = outcome.total_s - outcome.first_token_s
-            self._child(self._per_token, outcome).observe(rest_s / (outcome.completion_tokens - 1))
+            of.per_token.observe(rest_s / (outcome.completion_tokens - 1))
 
-    def _child(self, family: Histogram, outcome: Outcome, *labels: str) -> Any:
-        """Return `family.labels(…)`, cached: the lookup takes longer than the count."""
-        operation, asked = outcome.ending.operation, outcome.asked_model or outcome.model
-        key = (family, operation, asked, outcome.model, *labels)
-        child = self._labelled.get(key)
-        if child is None:
-            child = self._labelled[key] = family.labels(operation, PROVIDER, asked, outcome.model, *labels)
-        return child
+    def _label(self, operation: str, asked_model: str, model: str, error_type: str) -> _Labelled:
+        """Return the metrics with these labels, and keep them: to look them up takes longer than to count."""
+        of_all = operation, PROVIDER, asked_model, model
+        found = self._labelled[operation, asked_model, model, error_type] = _Labelled(
+            self._duration.labels(*of_all, error_type),
+            self._first.labels(*of_all),
+            self._per_token.labels(*of_all),
+            self._usage.labels(*of_all, "input"),
+            self._usage.labels(*of_all, "output"),
+        )
+        return found
