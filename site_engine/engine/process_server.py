@@ -16,7 +16,7 @@ from site_engine.core.request import Admission, Grammar, Output
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener
-from site_engine.errors import NotServed
+from site_engine.errors import NotServed, Reason
 
 log = logging.getLogger(__name__)
 
@@ -136,9 +136,12 @@ class EngineServer:
         def compile_first() -> None:
             try:
                 grammar = self._compile_grammar(message.grammar)
-            except NotServed as refusal:
+            except Exception as exc:  # whatever it is, the site waits for an answer
+                if not isinstance(exc, NotServed):
+                    log.exception("a grammar could not be compiled")
+                    exc = NotServed(Reason.INTERNAL, "the grammar could not be compiled")
                 self._forget(message.ids)
-                self._sender.send(pm.frame(pm.to_admitted(message.call, refusal)))
+                self._sender.send(pm.frame(pm.to_admitted(message.call, exc)))
             else:
                 for request in group:
                     request.grammar = grammar
@@ -156,7 +159,8 @@ class EngineServer:
     def _cancel(self, numbers: list[int]) -> None:
         """Cancel requests; those that wait for their grammar when they have it: the compiler keeps order."""
         if self._compiling.isdisjoint(numbers):
-            self._thread.cancel([self._ids[each] for each in numbers if each in self._ids])
+            found = map(self._ids.get, numbers)  # the engine thread may forget any of them meanwhile
+            self._thread.cancel([each for each in found if each is not None])
         else:
             self._compiler.submit(self._cancel, numbers)
 

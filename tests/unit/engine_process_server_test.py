@@ -1,0 +1,62 @@
+"""Every request that reaches the engine's process is answered, whatever goes wrong with its grammar."""
+
+from __future__ import annotations
+
+import socket
+import time
+from threading import Thread
+from typing import Any
+
+from site_engine.core.request import Grammar, Request, Sampling
+from site_engine.engine import process_messages as pm
+from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine.process_server import EngineServer
+from tests.support.site_fakes import FakeEngine
+
+WITHIN_S = 20.0
+
+
+class Schema:
+    """A grammar as the site's process sends it."""
+
+    source = "{}"
+
+    def start(self) -> Any:
+        raise AssertionError("guides are made in the engine's process")
+
+
+def break_down(_source: str) -> Grammar:
+    raise RuntimeError("out of memory")
+
+
+def admission(site: socket.socket) -> pm.Admitted:
+    frames, until_s = pm.Frames(), time.monotonic() + WITHIN_S
+    while time.monotonic() < until_s:  # the engine says every quarter of a second that it is alive
+        for message in map(pm.decode_from_engine, frames.feed(site.recv(1 << 16))):
+            if isinstance(message, pm.Admitted):
+                return message
+    raise AssertionError("the engine has not answered")
+
+
+def test_a_compiler_that_breaks_refuses_its_request_and_the_next_one_is_admitted() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(WITHIN_S)
+    engine = FakeEngine(slots=2)
+    server = EngineServer(
+        theirs, lambda post: EngineThread(engine, post, time.monotonic), time.monotonic, break_down
+    )
+    serving = Thread(target=server.run)
+    serving.start()
+    with ours, theirs:
+        try:
+            guided = Request("guided", (97,), Sampling(max_tokens=2), grammar=Schema())
+            ours.sendall(pm.frame(pm.to_submit(1, [1], [guided])))
+            refused = admission(ours)
+            assert (refused.call, refused.reason) == (1, "INTERNAL")
+            ours.sendall(pm.frame(pm.Cancel([1])))
+            ours.sendall(pm.frame(pm.to_submit(2, [2], [Request("plain", (97,), Sampling(max_tokens=2))])))
+            admitted = admission(ours)
+            assert (admitted.call, admitted.reason) == (2, "")
+        finally:
+            ours.sendall(pm.frame(pm.Stop()))
+            serving.join()
