@@ -100,7 +100,8 @@ def merge_usages(usages: Sequence[Usage]) -> Usage:
 
 def merge_openings(openings: Sequence[Opening]) -> Opening:
     """Return one opening for several: every site and model that takes part, the longest wait, all prompt
-    tokens."""
+    tokens.
+    """
     return replace(
         openings[0],
         site=",".join(sorted({opening.site for opening in openings})),

@@ -13,7 +13,7 @@ from gateway.openai.fields import UNSUPPORTED, WRONG_VALUE, Fields
 from gateway.prompt import EMBED, RERANK, Prompt, least_chars
 
 MAX_CONVERSATION_CHARS = 200
-"""Of the name of a conversation that are told apart."""
+"""Longer names of conversations are cut."""
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 

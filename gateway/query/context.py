@@ -48,9 +48,9 @@ class QueryContext:
 
     `live_queries` holds the queries in progress, by id: every count of them is its size. `lease_more` waits
     until more of the quotas that are short here was asked for once, and returns False where that is of no
-    use. `routes` returns the names that stand for models. `ended` receives each
-    query with its outcome once that is recorded. `trace_query` returns
-    the query as the site of an attempt gets it: with the span of that attempt, where there are traces.
+    use. `routes` returns the names that stand for models. `ended` receives each query with its outcome once
+    that is recorded. `trace_query` returns the query as the site of an attempt gets it: with the span of that
+    attempt, where there are traces.
     """
 
     directory: Directory

@@ -241,7 +241,7 @@ class QueryState:
             self._argument_chars += len(call.arguments)
 
     def outcome(self, prices_of: Callable[[str], Prices | None] = lambda _: None) -> Outcome:
-        """Return what is recorded. `prices_of` returns the prices of a site now, None if there is no such."""
+        """Return what is recorded. `prices_of` returns a site's prices now, None for an unknown site."""
         query, charged = self.query, self.charged
         attempts = tuple(map(self._attempt_record, self._attempts))
         paid_nano_usd = sum(attempt.nano_usd for attempt in attempts)

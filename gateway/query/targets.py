@@ -23,7 +23,7 @@ from gateway.routing.prefixes import NOTHING_CACHED
 
 
 class Targets:
-    """The targets of one query that have not had it. A change of target ends the wish for a site."""
+    """The targets that one query has not tried. A change of target drops the query's preferred site."""
 
     __slots__ = ("_error", "_left")
 

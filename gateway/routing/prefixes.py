@@ -35,14 +35,14 @@ What is put in or left out before shows there, as all later text moves; a change
 """
 SAMPLES = tuple((end - min(size, READ_BYTES), end) for size, end in zip(BLOCK_BYTES, ENDS, strict=True))
 MAX_CHARS = ENDS[-1]
-"""Prompts are not told apart beyond."""
+"""Prompts are compared up to this length."""
 MAX_PREFIXES = 2**20
 """Remembered hashes, about 100 bytes each."""
 MAX_AGE_S = 600.0
 """An entry that was of no use for this long is forgotten, within twice the time."""
 MAX_HOLDERS = 4
 HINTED_SHARE = 0.5
-"""Of a prompt, expected at the site that answered its conversation where only a hint tells of it."""
+"""The part of a prompt that is expected at the site of its conversation if only a hint names it."""
 EPOCH_S = 5.0
 """What a site computes within this time counts as cached at the same time."""
 LOST_SHARE = 0.5

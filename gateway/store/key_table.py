@@ -27,7 +27,7 @@ NAME_RULE = f"1 to {MAX_NAME_CHARS} printable characters"
 
 
 def is_valid_name(text: str) -> bool:
-    """Return whether the text may name a key or a tenant, by `NAME_RULE`. That of copies is taken."""
+    """Return whether the text may name a key or a tenant, by `NAME_RULE`; SHADOW_TENANT is reserved."""
     return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable() and text != SHADOW_TENANT
 
 
