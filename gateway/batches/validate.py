@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
@@ -68,15 +68,30 @@ async def validate(batch: Batch, context: BatchContext) -> tuple[str, list[Line]
     return state.model, await asyncio.to_thread(_in_order, state, batch.order)  # 50,000 lines take a second
 
 
+class _Sizes(NamedTuple):
+    """What the order of lines depends on, as `order` takes it."""
+
+    group: int
+    shared_tokens: int
+    prompt_tokens: int
+    response_tokens: float
+
+
 def _in_order(state: ValidationState, how: Order) -> list[Line]:
-    found = state.groups.find()
-    lines = [
-        replace(
-            line, group=state.lines[group.first].number, shared_tokens=int(group.share * line.prompt_tokens)
+    lines = state.lines
+    sizes = [
+        _Sizes(
+            lines[group.first].number,
+            int(group.share * line.prompt_tokens),
+            line.prompt_tokens,
+            line.response_tokens,
         )
-        for line, group in zip(state.lines, found, strict=True)
+        for line, group in zip(lines, state.groups.find(), strict=True)
     ]
-    return [replace(lines[index], place=place) for place, index in enumerate(order(lines, how))]
+    return [
+        replace(lines[index], place=place, group=sizes[index].group, shared_tokens=sizes[index].shared_tokens)
+        for place, index in enumerate(order(sizes, how))
+    ]
 
 
 async def _raw_lines(batch: Batch, context: BatchContext) -> AsyncIterator[RawLine]:
