@@ -78,7 +78,7 @@ def test_greedy_answers_are_those_of_asking_the_server(federation: LocalFederati
             site = asyncio.create_task(serve(in_front(federation, gateway, tmp_path)))
             session = await gateway.linked()
             hello = session.received("hello")[0]
-            assert [each.id for each in hello.models] == [federation.model]
+            assert federation.model in [each.id for each in hello.models]  # beside routes of other tests
             assert "(mico, load from an estimate" in hello.version
             for prompt in PROMPTS:
                 await session.send(assign=chat(federation, prompt, prompt))

@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from gateway.domain import Delta
 from gateway.federation.codec import MAX_TURN_DELTAS
+from gateway.federation.stream_pace import StreamPace
 from gateway.query.answer import answer
 from tests.support.fakes.federation import scene
 from wire import federation_pb2 as pb
@@ -19,6 +20,7 @@ def test_others_get_a_turn_between_the_parts_of_a_large_step() -> None:
 
     async def main() -> None:
         async with scene() as here:
+            here.gateway.federation._pace = StreamPace()  # readers wait for no more text
             site = await here.site("alpha", context_tokens=2 * TOKENS)
             async with aclosing(answer(here.gateway, here.query(max_tokens=TOKENS))) as events:
                 opening = asyncio.ensure_future(anext(events))

@@ -138,6 +138,7 @@ def test_an_interrupt_waits_for_what_must_not_be_cut() -> None:
 def test_the_end_of_the_terminal_is_an_interrupt_unless_nohup_says_otherwise() -> None:
     before = {number: signal.getsignal(number) for number in END_SIGNALS}
     try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         interrupt_at_end_signals()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGHUP)
