@@ -11,6 +11,7 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from secrets import token_hex
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -78,7 +79,8 @@ class Access:
         caller = await authenticate_key(secret, self._backend, client_address(request.scope))
         self._admin(caller)
         until = int(self._backend.unix_time()) + SESSION_S
-        claim = f"{caller.key_id} {until} {'view' if view_only else 'act'}".encode()
+        role = f"{'view' if view_only else 'act'}:{token_hex(8)}"  # no two sessions are equal
+        claim = f"{caller.key_id} {until} {role}".encode()
         return f"{claim.hex()}.{self._signature(claim)}"
 
     async def end_session(self, request: AnyRequest) -> None:
@@ -105,7 +107,7 @@ class Access:
         over = int(until) < self._backend.unix_time() or caller is None or not caller.admin
         if over or (self._ended is not None and await self._ended.has_ended(_session_id(claim))):
             raise Unauthenticated("The session has ended: enter the key again.")
-        return Operator(key_id, role == "act")
+        return Operator(key_id, role.partition(":")[0] == "act")
 
     def _claim(self, cookie: str) -> bytes | None:
         """Return what a cookie of ours says, None for any other."""

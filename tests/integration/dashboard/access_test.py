@@ -146,6 +146,26 @@ def test_signing_out_ends_the_session_on_every_replica(url: str, monkeypatch: py
     play(url, scenario)
 
 
+def test_sessions_that_begin_in_one_second_are_two(url: str) -> None:
+    """An operator who signed out and in again at once found the new session ended, too."""
+
+    def until(cookie: str) -> str:
+        return bytes.fromhex(cookie.partition(".")[0]).decode().split()[1]
+
+    async def scenario(o: Replica) -> None:
+        o.publisher.tick()
+        first = second = ""
+        while not first or until(first) != until(second):  # until both begin in one second
+            await sign_in(o)
+            first = o.http.cookies[COOKIE]
+            assert (await o.http.delete("/admin/api/session")).status_code == 200
+            await sign_in(o)
+            second = o.http.cookies[COOKIE]
+        assert (await o.http.get("/admin/api/overview")).status_code == 200
+
+    play(url, scenario)
+
+
 def test_who_signs_out_while_the_database_is_away_is_told(url: str) -> None:
     async def scenario(o: Replica) -> None:
         await sign_in(o)
