@@ -95,10 +95,10 @@ def run_phases(name: str, server: Server, asked: Sequence[Question], options: ar
         found = measure(server.target, part, load)
         found["cpu_s"] = cpu_between(before, server.cpu())
         found["gpu"] = gpu.between(began_s + 3.0, time.perf_counter() - 0.5)
-        tell({"server": name, "phase": phase, **found})
+        print_record({"server": name, "phase": phase, **found})
 
 
-def tell(record: dict[str, Any]) -> None:
+def print_record(record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)
     if "ttft_ms" in record:
         figures = [record[f"{name}_ms"] for name in ("ttft", "itl", "tpot", "s_per_token", "longest_gap")]
@@ -150,10 +150,10 @@ def main() -> None:
             try:
                 with served(name, model, work / name, slots=options.slots, extra=extra) as server:
                     started = {"ready_s": server.ready_s, "first_token_s": server.first_token_s}
-                    tell({"server": name, **started})
+                    print_record({"server": name, **started})
                     run_phases(name, server, asked, options)
             except NotReady as error:
-                tell({"server": name, "error": str(error)})
+                print_record({"server": name, "error": str(error)})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What tokens cost at a site, in whole nano-dollars. Pure.
+"""Price the tokens of a site, in whole nano-dollars. Pure.
 
 A provider's site has prices per token. A site that is paid by the hour, idle or not, has them from its own
 measurements: a token costs the time that it would take of a site whose slots are all busy. So the price of

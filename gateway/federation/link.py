@@ -412,7 +412,7 @@ class Link:
         hashes, now_s = codec.prefix_hashes(message), self._clock()
         if now_s >= self._told_s + PREFIXES_INTERVAL_S:
             self._told_s = now_s
-            self._directory.prefixes.record_told(hashes, self.name, now_s)
+            self._directory.prefixes.record_announced(hashes, self.name, now_s)
 
     def _pong(self, message: pb.Pong) -> None:
         sent_s = self._pings.get(message.nonce)

@@ -247,7 +247,7 @@ class QueryRun:
             resume=planned.resume,
             moves=planned.moves,
             tried=planned.tried,
-            prefix_hashes=self.state.prefix.told if self.state.prefix else b"",
+            prefix_hashes=self.state.prefix.announced if self.state.prefix else b"",
         )
         if self.state.reservation.bound and not isinstance(self.query.prompt, Pooling):
             attempt.on_uncovered = self._cover

@@ -64,7 +64,7 @@ class Prefix(NamedTuple):
     hint: bytes = b""
 
     @property
-    def told(self) -> bytes:
+    def announced(self) -> bytes:
         """Return the hashes by which other gateways find the prompt's later turns."""
         return b"".join((*self.hashes[-1:], self.hint))
 
@@ -217,9 +217,9 @@ class PrefixIndex:
         if prefix.hint:
             self._put((prefix.hint,), cache)
 
-    def record_told(self, told: bytes, site: str, now_s: float) -> None:
-        """Record that a site has computed prompts for other gateways: `Prefix.told` of each."""
-        hashes = [told[begin : begin + HASH_BYTES] for begin in range(0, len(told), HASH_BYTES)]
+    def record_announced(self, announced: bytes, site: str, now_s: float) -> None:
+        """Record that a site has computed prompts for other gateways: `Prefix.announced` of each."""
+        hashes = [announced[at : at + HASH_BYTES] for at in range(0, len(announced), HASH_BYTES)]
         cache = self._cache_of(site, len(hashes), now_s)
         for each in hashes:
             self._put((each,), cache)

@@ -1,4 +1,4 @@
-"""What a gateway knows of the sites' prefix caches and makes of it: Mico's way, and those of others.
+"""Route by what a gateway knows of the sites' prefix caches: Mico's way, and those of others.
 
 Each object is one gateway's state. Those of others choose a site by themselves, and leave nothing to the
 policy but the first turn of a session.
@@ -73,7 +73,7 @@ class PrefixAffinity(Affinity):
 
     def expected(self, query: Query, now_s: float) -> Cached:
         for site in [each for each in self._coming if self._told_s.get(each, -inf) <= now_s]:
-            self.index.record_told(b"".join(self._coming.pop(site)), site, now_s)
+            self.index.record_announced(b"".join(self._coming.pop(site)), site, now_s)
             self._told_s[site] = now_s + TELLING_INTERVAL_S
         return self.index.expected(query.prefix)
 
@@ -81,7 +81,7 @@ class PrefixAffinity(Affinity):
         self.index.record(query.prefix, site, now_s)
         for other in self._others:
             if other is not self:
-                other._coming.setdefault(site, []).append(query.prefix.told)
+                other._coming.setdefault(site, []).append(query.prefix.announced)
 
     def ended(self, query: Query, site: str, expected: Cached, cached_tokens: int) -> None:
         self.index.correct(expected, site, cached_tokens / query.prompt_tokens)

@@ -273,11 +273,11 @@ class Site:
         for connection in list(self._connections.values()):
             if connection.attempts in touched:
                 if connection.attempts.computed:
-                    self._tell_others(connection)
+                    self._announce_prefixes(connection)
                 self._changed(connection)
 
-    def _tell_others(self, connection: Connection) -> None:
-        """Tell the other gateways what this site has computed for one of them."""
+    def _announce_prefixes(self, connection: Connection) -> None:
+        """Announce to the other gateways the prompts that this site has computed for one of them."""
         computed, connection.attempts.computed = connection.attempts.computed, []
         for other in self._connections.values():
             if other is not connection and other.linked and other.reads_prefixes:

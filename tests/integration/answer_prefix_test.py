@@ -157,7 +157,9 @@ def test_a_conversation_that_began_at_another_gateway_stays_where_it_began() -> 
         known = here.gateway.prefixes
         for number, site in enumerate(sites):
             begun = turn(here, f"talk {number}", 0)
-            await site.send(prefixes=pb.Prefixes(hashes=prefix_of(begun.prompt, CALLER.tenant, "m").told))
+            await site.send(
+                prefixes=pb.Prefixes(hashes=prefix_of(begun.prompt, CALLER.tenant, "m").announced)
+            )
         await until(lambda: len(known) == 3, "the gateway to hear of it")
         for number in (2, 2, 1, 1, 0, 0):
             assert await serve(here, turn(here, f"talk {number}", 1), *sites) == "abc"[number]
@@ -194,7 +196,7 @@ def test_sites_get_the_hashes_by_which_gateways_know_a_prompt() -> None:
         query = msgspec.structs.replace(turn(here, "talk", 0), conversation="talk")
         task = asyncio.create_task(collect(here, query))
         site, assign = await assigned_site(here, *sites)
-        assert assign.prefix_hashes == prefix_of(query.prompt, CALLER.tenant, "m", "talk").told
+        assert assign.prefix_hashes == prefix_of(query.prompt, CALLER.tenant, "m", "talk").announced
         assert len(assign.prefix_hashes) == 2 * HASH_BYTES
         await site.step(assign, "x", 1, finish=pb.Delta.STOP)
         await task

@@ -132,7 +132,7 @@ def test_no_prompt_of_another_tenant_or_model_is_ever_found(text: str, tenant: s
     index = PrefixIndex()
     own, other = prefix_of(text * 3, "mine", "m", "talk"), prefix_of(text * 3, tenant, model, "talk")
     index.record(own, "a", 0.0)
-    index.record_told(own.told, "b", 0.0)
+    index.record_announced(own.announced, "b", 0.0)
     assert not index.expected(other).by_site
 
 
@@ -184,7 +184,7 @@ def test_a_hint_that_queries_of_many_sites_share_favours_none() -> None:
 def test_the_longest_hash_is_enough_to_tell_another_gateway() -> None:
     here, there, text = PrefixIndex(), PrefixIndex(), "abcdefghijklmnop" * 64
     told = prefix_of(text[:512], "t", "m")
-    there.record_told(told.told, "a", 0.0)
+    there.record_announced(told.announced, "a", 0.0)
     here.record(told, "a", 0.0)
     longer = prefix_of(text, "t", "m")
     assert there.expected(longer).by_site == here.expected(longer).by_site
