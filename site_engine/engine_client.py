@@ -60,8 +60,9 @@ class Prepared(NamedTuple):
     """A prompt ready for the engine, and the text that an echoing answer begins with. `shown`: special tokens
     that the text of the answer shows, with their names.
 
-    `resumed`: the tokens that an answer begun elsewhere goes on from. `payload` belongs to the engine that
-    prepared the prompt: the site hands it back to `submit` and never looks into it.
+    `resumed`: the tokens that an answer begun elsewhere goes on from. `chain`: as in `Request`.
+    `payload` belongs to the engine that prepared the prompt: the site hands it back to `submit` and never
+    looks into it.
     """
 
     token_ids: tuple[int, ...]
@@ -72,6 +73,7 @@ class Prepared(NamedTuple):
     thinking: Thinking | None = None
     shown: Mapping[int, str] = MappingProxyType({})
     resumed: tuple[int, ...] = ()
+    chain: str = ""
     payload: object = None
 
     @property

@@ -6,6 +6,7 @@
     ├── WrongMessage        an invalid message of a gateway: the log; the message is dropped
     ├── LinkLost            a stream to a gateway is over or silent: the log; the link dials again
     ├── ModelNotSupported   the engine would not serve this model exactly: the start, as a ConfigError
+    ├── VariantRefused      this variant cannot be added or removed: whoever ordered it; nothing has changed
     └── EngineBroken        the engine cannot go on: every open attempt as FAILED; the process ends
 
 The engine's own answer `site_engine.core.request.RequestRejected` becomes `NotServed` in the engine thread.
@@ -60,3 +61,7 @@ class EngineBroken(SiteError):
 
 class ModelNotSupported(SiteError):
     """A model that the engine would not serve exactly; the message says why."""
+
+
+class VariantRefused(SiteError):
+    """A variant that cannot be added or removed; the message says why. Nothing has changed."""

@@ -6,17 +6,19 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from site_engine.config import SLOTS, SiteConfig
+from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission
 from site_engine.engine.engine_thread import Engine, EngineThread
 from site_engine.engine.process_client import EngineProcess
 from site_engine.engine_client import Facts, Group, Listener, Prepared
-from site_engine.errors import ConfigError, ModelNotSupported, NotServed
+from site_engine.errors import ConfigError, ModelNotSupported, NotServed, VariantRefused
 from site_engine.messages import Assign
 from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
@@ -76,14 +78,28 @@ class EngineCore(Protocol):
     def cancel(self, request_ids: Iterable[str]) -> None: ...
     def release(self, groups: Sequence[Sequence[str]], reply: Callable[[list[bool]], None]) -> None: ...
     def request_load(self) -> None: ...
+    def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None: ...
+    def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None: ...
 
 
 class NativeEngine:
-    """The EngineClient over a tokenizer, on threads of its own, and an engine."""
+    """The EngineClient over a tokenizer, on threads of its own, and an engine.
 
-    def __init__(self, tokenizer: PromptTokenizer, core: EngineCore) -> None:
+    An attempt whose model is the id of a variant is answered by the variant, any other by the base.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PromptTokenizer,
+        core: EngineCore,
+        tokenizer_of: Callable[[Chain], PromptTokenizer] | None = None,
+    ) -> None:
+        """`tokenizer_of` loads the tokenizer of a variant that has its own; it may take seconds."""
         self._tokenizer = tokenizer
         self._core = core
+        self._tokenizer_of = tokenizer_of
+        self._variants: dict[str, Chain] = {}
+        self._tokenizers: dict[str, PromptTokenizer] = {}  # of variants that have their own
 
     @classmethod
     def from_loaded(
@@ -100,7 +116,13 @@ class NativeEngine:
         """
         facts = facts_of(loaded)
         tokenizer = prompt_tokenizer(loaded.tokenizer, facts, post, allow_special_tokens=allow_special_tokens)
-        return cls(tokenizer, EngineThread(loaded.engine, post, time.monotonic, floor_s))
+
+        def tokenizer_of(chain: Chain) -> PromptTokenizer:
+            own, _ = load_tokenizer(chain.tokenizer)
+            of_chain = facts._replace(eos_token_ids=chain.eos_token_ids)
+            return prompt_tokenizer(own, of_chain, post, allow_special_tokens=allow_special_tokens)
+
+        return cls(tokenizer, EngineThread(loaded.engine, post, time.monotonic, floor_s), tokenizer_of)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -117,15 +139,16 @@ class NativeEngine:
 
     def stop(self) -> None:
         """End all threads, and the engine's process, after the work at hand; what still runs is dropped."""
-        self._tokenizer.close()
+        for tokenizer in (self._tokenizer, *self._tokenizers.values()):
+            tokenizer.close()
         self._core.stop()
 
     @property
     def waiting(self) -> int:
-        return self._tokenizer.waiting
+        return sum(each.waiting for each in (self._tokenizer, *self._tokenizers.values()))
 
     def waiting_of(self, tenant: str) -> int:
-        return self._tokenizer.waiting_of(tenant)
+        return sum(each.waiting_of(tenant) for each in (self._tokenizer, *self._tokenizers.values()))
 
     def stalled_s(self) -> float:
         return self._core.stalled_s()
@@ -136,7 +159,14 @@ class NativeEngine:
         reply: Callable[[Prepared | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._tokenizer.prepare(assign, reply, is_wanted)
+        if assign.model not in self._variants:
+            self._tokenizer.prepare(assign, reply, is_wanted)
+            return
+
+        def prepared(answer: Prepared | NotServed) -> None:
+            reply(answer._replace(chain=assign.model) if isinstance(answer, Prepared) else answer)
+
+        self._tokenizers.get(assign.model, self._tokenizer).prepare(assign, prepared, is_wanted)
 
     def count(
         self,
@@ -144,7 +174,7 @@ class NativeEngine:
         reply: Callable[[int | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._tokenizer.count(assign, reply, is_wanted)
+        self._tokenizers.get(assign.model, self._tokenizer).count(assign, reply, is_wanted)
 
     def submit(
         self, prepared: Prepared, group: Group, reply: Callable[[Admission | NotServed], None]
@@ -159,6 +189,54 @@ class NativeEngine:
 
     def request_load(self) -> None:
         self._core.request_load()
+
+    # ---- variants
+
+    @property
+    def variants(self) -> Mapping[str, Chain]:
+        """The variants that are served, by id."""
+        return self._variants
+
+    def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
+        """Load, check and certify a variant beside what runs, and serve it; reply with its chain or why not.
+
+        A refused variant leaves nothing behind.
+        """
+
+        def serve(chain: Chain) -> None:
+            self._variants[chain.id] = chain
+            reply(chain)
+
+        def added(answer: Chain | VariantRefused) -> None:
+            if isinstance(answer, VariantRefused):
+                reply(answer)
+            elif answer.tokenizer and self._tokenizer_of is not None:
+                loading = asyncio.get_running_loop().run_in_executor(None, self._tokenizer_of, answer)
+                loading.add_done_callback(partial(tokenizer_loaded, answer))
+            else:
+                serve(answer)
+
+        def tokenizer_loaded(chain: Chain, loading: asyncio.Future[PromptTokenizer]) -> None:
+            failure = loading.exception()
+            if failure is None:
+                self._tokenizers[chain.id] = loading.result()
+                serve(chain)
+            else:
+                refusal = VariantRefused(f"{chain.id}: {failure}")
+                self._core.remove_variant(chain.id, lambda _: reply(refusal))
+
+        self._core.add_variant(variant, added)
+
+    def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
+        """Stop serving a variant, except what it has begun. Reply None, or why not."""
+
+        def removed(answer: VariantRefused | None) -> None:
+            if answer is None:
+                self._variants.pop(variant_id, None)
+                self._tokenizers.pop(variant_id, None)  # its threads end after the prompts that they have
+            reply(answer)
+
+        self._core.remove_variant(variant_id, removed)
 
 
 def load_engine(config: SiteConfig, vocabulary: Vocabulary | None = None) -> Loaded:
@@ -256,9 +334,15 @@ async def launch_engine(
     except BaseException:
         process.kill()
         raise
+
+    def tokenizer_of(chain: Chain) -> PromptTokenizer:
+        own, process.vocabularies[chain.id] = load_tokenizer(chain.tokenizer)
+        of_chain = facts._replace(eos_token_ids=chain.eos_token_ids)
+        return prompt_tokenizer(own, of_chain, post, allow_special_tokens=config.allow_special_tokens)
+
     gc.collect()
     gc.freeze()  # the collector never scans what is loaded, so no stream waits for it
-    return NativeEngine(prompts, process), facts
+    return NativeEngine(prompts, process, tokenizer_of), facts
 
 
 def engine_settings(config: SiteConfig) -> dict[str, Any]:

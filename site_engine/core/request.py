@@ -76,6 +76,7 @@ class RejectionReason(StrEnum):
     FULL = "full"
     CONTEXT_LENGTH = "context_length"
     INVALID = "invalid"
+    MODEL_UNKNOWN = "model_unknown"
 
 
 class RequestRejected(Exception):
@@ -241,6 +242,7 @@ class Request:
     grammar: Grammar | None = None  # that the response must follow
     shown: Mapping[int, str] = field(default_factory=dict)  # text of special tokens that this response shows
     follows: bool = False  # the response continues the text of the prompt (completions)
+    chain: str = ""  # the variant that answers; empty: the base
     # ---- the engine's own
     state: State = field(default=State.WAITING, init=False)
     tokens: list[int] = field(default_factory=list, init=False)  # prompt and output

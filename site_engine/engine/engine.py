@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from site_engine.core.chain import Chain, Variant
 from site_engine.core.deadlines import Deadlines
 from site_engine.core.load import LoadFigures, Meter, condense
 from site_engine.core.page_pool import PagePool
@@ -27,6 +28,7 @@ from site_engine.core.scheduler import SchedulePlan, Scheduler
 from site_engine.engine.output_processor import OutputProcessor
 from site_engine.engine.settings import EngineSettings
 from site_engine.engine.validate import validate_request
+from site_engine.errors import VariantRefused
 from site_engine.model.kv_cache import Poison
 from site_engine.model.kv_swap import HostSwap, copy_seconds_per_token
 from site_engine.model.loader import LoadedModel
@@ -152,7 +154,9 @@ class SiteEngine:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
         if self._model.sampling_defaults:
             request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
-        validate_request(request, limit_tokens=self.limit_tokens, vocab_size=self._model.vocab_size)
+        validate_request(
+            request, limit_tokens=self.limit_tokens, vocab_size=self._model.vocab_size, variants=()
+        )
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
         if not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
             raise RequestRejected(
@@ -192,6 +196,17 @@ class SiteEngine:
 
             self._rules.masks = GrammarBitmask(self.settings.slots, self._model.vocab_size)
         request.guide = grammar.start()
+
+    def load_variant(self, variant: Variant) -> Callable[[], Chain]:
+        """Load, check and certify a variant, on any thread; return the function that publishes it.
+
+        Raises VariantRefused, as the returned function does.
+        """
+        raise VariantRefused(f"{variant.id}: this engine serves its base alone")
+
+    def remove_variant(self, variant_id: str) -> None:
+        """Refuse new requests of a variant; those that are here end with it. Raises VariantRefused."""
+        raise VariantRefused(f"{variant_id} is not served here")
 
     def cancel(self, request_id: str) -> None:
         """End a request in any state with the next step; ignore an unknown id."""

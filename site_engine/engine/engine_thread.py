@@ -9,17 +9,21 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol, TypeVar
 
+from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import Admission, Finish, Output, Request, RequestRejected, Sampling
 from site_engine.core.stall_watch import StallWatch
 from site_engine.engine_client import Group, Listener, LoadSeen
-from site_engine.errors import EngineBroken, NotServed, Reason
+from site_engine.errors import EngineBroken, NotServed, Reason, VariantRefused
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOAD_INTERVAL_S = 0.05
 MAX_CONSECUTIVE_ERRORS = 3
@@ -44,6 +48,16 @@ class Engine(Protocol):
     def release(self, request_ids: Sequence[str]) -> Sequence[str]: ...
     def step(self) -> Sequence[Output]: ...
     def load(self) -> LoadFigures: ...
+
+    def load_variant(self, variant: Variant) -> Callable[[], Chain]:
+        """Load, check and certify a variant; return the function that publishes it, between two iterations.
+
+        May be called on any thread and take long, as no other method may. Raises VariantRefused, as the
+        returned function does.
+        """
+        ...
+
+    def remove_variant(self, variant_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -85,6 +99,7 @@ class EngineThread:
         self._longest_iteration_s = 0.0
         self._stall_watch = StallWatch()
         self._load_wanted = True
+        self._loader = ThreadPoolExecutor(1, "variants")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, listener: Listener) -> None:
@@ -101,6 +116,7 @@ class EngineThread:
         with self._wakeup:
             self._ending = True
             self._wakeup.notify()
+        self._loader.shutdown(wait=False, cancel_futures=True)
         self._thread.join(within_s)
 
     def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
@@ -136,6 +152,32 @@ class EngineThread:
 
         def run() -> None:
             self._load_wanted = True
+
+        self._ask(run)
+
+    def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
+        """Load a variant beside the iterations and publish it; reply with its chain or the refusal."""
+
+        def load() -> None:
+            try:
+                publish = self._engine.load_variant(variant)
+            except VariantRefused as refused:
+                publish = partial(_raise, refused)
+            except Exception as exc:
+                log.exception("variant %s could not be loaded", variant.id)
+                publish = partial(
+                    _raise, VariantRefused(f"{variant.id} could not be loaded: {_describe(exc)}")
+                )
+            self._ask(lambda: self._calls.append(partial(reply, _outcome(publish))))
+
+        self._loader.submit(load)
+
+    def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
+        """Remove a variant: requests that are here end with it, new ones are refused."""
+
+        def run() -> None:
+            removed = _outcome(partial(self._engine.remove_variant, variant_id))
+            self._calls.append(partial(reply, removed))
 
         self._ask(run)
 
@@ -300,6 +342,17 @@ class EngineThread:
     def _failed(self, request_id: str, error: str) -> Output:
         tokens = self._live[request_id].completion_tokens
         return Output(request_id, finish=Finish.FAILED, error=error, completion_tokens=tokens)
+
+
+def _raise(refused: VariantRefused) -> NoReturn:
+    raise refused
+
+
+def _outcome(change: Callable[[], T]) -> T | VariantRefused:
+    try:
+        return change()
+    except VariantRefused as refused:
+        return refused
 
 
 def _describe(exc: BaseException) -> str:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, cast
 
+from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish, Output, Timings
 from site_engine.core.stall_watch import StallWatch
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_answer import Answer
 from site_engine.engine_client import Facts, Group, Listener, LoadSeen
-from site_engine.errors import ConfigError, NotServed, Reason
+from site_engine.errors import ConfigError, NotServed, Reason, VariantRefused
 from site_engine.text.detokenize import NoText, Vocabulary
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class EngineProcess(asyncio.Protocol):
 
     def __init__(self, process: subprocess.Popen[bytes], clock: Callable[[], float]) -> None:
         self.vocabulary: Vocabulary = NoText()  # of the answers; to be set before `start`
+        self.vocabularies: dict[str, Vocabulary] = {}  # of variants that have their own
+        self._chains: dict[str, Chain] = {}
         self._process = process
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -64,6 +67,8 @@ class EngineProcess(asyncio.Protocol):
         self._numbers: dict[str, int] = {}  # of the answers, by request id
         self._admissions: dict[int, tuple[list[int], Callable[[Admission | NotServed], None]]] = {}
         self._releases: dict[int, tuple[Sequence[Sequence[str]], Callable[[list[bool]], None]]] = {}
+        self._adding: dict[int, Callable[[Chain | VariantRefused], None]] = {}
+        self._removing: dict[int, tuple[str, Callable[[VariantRefused | None], None]]] = {}
         self._stall_watch = StallWatch()
         self._stalled_s = 0.0  # by the engine's own account
         self._heard_s = clock()
@@ -127,7 +132,9 @@ class EngineProcess(asyncio.Protocol):
 
     def submit(self, group: Group, reply: Callable[[Admission | NotServed], None]) -> None:
         """Submit a group, all of its requests or none; reply with the admission or the refusal."""
-        answers = [Answer(each, self.vocabulary, self._eos_token_ids) for each in group]
+        chain = group[0].chain
+        eos = self._chains[chain].eos_token_ids if chain in self._chains else self._eos_token_ids
+        answers = [Answer(each, self.vocabularies.get(chain, self.vocabulary), eos) for each in group]
         for answer in answers:
             answer.replay()
         if self._broken:
@@ -159,6 +166,24 @@ class EngineProcess(asyncio.Protocol):
 
     def request_load(self) -> None:
         self._send(pm.WantLoad())
+
+    def add_variant(self, variant: Variant, reply: Callable[[Chain | VariantRefused], None]) -> None:
+        """Load a variant and publish it; reply with its chain or the refusal."""
+        if self._broken:
+            reply(VariantRefused(self._refusal().message))
+            return
+        call = next(self._next_call)
+        self._adding[call] = reply
+        self._send(pm.AddVariant(call, variant))
+
+    def remove_variant(self, variant_id: str, reply: Callable[[VariantRefused | None], None]) -> None:
+        """Remove a variant: requests that are here end with it, new ones are refused."""
+        if self._broken:
+            reply(VariantRefused(self._refusal().message))
+            return
+        call = next(self._next_call)
+        self._removing[call] = variant_id, reply
+        self._send(pm.RemoveVariant(call, variant_id))
 
     def _send(self, message: pm.Message) -> None:
         if not self._transport.is_closing():
@@ -196,6 +221,8 @@ class EngineProcess(asyncio.Protocol):
                 self._admitted(message)
             case pm.Released():
                 self._released(message)
+            case pm.VariantAdded() | pm.VariantRemoved():
+                self._variant_answered(message)
             case pm.Alive():
                 self._stalled_s = message.stalled_s
             case pm.Ready():
@@ -229,6 +256,21 @@ class EngineProcess(asyncio.Protocol):
         if ended := [number for number in numbers if self._answers[number].ended]:
             self._publish([self._answers[number].end(Finish.STOP, timings=AT_ONCE) for number in ended])
             self._send(pm.Cancel(ended))
+
+    def _variant_answered(self, message: pm.VariantAdded | pm.VariantRemoved) -> None:
+        if isinstance(message, pm.VariantRemoved):
+            variant_id, removed = self._removing.pop(message.call)
+            if not message.message:
+                self._chains.pop(variant_id, None)
+                self.vocabularies.pop(variant_id, None)
+            removed(VariantRefused(message.message) if message.message else None)
+            return
+        reply = self._adding.pop(message.call)
+        if message.chain is None:
+            reply(VariantRefused(message.message))
+        else:
+            self._chains[message.chain.id] = message.chain
+            reply(message.chain)
 
     def _read_steps(self, steps: Sequence[pm.Step]) -> None:
         outputs: list[Output] = []
@@ -290,6 +332,10 @@ class EngineProcess(asyncio.Protocol):
         releases, self._releases = self._releases, {}
         for groups, decide in releases.values():
             decide([False] * len(groups))
+        adding, self._adding = self._adding, {}
+        removing, self._removing = self._removing, {}
+        for answer_variant in (*adding.values(), *(removed for _, removed in removing.values())):
+            answer_variant(VariantRefused(self._refusal().message))
         running = [answer for answer in self._answers.values() if not answer.ended]
         self._forget(list(self._answers))
         self._publish([each.end(Finish.FAILED, f"the engine is broken: {reason}") for each in running])

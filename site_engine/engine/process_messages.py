@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from site_engine.core.chain import Chain, Variant
 from site_engine.core.load import LoadFigures
 from site_engine.core.request import (
     Admission,
@@ -61,6 +62,7 @@ class Submit(Message, frozen=True):
     tenant: str
     deadline_s: float | None
     grammar: str  # its source, empty if there is none
+    chain: str = ""
 
 
 class Cancel(Message, frozen=True):
@@ -74,6 +76,16 @@ class Release(Message, frozen=True):
 
 class WantLoad(Message, frozen=True):
     """The load is to be reported with the next pass."""
+
+
+class AddVariant(Message, frozen=True):
+    call: int
+    variant: Variant
+
+
+class RemoveVariant(Message, frozen=True):
+    call: int
+    id: str
 
 
 class Stop(Message, frozen=True):
@@ -109,6 +121,21 @@ class Admitted(Message, frozen=True):
 class Released(Message, frozen=True):
     call: int
     decisions: list[bool]
+
+
+class VariantAdded(Message, frozen=True):
+    """The answer to an AddVariant: the chain, or why there is none."""
+
+    call: int
+    chain: Chain | None
+    message: str = ""
+
+
+class VariantRemoved(Message, frozen=True):
+    """The answer to a RemoveVariant. `message`: why the variant is not removed, else empty."""
+
+    call: int
+    message: str = ""
 
 
 class RankedToken(msgspec.Struct, array_like=True, frozen=True):
@@ -152,8 +179,10 @@ class Alive(Message, frozen=True):
     stalled_s: float
 
 
-ToEngine: TypeAlias = Start | Submit | Cancel | Release | WantLoad | Stop
-FromEngine: TypeAlias = Ready | Refused | Admitted | Released | Step | Load | Broken | Alive
+ToEngine: TypeAlias = Start | Submit | Cancel | Release | WantLoad | AddVariant | RemoveVariant | Stop
+FromEngine: TypeAlias = (
+    Ready | Refused | Admitted | Released | Step | Load | Broken | Alive | VariantAdded | VariantRemoved
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -206,6 +235,7 @@ def to_submit(call: int, numbers: list[int], group: Group) -> Submit:
         first.tenant,
         first.deadline_s,
         "" if first.grammar is None else first.grammar.source,
+        first.chain,
     )
 
 
@@ -224,6 +254,7 @@ def to_requests(submit: Submit) -> list[Request]:
             submit.deadline_s,
             choice,
             resumed,
+            chain=submit.chain,
         )
         for request_id, choice in zip(submit.ids, submit.choices, strict=True)
     ]

@@ -11,12 +11,14 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+from site_engine.core.chain import Chain
 from site_engine.core.request import Admission, Grammar, Output
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import EngineThread
 from site_engine.engine_client import Listener
-from site_engine.errors import NotServed, Reason
+from site_engine.errors import NotServed, Reason, VariantRefused
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +126,10 @@ class EngineServer:
                 self._release(message)
             case pm.WantLoad():
                 self._thread.request_load()
+            case pm.AddVariant():
+                self._thread.add_variant(message.variant, partial(self._variant_added, message.call))
+            case pm.RemoveVariant():
+                self._thread.remove_variant(message.id, partial(self._variant_removed, message.call))
 
     def _submit(self, message: pm.Submit) -> None:
         group = pm.to_requests(message)
@@ -181,6 +187,15 @@ class EngineServer:
         numbers = self._numbers
         self._put(pm.to_step(outputs, [numbers[output.request_id] for output in outputs]))
         self._forget([output.request_id for output in outputs if output.finish is not None])
+
+    def _variant_added(self, call: int, answer: Chain | VariantRefused) -> None:
+        if isinstance(answer, VariantRefused):
+            self._put(pm.VariantAdded(call, None, str(answer)))
+        else:
+            self._put(pm.VariantAdded(call, answer))
+
+    def _variant_removed(self, call: int, refusal: VariantRefused | None) -> None:
+        self._put(pm.VariantRemoved(call, "" if refusal is None else str(refusal)))
 
     def _broken(self, reason: str) -> None:
         self._put(pm.Broken(reason))

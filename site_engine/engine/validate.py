@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from math import isfinite
 
 from site_engine.core.request import RejectionReason, Request, RequestRejected, Sampling
 
 
-def validate_request(request: Request, *, limit_tokens: int, vocab_size: int) -> None:
+def validate_request(
+    request: Request, *, limit_tokens: int, vocab_size: int, variants: Container[str] = ()
+) -> None:
     """Raise RequestRejected, with the reason and the field, for a request that cannot be served."""
+    if request.chain and request.chain not in variants:
+        raise RequestRejected(
+            RejectionReason.MODEL_UNKNOWN, f"{request.chain} is not served here any more", "model"
+        )
     if not request.prompt:
         raise _invalid("prompt", "the prompt is empty")
     if len(request.prompt) >= limit_tokens:

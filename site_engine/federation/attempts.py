@@ -272,6 +272,7 @@ def engine_request(attempt: _Attempt, prepared: Prepared, index: int) -> Request
         thinking=prepared.thinking,
         resumed_reasoning_chars=assign.resumed_reasoning_chars or 0,
         follows=not isinstance(assign.prompt, ChatPrompt) and not assign.by_text,
+        chain=prepared.chain,
     )
 
 

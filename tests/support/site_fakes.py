@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from site_engine.core.chain import Block, BlockKind, Chain, Variant
 from site_engine.core.load import IterationCost, LoadFigures
 from site_engine.core.request import Admission, Finish, Output, RejectionReason, Request, RequestRejected
+from site_engine.errors import VariantRefused
 from site_engine.messages import Hello, Model
 
 CONTEXT_TOKENS = 64
@@ -47,12 +49,15 @@ class FakeEngine:
     pending: dict[str, Request] = field(default_factory=dict)
     cancelled: list[Output] = field(default_factory=list)
     tokens_total: int = 0
+    variants: dict[str, Chain] = field(default_factory=dict)
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.pending or self.cancelled)
 
     def submit(self, request: Request) -> Admission:
+        if request.chain and request.chain not in self.variants:
+            raise RequestRejected(RejectionReason.MODEL_UNKNOWN, f"{request.chain} is not served", "model")
         room = CONTEXT_TOKENS - len(request.prompt)
         if room < 1:
             message = f"{len(request.prompt)} prompt tokens do not fit the context of {CONTEXT_TOKENS}"
@@ -71,6 +76,25 @@ class FakeEngine:
 
     def release(self, request_ids: Sequence[str]) -> list[str]:
         return [each for each in request_ids if self.pending.pop(each, None) is not None]
+
+    def load_variant(self, variant: Variant) -> Callable[[], Chain]:
+        """Take any folder; one named `broken` is refused."""
+        folder = variant.adapter or variant.model
+        if folder.endswith("broken"):
+            raise VariantRefused(f"{variant.id}: {folder} holds NaN")
+        adapter = Block("hash of " + folder, BlockKind.ADAPTER, 0, 2, 1_000)
+
+        def publish() -> Chain:
+            if variant.id in self.variants:
+                raise VariantRefused(f"{variant.id} is served already")
+            chain = self.variants[variant.id] = Chain(variant.id, folder, (adapter,), 1_000, ())
+            return chain
+
+        return publish
+
+    def remove_variant(self, variant_id: str) -> None:
+        if self.variants.pop(variant_id, None) is None:
+            raise VariantRefused(f"{variant_id} is not served here")
 
     def step(self) -> list[Output]:
         outputs, self.cancelled = self.cancelled, []

@@ -1,0 +1,51 @@
+"""Name what one engine serves beside its base: variants, which share the base's weights, as chains of blocks.
+
+Plain values. Does not hold tensors; does not know the wire.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Variant(NamedTuple):
+    """A variant as an operator asks for it: `id` is its model name, one of the folders is given.
+
+    `adapter` is a folder as peft writes it; `model` is a fine-tuned model of the base's architecture.
+    """
+
+    id: str
+    adapter: str = ""
+    model: str = ""
+
+
+class BlockKind(StrEnum):
+    EMBEDDING = "embedding"
+    LAYERS = "layers"
+    HEAD = "head"  # with the last norm
+    ADAPTER = "adapter"
+
+
+class Block(NamedTuple):
+    """A unit of storage, named by a hash of its contents. `LAYERS` are decoder layers `first` to `last`."""
+
+    id: str
+    kind: BlockKind
+    first: int
+    last: int
+    bytes: int
+
+
+class Chain(NamedTuple):
+    """A served variant. `fingerprint` names its contents: chains of one fingerprint compute the same.
+
+    `tokenizer` is the folder of a tokenizer unlike the base's, else empty.
+    """
+
+    id: str
+    fingerprint: str
+    blocks: tuple[Block, ...]
+    own_bytes: int  # that the variant needs beside the base
+    eos_token_ids: tuple[int, ...]
+    tokenizer: str = ""
