@@ -182,11 +182,12 @@ class Model:
     owned_by: str
     features: frozenset[str] = frozenset()
     max_prompt_chars: int = 0  # a longer text does not fit the context; 0: unknown
+    parent: str = ""  # the model of which this is a variant, served or not
 
 
 @dataclass(frozen=True, slots=True)
 class SiteIdentity:
-    """The description that a site sends once, in Hello."""
+    """The description that a site sends in Hello; its models may change while it is linked."""
 
     name: str
     boot_id: str

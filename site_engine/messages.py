@@ -37,6 +37,7 @@ class Welcome:
     reads_bunches: bool = False
     protocol: int = 1  # the highest that both ends speak
     reads_prefixes: bool = False
+    reads_models: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,7 @@ class Model:
     created_s: int
     features: tuple[str, ...]
     max_token_chars: int = 0  # 0: unknown
+    parent: str = ""  # the model of which this is a variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,13 @@ class Hello:
     engine: str = "native"
     pool: str = ""
     attempts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """All models that the site serves from now on."""
+
+    models: tuple[Model, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +347,19 @@ class Prefixes:
 
 FromGateway: TypeAlias = Welcome | Assign | Count | Rejected | Cancel | Release | Drain | Resume | Ping
 FromSite: TypeAlias = (
-    Hello | Load | Accepted | Rejected | Counted | Step | Bid | Released | Pong | Draining | Bye | Prefixes
+    Hello
+    | Models
+    | Load
+    | Accepted
+    | Rejected
+    | Counted
+    | Step
+    | Bid
+    | Released
+    | Pong
+    | Draining
+    | Bye
+    | Prefixes
 )
 
 OnFinish: TypeAlias = Callable[[Assign, int, Output], None]

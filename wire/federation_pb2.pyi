@@ -20,7 +20,7 @@ class EnrolReply(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class SiteMessage(_message.Message):
-    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes")
+    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes", "models")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class SiteMessage(_message.Message):
     BUNCH_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     load: Load
     accepted: Accepted
@@ -47,7 +48,8 @@ class SiteMessage(_message.Message):
     bunch: SiteBunch
     counted: Counted
     prefixes: Prefixes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ...) -> None: ...
+    models: Models
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
     __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count")
@@ -124,7 +126,7 @@ class Hello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars")
+    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent")
     ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +134,7 @@ class Model(_message.Message):
     OWNED_BY_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKEN_CHARS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
     id: str
     revision: str
     context_tokens: int
@@ -139,7 +142,14 @@ class Model(_message.Message):
     owned_by: str
     features: _containers.RepeatedScalarFieldContainer[str]
     max_token_chars: int
-    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ...) -> None: ...
+    parent: str
+    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ...) -> None: ...
+
+class Models(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s")
@@ -569,7 +579,7 @@ class Released(_message.Message):
     def __init__(self, release_id: _Optional[str] = ..., attempt_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes")
+    __slots__ = ("gateway", "peers", "heartbeat_s", "grace_s", "cancel", "reads_bunches", "protocol", "highest_protocol", "reads_prefixes", "reads_models")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
@@ -579,6 +589,7 @@ class Welcome(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     READS_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    READS_MODELS_FIELD_NUMBER: _ClassVar[int]
     gateway: str
     peers: _containers.RepeatedScalarFieldContainer[str]
     heartbeat_s: float
@@ -588,7 +599,8 @@ class Welcome(_message.Message):
     protocol: int
     highest_protocol: int
     reads_prefixes: bool
-    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ...) -> None: ...
+    reads_models: bool
+    def __init__(self, gateway: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., heartbeat_s: _Optional[float] = ..., grace_s: _Optional[float] = ..., cancel: _Optional[_Iterable[str]] = ..., reads_bunches: _Optional[bool] = ..., protocol: _Optional[int] = ..., highest_protocol: _Optional[int] = ..., reads_prefixes: _Optional[bool] = ..., reads_models: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("attempt_id",)

@@ -34,7 +34,8 @@ T = TypeVar("T")
 LOWEST_PROTOCOL, HIGHEST_PROTOCOL = 1, 2
 """The protocols that this gateway speaks: each build also speaks that of the build before."""
 MAX_NAME = 200
-MAX_MODELS = 1000
+MAX_MODELS = 10_000
+"""Of one site, base models and variants together."""
 MAX_CALLS = 1000
 MAX_FEATURES = 64
 MAX_CONTEXT_TOKENS = 100_000_000
@@ -63,8 +64,6 @@ def identity(hello: pb.Hello) -> SiteIdentity:
     _check_protocol(hello)
     if not 0 < len(hello.site) <= MAX_NAME or not hello.site.isprintable():
         raise ProtocolError(f"a site's name has 1 to {MAX_NAME} printable characters")
-    if not 0 < len(hello.models) <= MAX_MODELS:
-        raise ProtocolError(f"a site serves 1 to {MAX_MODELS} models, not {len(hello.models)}")
     if len(hello.attempts) > MAX_ABANDONED:
         raise ProtocolError(f"a site names at most {MAX_ABANDONED} attempts, not {len(hello.attempts)}")
     if hello.slots == 0 or hello.kv_capacity_tokens == 0:
@@ -74,7 +73,7 @@ def identity(hello: pb.Hello) -> SiteIdentity:
         boot_id=hello.boot_id[:MAX_NAME],
         cloud=_name(hello.cloud) or "unknown",
         region=_name(hello.region) or "unknown",
-        models=MappingProxyType({m.id: _model(m) for m in hello.models}),
+        models=models(hello.models),
         slots=hello.slots,
         kv_capacity_tokens=hello.kv_capacity_tokens,
         input_usd_per_mtok=_amount(hello.input_usd_per_mtok, "price"),
@@ -87,6 +86,12 @@ def identity(hello: pb.Hello) -> SiteIdentity:
         version=_name(hello.version),
         pool=_name(hello.pool),
     )
+
+
+def models(served: Sequence[pb.Model]) -> Mapping[str, Model]:
+    if not 0 < len(served) <= MAX_MODELS:
+        raise ProtocolError(f"a site serves 1 to {MAX_MODELS} models, not {len(served)}")
+    return MappingProxyType({each.id: _model(each) for each in served})
 
 
 def _check_protocol(hello: pb.Hello) -> None:
@@ -256,6 +261,7 @@ def _model(message: pb.Model) -> Model:
         owned_by=_name(message.owned_by) or "mico",
         features=frozenset(_name(each) for each in message.features[:MAX_FEATURES]),
         max_prompt_chars=message.context_tokens * message.max_token_chars,
+        parent=_name(message.parent),
     )
 
 

@@ -87,6 +87,10 @@ class Directory:
         self._put(Site(identity, SiteState.STALE, empty))
         self._forget_the_oldest()
 
+    def set_identity(self, identity: SiteIdentity) -> None:
+        """Replace the description of a listed site."""
+        self._put(replace(self._sites[identity.name], identity=identity))
+
     def report(self, name: str, load: LoadReport, credit: Credit) -> None:
         """Record a report; one that arrives out of order is dropped."""
         site = self._sites[name]
@@ -121,6 +125,22 @@ class Directory:
         if self._sites[name].state is SiteState.EJECTED:
             self.down_reasons.pop(name, None)
             self.set_state(name, SiteState.READY)
+
+    def is_one_of_many(self, identity: SiteIdentity) -> bool:
+        """Return whether more than half of the sites with a model of this one would be ejected with it: then
+        all are overloaded, and fewer of them would be slower still. Variants count with their parent.
+        """
+        served = identity.models.values()
+        bases = [each.id for each in served if each.parent not in identity.models]
+        for model in bases:
+            states = [
+                each.state
+                for each in self.sites
+                if each.name != identity.name and model in each.identity.models
+            ]
+            if states.count(SiteState.READY) <= states.count(SiteState.EJECTED):
+                return True
+        return False
 
     def apply_standings(self, standings: Mapping[str, Standing]) -> None:
         """Replace the orders of operators, by site."""

@@ -95,6 +95,7 @@ class Link:
             "rejected": self._rejected,
             "counted": self.counts.counted,
             "step": self._step,
+            "models": self._change_models,
             "load": self._report,
             "pong": self._pong,
             "draining": self._draining,
@@ -274,7 +275,12 @@ class Link:
         """Give the site no work. Decide anew what another site can take; the rest waits for a while."""
         reason = f"{silence.what} for {silence.lasts_s:.1f} s"
         over = silence.lasts_s > GIVE_UP_AFTER_S and self.identity.engine == NATIVE
-        if self._ejected is None and silence.needs_trial and not over and self._is_one_of_many():
+        if (
+            self._ejected is None
+            and silence.needs_trial
+            and not over
+            and self._directory.is_one_of_many(self.identity)
+        ):
             return
         if self._ejected is None:
             log.warning("site %s is ejected, %d attempts wait there: %s", self.name, self.live, reason)
@@ -288,19 +294,6 @@ class Link:
                 continue
             if over or self._can_move(attempt):
                 self._give_up(attempt, failure)
-
-    def _is_one_of_many(self) -> bool:
-        """Return whether more than half of the sites with a model of this one would be ejected with it: then
-        all are overloaded, and fewer of them would be slower still.
-        """
-        sites = self._directory.sites
-        for model in self.identity.models:
-            states = [
-                each.state for each in sites if each.name != self.name and model in each.identity.models
-            ]
-            if states.count(SiteState.READY) <= states.count(SiteState.EJECTED):
-                return True
-        return False
 
     def _can_move(self, attempt: LiveAttempt) -> bool:
         """Return whether another site could take the attempt now."""
@@ -392,6 +385,11 @@ class Link:
             self.check_progress()
         elif report.running < self.identity.slots and report.pending == 0:
             self._offloading.bid(self.name)
+
+    def _change_models(self, message: pb.Models) -> None:
+        """Replace the models of the site. Live attempts go on: each keeps the identity that it began with."""
+        self.identity = replace(self.identity, models=codec.models(message.models))
+        self._directory.set_identity(self.identity)
 
     def _released(self, message: pb.Released) -> None:
         """Fail the attempts that the site has released: each goes to the site that bid for it, or is decided

@@ -144,6 +144,7 @@ class Federation(rpc.FederationServicer):
             cancel=first.hello.attempts,
             reads_bunches=True,
             reads_prefixes=True,
+            reads_models=True,
             protocol=codec.LOWEST_PROTOCOL,
             highest_protocol=codec.HIGHEST_PROTOCOL,
         )

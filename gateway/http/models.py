@@ -47,6 +47,7 @@ def _model_card(model: Model) -> dict[str, object]:
         "created": model.created_s,
         "owned_by": model.owned_by,
         "root": model.id,
+        "parent": model.parent or None,
         "max_model_len": model.context_tokens,
         "features": sorted(model.features),
     }

@@ -169,8 +169,14 @@ class Fleet:
             if site.load is not before.load:
                 _write_remaining(self._remaining[place], site)
             if site.identity is not before.identity or site.pinned_off != before.pinned_off:
-                self._serving.clear()
+                self._update_serving(place)
         self._values[:, place] = figures(site, site.credit)
+
+    def _update_serving(self, place: int) -> None:
+        """Update the column of one site, whose models come and go, in every cached mask."""
+        site = self.sites[place]
+        for (model, needs, regions), mask in self._serving.items():
+            mask[place] = _serves(site, model, needs, regions)
 
     def remove(self, name: str) -> None:
         """Remove a site; the last one takes its column."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import chain
 from typing import Any
@@ -82,6 +82,7 @@ def decode_welcome(body: pb.Welcome) -> m.Welcome:
         body.reads_bunches,
         agreed_protocol(body),
         body.reads_prefixes,
+        body.reads_models,
     )
 
 
@@ -390,9 +391,13 @@ def encode_logprob(value: TokenLogprob) -> pb.TokenLogprob:
 
 def encode_hello(hello: m.Hello) -> pb.Hello:
     own = _fields(hello)
-    own["models"] = [pb.Model(owned_by="mico", **_fields(model)) for model in hello.models]
+    own["models"] = encode_models(hello.models)
     own |= {"protocol": LOWEST_PROTOCOL, "highest_protocol": HIGHEST_PROTOCOL}
     return pb.Hello(reads_bunches=True, **own)
+
+
+def encode_models(models: Iterable[m.Model]) -> list[pb.Model]:
+    return [pb.Model(owned_by="mico", **_fields(model)) for model in models]
 
 
 def encode_load(load: m.Load) -> pb.Load:
@@ -427,6 +432,7 @@ def _as(kind: type[Any]) -> Callable[[Any], Any]:
 
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     m.Hello: ("hello", encode_hello),
+    m.Models: ("models", lambda value: pb.Models(models=encode_models(value.models))),
     m.Load: ("load", encode_load),
     m.Accepted: ("accepted", _as(pb.Accepted)),
     m.Rejected: ("rejected", encode_rejected),

@@ -229,6 +229,8 @@ class Link:
             for part in codec.bundle(parts) if in_bundles else parts:
                 await stream.write(part)
             self._room_made.set()
+            if connection.hello_is_old and connection.is_idle:
+                raise LinkLost(f"gateway {connection.gateway} is told the models of this site by a new Hello")
             await self._wait_until(outbox.due_s())
         async with asyncio.timeout(self._timeouts.goodbye_s):
             for message in (*outbox.take(float("inf")), self._bye):

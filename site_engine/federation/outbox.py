@@ -19,6 +19,7 @@ from site_engine.messages import (
     Delta,
     FromSite,
     Load,
+    Models,
     Prefixes,
     Rejected,
     Released,
@@ -38,13 +39,16 @@ _ABOUT_ATTEMPTS = (Accepted, Rejected, Released)
 
 
 class Outbox:
-    """Answers leave in the order they were put; then one Step with the deltas due; then load and bid."""
+    """The models leave first; then answers in the order they were put; then one Step with the deltas due;
+    then load and bid.
+    """
 
     def __init__(self, stream_interval_s: float = STREAM_INTERVAL_S) -> None:
         self._answers: deque[FromSite] = deque()
         self._deltas: dict[tuple[str, int], list[Delta]] = {}
         self._urgent: set[tuple[str, int]] = set()  # choices whose deltas are due at once
         self._pace = SendPace(stream_interval_s)
+        self._models: Models | None = None
         self._load: Load | None = None
         self._load_s = float("-inf")
         self._bid: Bid | None = None
@@ -66,6 +70,10 @@ class Outbox:
             parts[:] = [_merged(parts)]
         if urgent:
             self._urgent.add(choice)
+
+    def models(self, models: Models) -> None:
+        """The latest models replace those not yet sent."""
+        self._models = models
 
     def load(self, load: Load) -> None:
         self._load = load
@@ -89,7 +97,7 @@ class Outbox:
     def stream_lost(self) -> None:
         """Keep messages about attempts; drop those about the stream that is gone."""
         self._answers = deque(each for each in self._answers if isinstance(each, _ABOUT_ATTEMPTS))
-        self._load = self._bid = None
+        self._models = self._load = self._bid = None
         self._prefixes.clear()
 
     def take(self, now: float, busy_s: float = 0.0) -> list[FromSite]:
@@ -97,7 +105,8 @@ class Outbox:
 
         `busy_s`: the CPU seconds of the event loop's thread so far.
         """
-        taken: list[FromSite] = list(self._answers)
+        taken: list[FromSite] = [*filter(None, (self._models,)), *self._answers]
+        self._models = None
         self._answers.clear()
         if self._deltas and now >= self._pace.due_s:
             taken.append(Step(tuple(_merged(parts) for parts in self._deltas.values())))
@@ -121,7 +130,7 @@ class Outbox:
 
     def due_s(self) -> float | None:
         """Return the time at which something is due; None if nothing is owed."""
-        if self._answers or self._bid is not None or self._urgent:
+        if self._answers or self._bid is not None or self._urgent or self._models is not None:
             return float("-inf")
         moments = []
         if self._deltas:

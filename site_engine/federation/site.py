@@ -27,6 +27,8 @@ BID_INTERVAL_S = 1.0
 MAX_GRACE_S = 600.0
 STUCK_AFTER_S = 120.0
 """An engine that has been without progress for so long does not come back: a new process has to load it."""
+MAX_NAMED = 10
+"""Models that a refusal names."""
 READS_STALLS = 2
 """The protocol from which on a gateway knows `stalled_s`; an older one would take the report for fresh."""
 
@@ -46,8 +48,17 @@ class Connection:
     draining: bool = False  # at the request of this gateway
     protocol: int = 1
     reads_prefixes: bool = False
+    reads_models: bool = False
+    hello_is_old: bool = (
+        False  # it names other models than are served now, and the gateway knows Hello's only
+    )
     has_bid: bool = False
     bid_s: float = float("-inf")
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the gateway waits for nothing, neither for an attempt nor for a count."""
+        return not self.counting and not self.attempts.attempt_ids()
 
 
 class Site:
@@ -117,8 +128,11 @@ class Site:
             attempts = Attempts(self._connected, self._routes, self._on_finish, self._stream_interval_s)
             known = self._connections[welcome.gateway] = Connection(welcome.gateway, attempts, wake)
         known.linked, known.wake, known.grace_s = True, wake, min(welcome.grace_s, MAX_GRACE_S)
-        known.draining = known.has_bid = False
+        known.draining = known.has_bid = known.hello_is_old = False
         known.protocol, known.reads_prefixes = welcome.protocol, welcome.reads_prefixes
+        known.reads_models = welcome.reads_models
+        if hello.models != self._hello.models:  # they changed while the stream was opened
+            self._announce_models(known)
         unwanted = set(known.attempts.attempt_ids()) - set(hello.attempts) | set(welcome.cancel)
         for attempt_id in unwanted:
             self._engine.cancel(known.attempts.cancel(attempt_id))
@@ -224,7 +238,9 @@ class Site:
     def _refusal(self, connection: Connection, assign: m.Assign) -> m.Rejected | None:
         reject = partial(m.Rejected, assign.attempt_id)
         if assign.model not in self._models:
-            message = f"this site serves {', '.join(self.models)}, not {assign.model}"
+            named, more = self.models[:MAX_NAMED], len(self.models) - MAX_NAMED
+            others = f" and {more} more" if more > 0 else ""
+            message = f"this site serves {', '.join(named)}{others}, not {assign.model}"
             return reject(Reason.MODEL_UNKNOWN, message, "model")
         if self._draining is not None or connection.draining:
             return reject(Reason.DRAINING, "this site takes no new work")
@@ -260,6 +276,24 @@ class Site:
             self._changed(connection)
 
         self._engine.release(pending.groups, on_decisions)
+
+    # the models
+
+    def set_models(self, models: tuple[m.Model, ...]) -> None:
+        """Serve these models from now on and notify every gateway. Attempts of a model that is gone go on."""
+        self._hello = replace(self._hello, models=models)
+        self._models = {model.id for model in models}
+        for connection in self._connections.values():
+            if connection.linked:
+                self._announce_models(connection)
+                connection.wake()
+
+    def _announce_models(self, connection: Connection) -> None:
+        """Send the models; to a gateway that knows only those of Hello, `link.py` says Hello again."""
+        if connection.reads_models:
+            connection.attempts.outbox.models(m.Models(self._hello.models))
+        else:
+            connection.hello_is_old = True
 
     # from the engine
 

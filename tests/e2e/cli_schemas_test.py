@@ -35,7 +35,7 @@ TARGET = "model served slower_than_s weight when"
 KEY = "admin created_at expires_at hint id models name regions revoked_at state tenant"
 PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
-    ("models",): {"[]": "created features id max_model_len object owned_by root"},
+    ("models",): {"[]": "created features id max_model_len object owned_by parent root"},
     ("models", "list"): {"[]": "about bytes folder name state"},
     ("sites", "list"): {"[]": SITE},
     ("sites", "show", "SITE"): {"": SITE},

@@ -304,6 +304,7 @@ def test_models_are_listed_with_their_context_length() -> None:
             "created": 1_700_000_000,
             "owned_by": "mico",
             "root": MODEL,
+            "parent": None,
             "max_model_len": 1024,
             "features": ["chat", "guided", "logprobs", "tools"],
         }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tests.support.site_fakes import CONTEXT_TOKENS, FakeEngine
+from dataclasses import replace
+
+from tests.support.site_fakes import CONTEXT_TOKENS, HELLO, FakeEngine
 from tests.support.site_gateway import TOKEN, Gateway, assign, serving, site_before
-from tests.support.site_links import FREE_TOKENS, falls_idle, idle, run
+from tests.support.site_links import FREE_TOKENS, HURRIED, falls_idle, idle, run
 from wire import federation_pb2 as pb
 
 ADD = '[{"type": "function", "function": {"name": "add"}}]'
@@ -267,5 +269,43 @@ def test_a_prompt_is_counted_and_no_attempt_begins() -> None:
             assert (rejected.attempt_id, rejected.reason) == ("u", pb.Rejected.MODEL_UNKNOWN)
             assert not session.received("accepted")
             assert not scene.site.live
+
+    run(scenario())
+
+
+MODELS = (*HELLO.models, replace(HELLO.models[0], id="letters-v", parent="letters"))
+
+
+def test_models_that_come_later_are_told_on_the_same_stream() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, stepped=False) as scene:
+            session = await gateway.linked(reads_models=True)
+            scene.site.set_models(MODELS)
+            (told,) = await session.wait_for("models")
+            assert [(each.id, each.parent) for each in told.models] == [
+                ("letters", ""),
+                ("letters-v", "letters"),
+            ]
+            assert not session.over.is_set() and gateway.sessions.empty()
+
+    run(scenario())
+
+
+def test_an_older_gateway_hears_of_models_by_a_new_hello_once_it_waits_for_nothing() -> None:
+    async def scenario() -> None:
+        async with serving(Gateway()) as gateway, site_before(gateway, timeouts=HURRIED) as scene:
+            session = await gateway.linked()
+            await session.send(**assign("a", "hello", max_tokens=3))
+            await session.wait_for("accepted")
+            scene.site.set_models(MODELS)
+            await scene.step(2)
+            assert not session.over.is_set()
+            await scene.step(3)
+            assert await session.finished("a") == pb.Delta.LENGTH
+            again = await gateway.joined()
+            hello = await again.welcome()
+            assert [each.id for each in hello.models] == ["letters", "letters-v"]
+            assert not hello.attempts
+            assert not session.received("models")
 
     run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from math import exp
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.batches.capacity import startable_lines
 from gateway.domain import (
     Credit,
     IterationCost,
@@ -31,6 +33,7 @@ from gateway.routing.filters import STALE_AFTER_S
 from gateway.routing.fleet import PROMPT_TOKEN_WORK, Fleet, size
 from gateway.routing.policies import POLICIES, mico
 from gateway.routing.prefixes import Cached
+from gateway.scaling.sizing import busy_machines
 from predictor.forecast import Forecast
 from site_engine.core import request_queue
 from site_engine.core.request import RemainingCurve, RemainingPoint, Request
@@ -95,6 +98,42 @@ def federation(least: int = 1) -> st.SearchStrategy[list[Site]]:
         return [replace(s, identity=replace(s.identity, name=f"s{i}")) for i, s in enumerate(sites)]
 
     return st.lists(loads, min_size=least, max_size=8).map(named)
+
+
+VARIANTS = tuple(f"v{number}" for number in range(6))
+
+
+def serving(s: Site, models: Iterable[str]) -> Site:
+    found = {each: replace(s.identity.models["m"], id=each, parent="m") for each in models}
+    return replace(s, identity=replace(s.identity, models=s.identity.models | found))
+
+
+@given(federation(), st.sampled_from(sorted(POLICIES)), st.integers(0, 10**9))
+def test_variants_share_what_their_site_has(sites: list[Site], name: str, turn: int) -> None:
+    """The load of a site counts once, however many models share it."""
+    many, demand = [serving(s, VARIANTS) for s in sites], replace(DEMAND, model="v3")
+    alone = decide(DEMAND, Fleet.of(sites), POLICIES[name], now_s=NOW, turn=turn)
+    shared = decide(demand, Fleet.of(many), POLICIES[name], now_s=NOW, turn=turn)
+    assert alone.site is not None and shared.site is not None
+    assert (alone.site.name, alone.estimates) == (shared.site.name, shared.estimates)
+    assert busy_machines(sites) == busy_machines(many)
+    assert [startable_lines(s) for s in sites] == [startable_lines(s) for s in many]
+
+
+changes = st.lists(st.tuples(st.integers(0, 7), st.sets(st.sampled_from(VARIANTS))), max_size=12)
+
+
+@given(federation(), changes, st.sampled_from(VARIANTS))
+def test_models_that_come_and_go_leave_the_fleet_as_if_made_anew(
+    sites: list[Site], changes: list[tuple[int, set[str]]], model: str
+) -> None:
+    fleet, now = Fleet.of(sites), list(sites)
+    for place, models in changes:
+        assert fleet.serving(model, frozenset()).tolist() == [model in s.identity.models for s in now]
+        at = place % len(now)
+        now[at] = serving(sites[at], models)
+        fleet.put(now[at])
+    assert fleet.serving(model, frozenset()).tolist() == Fleet.of(now).serving(model, frozenset()).tolist()
 
 
 @given(federation(), st.sampled_from(sorted(POLICIES)), st.integers(0, 10**9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -57,9 +58,9 @@ class Scene:
         self.stuck: list[str] = []
         self.site = Site(HELLO, self.engine, self.clock, max_preparing, on_stuck=self.stuck.append)
 
-    def link(self, gateway: str = "east", grace_s: float = 1.0, protocol: int = 2):
+    def link(self, gateway: str = "east", grace_s: float = 1.0, protocol: int = 2, reads_models: bool = True):
         hello = self.site.hello()
-        welcome = m.Welcome(gateway, (), 1.0, grace_s, (), protocol=protocol)
+        welcome = m.Welcome(gateway, (), 1.0, grace_s, (), protocol=protocol, reads_models=reads_models)
         return self.site.welcomed(hello, welcome, lambda: None)
 
     def load(self, *, running: int = 0, pending: int = 0) -> None:
@@ -296,3 +297,53 @@ def test_counts_have_places_for_prompts_as_attempts_have() -> None:
     scene.site.receive(connection, m.Count(assign("d")))
     assert connection.attempts.outbox.take(0.0)[0].reason is Reason.DRAINING
     assert scene.engine.counts == []
+
+
+VARIANT = replace(HELLO.models[0], id="letters-v", parent="letters")
+
+
+def told(connection) -> list[m.Models]:
+    return [each for each in connection.attempts.outbox.take(float("inf")) if isinstance(each, m.Models)]
+
+
+def test_models_that_change_are_told_once_the_latest_only_and_served() -> None:
+    scene = Scene()
+    connection = scene.link()
+    assert told(connection) == []
+    scene.site.set_models((*HELLO.models, VARIANT))
+    scene.site.set_models((VARIANT,))
+    assert told(connection) == [m.Models((VARIANT,))]
+    assert told(connection) == []
+    scene.site.receive(connection, assign("gone"))
+    (refusal,) = [e for e in connection.attempts.outbox.take(float("inf")) if isinstance(e, m.Rejected)]
+    assert (refusal.reason, refusal.message) == (
+        Reason.MODEL_UNKNOWN,
+        "this site serves letters-v, not letters",
+    )
+    assert scene.site.hello().models == (VARIANT,)
+
+
+def test_models_that_change_while_a_stream_opens_are_told() -> None:
+    scene = Scene()
+    hello = scene.site.hello()
+    scene.site.set_models((VARIANT,))
+    welcome = m.Welcome("east", (), 1.0, 1.0, (), reads_models=True)
+    assert told(scene.site.welcomed(hello, welcome, lambda: None)) == [m.Models((VARIANT,))]
+
+
+def test_an_older_gateway_is_told_by_hello_and_no_message_that_it_does_not_know() -> None:
+    scene = Scene()
+    connection = scene.link(reads_models=False)
+    scene.site.set_models((VARIANT,))
+    assert told(connection) == [] and connection.hello_is_old
+    scene.site.lost(connection)
+    assert not scene.link(reads_models=False).hello_is_old
+
+
+def test_a_refusal_names_few_of_many_models() -> None:
+    scene = Scene()
+    connection = scene.link()
+    scene.site.set_models(tuple(replace(VARIANT, id=f"v{number:04}") for number in range(5_000)))
+    scene.site.receive(connection, assign("a"))
+    (refusal,) = [e for e in connection.attempts.outbox.take(float("inf")) if isinstance(e, m.Rejected)]
+    assert refusal.message.endswith("v0009 and 4990 more, not letters")
