@@ -112,6 +112,11 @@ class Site:
         """Gateways with a stream that is up."""
         return frozenset(each.gateway for each in self._connections.values() if each.linked)
 
+    @property
+    def reports(self) -> int:
+        """The number of load reports made so far."""
+        return self._loads
+
     def welcomed(self, hello: m.Hello, welcome: m.Welcome, wake: Callable[[], None]) -> Connection:
         """Note that a stream is up. Attempts of an earlier one to the replica go on if `hello` names them.
 

@@ -134,10 +134,15 @@ async def wait_until_answering(url: str, started: asyncio.subprocess.Process, fo
 
 @asynccontextmanager
 async def mico(
-    workspace: Workspace, log_level: str = "INFO", *, quotas: bool = True, predictor: Path | None = None
+    workspace: Workspace,
+    log_level: str = "INFO",
+    *,
+    quotas: bool = True,
+    predictor: Path | None = None,
+    with_sites: bool = True,
 ) -> AsyncIterator[GatewayProcess]:
     """Start the gateway as shipped: auth, forecasts, decisions and usage on SQLite, and quotas that nobody
-    reaches.
+    reaches. Wait until a site has joined, if there are sites `with_sites`.
     """
     folder = workspace.folder / "mico"
     folder.mkdir(exist_ok=True)
@@ -169,5 +174,7 @@ async def mico(
         if quotas:
             await store.quotas.set_quotas(Scope.TENANT, "shop", UNREACHED, ACT)
     async with process("mico", workspace, *command) as started:
-        await wait_until_answering(f"http://127.0.0.1:{port}/ready", started, workspace.folder)
+        await wait_until_answering(
+            f"http://127.0.0.1:{port}/{'ready' if with_sites else 'health'}", started, workspace.folder
+        )
         yield GatewayProcess("mico", port, secret, started, workspace.folder / "mico.log", metrics_port)
