@@ -96,7 +96,7 @@ class StandInEngine:
         reply: Callable[[Prepared | NotServed], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        reply(Prepared((0,) * PROMPT_TOKENS, ""))
+        reply(Prepared((0,) * PROMPT_TOKENS, "", resumed=assign.resumed))
 
     def count(
         self,
@@ -111,7 +111,7 @@ class StandInEngine:
     ) -> None:
         reply(Admission(0, len(self._words)))
         for request in group:
-            self._live[request.id] = 0
+            self._live[request.id] = len(prepared.resumed)
             asyncio.get_running_loop().call_later(self._token_s, self._next_token, request.id)
         self.request_load()
 

@@ -162,6 +162,7 @@ class Link:
         self._uncovered[attempt.id] = demand
         self._progress.assigned(attempt.id, self._awake.now_s)
         self._directory.set_credit(self.name, self._credit())
+        self._offloading.mark_changed(self.name)
         self.outbox.put(assign, attempt.id)
         return attempt
 
@@ -236,6 +237,7 @@ class Link:
         if self.closing is not None:
             return
         self.last_heard_s = self._clock()
+        self._offloading.mark_changed(self.name)
         for each in codec.messages_of(message):
             body = each.WhichOneof("body")
             if body is None:
@@ -434,6 +436,7 @@ class Link:
         self._progress.forget(attempt.id)
         if self._uncovered.pop(attempt.id, None) is not None:
             self._directory.set_credit(self.name, self._credit())
+        self._offloading.mark_changed(self.name)
 
     def _credit(self) -> Credit:
         prompt_tokens, response_tokens = 0, 0.0

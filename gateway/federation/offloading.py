@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.directory import Directory
 from gateway.routing.fleet import Fleet
-from gateway.routing.offload import Offer, Pending, crowded, offer, promising, wins
+from gateway.routing.offload import Offer, Pending, is_crowded, offer, promising, wins
 
 ROUND_TIMEOUT_S = 2.0
 """Time after which a bidder may start another round; an answer of a donor that comes later still counts."""
@@ -42,8 +42,15 @@ class Offloading:
         self._directory = directory
         self._clock = clock
         self._rounds: dict[str, _Round] = {}
-        # by donor that was crowded at the last bid: the attempts pending there, and the offer made of them
-        self._offers: dict[str, tuple[list[LiveAttempt], Offer]] = {}
+        self._offers: dict[str, Offer] = {}  # of crowded sites where attempts wait
+        self._changed: set[str] = set()  # since the last bid
+
+    def mark_changed(self, donor: str) -> None:
+        """Note that the load of a site or the attempts that wait there may have changed.
+
+        Bids are many, and a bid looks at these sites alone.
+        """
+        self._changed.add(donor)
 
     def bid(self, bidder: str) -> None:
         """Ask donors for the attempts that gain by moving to the bidder, unless one of its rounds is open."""
@@ -65,20 +72,16 @@ class Offloading:
         return asked.bidder if asked else None
 
     def _crowded_offers(self, fleet: Fleet) -> Iterable[Offer]:
-        """Yield the offer of each crowded site, computed once as long as nothing changes there: bids are
-        many.
-        """
-        before, self._offers = self._offers, {}
-        full = set(crowded(fleet))
-        for place in full.intersection(map(fleet.place, self._links)):
-            donor = fleet.sites[place]
-            attempts = self._links[donor.name].pending()
-            if attempts:
-                known = before.get(donor.name)
-                if known is None or known[0] != attempts or known[1].donor is not donor:
-                    known = attempts, offer(donor, [each.demand for each in attempts])
-                self._offers[donor.name] = known
-                yield known[1]
+        """Return the offers of all crowded sites, each worked out once as long as nothing changes there."""
+        for name in self._changed:
+            link, place = self._links.get(name), fleet.place(name)
+            attempts = link.pending() if link is not None else ()
+            if attempts and place is not None and is_crowded(fleet.figures, place):
+                self._offers[name] = offer(fleet.sites[place], [each.demand for each in attempts])
+            else:
+                self._offers.pop(name, None)
+        self._changed.clear()
+        return self._offers.values()
 
     def _pending(self, donors: list[str]) -> list[Pending]:
         """Return the attempts that wait at the donors and are in no open round."""

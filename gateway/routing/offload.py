@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gateway.domain import Credit, Lane, Site
 from gateway.routing.demand import Demand
@@ -93,16 +92,9 @@ def promising(bidder: str, offers: Iterable[Offer], fleet: Fleet) -> list[str]:
     return sorted(found, key=lambda name: fleet.place(name) or 0)
 
 
-def crowded(fleet: Fleet) -> list[int]:
-    """Return the indices of the sites where one more query would have to wait: only these have queries to
-    give.
-    """
-    places: list[int] = np.flatnonzero(is_crowded(fleet.figures, slice(None))).tolist()
-    return places
-
-
-def is_crowded(at: Figures, places: int | slice) -> NDArray[np.bool_]:
-    return (at.too_many[places] > 0.0) | (at.kv_room_tokens[places] < at.kv_each_tokens[places])
+def is_crowded(at: Figures, place: int) -> bool:
+    """Return whether one more query would have to wait there: only such a site has queries to give."""
+    return bool(at.too_many[place] > 0.0 or at.kv_room_tokens[place] < at.kv_each_tokens[place])
 
 
 def wins(bidder: str, pending: Sequence[Pending], fleet: Fleet, now_s: float) -> list[Pending]:

@@ -14,6 +14,7 @@ from gateway.domain import Credit, LoadReport, Model, Sampling, SiteIdentity
 from gateway.errors import MicoError
 from gateway.failure import AttemptFailure, FailureCause, Resume
 from gateway.federation.directory import Directory
+from gateway.federation.offloading import Offloading
 from gateway.routing.candidates import Policy
 from gateway.routing.decide import decide
 from gateway.routing.demand import Demand
@@ -22,7 +23,6 @@ from gateway.routing.policies import JOINT_POLICIES, POLICIES
 from gateway.routing.window import WINDOW_S, AssignmentWindow, WindowEntry, assign
 from mico.simulation.affinity import Affinity
 from mico.simulation.clock import Clock
-from mico.simulation.offloading import IncrementalOffloading
 from mico.simulation.queries import Expected, Query, Record, demand_of, expected_length
 from mico.simulation.specification import MODEL, PROMPT_PRICE, SiteSpec
 
@@ -70,7 +70,7 @@ class Gateway:
         self.directory = Directory()
         self.records: dict[int, Record] = {}
         self.links = {spec.name: Link(self, spec, network) for spec in specs}
-        self.offloading = IncrementalOffloading(self.links, self.directory, clock)  # type: ignore[arg-type]
+        self.offloading = Offloading(self.links, self.directory, clock)  # type: ignore[arg-type]
         self._specs = {spec.name: spec for spec in specs}
         self._policy = policy
         self._clock = clock
