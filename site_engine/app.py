@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
+from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_client import COMMAND
 from site_engine.engine_client import Facts, Listener
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
 from site_engine.messages import Hello, Model, OnFinish
-from site_engine.native import Loaded, NativeEngine, facts_of, launch_engine, load_engine
+from site_engine.native import NativeEngine, facts_of, launch_engine
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
 from site_engine.telemetry import logs
 from site_engine.telemetry.attempt_log import attempt_log

@@ -14,17 +14,23 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from site_engine.config import SiteConfig
 from site_engine.core.request import Grammar
+from site_engine.core.startup import StartUp
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_server import EngineServer
 from site_engine.errors import ConfigError, NotServed, Reason
-from site_engine.native import Loaded, facts_of, grammars_of, load_engine
+from site_engine.native import facts_of, grammars_of
 from site_engine.telemetry import logs
 from site_engine.text.detokenize import TokenNames
+
+if TYPE_CHECKING:
+    from site_engine.text.grammar import Grammars
 
 log = logging.getLogger("site_engine.engine_process")  # this module is run as __main__
 
@@ -41,8 +47,20 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
     if config is None:
         return 1
     logs.set_up(config.log_level, config.site)
+    startup, compiler = StartUp(time.monotonic), GrammarCompiler()
+
+    def describe(model: Described) -> None:
+        """Let the site go on with its tokenizer, and read the vocabulary, while the engine is built."""
+        compiler.begin(model, startup)
+        described = pm.Described(model.context_tokens, model.vocab_size, model.eos_token_ids)
+        connection.sendall(pm.frame(described))
+
     try:
-        loaded = load_engine(config, TokenNames()) if load is None else load(config)
+        if load is None:
+            loaded = load_engine(config, TokenNames(), startup, describe)
+        else:
+            loaded = load(config)
+            describe(loaded)
     except ConfigError as exc:
         connection.sendall(pm.frame(pm.Refused(str(exc))))
         return 1
@@ -50,9 +68,10 @@ def main(descriptor: int, load: Callable[[SiteConfig], Loaded] | None = None) ->
         connection,
         lambda post: EngineThread(loaded.engine, post, time.monotonic, config.iteration_floor_s),
         time.monotonic,
-        compiler_of(loaded),
+        compiler.compile,
     )
-    connection.sendall(pm.frame(pm.Ready(facts_of(loaded))))
+    compiler.wait()
+    connection.sendall(pm.frame(pm.Ready(facts_of(loaded), startup.parts)))
     log.info("the engine of %s runs in process %d", loaded.name, os.getpid())
     return 0 if server.run() else 1
 
@@ -81,18 +100,45 @@ def settings_to_config(message: pm.Start) -> SiteConfig:
     return SiteConfig(**settings)
 
 
-def compiler_of(loaded: Loaded) -> Callable[[str], Grammar]:
-    """Return the function that compiles grammars; the first call reads the vocabulary."""
-    grammars = None
+class Described(Protocol):
+    """What is known of a model once it is loaded."""
 
-    def compile_grammar(source: str) -> Grammar:
-        nonlocal grammars
-        grammars = grammars or grammars_of(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class GrammarCompiler:
+    """Compiles grammars; a thread reads the vocabulary, which takes a second, while the engine is built."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "vocabulary")
+
+    def begin(self, model: Described, startup: StartUp) -> None:
+        """Begin to read the vocabulary."""
+
+        def read() -> Grammars | None:
+            with startup.part("engine's grammars"):
+                return grammars_of(model.tokenizer, model.vocab_size, model.eos_token_ids)
+
+        self._reading = self._thread.submit(read)
+
+    def wait(self) -> None:
+        """Wait until the vocabulary is read."""
+        self._reading.result()
+        self._thread.shutdown()
+
+    def compile(self, source: str) -> Grammar:
+        """Compile a grammar. Raises NotServed."""
+        grammars = self._reading.result()
         if grammars is None:
             raise NotServed(Reason.UNSUPPORTED, "this engine can't hold an answer to a grammar")
         return grammars.compile(source, "response_format")
-
-    return compile_grammar
 
 
 def end(status: int) -> NoReturn:

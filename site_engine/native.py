@@ -7,16 +7,19 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from site_engine.config import SLOTS, SiteConfig
+from site_engine.config import SiteConfig
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission
-from site_engine.engine.engine_thread import Engine, EngineThread
+from site_engine.core.startup import StartUp, describe
+from site_engine.engine.engine_thread import EngineThread
+from site_engine.engine.loading import Loaded, take_logs_of_transformers
 from site_engine.engine.process_client import EngineProcess
+from site_engine.engine.process_messages import Described
 from site_engine.engine_client import Facts, Group, Listener, Prepared
 from site_engine.errors import ConfigError, ModelNotSupported, NotServed, VariantRefused
 from site_engine.messages import Assign
@@ -24,30 +27,9 @@ from site_engine.text.detokenize import Vocabulary
 from site_engine.text.tokenize import PromptTokenizer
 
 if TYPE_CHECKING:
-    from site_engine.engine.settings import EngineSettings
     from site_engine.text.grammar import Grammars
 
 log = logging.getLogger(__name__)
-
-SLOTS_ON_GPU = 256
-"""The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
-
-
-LONGER_THAN_A_GRAPH = 1_500
-"""Tokens left of a prompt after a full iteration that no CUDA graph computes."""
-
-
-class Loaded(NamedTuple):
-    """An engine with its model, which take long to load, and the facts of them that a site announces."""
-
-    engine: Engine
-    tokenizer: Any
-    name: str
-    revision: str
-    context_tokens: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    slots: int = SLOTS
 
 
 def facts_of(loaded: Loaded) -> Facts:
@@ -239,100 +221,29 @@ class NativeEngine:
         self._core.remove_variant(variant_id, removed)
 
 
-def load_engine(config: SiteConfig, vocabulary: Vocabulary | None = None) -> Loaded:
-    """Load the native engine with the model of `config`. Raises ConfigError with the reason if it can't.
-
-    `vocabulary`: instead of the model's own.
-    """
-    import torch
-
-    from site_engine.engine.build import build_engine
-    from site_engine.engine.warmup import warm_up
-    from site_engine.model import loader
-
-    take_logs_of_transformers()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device is {config.device}, but torch finds no GPU here")
-    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    device = ("cuda" if on_gpu else "cpu") if config.device == "auto" else config.device
-    dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
-    settings = _settings(config, device)
-    try:
-        began_s = time.monotonic()
-        model = loader.load(config.model, device=device, dtype=dtype)
-        loaded_s = time.monotonic()
-        if on_gpu and config.threads is None:
-            torch.set_num_threads(1)  # its threads spin between small copies, on cores that others need
-        if config.sampling_defaults == "openai":
-            model = replace(model, sampling_defaults={})
-        if vocabulary is not None:
-            model = replace(model, vocabulary=vocabulary)
-        engine = build_engine(model, settings, time.monotonic)
-        built_s = time.monotonic()
-        room_tokens = min(model.context_tokens, engine.load().kv_free_tokens)
-        longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
-        warm_up(engine, model.vocab_size, room_tokens, longest)
-        took_s = loaded_s - began_s, built_s - loaded_s, time.monotonic() - built_s
-        log.info("model loaded in %.1f s, engine built in %.1f s, first answers in %.1f s", *took_s)
-    except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:
-        raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
-    return Loaded(
-        engine,
-        model.tokenizer,
-        model.name,
-        model.revision,
-        model.context_tokens,
-        model.vocab_size,
-        model.eos_token_ids,
-        settings.slots,
-    )
-
-
-def _settings(config: SiteConfig, device: str) -> EngineSettings:
-    from site_engine.engine.settings import EngineSettings
-
-    return EngineSettings(
-        slots=slots_on(device, config),
-        token_budget=config.token_budget,
-        page_size=config.page_size,
-        kv_tokens=config.kv_tokens,
-        max_pending=config.max_pending,
-        share_prefixes=config.share_prefixes,
-        iteration_floor_s=config.iteration_floor_s,
-    )
-
-
-def slots_on(device: str, config: SiteConfig) -> int:
-    max_slots = SLOTS_ON_GPU if device.startswith("cuda") else SLOTS
-    return config.slots or min(max_slots, config.token_budget or max_slots)
-
-
-def take_logs_of_transformers() -> None:
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.disable_progress_bar()
-    hf_logging.disable_default_handler()  # its lines become ours
-    hf_logging.enable_propagation()
-
-
 async def launch_engine(
     config: SiteConfig, post: Callable[[Callable[[], None]], object], command: Sequence[str]
 ) -> tuple[NativeEngine, Facts]:
-    """Load the engine in a process of its own, and its tokenizer here. Raises ConfigError with the reason.
+    """Load the engine in a process of its own, and its tokenizer here meanwhile. Raises ConfigError with the
+    reason.
 
     The process is ended if this is cancelled or fails.
     """
+    startup, began_s = StartUp(time.monotonic), time.monotonic()
     process = await EngineProcess.launch(engine_settings(config), time.monotonic, command)
+    reading = asyncio.create_task(_read_text(config.model, startup))
     try:
+        described = await process.described()
+        tokenizer, process.vocabulary = await reading
+        with startup.part("site's grammars"):
+            prompts = await asyncio.to_thread(
+                prompt_tokenizer, tokenizer, described, post, allow_special_tokens=config.allow_special_tokens
+            )
         facts = await process.ready()
-        tokenizer, process.vocabulary = await asyncio.to_thread(load_tokenizer, config.model)
-        prompts = await asyncio.to_thread(
-            prompt_tokenizer, tokenizer, facts, post, allow_special_tokens=config.allow_special_tokens
-        )
     except BaseException:
         process.kill()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
         raise
 
     def tokenizer_of(chain: Chain) -> PromptTokenizer:
@@ -342,7 +253,15 @@ async def launch_engine(
 
     gc.collect()
     gc.freeze()  # the collector never scans what is loaded, so no stream waits for it
+    ended_s = time.monotonic()
+    parts = describe([*startup.parts, *process.start_parts], began_s)
+    log.info("the engine started in %.1f s, in seconds from its begin: %s", ended_s - began_s, parts)
     return NativeEngine(prompts, process, tokenizer_of), facts
+
+
+async def _read_text(source: str, startup: StartUp) -> tuple[Any, Vocabulary]:
+    with startup.part("site's tokenizer"):
+        return await asyncio.to_thread(load_tokenizer, source)
 
 
 def engine_settings(config: SiteConfig) -> dict[str, Any]:
@@ -369,7 +288,11 @@ def load_tokenizer(source: str) -> tuple[Any, Vocabulary]:
 
 
 def prompt_tokenizer(
-    tokenizer: Any, facts: Facts, post: Callable[[Callable[[], None]], object], *, allow_special_tokens: bool
+    tokenizer: Any,
+    facts: Facts | Described,
+    post: Callable[[Callable[[], None]], object],
+    *,
+    allow_special_tokens: bool,
 ) -> PromptTokenizer:
     return PromptTokenizer(
         tokenizer,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 
+from site_engine.core.startup import StartUp
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
 from site_engine.errors import ModelNotSupported
@@ -19,14 +21,21 @@ WARM_CONTEXT_TOKENS = 1024
 """CUDA graphs for contexts up to this length are captured before the first request."""
 
 
-def build_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) -> SiteEngine:
+def build_engine(
+    model: LoadedModel, settings: EngineSettings, clock: Clock, startup: StartUp | None = None
+) -> SiteEngine:
     """Build the engine for the model's device, ready to serve. Raises ModelNotSupported and ValueError."""
+    startup = startup or StartUp(time.monotonic)
     if model.device.type != "cuda":
         return packed_engine(model, settings, clock)
-    from site_engine.cuda.forward import fast_forward  # needs Triton, which not every platform has
+    with startup.part("layers joined and timed"):
+        from site_engine.cuda.forward import fast_forward  # needs Triton, which not every platform has
 
-    engine = overlapped_engine(model, settings, clock, fast_forward(model))
-    warm_graphs(engine)
+        forward = fast_forward(model)
+    with startup.part("logits compared with the reference"):
+        engine = overlapped_engine(model, settings, clock, forward)
+    with startup.part("graphs"):
+        warm_graphs(engine)
     return engine
 
 

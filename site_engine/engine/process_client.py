@@ -19,6 +19,7 @@ from typing import Any, cast
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.request import Admission, Finish, Output, Timings
 from site_engine.core.stall_watch import StallWatch
+from site_engine.core.startup import Part
 from site_engine.engine import process_messages as pm
 from site_engine.engine.engine_thread import STALLED_AFTER_S
 from site_engine.engine.process_answer import Answer
@@ -58,6 +59,8 @@ class EngineProcess(asyncio.Protocol):
         self._process = process
         self._clock = clock
         self._loop = asyncio.get_running_loop()
+        self.start_parts: list[Part] = []  # of the engine, once it is ready
+        self._described: asyncio.Future[pm.Described] = self._loop.create_future()
         self._ready: asyncio.Future[Facts] = self._loop.create_future()
         self._listener: Listener | None = None
         self._frames = pm.Frames()
@@ -97,8 +100,15 @@ class EngineProcess(asyncio.Protocol):
     def pid(self) -> int:
         return self._process.pid
 
-    async def ready(self) -> Facts:
+    async def described(self) -> pm.Described:
         """Wait until the model is loaded. Raises ConfigError with the reason if it can't be."""
+        await asyncio.wait((self._described, self._ready), return_when=asyncio.FIRST_COMPLETED)
+        if not self._described.done():
+            await self.ready()  # raises why not
+        return self._described.result()
+
+    async def ready(self) -> Facts:
+        """Wait until the engine can serve. Raises ConfigError with the reason if it can't."""
         return await asyncio.shield(self._ready)
 
     def start(self, listener: Listener) -> None:
@@ -225,8 +235,11 @@ class EngineProcess(asyncio.Protocol):
                 self._variant_answered(message)
             case pm.Alive():
                 self._stalled_s = message.stalled_s
+            case pm.Described():
+                self._described.set_result(message)
             case pm.Ready():
                 self._eos_token_ids = message.facts.eos_token_ids
+                self.start_parts = message.parts
                 self._ready.set_result(message.facts)
             case pm.Refused():
                 self._ready.set_exception(ConfigError(message.message))

@@ -27,6 +27,7 @@ from site_engine.core.request import (
     Timings,
     TokenLogprob,
 )
+from site_engine.core.startup import Part
 from site_engine.engine_client import Facts, Group
 from site_engine.errors import NotServed, Reason
 
@@ -95,10 +96,19 @@ class Stop(Message, frozen=True):
 # ---- from the engine
 
 
+class Described(Message, frozen=True):
+    """The model is loaded, and its engine not built yet: what the site's tokenizer needs to know of it."""
+
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
 class Ready(Message, frozen=True):
-    """The model is loaded."""
+    """The engine can serve. `parts`: of its start."""
 
     facts: Facts
+    parts: list[Part] = []
 
 
 class Refused(Message, frozen=True):
@@ -181,7 +191,17 @@ class Alive(Message, frozen=True):
 
 ToEngine: TypeAlias = Start | Submit | Cancel | Release | WantLoad | AddVariant | RemoveVariant | Stop
 FromEngine: TypeAlias = (
-    Ready | Refused | Admitted | Released | Step | Load | Broken | Alive | VariantAdded | VariantRemoved
+    Described
+    | Ready
+    | Refused
+    | Admitted
+    | Released
+    | Step
+    | Load
+    | Broken
+    | Alive
+    | VariantAdded
+    | VariantRemoved
 )
 
 _encode = msgspec.msgpack.Encoder().encode

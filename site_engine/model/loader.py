@@ -6,7 +6,8 @@ The model runs unmodified on packed tokens; `hf_attention.py` answers its attent
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 import transformers
 
+from site_engine.core.startup import StartUp
 from site_engine.errors import ModelNotSupported
 from site_engine.model import certify, gguf
 from site_engine.model.cpu_optimize import optimize_for_cpu
 from site_engine.model.hf_attention import install_hook, probe_layers
 from site_engine.model.kv_cache import LayerShape
+from site_engine.model.weights import Weights
 from site_engine.text.detokenize import Vocabulary
 from site_engine.text.vocabulary import vocabulary_of
 
@@ -56,22 +59,55 @@ class LoadedModel:
         return _forward(self.model, ids, positions, wanted)
 
 
-def load(source: str, *, device: str = "cpu", dtype: str = "float32") -> LoadedModel:
+def load(
+    source: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    weights: Callable[[], Weights] | None = None,
+    vocabulary: Vocabulary | None = None,
+    startup: StartUp | None = None,
+) -> LoadedModel:
     """Load safetensors from a folder or a Hub id, or a GGUF file, which is converted on first use.
 
-    Raises ModelNotSupported with the reason, OSError if a converted file can't be kept.
+    `weights` returns those of the folder on the device, read already, and `vocabulary` stands in for the
+    tokenizer's. Raises ModelNotSupported with the reason, OSError if a converted file can't be kept.
     """
+    startup = startup or StartUp(time.monotonic)
     if source.endswith(gguf.SUFFIX):
         source = str(gguf.converted(Path(source)))
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), use_safetensors=True
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        with startup.part("tokenizer"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        with startup.part("model"):
+            if weights is not None:
+                model = _with_weights(source, weights(), torch.device(device), getattr(torch, dtype))
+            else:
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    source, dtype=getattr(torch, dtype), use_safetensors=True
+                ).to(device)
     except (OSError, ValueError) as error:
         raise ModelNotSupported(f"cannot load {source!r}: {error}") from error
-    model = optimize_for_cpu(model.to(device))
-    return from_model(model, tokenizer, name=Path(source).name, revision=_revision(source, model))
+    model = optimize_for_cpu(model)
+    revision = _revision(source, model)
+    with startup.part("logits compared with the model's own"):
+        return from_model(model, tokenizer, name=Path(source).name, revision=revision, vocabulary=vocabulary)
+
+
+def _with_weights(source: str, weights: Weights, device: torch.device, dtype: torch.dtype) -> Any:
+    """Make the model of a folder around weights on the device, which transformers renames and places."""
+    config = transformers.AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        kind = type(transformers.AutoModelForCausalLM.from_config(config))
+    model = kind.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, device_map={"": device}
+    )
+    weights.clear()
+    if (Path(source) / transformers.utils.GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of memory that transformers reserves for weights that it would read
+    return model
 
 
 def from_model(
@@ -81,6 +117,7 @@ def from_model(
     name: str = "model",
     revision: str = "unversioned",
     eos_token_ids: Iterable[int] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> LoadedModel:
     """Hook and certify a model that is in memory. Raises ModelNotSupported with the reason."""
     model.eval()
@@ -112,7 +149,7 @@ def from_model(
         context_tokens=_context_tokens(config),
         vocab_size=config.vocab_size,
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        vocabulary=vocabulary_of(tokenizer),
+        vocabulary=vocabulary or vocabulary_of(tokenizer),
         layers=layers,
         dtype=parameter.dtype,
         device=device,

@@ -216,6 +216,25 @@ def test_a_model_that_cannot_be_loaded_is_named() -> None:
     run(scenario())
 
 
+def test_a_process_that_is_ready_has_read_what_a_first_grammar_needs() -> None:
+    async def scenario() -> None:
+        process = await EngineProcess.launch(fake_settings(), time.monotonic, FAKE_COMMAND)
+        try:
+            described = await process.described()
+            facts = await process.ready()
+            assert (described.context_tokens, described.vocab_size, described.eos_token_ids) == (
+                facts.context_tokens,
+                facts.vocab_size,
+                facts.eos_token_ids,
+            )
+            (part,) = process.start_parts
+            assert part.name == "engine's grammars" and part.began_s <= part.ended_s <= time.monotonic()
+        finally:
+            await asyncio.to_thread(process.stop)
+
+    asyncio.run(scenario())
+
+
 def test_a_process_that_dies_while_it_loads_is_named() -> None:
     async def scenario() -> None:
         command = (sys.executable, "-c", "import sys; sys.exit(3)")

@@ -19,9 +19,9 @@ from pydantic import BaseModel, Field
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
+from site_engine.engine.loading import Loaded
 from site_engine.engine.settings import EngineSettings
 from site_engine.model.loader import LoadedModel, from_model
-from site_engine.native import Loaded
 from tests.support.answers import backend_of
 from tests.support.fakes.edge import Edge, Script, on_loopback
 from tests.support.fakes.federation import TOKEN, Scene, scene, until

@@ -28,9 +28,9 @@ from gateway.security.tls import grpc_credentials
 from gateway.store.store import Store, open_store
 from site_engine.app import serve
 from site_engine.config import SiteConfig
+from site_engine.engine.loading import Loaded
 from site_engine.errors import LinkLost
 from site_engine.federation.dial import identity_of
-from site_engine.native import Loaded
 from tests.support.fakes.federation import TOKEN, until
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 from wire import federation_pb2 as pb

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from gateway.telemetry.logs import JsonFormatter
 from site_engine.app import serve
 from site_engine.config import SiteConfig
-from site_engine.native import Loaded
+from site_engine.engine.loading import Loaded
 from site_engine.telemetry.logs import JsonLines
 from tests.support.answers import backend_of
 from tests.support.fakes.edge import Edge, Script, chat_body, on_loopback

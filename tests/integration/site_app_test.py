@@ -12,8 +12,8 @@ import pytest
 
 from site_engine.app import serve
 from site_engine.config import SiteConfig
+from site_engine.engine.loading import Loaded, load_engine
 from site_engine.errors import ConfigError
-from site_engine.native import Loaded, load_engine
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 from tests.support.site_gateway import TOKEN, Gateway, assign, serving
 from wire import federation_pb2 as pb

@@ -22,7 +22,7 @@ from gateway.telemetry.traces import Traces
 from site_engine.app import serve
 from site_engine.config import SiteConfig
 from site_engine.core.request import Output, Timings
-from site_engine.native import Loaded
+from site_engine.engine.loading import Loaded
 from tests.support.ended_queries import ANSWERED
 from tests.support.fakes.federation import TOKEN, Scene, scene, until
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer

@@ -6,9 +6,10 @@ import sys
 from typing import Any
 
 from site_engine.config import SiteConfig
+from site_engine.engine.loading import Loaded
 from site_engine.engine_process import end, main
 from site_engine.errors import ConfigError
-from site_engine.native import Loaded, engine_settings
+from site_engine.native import engine_settings
 from site_engine.text.detokenize import ByteVocabulary
 from tests.support.site_fakes import CONTEXT_TOKENS, VOCABULARY, FakeEngine, FakeTokenizer
 

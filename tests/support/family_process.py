@@ -10,9 +10,9 @@ import torch
 
 from site_engine.config import SiteConfig
 from site_engine.engine.build import packed_engine
+from site_engine.engine.loading import Loaded
 from site_engine.engine.settings import EngineSettings
 from site_engine.engine_process import end, main
-from site_engine.native import Loaded
 from site_engine.text.detokenize import TokenNames
 from tests.support.engine_models import family
 

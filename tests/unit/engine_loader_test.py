@@ -14,9 +14,9 @@ import transformers
 from gateway.openai.sampling import MODEL_DEFAULTS
 from site_engine.config import SiteConfig
 from site_engine.core.request import Request, Sampling
+from site_engine.engine.loading import load_engine
 from site_engine.errors import ModelNotSupported
 from site_engine.model.loader import from_model, load
-from site_engine.native import load_engine
 from tests.support.engine_models import CONTEXT, FAMILIES, VOCAB, drain, engine_for, family, tokenizer
 from tests.support.model_families import random_model
 

@@ -13,9 +13,10 @@ import pytest
 
 from site_engine.config import SiteConfig, load
 from site_engine.engine import process_messages as pm
+from site_engine.engine.loading import slots_on
 from site_engine.engine_process import settings_to_config
 from site_engine.errors import ConfigError
-from site_engine.native import engine_settings, slots_on
+from site_engine.native import engine_settings
 from site_engine.telemetry.logs import JsonLines
 
 NEEDED = {"site": "alpha", "gateways": "gw:7000", "model": "demo"}

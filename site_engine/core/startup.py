@@ -1,0 +1,40 @@
+"""Time the parts of a start, of which some run at once, in several threads and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """A part of a start; seconds on the machine's monotonic clock, which its processes share."""
+
+    name: str
+    began_s: float
+    ended_s: float
+
+
+class StartUp:
+    """Collects the parts of a start. May be used by several threads."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.parts: list[Part] = []
+        self._clock = clock
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what runs within, also if it fails."""
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self.parts.append(Part(name, began_s, self._clock()))
+
+
+def describe(parts: Iterable[Part], origin_s: float) -> str:
+    """Return the parts in order of their begin, with the seconds from `origin_s` at which each ran."""
+    return ", ".join(
+        f"{name} {began_s - origin_s:.1f}-{ended_s - origin_s:.1f}"
+        for name, began_s, ended_s in sorted(parts, key=lambda part: part.began_s)
+    )

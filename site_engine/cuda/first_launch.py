@@ -1,0 +1,18 @@
+"""Load Triton's compiler and its driver by one small launch, while others load weights."""
+
+from __future__ import annotations
+
+import torch
+
+from site_engine.cuda.kernels import layer_kernels
+
+WIDTH = 1024
+
+
+def launch_first(device: torch.device, dtype: torch.dtype) -> None:
+    """Launch a kernel. The first of a process takes a second or two, to make a key of all of Triton."""
+    gate = torch.zeros(1, WIDTH, dtype=dtype, device=device)
+    out = torch.empty_like(gate)
+    layer_kernels.silu_times[(1, 1)](
+        gate, gate, out, WIDTH, gate.stride(0), gate.stride(0), BLOCK=WIDTH, num_warps=4
+    )

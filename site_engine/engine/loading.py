@@ -1,0 +1,164 @@
+"""Load the native engine: model, kernels and first answers, on whatever device the configuration says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from site_engine.config import SLOTS, SiteConfig
+from site_engine.core.startup import StartUp
+from site_engine.engine.engine_thread import Engine
+from site_engine.errors import ConfigError, ModelNotSupported
+from site_engine.text.detokenize import Vocabulary
+
+if TYPE_CHECKING:
+    from site_engine.engine.settings import EngineSettings
+    from site_engine.model.loader import LoadedModel
+    from site_engine.model.weights import Weights
+
+SLOTS_ON_GPU = 256
+"""The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
+
+
+LONGER_THAN_A_GRAPH = 1_500
+"""Tokens left of a prompt after a full iteration that no CUDA graph computes."""
+
+
+class Loaded(NamedTuple):
+    """An engine with its model, which take long to load, and the facts of them that a site announces."""
+
+    engine: Engine
+    tokenizer: Any
+    name: str
+    revision: str
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    slots: int = SLOTS
+
+
+def load_engine(
+    config: SiteConfig,
+    vocabulary: Vocabulary | None = None,
+    startup: StartUp | None = None,
+    on_model: Callable[[LoadedModel], None] = lambda model: None,
+) -> Loaded:
+    """Load the native engine with the model of `config`. Raises ConfigError with the reason if it can't.
+
+    `vocabulary`: instead of the model's own. `on_model` is called with the model before its engine is built,
+    which takes longer.
+    """
+    startup = startup or StartUp(time.monotonic)
+    with startup.part("torch"):
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if config.device.startswith("cuda") and not has_gpu:
+        raise ConfigError(f"device is {config.device}, but torch finds no GPU here")
+    device = ("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device
+    on_gpu = device.startswith("cuda")
+    dtype = ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype
+    try:
+        model = _load_model(config, device, dtype, vocabulary, startup)
+        on_model(model)
+        from site_engine.engine.build import build_engine
+        from site_engine.engine.warmup import warm_up
+
+        settings = _settings(config, device)
+        if on_gpu and config.threads is None:
+            torch.set_num_threads(1)  # its threads spin between small copies, on cores that others need
+        if config.sampling_defaults == "openai":
+            model = replace(model, sampling_defaults={})
+        engine = build_engine(model, settings, time.monotonic, startup)
+        room_tokens = min(model.context_tokens, engine.load().kv_free_tokens)
+        longest = settings.token_budget_on(device) + LONGER_THAN_A_GRAPH if on_gpu else 0
+        with startup.part("first answers"):
+            warm_up(engine, model.vocab_size, room_tokens, longest)
+    except (ModelNotSupported, ImportError, OSError, ValueError, RuntimeError) as exc:
+        raise ConfigError(f"model {config.model!r} cannot be served: {exc}") from exc
+    facts = model.name, model.revision, model.context_tokens, model.vocab_size, model.eos_token_ids
+    return Loaded(engine, model.tokenizer, *facts, settings.slots)
+
+
+def _load_model(
+    config: SiteConfig, device: str, dtype: str, vocabulary: Vocabulary | None, startup: StartUp
+) -> LoadedModel:
+    """Load the model; for a GPU, its weights and Triton come while Python imports transformers."""
+    with ThreadPoolExecutor(2, "start-up") as threads:
+        weights = None
+        if device.startswith("cuda"):
+            weights = _begin_for_gpu(config.model, device, dtype, startup, threads)
+        with startup.part("transformers"):
+            from site_engine.model import loader
+
+            take_logs_of_transformers()
+        return loader.load(
+            config.model,
+            device=device,
+            dtype=dtype,
+            weights=weights,
+            vocabulary=vocabulary,
+            startup=startup,
+        )
+
+
+def _begin_for_gpu(
+    source: str, device: str, dtype: str, startup: StartUp, threads: ThreadPoolExecutor
+) -> Callable[[], Weights] | None:
+    """Begin on threads what needs no transformers; return what waits for a folder's weights, if it has any
+    that can be read as they are.
+    """
+    import torch
+
+    from site_engine.cuda.first_launch import launch_first
+    from site_engine.model import weights
+
+    where, kind = torch.device(device), getattr(torch, dtype)
+
+    def launch() -> None:
+        with startup.part("Triton"):
+            launch_first(where, kind)
+
+    read = weights.reader(Path(source), kind, where)
+
+    def read_all() -> Weights:
+        assert read is not None
+        with startup.part("weights"):
+            return read()
+
+    reading = threads.submit(read_all) if read is not None else None
+    threads.submit(launch)
+    return reading.result if reading is not None else None
+
+
+def _settings(config: SiteConfig, device: str) -> EngineSettings:
+    from site_engine.engine.settings import EngineSettings
+
+    return EngineSettings(
+        slots=slots_on(device, config),
+        token_budget=config.token_budget,
+        page_size=config.page_size,
+        kv_tokens=config.kv_tokens,
+        max_pending=config.max_pending,
+        share_prefixes=config.share_prefixes,
+        iteration_floor_s=config.iteration_floor_s,
+    )
+
+
+def slots_on(device: str, config: SiteConfig) -> int:
+    max_slots = SLOTS_ON_GPU if device.startswith("cuda") else SLOTS
+    return config.slots or min(max_slots, config.token_budget or max_slots)
+
+
+def take_logs_of_transformers() -> None:
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    hf_logging.disable_default_handler()  # its lines become ours
+    hf_logging.enable_propagation()
