@@ -14,10 +14,18 @@ from uuid import uuid4
 
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.engine_client import Listener
+from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
 from site_engine.messages import Hello, OnFinish
-from site_engine.remote.discovery import MODELS_PATH, Discovery, check_alive, discover, fetch_load
+from site_engine.remote.discovery import (
+    MODELS_PATH,
+    Discovery,
+    check_alive,
+    discover,
+    fetch_load,
+    refresh,
+)
 from site_engine.remote.engine import RemoteEngine
 from site_engine.remote.prometheus import UnknownMetrics
 from site_engine.remote.server import Server, ServerLost
@@ -31,6 +39,8 @@ POLL_EVERY_S = 0.5
 PROBE_EVERY_S = 2.0
 LIST_EVERY_S = 15.0
 """For a server without a health page, such as a provider: listing models is not free there."""
+REFRESH_EVERY_S = 5.0
+"""For adapters that a server loads while it runs; a page of a thousand is some 200 KB."""
 MAX_MISSES = 3
 BACKOFF_FIRST_S, MAX_BACKOFF_S = 0.5, 15.0
 SPARE_CONNECTIONS = 4
@@ -93,6 +103,7 @@ class Service:
         self._shutdown = shutdown
         self._lost = asyncio.Event()
         self._reason = ""
+        self._unlisted = ""  # why the models are not those that the server lists now
         self._engine = RemoteEngine(server, discovery.profile, time.monotonic)
         self._site = Site(
             make_hello(config, discovery),
@@ -132,10 +143,13 @@ class Service:
 
     async def _poll_forever(self) -> None:
         """Poll the server's metrics, or its probe if it has none; lose it after several misses in a row."""
-        missed, degraded = 0, False
+        missed, degraded, refreshed_s = 0, False, time.monotonic()
         while True:
             try:
                 degraded = await self._poll(degraded)
+                if self._lists_models or time.monotonic() >= refreshed_s + REFRESH_EVERY_S:
+                    refreshed_s = time.monotonic()
+                    await self._refresh_models()
                 missed = 0
             except ServerLost as exc:
                 missed += 1
@@ -145,11 +159,36 @@ class Service:
             if missed or self._discovery.has_metrics:
                 await asyncio.sleep(POLL_EVERY_S)
             else:
-                lists_models = self._discovery.probe == MODELS_PATH
-                await asyncio.sleep(LIST_EVERY_S if lists_models else PROBE_EVERY_S)
+                await asyncio.sleep(LIST_EVERY_S if self._lists_models else PROBE_EVERY_S)
+
+    @property
+    def _lists_models(self) -> bool:
+        """Return whether nothing but the list of models shows the server alive."""
+        return not self._discovery.has_metrics and self._discovery.probe == MODELS_PATH
+
+    async def _refresh_models(self) -> None:
+        """Serve what the server lists now, such as new adapters. Raises ServerLost."""
+        before = self._discovery
+        try:
+            found = await refresh(self._server, self._config, before)
+        except ConfigError as exc:
+            if str(exc) != self._unlisted:
+                log.warning("the models stay as they are: %s", exc)
+            self._unlisted = str(exc)
+            return
+        self._unlisted = ""
+        if found is before:
+            return
+        self._discovery = found
+        self._engine.set_profile(found.profile)
+        self._site.set_models(found.models)
+        names, known = ({each.id for each in models} for models in (found.models, before.models))
+        log.info("the server's models have changed: %d came, %d went", len(names - known), len(known - names))
 
     async def _poll(self, degraded: bool) -> bool:
         """Poll once; return whether the metrics page, which was understood at first, no longer is."""
+        if self._lists_models:
+            return degraded
         if not self._discovery.has_metrics:
             await check_alive(self._server, self._discovery.probe)
             return degraded

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from site_engine.config import SLOTS, SiteConfig
 from site_engine.errors import ConfigError
 from site_engine.messages import Model
-from site_engine.remote.abilities import model_features
 from site_engine.remote.dialects import OLLAMA, UNKNOWN, Dialect, recognize
 from site_engine.remote.engine import ServerProfile
+from site_engine.remote.listing import (
+    MAX_NAME_CHARS,
+    Card,
+    identity,
+    max_context_tokens,
+    read_cards,
+    select_models,
+    to_models,
+)
 from site_engine.remote.ollama import describe, is_ollama
 from site_engine.remote.prometheus import Sample, ServerLoad, UnknownMetrics, parse_metrics, server_load
 from site_engine.remote.server import Server, ServerLost
@@ -21,19 +29,22 @@ from site_engine.remote.server import Server, ServerLost
 log = logging.getLogger(__name__)
 
 MODELS_PATH, METRICS_PATH, HEALTH_PATH = "/v1/models", "/metrics", "/health"
-DEFAULT_CONTEXT_TOKENS = 8192
-MAX_MODELS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """`load_source` describes the origin of load figures; `probe` is the path that shows the server alive."""
+    """`load_source` describes the origin of load figures; `probe` is the path that shows the server alive.
+
+    `about` is the server's page about itself; `listed` tells its list of models from another.
+    """
 
     profile: ServerProfile
     models: tuple[Model, ...]
     load_source: str
     probe: str
     has_metrics: bool
+    about: Mapping[str, Any]
+    listed: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +59,68 @@ class _Metrics:
 async def discover(server: Server, config: SiteConfig) -> Discovery:
     """Discover the server. Raises ServerLost while it is away, ConfigError if waiting won't help."""
     health, _ = await server.get(HEALTH_PATH)
-    listed = await list_models(server, config, healthy=health == 200)
-    wanted = select_models(listed, config)
-    metrics = await find_metrics(server, listed, config)
-    about = await fetch_about(server, metrics.dialect)
-    if metrics.dialect is OLLAMA:
-        wanted = await describe(server, wanted)
-    models = tuple(to_model(each, metrics.dialect, about, config) for each in wanted)
-    context_tokens = min(each.context_tokens for each in models)
-    source = "its metrics" if metrics.load else f"an estimate: {metrics.reason}"
+    cards = await list_models(server, config, healthy=health == 200)
+    metrics = await find_metrics(server, cards, config)
+    dialect = metrics.dialect
     slots = config.slots or SLOTS
-    capacity = config.kv_tokens or (metrics.load and metrics.load.kv_capacity_tokens)
     profile = ServerProfile(
-        models={model.id: str(each["id"]) for model, each in zip(models, wanted, strict=True)},
-        dialect=metrics.dialect,
-        context_tokens=context_tokens,
-        kv_capacity_tokens=capacity or slots * context_tokens,
+        models={},
+        dialect=dialect,
+        context_tokens=0,
+        kv_capacity_tokens=config.kv_tokens or (metrics.load and metrics.load.kv_capacity_tokens) or 0,
         slots=slots,
         max_pending=config.max_pending,
-        max_prompt_tokens=max_context_tokens(wanted, config),
         requests_per_min=config.requests_per_min,
         tokens_per_min=config.tokens_per_min,
     )
-    probe = HEALTH_PATH if health == 200 else metrics.dialect.alive_path or MODELS_PATH
-    return Discovery(profile, models, source, probe, metrics.load is not None)
+    found = Discovery(
+        profile,
+        models=(),
+        load_source="its metrics" if metrics.load else f"an estimate: {metrics.reason}",
+        probe=HEALTH_PATH if health == 200 else dialect.alive_path or MODELS_PATH,
+        has_metrics=metrics.load is not None,
+        about=await fetch_about(server, dialect),
+        listed=(),
+    )
+    found = await with_models(found, server, cards, config)
+    if not profile.kv_capacity_tokens:
+        capacity = slots * found.profile.context_tokens
+        found = replace(found, profile=replace(found.profile, kv_capacity_tokens=capacity))
+    return found
+
+
+async def refresh(server: Server, config: SiteConfig, found: Discovery) -> Discovery:
+    """Return the discovery with the models that the server lists now; `found` itself if they are the same.
+
+    Adapters come and go while a server runs. Raises ServerLost, and ConfigError where none can be served.
+    """
+    status, body = await server.get(MODELS_PATH)
+    if status >= 500:
+        raise ServerLost(f"{server.root}{MODELS_PATH} answers {status}")
+    cards = read_cards(status, body)
+    if not cards or identity(cards) == found.listed:
+        return found
+    return await with_models(found, server, cards, config)
+
+
+async def with_models(found: Discovery, server: Server, cards: list[Card], config: SiteConfig) -> Discovery:
+    """Replace the models of a discovery by those of the cards. Raises ServerLost, ConfigError."""
+    dialect = found.profile.dialect
+    wanted, kept_out = select_models(cards, config)
+    for name, reason in kept_out.items():
+        log.warning("%r of the server is not served: %s", name[:MAX_NAME_CHARS], reason)
+    if not wanted:
+        raise ConfigError(f"none of the server's {len(cards)} models can be served")
+    if dialect is OLLAMA:
+        wanted = await describe(server, wanted)
+    models = to_models(wanted, dialect, found.about, config, {each.id: each for each in found.models})
+    profile = replace(
+        found.profile,
+        models={model.id: str(card["id"]) for model, card in zip(models, wanted, strict=True)},
+        context_tokens=min(each.context_tokens for each in models),
+        max_prompt_tokens=max_context_tokens(wanted, config),
+    )
+    return replace(found, profile=profile, models=models, listed=identity(cards))
 
 
 async def fetch_load(server: Server, dialect: Dialect) -> ServerLoad:
@@ -103,15 +152,11 @@ async def check_alive(server: Server, path: str) -> None:
         raise ServerLost(f"{server.root}{path} answers {status}")
 
 
-async def list_models(server: Server, config: SiteConfig, *, healthy: bool) -> list[dict[str, Any]]:
+async def list_models(server: Server, config: SiteConfig, *, healthy: bool) -> list[Card]:
     status, body = await server.get(MODELS_PATH)
     if status in {401, 403}:
         raise ConfigError(f"the server at {server.root} wants a key ({status}); set key_env or key_file")
-    try:
-        data = json.loads(body)["data"] if status == 200 else []
-        listed = [each for each in data if isinstance(each, dict) and each.get("id")]
-    except (ValueError, KeyError, TypeError):
-        listed = []
+    listed = read_cards(status, body)
     if not listed and healthy and config.model:
         log.warning(
             "the server lists no models (%s answers %d): %s is taken", MODELS_PATH, status, config.model
@@ -122,19 +167,7 @@ async def list_models(server: Server, config: SiteConfig, *, healthy: bool) -> l
     return listed
 
 
-def select_models(listed: list[dict[str, Any]], config: SiteConfig) -> list[dict[str, Any]]:
-    ids = [str(each["id"]) for each in listed]
-    wanted = [each for each in listed if config.model in {"", each["id"]}]
-    if not wanted:
-        raise ConfigError(f"model is {config.model!r}, but the server has {', '.join(ids[:20])}")
-    if len(wanted) > MAX_MODELS:
-        raise ConfigError(f"model must be set: the server has {len(ids)} models")
-    if config.served_model and len(wanted) > 1:
-        raise ConfigError(f"served_model names one model; set model to one of {', '.join(ids[:20])}")
-    return wanted
-
-
-async def find_metrics(server: Server, listed: list[dict[str, Any]], config: SiteConfig) -> _Metrics:
+async def find_metrics(server: Server, listed: list[Card], config: SiteConfig) -> _Metrics:
     owners = {str(each.get("owned_by")) for each in listed}
     status, body = await server.get(METRICS_PATH) if config.metrics else (0, b"")
     samples = parse_metrics(body.decode(errors="replace")) if status == 200 else {}
@@ -159,38 +192,3 @@ def read_metrics(dialect: Dialect, samples: dict[str, list[Sample]], status: int
         return _Metrics(dialect, server_load(samples, dialect.metric_names))
     except UnknownMetrics as exc:
         return _Metrics(dialect, None, f"the metrics of {dialect.name} have changed: {exc}")
-
-
-def to_model(listed: dict[str, Any], dialect: Dialect, about: dict[str, Any], config: SiteConfig) -> Model:
-    context_tokens = config.context_tokens or context_tokens_of(listed)
-    if context_tokens is None:
-        context_tokens = DEFAULT_CONTEXT_TOKENS
-        log.warning("the server does not say the context of %s: %d", listed["id"], context_tokens)
-    return Model(
-        id=config.served_model or str(listed["id"]),
-        revision=str(listed.get("root") or listed["id"]),
-        context_tokens=context_tokens,
-        created_s=int(listed["created"]) if isinstance(listed.get("created"), int) else int(time.time()),
-        features=model_features(
-            dialect, listed, about, config.features, allow_image_urls=config.allow_image_urls
-        ),
-    )
-
-
-def max_context_tokens(wanted: list[dict[str, Any]], config: SiteConfig) -> int | None:
-    """Return the longest context of any model; None where it was only assumed."""
-    contexts = [config.context_tokens or context_tokens_of(each) for each in wanted]
-    return max((each for each in contexts if each is not None), default=None) if all(contexts) else None
-
-
-def context_tokens_of(listed: dict[str, Any]) -> int | None:
-    """Return the context of a listed model, as vLLM, SGLang, Mico, providers or llama.cpp name it."""
-    meta = listed.get("meta") if isinstance(listed.get("meta"), dict) else {}
-    known = (
-        listed.get("max_model_len"),
-        listed.get("context_tokens"),
-        listed.get("context_length"),
-        (meta or {}).get("n_ctx"),
-        (meta or {}).get("n_ctx_train"),
-    )
-    return next((each for each in known if isinstance(each, int) and each > 0), None)

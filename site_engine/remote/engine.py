@@ -141,9 +141,10 @@ class RemoteEngine:
             reply(NotServed(Reason.FULL, f"{MAX_COUNTS} prompts are being counted here already"))
             return
 
+        model = self._profile.models[assign.model]
+
         async def ask() -> None:
             try:
-                model = self._profile.models[assign.model]
                 answer: int | NotServed = await count_tokens(
                     self._server, self._profile.dialect, model, assign
                 )
@@ -208,6 +209,10 @@ class RemoteEngine:
         self.concurrency.observe_queue(sent=len(self.queue.sent), waiting=load.waiting or 0)
         self.pump()
         self._schedule_load()
+
+    def set_profile(self, profile: ServerProfile) -> None:
+        """Serve other models from now on; slots and limits stay. What the server has begun goes on."""
+        self._profile = profile
 
     def forget_load(self) -> None:
         """Drop the latest metrics, which would only mislead once the server exports none."""

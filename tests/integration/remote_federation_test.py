@@ -22,7 +22,7 @@ SAID = "Say something."
 
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_EVERY_S", "LIST_EVERY_S", "BACKOFF_FIRST_S"):
+    for name in ("POLL_EVERY_S", "LIST_EVERY_S", "REFRESH_EVERY_S", "BACKOFF_FIRST_S"):
         monkeypatch.setattr(remote_site, name, 0.02)
 
 
@@ -244,3 +244,25 @@ def test_a_client_that_leaves_frees_the_server() -> None:
         await fleet.at_rest()
 
     run(scenario, "a")
+
+
+def test_a_query_for_an_adapter_goes_to_the_servers_that_have_loaded_it() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        directory = fleet.here.gateway.directory
+        fleet.servers["b"].adapters = {"support": "m"}
+        await until(lambda: "support" in directory.served, "the adapter is known")
+        assert directory.served["support"].parent == "m"
+        for _ in range(3):
+            text, usage = await fleet.ask(fleet.here.query(max_tokens=5, model="support"))
+            assert (text, usage.completion_tokens) == (SAID[:5], 5)
+        assert [len(fleet.servers[name].asked) for name in "ab"] == [0, 3]
+        fleet.servers["a"].adapters = {"support": "m"}
+        fleet.servers["b"].adapters = {"other": "m"}  # before the site has looked, the server refuses
+        text, _ = await fleet.ask(fleet.here.query(max_tokens=5, model="m"))
+        await until(
+            lambda: {s.name for s in directory.sites if "support" in s.identity.models} == {"a"}, "it moved"
+        )
+        assert (await fleet.ask(fleet.here.query(max_tokens=5, model="support")))[0] == SAID[:5]
+        await fleet.at_rest()
+
+    run(scenario, "a", "b", owner="vllm")

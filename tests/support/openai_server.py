@@ -40,6 +40,9 @@ class Mood(Enum):
 class OpenAIServer:
     mood: Mood = Mood.ANSWERING
     models: tuple[str, ...] = ("letters",)
+    adapters: dict[str, str] = field(
+        default_factory=dict
+    )  # loaded now, as vLLM lists them, by name: the base
     owner: str = "somebody"
     metrics: str | None = None  # the page, None for 404; {running} and {waiting} are filled in
     key: str = ""
@@ -64,6 +67,7 @@ class OpenAIServer:
     pages: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # more paths: a body to an answer
     left: int = 0  # answers whose client went away in the middle
     connections: int = 0
+    listings: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: answers stop after their first token
 
     def __post_init__(self) -> None:
@@ -123,13 +127,8 @@ class OpenAIServer:
             _whole(writer, 200, self.pages[path](json.loads(body or b"null")))
         elif path == "/health" and not self.models:
             _whole(writer, 200, "")
-        elif path == "/v1/models" and not self.models:
-            _whole(writer, 500, "Internal Server Error")
         elif path == "/v1/models":
-            listed = [
-                {"id": each, "owned_by": self.owner, "max_model_len": self.context} for each in self.models
-            ]
-            _whole(writer, 200, {"data": listed})
+            self._list(writer)
         elif path == "/metrics" and self.metrics is not None:
             page = self.metrics.replace("{running}", str(self.running)).replace(
                 "{waiting}", str(self.waiting)
@@ -137,6 +136,8 @@ class OpenAIServer:
             _whole(writer, 200, page)
         elif method == "GET" and path in self.about:
             _whole(writer, 200, self.about[path])
+        elif method == "POST" and self.adapters and not self._has(json.loads(body).get("model")):
+            _whole(writer, 404, {"error": {"message": "The model does not exist.", "code": 404}})
         elif method == "POST":
             self.asked.append(json.loads(body))
             self.running += 1
@@ -148,6 +149,22 @@ class OpenAIServer:
                 await self._notify()
         else:
             _whole(writer, 404, {"detail": "Not Found"})
+
+    def _list(self, writer: Any) -> None:
+        """List the models; vLLM stamps a card when it writes it, and leaves the context of adapters out."""
+        if not self.models:
+            _whole(writer, 500, "Internal Server Error")
+            return
+        self.listings += 1
+        cards: list[dict[str, Any]] = [
+            {"id": each, "owned_by": self.owner, "max_model_len": self.context} for each in self.models
+        ]
+        for name, base in self.adapters.items():
+            cards.append({"id": name, "root": f"/lora/{name}", "parent": base, "created": self.listings})
+        _whole(writer, 200, {"data": cards})
+
+    def _has(self, model: object) -> bool:
+        return model in self.models or model in self.adapters
 
     async def _answer(self, asked: dict[str, Any], path: str, reader: Any, writer: Any) -> None:
         match self.mood:

@@ -61,7 +61,7 @@ async def scene(*, settings: dict[str, Any] | None = None, **of_server: Any) -> 
         site = asyncio.create_task(serve(config(server, gateway, **(settings or {}))))
         try:
             session = await gateway.joined()
-            hello = await session.welcome()
+            hello = await session.welcome(reads_models=True)
             yield Scene(server, gateway, session, hello)
         finally:
             if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it is ending, and hears none
