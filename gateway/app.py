@@ -170,7 +170,12 @@ async def _core(
     federation = Federation(settings, directory, clock, credentials.certificates)
     histogram = HistogramForecaster()
     outcome_log = OutcomeLog(config.outcomes) if config.outcomes else None
-    forecasts = ForecastService(_forecaster(config, histogram), histogram, outcome_log=outcome_log)
+    forecasts = ForecastService(
+        _forecaster(config, histogram),
+        histogram,
+        outcome_log=outcome_log,
+        parent_of=directory.parent_of,
+    )
     forecasts.start()
 
     metrics = Metrics(directory, lambda: query_context.live)

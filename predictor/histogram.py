@@ -13,7 +13,7 @@ from typing import Protocol
 
 from predictor.forecast import Forecast
 
-MAX_MODELS = 256
+MAX_MODELS = 1_024
 FADE_AT_OUTCOMES = 2_000.0
 """Counts are halved here, so that the histogram follows what a model does now."""
 PRIOR_OUTCOMES = 8.0
@@ -28,9 +28,15 @@ class Query(Protocol):
     @property
     def model(self) -> str: ...
 
+    @property
+    def parent(self) -> str: ...
+
 
 class HistogramForecaster:
-    """Forecasts all queries of a served model alike, from that model's outcomes."""
+    """Forecasts all queries of a served model alike, from that model's outcomes.
+
+    A variant is forecast as its parent until its own outcomes outweigh that.
+    """
 
     name = "histogram"
 
@@ -53,15 +59,15 @@ class HistogramForecaster:
         forecasts: dict[str, Forecast] = {}
         for query in queries:
             if query.model not in forecasts:
-                forecasts[query.model] = self._forecast_model(query.model)
+                forecasts[query.model] = self._forecast_model(query.model, query.parent)
         return [forecasts[query.model] for query in queries]
 
-    def _forecast_model(self, model: str) -> Forecast:
+    def _forecast_model(self, model: str, parent: str) -> Forecast:
         with self._lock:
-            counts = list(self._counts.get(model, ()))
-        prior = PRIOR_OUTCOMES / sum(PRIOR)
-        weights = [prior * share for share in PRIOR]
-        if counts:
-            weights = [weight + count for weight, count in zip(weights, counts, strict=True)]
+            known = [self._counts[each] for each in (parent, model) if each in self._counts]
+            weights: Sequence[float] = PRIOR
+            for counts in known:  # a model's outcomes outweigh what was expected before
+                scale = PRIOR_OUTCOMES / sum(weights)
+                weights = [scale * weight + count for weight, count in zip(weights, counts, strict=True)]
         total = sum(weights)
         return Forecast(EDGES, tuple(weight / total for weight in weights), f"histogram:{model}")

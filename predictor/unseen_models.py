@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from predictor.forecast import Forecast
 from predictor.onnx_forecaster import UNKNOWN_ROW, UNKNOWN_SUFFIX, Features, OnnxForecaster
 
-MAX_MODELS = 64
+MAX_MODELS = 1_024
 """Unseen models tracked at once; the least recently used is forgotten."""
 MIN_SHARE = 0.02
 """Rows of less posterior weight are left out of the mixture, which keeps a forecast cheap."""
 PRIOR_SHARE = 0.6
-"""Prior weight of the model's own row (UNKNOWN_ROW, or its alias's), against all others together."""
+"""Prior weight of what a model is forecast as before any outcome (UNKNOWN_ROW, its alias's row, or the
+mixture of its parent), against all rows together.
+"""
 EVIDENCE_WEIGHT = 0.7
 """Weight of one outcome's log-likelihood, below 1 since no known model fits exactly."""
 MAX_EVIDENCE_OUTCOMES = 200.0
@@ -71,7 +73,7 @@ class UnseenModelForecaster:
 
     def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
         with self._lock:
-            mixtures = [self._mixture_of(query.model) for query in queries]
+            mixtures = [self._mixture_of(query.model, query.parent) for query in queries]
         owner = np.array(
             [query for query, (mixture, _) in enumerate(mixtures) for _ in mixture], dtype=np.int64
         )
@@ -94,7 +96,7 @@ class UnseenModelForecaster:
         edges = self.base.card.edges
         place = min(max(0, int(np.searchsorted(edges, tokens, side="left")) - 1), len(edges) - 2)
         with self._lock:
-            posterior = self._posterior(name)
+            posterior = self._posterior(query)
             posterior.weights += EVIDENCE_WEIGHT * np.log(np.maximum(probabilities[:, place], 1e-6))
             posterior.outcomes += 1
             posterior.normalize()
@@ -108,22 +110,28 @@ class UnseenModelForecaster:
         row, share = max(posterior.mixture, key=lambda each: each[1])
         return NearestModel(self.base.card.models[row], share, posterior.outcomes)
 
-    def _mixture_of(self, model: str) -> tuple[list[tuple[int, float]], str]:
+    def _mixture_of(self, model: str, parent: str) -> tuple[list[tuple[int, float]], str]:
         """Return rows with their shares, and the source of the forecast."""
         posterior = self._posteriors.get(model.casefold())
         if posterior is None:
             row = self.base.row(model)
-            return [(row, 1.0)], self.name if row != UNKNOWN_ROW else f"{self.name}:{UNKNOWN_SUFFIX}"
+            if row != UNKNOWN_ROW:
+                return [(row, 1.0)], self.name
+            if not parent:
+                return [(row, 1.0)], f"{self.name}:{UNKNOWN_SUFFIX}"
+            return self._mixture_of(parent, "")[0], f"{self.name}:{UNKNOWN_SUFFIX}:as {parent}"
         row, share = max(posterior.mixture, key=lambda each: each[1])
         nearest = self.base.card.models[row]
         return posterior.mixture, f"{self.name}:{UNKNOWN_SUFFIX}:{10 * round(10 * share)}% like {nearest}"
 
-    def _posterior(self, name: str) -> Posterior:
+    def _posterior(self, query: Features) -> Posterior:
+        name = query.model.casefold()
         if name not in self._posteriors:
             rows = len(self.base.card.models)
-            weights = np.full(rows, np.log((1.0 - PRIOR_SHARE) / max(1, rows - 1)))
-            weights[self.base.row(name)] = np.log(PRIOR_SHARE)
-            self._posteriors[name] = Posterior(weights)
+            shares = np.full(rows, (1.0 - PRIOR_SHARE) / rows)
+            for row, share in self._mixture_of(query.model, query.parent)[0]:
+                shares[row] += PRIOR_SHARE * share
+            self._posteriors[name] = Posterior(np.log(shares))
         self._posteriors.move_to_end(name)
         if len(self._posteriors) > MAX_MODELS:
             self._posteriors.popitem(last=False)

@@ -63,6 +63,11 @@ class Directory:
         """Return the models that listed sites serve, or served before they went down, by id."""
         return self._models(ALL_STATES)
 
+    def parent_of(self, model: str) -> str:
+        """Return the model of which another is a variant, empty if it is none or not known."""
+        known = self.models.get(model)
+        return known.parent if known else ""
+
     def _models(self, states: tuple[SiteState, ...]) -> Mapping[str, Model]:
         """Return the models of sites in these states, with all that any site can do with them.
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf
@@ -123,11 +123,14 @@ class ForecastService(Collector):
         fallback: Forecaster,
         *,
         outcome_log: OutcomeLog | None = None,
+        parent_of: Callable[[str], str] = lambda _: "",
         reload_every_s: float = RELOAD_EVERY_S,
     ) -> None:
+        """`parent_of` returns the model of which another is a variant, empty if it is none."""
         self._forecaster = forecaster
         self._fallback = fallback
         self._outcome_log = outcome_log
+        self._parent_of = parent_of
         self._reload_every_s = reload_every_s
         self._learn_after_s = -inf
         self._learned_counts: Counter[str] = Counter()
@@ -152,7 +155,7 @@ class ForecastService(Collector):
 
     def request(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast. The caller may set an exception on the future to stop waiting."""
-        request = _forecast_request(query)
+        request = self._request_of(query)
         self._awaited[query.id] = AwaitedOutcome(request.features, query.sampling.max_tokens or inf)
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
@@ -165,9 +168,13 @@ class ForecastService(Collector):
 
     def request_ahead(self, query: Query) -> asyncio.Future[Forecast]:
         """Request a forecast of a query that is answered later, under another id: no outcome is awaited."""
-        request = _forecast_request(query)
+        request = self._request_of(query)
         self._enqueue(request, query.lane)
         return request.future
+
+    def _request_of(self, query: Query) -> ForecastRequest:
+        known = features(query, self._parent_of(query.model))
+        return ForecastRequest(known, asyncio.get_running_loop().create_future())
 
     def _enqueue(self, request: ForecastRequest, lane: Lane) -> None:
         if self._thread is None:
@@ -284,10 +291,6 @@ class ForecastService(Collector):
         self._learn_after_s = ended_s + LEARNING_PAUSE * longer * (ended_s - began_s)
 
 
-def _forecast_request(query: Query) -> ForecastRequest:
-    return ForecastRequest(features(query), asyncio.get_running_loop().create_future())
-
-
 def _resolve(batch: list[ForecastRequest], forecasts: list[Forecast] | Exception) -> None:
     """Run on the event loop. Skip the requests that have been given up."""
     for index, request in enumerate(batch):
@@ -299,9 +302,11 @@ def _resolve(batch: list[ForecastRequest], forecasts: list[Forecast] | Exception
             request.future.set_result(forecasts[index])
 
 
-def features(query: Query) -> Features:
+def features(query: Query, parent: str) -> Features:
     if not isinstance(query.prompt, Chat):
-        return Features(text=query.text, model=query.model)
+        return Features(text=query.text, model=query.model, parent=parent)
     turns = sum(message.role == "user" for message in query.prompt.messages)
     chars = sum(len(message.content) for message in query.prompt.messages) - len(query.text)
-    return Features(text=query.text, model=query.model, turn=max(1, turns), context_chars=chars)
+    return Features(
+        text=query.text, model=query.model, turn=max(1, turns), context_chars=chars, parent=parent
+    )

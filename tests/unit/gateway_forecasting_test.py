@@ -326,3 +326,25 @@ def test_an_interactive_query_waits_for_the_lines_of_two_bunches_at_most() -> No
     assert max(lines) <= MAX_BATCH_LINES and sum(lines) == 60
     assert chats[:5] == [0, MAX_BATCH, MAX_BATCH, MAX_BATCH, 0]
     assert lines[1] > 0
+
+
+def test_a_variant_is_forecast_by_its_parent() -> None:
+    seen: list[Features] = []
+
+    class Watched(Forgetful):
+        def forecast(self, queries: Sequence[Features]) -> list[Forecast]:
+            seen.extend(queries)
+            return super().forecast(queries)
+
+    async def scenario() -> None:
+        parents = {"v": "m"}
+        forecasts = ForecastService(
+            Watched(), HistogramForecaster(), parent_of=lambda model: parents.get(model, "")
+        )
+        asked = Query("q", "v", "hi", Sampling(), Caller("k", "t"), 0.0, 100.0)
+        await forecasts.request(asked)
+        await forecasts.request_ahead(msgspec.structs.replace(asked, id="r", model="m"))
+        await forecasts.close()
+
+    asyncio.run(scenario())
+    assert [(each.model, each.parent) for each in seen] == [("v", "m"), ("m", "")]

@@ -46,3 +46,20 @@ def test_the_least_recently_used_models_are_forgotten() -> None:
             forecaster.observe(f"model {index}", 3_000)
     assert expected(forecaster, "model 0") == prior
     assert expected(forecaster, f"model {histogram.MAX_MODELS}") > 2 * prior
+
+
+def test_a_variant_begins_as_its_parent_and_soon_goes_its_own_way() -> None:
+    forecaster = HistogramForecaster()
+    for _ in range(200):
+        forecaster.observe("base", 3_000)
+
+    def forecast() -> float:
+        (found,) = forecaster.forecast([Features("any", "variant", parent="base")])
+        assert found.source == "histogram:variant"
+        return found.expected()
+
+    assert forecast() == expected(forecaster, "base")
+    for _ in range(100):
+        forecaster.observe("variant", 10)
+    assert forecast() < expected(forecaster, "base") / 5
+    assert expected(forecaster, "base") > 1_000, "a variant teaches its parent nothing"

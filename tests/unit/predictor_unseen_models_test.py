@@ -95,3 +95,23 @@ def test_a_bounded_number_of_unseen_models_is_tracked(forecaster: UnseenModelFor
         forecaster.observe(Features("Hi", f"unseen {number}"), 10)
     assert forecaster.nearest_model("unseen 0") is None
     assert forecaster.nearest_model(f"unseen {MAX_MODELS}") is not None
+
+
+@pytest.mark.parametrize("parent", [WORDY, UNSEEN_MODEL])
+def test_a_variant_begins_as_its_parent_and_then_follows_its_own_outcomes(
+    forecaster: UnseenModelForecaster, parent: str
+) -> None:
+    answer_as_wordy(forecaster, rounds=60)
+    variants = [Features(text, "a-variant", parent=parent) for text in QUESTIONS]
+    found = forecaster.forecast(variants)
+    assert [each.expected() for each in found] == expected_lengths(forecaster, parent)
+    assert found[0].source == f"{forecaster.name}:unknown-model:as {parent}"
+    for turn in range(60):
+        forecaster.observe(variants[turn % len(variants)], 5)
+    after = [each.expected() for each in forecaster.forecast(variants)]
+    assert all(new < old / 2 for new, old in zip(after, expected_lengths(forecaster, parent), strict=True))
+
+
+def test_a_variant_that_was_trained_on_is_itself(forecaster: UnseenModelForecaster) -> None:
+    (found,) = forecaster.forecast([Features(QUESTIONS[0], WORDY, parent=UNSEEN_MODEL)])
+    assert found.source == forecaster.name
