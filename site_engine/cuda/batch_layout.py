@@ -39,6 +39,13 @@ class Shape(NamedTuple):
     graph: bool
 
     @property
+    def kernels(self) -> Shape:
+        """Return what decides which kernels run: items only change how many programs they have, and whether
+        the memory behind their results is aligned.
+        """
+        return self._replace(items=self.items % 4)
+
+    @property
     def sections(self) -> tuple[int, ...]:
         t, s, p = self.tokens, self.samples, self.patches
         return (t, t, t, s, s, RULES * s, p, p, 4 * self.items, 4 * self.blocks)
@@ -266,7 +273,7 @@ def decode_shape(rows: int, items: int) -> Shape:
 def decode_shapes(rows: int, max_chunks: int) -> list[Shape]:
     """Return the likely shapes of a bucket: with many rows, the mean context is under half the longest."""
     likely = ITEMS_OF_FEW if rows <= FEW_ROWS else [2 * many for many in ITEMS_OF_MANY]
-    count = sum(many <= max(3, max_chunks) for many in likely)
+    count = sum(many <= max(3, max_chunks + 1) for many in likely)
     steps = ITEMS_OF_FEW if rows <= FEW_ROWS else ITEMS_OF_MANY
     return [decode_shape(rows, int(rows * many)) for many in steps[:count]]
 

@@ -89,14 +89,16 @@ class Step:
         first = self.chosen[rows]
         self.chosen[rows] = torch.where(first < 0, first, chosen)
 
-    def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-        """Capture the pass, after an eager one that compiles kernels; the loaded numbers must be padding.
+    def capture(self, stream: torch.cuda.Stream, pool: tuple[int, int], *, compiled: bool) -> None:
+        """Capture the pass, after an eager one unless its kernels are compiled; the loaded numbers must be
+        padding.
 
         The logits lie in memory that all graphs share: they are there until another graph runs.
         """
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._forward_pass()
+            if not compiled:
+                self._forward_pass()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             logits = self._forward_pass()

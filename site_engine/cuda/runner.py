@@ -88,6 +88,7 @@ class DeviceRunner:
         self._ruled = RuledRows(slots, self._device.where)
         self._cuda = self._device.where.type == "cuda"
         self._steps: dict[Shape, Step] = {}
+        self._compiled: set[Shape] = set()  # by the kernels that they need
         if self._cuda:
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
@@ -176,7 +177,8 @@ class DeviceRunner:
             if self._cuda:
                 began_s = time.monotonic()
                 step.load(self._padding(shape))
-                step.capture(self._stream, self._pool)
+                step.capture(self._stream, self._pool, compiled=shape.kernels in self._compiled)
+                self._compiled.add(shape.kernels)
                 log.debug("captured a graph in %.0f ms: %s", 1000 * (time.monotonic() - began_s), shape)
         return step
 

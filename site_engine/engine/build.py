@@ -6,6 +6,8 @@ import gc
 import time
 from collections.abc import Callable
 
+import torch
+
 from site_engine.core.startup import StartUp
 from site_engine.engine.engine import SiteEngine
 from site_engine.engine.settings import EngineSettings
@@ -95,6 +97,8 @@ def warm_graphs(engine: SiteEngine, longest: int = WARM_CONTEXT_TOKENS) -> int:
 def allocate_kv_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
     """Allocate pages for `kv_tokens`, or for what fits the free memory. Raises ValueError below one page."""
     tokens = settings.kv_tokens
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # of weights that were joined to others
     if tokens is None:
         affordable = affordable_tokens(model.layers, model.dtype, model.device)
         tokens = min(affordable, settings.slots * model.context_tokens)

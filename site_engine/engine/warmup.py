@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 32
 RESPONSE_TOKENS = 8
+SOME_TOKENS = (1_200, 2_500, 5_000)
+"""Prompts that no graph computes, between the longest of a graph and a full iteration."""
 FEW_ROWS, MANY_ROWS, LONG_CONTEXT = 8, 128, 600
 """Answers beside which long prompts run; with a long context an answer has several parts to attend to."""
 
@@ -39,6 +41,9 @@ def warm_up(engine: SiteEngine, vocab_size: int, room_tokens: int, longest: int 
         _finish(engine)
     longest = min(longest, room_tokens - RESPONSE_TOKENS)
     if longest > length:
+        for tokens in SOME_TOKENS:
+            submit(1, min(tokens, longest), 1)
+            _finish(engine)
         for rows, context in (
             (0, 0),
             (FEW_ROWS, length),
