@@ -6,8 +6,10 @@
 `queries.jsonl` has one JSON object a line with `prompt` and `response_tokens`; every answer has exactly that
 many tokens. `--shape` makes random weights and a tokenizer in that shape first. A phase is `30/s` (Poisson
 arrivals) or `256c` (clients that ask again when answered), with `+chat`, `+penalty`, `+schema` or
-`+logprobs`: the last three in one request of twenty. The servers run in turn, each all phases; the first
-phase meets a server that has answered one query.
+`+logprobs`: the last three in one request of twenty. `+guessed` asks so that an end token could end an
+answer, so that the server cannot know its length. `+first` has 1,000 queries, whose largest gaps are then
+compared with three times the 99th percentile of the phases after it. The servers run in turn, each all
+phases; the first phase meets a server that has answered one query.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from bench.support.http_arrivals import Load, Question, measure
 from bench.support.http_servers import SERVERS, Gpu, NotReady, Server, cpu_between, served
 
 PHASES = "20/s,30/s,40/s,30/s+chat,30/s+penalty,30/s+schema,30/s+logprobs,256c"
+FIRST_QUERIES, TIMES_LATER = 1_000, 3.0
 PHASE = re.compile(r"(?:(?P<rate>[\d.]+)/s|(?P<clients>\d+)c)(?P<options>(?:\+\w+)*)")
 SCHEMA = {
     "type": "object",
@@ -52,14 +55,17 @@ def load_of(phase: str, within_s: float) -> Load:
     """Return the load that a phase names. Raises ValueError."""
     found = PHASE.fullmatch(phase)
     names = found["options"].split("+")[1:] if found else []
-    unknown = set(names) - {"chat", *EXTRAS}
-    if found is None or unknown or len(set(names) - {"chat"}) > 1:
-        raise ValueError(f"no phase {phase!r}: write 30/s or 256c, then +chat and one of {', '.join(EXTRAS)}")
+    special = [name for name in names if name not in ("chat", "first")]
+    if found is None or set(special) - {"guessed", *EXTRAS} or len(special) > 1:
+        kinds = ", ".join(["guessed", *EXTRAS])
+        raise ValueError(f"no phase {phase!r}: write 30/s or 256c, then +chat, +first and one of {kinds}")
     chat = "chat" in names or "schema" in names
-    special = next((name for name in names if name != "chat"), "")
-    extra = (CHAT_EXTRAS if chat else {}).get(special) or EXTRAS.get(special, {})
+    extra: dict[str, Any] = {"ignore_eos": False} if special == ["guessed"] else {}
+    for name in special:
+        extra |= (CHAT_EXTRAS if chat else {}).get(name) or EXTRAS.get(name, {})
     rate, clients = float(found["rate"] or 0), int(found["clients"] or 0)
-    return Load(per_s=rate, clients=clients, chat=chat, extra=extra, within_s=within_s)
+    every = 1 if special == ["guessed"] else 20
+    return Load(per_s=rate, clients=clients, chat=chat, extra=extra, every=every, within_s=within_s)
 
 
 def questions(data: Path, seed: int) -> list[Question]:
@@ -86,9 +92,12 @@ def run_phases(name: str, server: Server, asked: Sequence[Question], options: ar
     gpu = Gpu()
     gpu.start()
     at = 0
+    first: dict[str, Any] | None = None
     for phase in options.phases.split(","):
         load = load_of(phase, options.within_s)
-        count = options.count or round(max(load.per_s * options.seconds, 6 * load.clients))
+        is_first = "+first" in phase
+        usual = FIRST_QUERIES if is_first else round(max(load.per_s * options.seconds, 6 * load.clients))
+        count = options.count or usual
         part = [asked[(at + number) % len(asked)] for number in range(count)]
         at += count
         before, began_s = server.cpu(), time.perf_counter()
@@ -96,6 +105,24 @@ def run_phases(name: str, server: Server, asked: Sequence[Question], options: ar
         found["cpu_s"] = cpu_between(before, server.cpu())
         found["gpu"] = gpu.between(began_s + 3.0, time.perf_counter() - 0.5)
         print_record({"server": name, "phase": phase, **found})
+        if is_first:
+            first = found
+        elif first is not None and "itl_ms" in found:
+            print_record({"server": name, "first_queries_beside": phase, **beside_later(first, found)})
+
+
+def beside_later(first: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Compare the largest gaps of the first queries with what is usual later; none may be over the limit."""
+    limit_ms = round(TIMES_LATER * later["itl_ms"]["p99"], 1)
+    over = [gap for gap in first.get("largest_gaps_ms", []) if gap > limit_ms]
+    return {"limit_ms": limit_ms, "gaps_over": len(over), "largest_ms": over[:5]}
+
+
+def started_as(log: Path) -> str:
+    """Return what a site's log tells of the parts of its start, empty if there is no such log."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    messages = [json.loads(line)["message"] for line in lines if '"message": "the engine started in' in line]
+    return messages[-1] if messages else ""
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -149,7 +176,11 @@ def main() -> None:
             extra = {"mico": options.mico_config, "vllm": options.vllm_arguments}
             try:
                 with served(name, model, work / name, slots=options.slots, extra=extra) as server:
-                    started = {"ready_s": server.ready_s, "first_token_s": server.first_token_s}
+                    started = {
+                        "ready_s": server.ready_s,
+                        "first_token_s": server.first_token_s,
+                        "start": started_as(work / name / "site.log"),
+                    }
                     print_record({"server": name, **started})
                     run_phases(name, server, asked, options)
             except NotReady as error:

@@ -6,6 +6,7 @@ The clients are raw connections: a client of convenience takes more CPU than the
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import json
 import multiprocessing
@@ -22,6 +23,7 @@ import numpy as np
 import uvloop
 
 PROCESSES = 8
+LARGEST_GAPS = 20
 BEGIN_AFTER_S = 0.2
 """From the moment when every process is ready to the first arrival."""
 
@@ -263,6 +265,9 @@ def summary(streams: Sequence[Stream]) -> dict[str, Any]:
             "p99": round(float(np.percentile(ms, 99)), 2),
         }
     chunks = sum(len(each.gaps_s) + 1 for each in whole)
+    found["largest_gaps_ms"] = [
+        round(1000 * each, 1) for each in heapq.nlargest(LARGEST_GAPS, figures["itl"])
+    ]
     return found | {
         "tokens_per_s": round(tokens / took_s),
         "tokens_per_answer": round(tokens / len(whole), 1),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.http import load_of
+from bench.http import beside_later, load_of
 from bench.support.http_arrivals import Load, Question, Stream, Target, request, summary
 
 
@@ -18,6 +18,8 @@ from bench.support.http_arrivals import Load, Question, Stream, Target, request,
         ("256c+penalty", 0.0, 256, False, {"presence_penalty", "frequency_penalty"}),
         ("30/s+schema", 30.0, 0, True, {"ignore_eos", "response_format"}),
         ("30/s+chat+logprobs", 30.0, 0, True, {"logprobs", "top_logprobs"}),
+        ("30/s+first", 30.0, 0, False, set()),
+        ("256c+guessed", 0.0, 256, False, {"ignore_eos"}),
     ],
 )
 def test_a_phase_names_its_load(phase: str, per_s: float, clients: int, chat: bool, fields: set[str]) -> None:
@@ -51,6 +53,20 @@ def test_figures_are_of_whole_streams() -> None:
     assert found["tpot_ms"]["p50"] == 200.0
     assert found["longest_gap_ms"]["p50"] == 200.0
     assert found["tokens_per_s"] == 3
+
+
+def test_the_length_of_a_guessed_answer_is_told_in_no_request() -> None:
+    target, load = Target(80, "key", "m"), load_of("256c+guessed", 5.0)
+    bodies = [
+        json.loads(request(target, Question("Hi", 5), load, number).partition(b"\r\n\r\n")[2])
+        for number in range(3)
+    ]
+    assert [body["ignore_eos"] for body in bodies] == [False] * 3
+
+
+def test_gaps_of_the_first_queries_are_compared_with_those_after_them() -> None:
+    first, later = {"largest_gaps_ms": [900.0, 41.0, 39.0]}, {"itl_ms": {"p50": 6.0, "p99": 13.3}}
+    assert beside_later(first, later) == {"limit_ms": 39.9, "gaps_over": 2, "largest_ms": [900.0, 41.0]}
 
 
 def test_an_error_in_a_stream_is_no_whole_answer() -> None:
