@@ -80,6 +80,12 @@ FOCUSED = """
 })()
 """
 
+WRAPPED_ROWS = """
+[...document.querySelectorAll("#site-table tr")].filter(
+  (row) => getComputedStyle(row).gridTemplateColumns.split(" ").length !== row.cells.length,
+).length
+"""
+
 
 @pytest.fixture(scope="module")
 def browser(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
@@ -234,6 +240,13 @@ def test_it_is_clean_accessible_and_fits_a_phone(
     root = federation.base_url.removesuffix("/v1")
     assert {url for url in page.requested if not url.startswith(root)} <= {"about:blank"}
     assert page.complaints == []
+
+
+def test_a_site_is_one_line_of_cells_and_fits_a_small_laptop(page: Browser) -> None:
+    page.size(1280, 800)
+    assert page.run(WRAPPED_ROWS) == 0
+    overflow = "(({ scrollWidth, clientWidth }) => scrollWidth - clientWidth)"
+    assert page.run(f"{overflow}(document.querySelector('#sites .scroll'))") <= 0
 
 
 def test_all_of_it_can_be_done_by_keyboard(page: Browser, federation: LocalFederation) -> None:
