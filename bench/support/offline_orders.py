@@ -11,6 +11,7 @@ from gateway.batches.values import Order
 from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue, first_come
 from site_engine.core.scheduler import Scheduler
+from tests.support.line_sizes import sizes_of
 
 
 class Chooser:
@@ -119,7 +120,7 @@ class DualScanner(Chooser):
 
 
 def listed(how: Order) -> Callable[[Sequence[Line]], Chooser]:
-    return lambda forecasts: Listed(forecasts, order(forecasts, how))
+    return lambda forecasts: Listed(forecasts, order(sizes_of(forecasts), how).tolist())
 
 
 ORDERS: dict[str, Callable[[Sequence[Line]], Chooser]] = {

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gateway.routing.prefixes import ENDS, HASH_BYTES, Prefix
 
 
-class Group(NamedTuple):
-    """`first`: the index of the first line of the group; `share`: the common part of this line's prompt."""
+class Groups(NamedTuple):
+    """Of each line, by its index, the first line that begins alike, and the share of its prompt that does."""
 
-    first: int
-    share: float
+    first: NDArray[np.int64]
+    share: NDArray[np.float64]
 
 
 class PrefixGroups:
@@ -32,23 +32,26 @@ class PrefixGroups:
         self._counts.append(len(prefix.hashes))
         self._bytes.append(max(1, prefix.prompt_bytes))
 
-    def find(self) -> Sequence[Group]:
+    def find(self) -> Groups:
         """Return the group of each line: of its beginnings the one that saves most of what is computed.
 
         A beginning of b bytes that n lines have saves b x (n - 1) / n of each. All lines of a document go
         together, though each begins with the instructions that those of other documents begin with, too.
         """
+        hashes = np.frombuffer(self._hashes, f"<u{HASH_BYTES}")
         counts = np.frombuffer(self._counts, np.uint8).astype(np.int64)
-        hashes = np.frombuffer(bytes(self._hashes), f"<u{HASH_BYTES}")
-        lines = np.repeat(np.arange(len(counts)), counts)
-        depth = np.arange(len(hashes)) - np.repeat(counts.cumsum() - counts, counts)
-        _, first, which, times = np.unique(hashes, return_index=True, return_inverse=True, return_counts=True)
-        saved = np.array(ENDS, float)[depth] * (1 - 1 / times[which])
-        # the last of equals is the deepest: a stable sort by line and savings
-        best = np.lexsort((depth, saved, lines))[counts.cumsum()[counts > 0] - 1]
-        found = [Group(index, 0.0) for index in range(len(counts))]
-        for at in best[saved[best] > 0].tolist():
-            line = int(lines[at])
-            share = min(1.0, ENDS[depth[at]] / self._bytes[line])
-            found[line] = Group(int(lines[first[which[at]]]), share)
-        return found
+        begins = counts.cumsum() - counts
+        group, common_bytes, saved = np.arange(len(counts)), np.zeros(len(counts)), np.zeros(len(counts))
+        for depth, end in enumerate(
+            ENDS[: max(self._counts, default=0)]
+        ):  # prompts share hashes of one depth
+            lines = np.flatnonzero(counts > depth)
+            _, first, which, times = np.unique(
+                hashes[begins[lines] + depth], return_index=True, return_inverse=True, return_counts=True
+            )
+            saves = end * (1 - 1 / times[which])
+            better = (saves > 0) & (saves >= saved[lines])  # the deepest of equals
+            found = lines[better]
+            group[found] = lines[first[which[better]]]
+            common_bytes[found], saved[found] = end, saves[better]
+        return Groups(group, np.minimum(1.0, common_bytes / np.frombuffer(self._bytes, np.uint64)))

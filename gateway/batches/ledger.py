@@ -5,7 +5,8 @@ the holder writes the outcome of a line, and only once.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Final
 
 from sqlalchemy import (
@@ -187,7 +188,7 @@ class Ledger:
 
     # ---- lines
 
-    async def add_lines(self, batch_id: str, lines: Sequence[Line]) -> None:
+    async def add_lines(self, batch_id: str, lines: Iterable[Line]) -> None:
         """Write all lines of a batch that this owner holds, replacing those of an earlier try.
 
         Raises LeaseLost; the lines that the next holder has written stay as they were.
@@ -195,11 +196,11 @@ class Ledger:
         await self._remove_lines(
             and_(batch_lines.c.batch_id == batch_id, exists().where(self._is_ours(batch_id)))
         )
-        for start in range(0, len(lines), ROWS_AT_ONCE):
-            rows = [_row(batch_id, line) for line in lines[start : start + ROWS_AT_ONCE]]
+        rows = (_row(batch_id, line) for line in lines)
+        while page := list(islice(rows, ROWS_AT_ONCE)):
             async with self._engine.begin() as connection:
                 await self._check_lease(connection, batch_id)
-                await connection.execute(insert(batch_lines), rows)
+                await connection.execute(insert(batch_lines), page)
 
     async def unanswered(self, batch_id: str, after_place: int, limit: int) -> list[Line]:
         """Return lines without an outcome after `after_place`, in the order of running."""

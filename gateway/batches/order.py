@@ -1,11 +1,16 @@
-"""Chooses the order in which the lines of a batch run; no other place does. Pure."""
+"""Chooses the order in which the lines of a batch run; no other place does. Pure.
+
+Works on arrays: 50,000 Python objects would hold the interpreter, and so every stream, while they are sorted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping
 from math import log
-from typing import Final, Protocol
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gateway.batches.values import Order
 
@@ -14,70 +19,58 @@ LOOSE_SHARE: Final = 0.02
 LENGTH_STEP: Final = 4.0
 """The lines of a group that can be split run apart where their lengths differ by this factor."""
 
-
-class Sized(Protocol):
-    """What the order depends on: lines of one `group` begin with the same `shared_tokens`."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def shared_tokens(self) -> int: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def response_tokens(self) -> float: ...
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
-def order(lines: Sequence[Sized], how: Order = Order.BLEND) -> list[int]:
-    """Return the indices of `lines` in the order of starting."""
-    return _ORDERS[how](lines)
-
-
-def _longest_first(lines: Sequence[Sized]) -> list[int]:
-    """A batch ends with its last line, and a long one that starts last would run alone (LPT, Graham 1969).
-
-    Compares plain numbers: no other thread runs while 50,000 are sorted.
+class LineSizes(NamedTuple):
+    """What the order depends on, one element a line: those of one `group` begin with the same
+    `shared_tokens`.
     """
-    return sorted(range(len(lines)), key=lambda index: lines[index].response_tokens, reverse=True)
+
+    group: Integers
+    shared_tokens: Integers
+    prompt_tokens: Integers
+    response_tokens: Floats
 
 
-def _groups(lines: Sequence[Sized], indices: Sequence[int]) -> list[list[int]]:
-    """Return the indices by group, groups in the order of their first line."""
-    groups: dict[int, list[int]] = {}
-    for index in indices:
-        groups.setdefault(lines[index].group, []).append(index)
-    return list(groups.values())
+def order(sizes: LineSizes, how: Order = Order.BLEND) -> Integers:
+    """Return the indices of the lines in the order of starting."""
+    return _ORDERS[how](sizes)
 
 
-def _by_prefix(lines: Sequence[Sized]) -> list[int]:
-    return [index for group in _groups(lines, range(len(lines))) for index in group]
+def _longest_first(sizes: LineSizes) -> Integers:
+    """A batch ends with its last line, and a long one that starts last would run alone (LPT, Graham 1969)."""
+    return np.argsort(-sizes.response_tokens, kind="stable")
 
 
-def _blended(lines: Sequence[Sized]) -> list[int]:
+def _by_prefix(sizes: LineSizes) -> Integers:
+    """Put the lines of a group behind its first one."""
+    _, first, group = np.unique(sizes.group, return_index=True, return_inverse=True)
+    return np.argsort(first[group], kind="stable")
+
+
+def _blended(sizes: LineSizes) -> Integers:
     """Put groups in the order of their longest lines, so that each prefix is computed once.
 
     A group whose prefix is worth little is split, by length or into its lines.
     """
-    parts: list[list[int]] = []
-    for group in _groups(lines, _longest_first(lines)):
-        shared = lines[group[0]].shared_tokens
-        tokens = sum(lines[index].prompt_tokens - shared + lines[index].response_tokens for index in group)
-        if shared * len(group) <= LOOSE_SHARE * tokens:
-            parts += [[index] for index in group]
-        elif shared <= LOOSE_SHARE * tokens:
-            steps = groupby(
-                group, lambda index: int(log(max(1.0, lines[index].response_tokens), LENGTH_STEP))
-            )
-            parts += [list(part) for _, part in steps]
-        else:
-            parts.append(group)
-    parts.sort(key=lambda part: lines[part[0]].response_tokens, reverse=True)
-    return [index for part in parts for index in part]
+    turns = _longest_first(sizes)
+    response = sizes.response_tokens[turns]
+    _, first, group = np.unique(sizes.group[turns], return_index=True, return_inverse=True)
+    lines, shared = np.bincount(group), sizes.shared_tokens[turns][first]
+    tokens = np.bincount(group, sizes.prompt_tokens[turns] + response) - shared * lines
+    is_loose, is_split = shared * lines <= LOOSE_SHARE * tokens, shared <= LOOSE_SHARE * tokens
+    step = (np.log(np.maximum(1.0, response)) / log(LENGTH_STEP)).astype(np.int64)
+    part = group * 1024 + np.where(is_split[group], step, 0)  # floats are below 4 ** 1024
+    _, longest, part = np.unique(part, return_index=True, return_inverse=True)
+    leader = np.where(is_loose[group], np.arange(len(turns)), longest[part])
+    return turns[np.lexsort((leader, first[group], -response[leader]))]
 
 
-_ORDERS: Final[Mapping[Order, Callable[[Sequence[Sized]], list[int]]]] = {
+_ORDERS: Final[Mapping[Order, Callable[[LineSizes], Integers]]] = {
     Order.BLEND: _blended,
     Order.LONGEST: _longest_first,
     Order.PREFIX: _by_prefix,
-    Order.FILE: lambda lines: list(range(len(lines))),
+    Order.FILE: lambda sizes: np.arange(len(sizes.group)),
 }

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from gateway.batches.answer_line import ENDPOINTS
 from gateway.batches.groups import PrefixGroups
 from gateway.batches.reading import RawLine, read_line
@@ -46,14 +48,13 @@ def preview(path: Path, endpoint: str, limits: BatchLimits) -> Preview:
         )
         found.add(prefix_of(queries[0].prompt, "", request.model))
         tokens.append(sum(query.prompt_tokens_guess for query in queries))
-    counts: dict[int, int] = {}
-    shared = 0
     groups = found.find()
-    for group, prompt in zip(groups, tokens, strict=True):
-        shared += int(group.share * prompt) if group.first in counts else 0
-        counts[group.first] = counts.get(group.first, 0) + 1
-    several = [count for count in counts.values() if count > 1]
-    return Preview(len(tokens), len(several), sum(several), sum(tokens), shared)
+    prompt_tokens = np.array(tokens, np.int64)
+    _, begun, lines = np.unique(groups.first, return_index=True, return_counts=True)
+    shared = (groups.share * prompt_tokens).astype(np.int64)
+    shared[begun] = 0  # computed for the first line of each group
+    several = lines[lines > 1]
+    return Preview(len(tokens), len(several), int(several.sum()), sum(tokens), int(shared.sum()))
 
 
 def _raw_lines(path: Path) -> Iterator[RawLine]:

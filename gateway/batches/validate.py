@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import structs
 
 from gateway.batches.answer_line import ENDPOINTS, line_queries, read_request
 from gateway.batches.context import BatchContext
-from gateway.batches.groups import PrefixGroups
-from gateway.batches.order import order
+from gateway.batches.line_table import LineTable, OrderedLines
 from gateway.batches.reading import InvalidLine, LineRequest, RawLine, read_line, split_lines
-from gateway.batches.values import Batch, BatchError, Line, Order
+from gateway.batches.values import Batch, BatchError, Line
 from gateway.domain import Caller, Query
 from gateway.errors import MicoError
 from gateway.prompt import Pooling
@@ -41,11 +40,10 @@ class ValidationState:
     custom_ids: set[str] = field(default_factory=set)
     model: str = ""
     errors: list[BatchError] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
-    groups: PrefixGroups = field(default_factory=PrefixGroups)
+    lines: LineTable = field(default_factory=LineTable)
 
 
-async def validate(batch: Batch, context: BatchContext) -> tuple[str, list[Line]]:
+async def validate(batch: Batch, context: BatchContext) -> tuple[str, OrderedLines]:
     """Return the model of the batch, and its lines in the order of running. Raises InvalidInputFile."""
     state, waiting = ValidationState(), list[tuple[RawLine, LineRequest]]()
     try:
@@ -65,33 +63,7 @@ async def validate(batch: Batch, context: BatchContext) -> tuple[str, list[Line]
         state.errors.append(BatchError("empty_file", "The input file has no lines."))
     if state.errors:
         raise InvalidInputFile(state.errors)
-    return state.model, await asyncio.to_thread(_in_order, state, batch.order)  # 50,000 lines take a second
-
-
-class _Sizes(NamedTuple):
-    """What the order of lines depends on, as `order` takes it."""
-
-    group: int
-    shared_tokens: int
-    prompt_tokens: int
-    response_tokens: float
-
-
-def _in_order(state: ValidationState, how: Order) -> list[Line]:
-    lines = state.lines
-    sizes = [
-        _Sizes(
-            lines[group.first].number,
-            int(group.share * line.prompt_tokens),
-            line.prompt_tokens,
-            line.response_tokens,
-        )
-        for line, group in zip(lines, state.groups.find(), strict=True)
-    ]
-    return [
-        replace(lines[index], place=place, group=sizes[index].group, shared_tokens=sizes[index].shared_tokens)
-        for place, index in enumerate(order(sizes, how))
-    ]
+    return state.model, await asyncio.to_thread(state.lines.in_order, batch.order)
 
 
 async def _raw_lines(batch: Batch, context: BatchContext) -> AsyncIterator[RawLine]:
@@ -137,8 +109,7 @@ async def _forecast(
     for line, prefix in await asyncio.gather(
         *(_line(raw, request, batch, context) for raw, request in waiting)
     ):
-        state.lines.append(line)
-        state.groups.add(prefix)
+        state.lines.add(line, prefix)
     waiting.clear()
 
 

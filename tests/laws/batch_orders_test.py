@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import tracemalloc
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,15 +20,21 @@ from hypothesis import strategies as st
 from gateway.batches.capacity import SiteCapacity
 from gateway.batches.groups import PrefixGroups
 from gateway.batches.homes import LOOK_AHEAD, Homes
+from gateway.batches.line_table import LineTable
 from gateway.batches.order import LOOSE_SHARE, order
 from gateway.batches.values import Line, Order
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.routing.prefixes import Prefix, prefix_of
+from tests.support.line_sizes import sizes_of
 
 
 def line(number: int, prompt: int, response: float, group: int | None = None, shared: int = 0) -> Line:
     group = number if group is None else group
     return Line(number, 0, str(number), 0, 10, prompt, response, group=group, shared_tokens=shared)
+
+
+def turns_of(lines: list[Line], how: Order = Order.BLEND) -> list[int]:
+    return order(sizes_of(lines), how).tolist()
 
 
 @st.composite
@@ -37,15 +50,15 @@ def batches(draw: st.DrawFn) -> list[Line]:
 
 @given(lines=batches(), how=st.sampled_from(Order))
 def test_every_order_names_every_line_once_and_the_same_again(lines: list[Line], how: Order) -> None:
-    turns = order(lines, how)
+    turns = turns_of(lines, how)
     assert sorted(turns) == list(range(len(lines)))
-    assert turns == order(lines, how)
+    assert turns == turns_of(lines, how)
 
 
 @given(lines=batches())
 def test_groups_with_long_prefixes_are_never_torn(lines: list[Line]) -> None:
     for how in (Order.BLEND, Order.PREFIX):
-        ran = [lines[index] for index in order(lines, how)]
+        ran = [lines[index] for index in turns_of(lines, how)]
         for group in {each.group for each in lines}:
             its = [each for each in lines if each.group == group]
             shared = its[0].shared_tokens
@@ -65,26 +78,27 @@ def test_blended_groups_start_by_their_longest_lines() -> None:
         line(5, 2000, 9),
         line(6, 2000, 30),
     ]
-    assert [lines[index].number for index in order(lines)] == [4, 2, 3, 1, 6, 5]
+    assert [lines[index].number for index in turns_of(lines)] == [4, 2, 3, 1, 6, 5]
 
 
 def test_the_long_lines_of_a_large_group_do_not_wait_for_it() -> None:
     """A prefix of 100 tokens is nothing beside 100 lines of 200: computed twice, it costs half a percent."""
     lines = [line(at, 300, 100 if at % 10 else 5000, group=1, shared=100) for at in range(100)]
     lines.append(line(100, 10, 900))
-    lengths = [lines[index].response_tokens for index in order(lines)]
+    lengths = [lines[index].response_tokens for index in turns_of(lines)]
     assert lengths == [5000] * 10 + [900] + [100] * 90
 
 
 def test_an_empty_batch_has_an_order() -> None:
-    assert [order([], how) for how in Order] == [[]] * 4
+    assert [turns_of([], how) for how in Order] == [[]] * 4
 
 
 def groups_of(prompts: list[str], tenant: str = "t") -> list[tuple[int, float]]:
     found = PrefixGroups()
     for prompt in prompts:
         found.add(prefix_of(prompt, tenant, "m"))
-    return [(group.first, round(group.share, 2)) for group in found.find()]
+    groups = found.find()
+    return list(zip(groups.first.tolist(), groups.share.round(2).tolist(), strict=True))
 
 
 def test_lines_about_one_document_are_a_group_whatever_instructions_all_begin_with() -> None:
@@ -107,8 +121,8 @@ def test_lines_without_any_prompt_are_each_their_own_group() -> None:
     found = PrefixGroups()
     found.add(Prefix((), 0))
     found.add(Prefix((), 0))
-    assert [group.first for group in found.find()] == [0, 1]
-    assert list(PrefixGroups().find()) == []
+    assert found.find().first.tolist() == [0, 1]
+    assert PrefixGroups().find().first.tolist() == []
 
 
 @pytest.mark.parametrize("tenants", [("a", "a"), ("a", "b")])
@@ -116,27 +130,76 @@ def test_groups_are_of_one_tenant(tenants: tuple[str, str]) -> None:
     found = PrefixGroups()
     for tenant in tenants:
         found.add(prefix_of("the same words again and again" * 20, tenant, "m"))
-    assert len({group.first for group in found.find()}) == len(set(tenants))
+    assert len(set(found.find().first.tolist())) == len(set(tenants))
 
 
-def test_lines_are_grouped_and_ordered_in_little_memory() -> None:
-    """What 50,000 lines may take is 400 MB, of which a tenth is held to a tenth here."""
-    tracemalloc.start()
-    found, lines = PrefixGroups(), list[Line]()
-    for number in range(5000):
+def table_of(lines: int) -> LineTable:
+    """Return lines of which each four begin alike, as they are before they are put in order."""
+    table = LineTable()
+    for number in range(lines):
         hashes = tuple(
             (number // 4 * 64 + at if at < 30 else number * 64 + at + (1 << 40)).to_bytes(8, "little")
             for at in range(40)
         )
-        found.add(Prefix(hashes, 20_000))
-        lines.append(line(number, 5000, number % 300, number // 4, 3000))
-    groups = found.find()
-    turns = order(lines)
+        table.add(line(number, 5000, number % 300), Prefix(hashes, 20_000))
+    return table
+
+
+def test_the_lines_of_a_batch_take_little_memory_until_they_are_written() -> None:
+    """50,000 take thirty times that of these, eight batches eight times that. What is read meanwhile is no
+    concern of the garbage collector, which holds every stream while it looks at it.
+    """
+    gc.collect()
+    before = len(gc.get_objects())
+    tracemalloc.start()
+    table = table_of(1600)
+    assert len(gc.get_objects()) - before < 100
+    ordered = table.in_order(Order.BLEND)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert [group.first for group in groups] == [number // 4 * 4 for number in range(5000)]
-    assert len(set(turns)) == 5000
-    assert most < 40e6
+    assert len(ordered) == 1600
+    assert most < 1.5e6
+
+
+@pytest.mark.parametrize("how", Order)
+def test_to_put_more_lines_in_order_takes_no_more_instructions(how: Order) -> None:
+    """A thread that runs Python holds the event loop for five milliseconds at each of its turns; that of one
+    instruction is NumPy's, which sorts without the interpreter's lock.
+    """
+    table_of(10).in_order(how)  # NumPy has loaded what it needs
+    few, many = (instructions(partial(table_of(lines).in_order, how)) for lines in (100, 1000))
+    assert 0 < many <= few
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """Return how many instructions of Python `work` takes."""
+    counted = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal counted
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        counted += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return counted
+
+
+def test_lines_are_written_in_the_order_of_running_as_they_were_read() -> None:
+    table, read = LineTable(), [line(7, 900, 4.0), line(8, 50, 9.5), line(12, 900, 6.0)]
+    for each, text in zip(read, ("to be " * 200 + "?", "no", "to be " * 200 + "!"), strict=True):
+        table.add(each, prefix_of(text, "t", "m"))
+    ordered = list(table.in_order(Order.BLEND))
+    assert [each.place for each in ordered] == [0, 1, 2]
+    assert [(each.number, each.group) for each in ordered] == [(8, 8), (12, 7), (7, 7)]
+    assert [each.shared_tokens > 800 for each in ordered] == [False, True, True]
+    undone = [replace(each, place=0, group=each.number, shared_tokens=0) for each in ordered]
+    assert sorted(undone, key=lambda each: each.number) == read
 
 
 def site(name: str) -> Site:

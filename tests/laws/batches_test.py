@@ -34,6 +34,7 @@ from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome
 from gateway.domain import Credit, LoadReport, Model, Site, SiteIdentity, SiteState
 from gateway.store.database import open_engine
 from migrations import upgrade
+from tests.support.line_sizes import sizes_of
 
 
 def line(number: int, tokens: float = 1.0, place: int = 0) -> Line:
@@ -49,7 +50,8 @@ def site(name: str, *, slots: int = 8, running: int = 0, engine: str = "native",
 
 @given(st.lists(st.floats(0, 1e6)))
 def test_an_order_names_every_line_once_longest_first(tokens: list[float]) -> None:
-    turns = order([line(number, each) for number, each in enumerate(tokens)], Order.LONGEST)
+    sizes = sizes_of([line(number, each) for number, each in enumerate(tokens)])
+    turns = order(sizes, Order.LONGEST).tolist()
     assert sorted(turns) == list(range(len(tokens)))
     ordered = [tokens[index] for index in turns]
     assert ordered == sorted(tokens, reverse=True)
