@@ -34,7 +34,7 @@ class SiteCache:
         if not row.blocks or computed % self._block_tokens:
             return 0
         known = row.blocks[: (len(row.tokens) - 1) // self._block_tokens]
-        pages = self.tree.match(known, row.pages, row.tenant)
+        pages = self.tree.match(known, row.pages, (row.tenant, ""))
         row.pages += pages
         self._held += len(pages)
         return len(pages) * self._block_tokens
@@ -47,7 +47,7 @@ class SiteCache:
         self.tree.evict(need - self.pool.free)
         row.pages += self.pool.take(need) or ()
         self._held += need
-        self.tree.insert(row.blocks, row.pages, row.tenant)
+        self.tree.insert(row.blocks, row.pages, (row.tenant, ""))
 
     def drop(self, row: Row) -> None:
         """Release the pages of a row; those in the tree stay until their room is needed."""

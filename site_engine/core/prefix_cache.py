@@ -5,8 +5,9 @@ an iteration writes all keys and values before it reads any, so requests of the 
 A request that holds a page of the tree holds all pages before it, so no page in use follows a page that only
 the tree holds.
 
-The prefill time of a prompt reveals whether its prefix was cached, so owners do not share with each other:
-the key of a first page contains its owner.
+The prefill time of a prompt reveals whether its prefix was cached, so tenants do not share with each other,
+and a variant has keys and values of its own: the key of a first page contains its owner. Fingerprints name
+the contents of a variant, so that one that is loaded again under its old name finds nothing stale.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from site_engine.core.page_pool import PagePool
 STALE_PER_NODE = 4  # outdated entries of the eviction heap before it is rebuilt
 
 
-Key = tuple[int | str, ...]
+Owner = tuple[str, str]
+"""A tenant, and the fingerprint of a variant, empty for the base."""
+NOBODY: Owner = ("", "")
+Key = tuple[int | Owner, ...]
 
 
 class _Node:
@@ -50,7 +54,7 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], held: Sequence[int] = (), owner: str = "") -> list[int]:
+    def match(self, tokens: Sequence[int], held: Sequence[int] = (), owner: Owner = NOBODY) -> list[int]:
         """Return the pages of the longest cached prefix after those already held, with a reference each."""
         node, pages = self._root, []
         for depth, key in enumerate(self._keys(tokens, owner)):
@@ -65,7 +69,7 @@ class PrefixTree:
         self._pool.share(pages)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], owner: str = "") -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = NOBODY) -> None:
         """Insert the full pages of a request, up to the first page that another request has computed."""
         node = self._root
         for key, page in zip(self._keys(tokens, owner), pages, strict=False):
@@ -110,7 +114,7 @@ class PrefixTree:
         del self._nodes[node.page]
         self._pool.uncache(node.page)
 
-    def _keys(self, tokens: Sequence[int], owner: str) -> Iterator[Key]:
+    def _keys(self, tokens: Sequence[int], owner: Owner) -> Iterator[Key]:
         size = self._page_size
         for at in range(0, len(tokens) - size + 1, size):
             page = tuple(tokens[at : at + size])

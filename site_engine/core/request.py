@@ -46,6 +46,23 @@ class Grammar(Protocol):
     def start(self) -> Guide: ...
 
 
+class ServedVariant(Protocol):
+    """What the scheduler and the rules of sampling know of a variant that is served."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A name of its contents: keys and values of prefixes belong to it."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its adapters; 0: it has none, and needs no slot."""
+        ...
+
+
 class Lane(IntEnum):
     """Scheduling lanes: interactive requests go before offline ones."""
 
@@ -259,6 +276,7 @@ class Request:
     started_s: float | None = field(default=None, init=False)
     first_token_s: float | None = field(default=None, init=False)
     guide: Guide | None = field(default=None, init=False)  # its position in the grammar
+    variant: ServedVariant | None = field(default=None, init=False)  # of its chain
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.resumed]

@@ -9,8 +9,9 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.page_pool import PagePool, SwapSpace
-from site_engine.core.prefix_cache import PrefixTree
+from site_engine.core.prefix_cache import Owner, PrefixTree
 from site_engine.core.request import Request, State
 from site_engine.core.request_queue import DEFAULT_POLICY, AdmissionQueue, Policy
 from site_engine.core.reserve import Reservation
@@ -61,8 +62,12 @@ class Scheduler:
         token_budget: int,
         policy: Policy = DEFAULT_POLICY,
         share_prefixes: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other."""
+        """Create a scheduler; with `share_prefixes` tenants share prefixes and could time each other.
+
+        Without `adapters` any number of adapters runs at once.
+        """
         self.pool = pool
         self.queue = queue
         self.prefixes = prefixes
@@ -73,6 +78,7 @@ class Scheduler:
         self._token_budget = token_budget
         self._policy = policy
         self._share_prefixes = share_prefixes
+        self._adapters = adapters
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
@@ -212,7 +218,7 @@ class Scheduler:
         started = self._started
         while budget > 0 and self._rows and (max_new is None or self._started - started < max_new):
             request = self._next(now)
-            if request is None or self.reservation.refused(request):
+            if request is None or self.reservation.refused(request) or not self._has_adapter(request):
                 return
             self._share_prefix(request)
             if not self.reservation.fits(request):
@@ -227,7 +233,9 @@ class Scheduler:
         if first is None or not self.running or self._policy.static:
             return
         last = self.running[-1]
-        if first.lane < last.lane and not (self._rows and self.reservation.fits(first)):
+        if first.lane < last.lane and not (
+            self._rows and self._has_adapter(first) and self.reservation.fits(first)
+        ):
             self._preempt(last)
 
     def _next(self, now: float) -> Request | None:
@@ -245,6 +253,8 @@ class Scheduler:
         request.state = State.PREFILL
         request.started_s = now if request.started_s is None else request.started_s
         request.cached_tokens = request.computed
+        if self._adapters is not None:
+            self._adapters.hold(request)
         self._started += 1
         self._order[request.id] = (request.lane, self._started)
         insort(self.running, request, key=lambda one: self._order[one.id])
@@ -278,6 +288,8 @@ class Scheduler:
         self.running.remove(request)
         del self._order[request.id]
         self.reservation.leave(request)
+        if self._adapters is not None:
+            self._adapters.leave(request)
         self._insert_prefix(request, request.computed)
         self._drop_pages(request)
         self._rows.append(request.row)
@@ -306,5 +318,10 @@ class Scheduler:
         if self.prefixes is not None:
             self.prefixes.insert(request.tokens[:tokens], request.pages, self._owner(request))
 
-    def _owner(self, request: Request) -> str:
-        return "" if self._share_prefixes else request.tenant
+    def _has_adapter(self, request: Request) -> bool:
+        return self._adapters is None or self._adapters.fits(request)
+
+    def _owner(self, request: Request) -> Owner:
+        variant = request.variant
+        tenant = "" if self._share_prefixes else request.tenant
+        return tenant, "" if variant is None else variant.fingerprint

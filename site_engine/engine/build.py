@@ -16,6 +16,8 @@ from site_engine.model import certify
 from site_engine.model.kv_cache import KVCache, affordable_tokens
 from site_engine.model.loader import LoadedModel
 from site_engine.model.runner import Forward, PackedRunner
+from site_engine.variants import grouped
+from site_engine.variants.store import VariantStore
 
 Clock = Callable[[], float]
 
@@ -43,9 +45,15 @@ def build_engine(
 
 def packed_engine(model: LoadedModel, settings: EngineSettings, clock: Clock) -> SiteEngine:
     """Build an engine that runs packed tokens through PyTorch attention, on any device."""
-    return SiteEngine(
-        model, _packed_runner(model, allocate_kv_cache(model, settings), settings), settings, clock
+    kv_cache = allocate_kv_cache(model, settings)
+    runner = PackedRunner(
+        model.forward,
+        kv_cache,
+        slots=settings.slots,
+        pages_per_row=_pages_per_row(model, kv_cache),
+        use_variants=grouped.rows_of(model.device),
     )
+    return SiteEngine(model, runner, settings, clock, VariantStore(model, settings.variant_bytes))
 
 
 def overlapped_engine(
@@ -59,7 +67,9 @@ def overlapped_engine(
     from site_engine.cuda.runner import DeviceRunner
 
     kv_cache = allocate_kv_cache(model, settings)
-    reference = _packed_runner(model, kv_cache, settings)
+    reference = PackedRunner(
+        model.forward, kv_cache, slots=settings.slots, pages_per_row=_pages_per_row(model, kv_cache)
+    )
     config = model.model.config.get_text_config()
     runner = DeviceRunner(
         forward or model.forward,
@@ -106,12 +116,6 @@ def allocate_kv_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
     if pages < 1:
         raise ValueError(f"there is room for {tokens} tokens of keys and values, not for one page")
     return KVCache(model.layers, pages, settings.page_size, model.dtype, model.device)
-
-
-def _packed_runner(model: LoadedModel, kv_cache: KVCache, settings: EngineSettings) -> PackedRunner:
-    return PackedRunner(
-        model.forward, kv_cache, slots=settings.slots, pages_per_row=_pages_per_row(model, kv_cache)
-    )
 
 
 def _pages_per_row(model: LoadedModel, kv_cache: KVCache) -> int:

@@ -5,8 +5,9 @@ Plain and synchronous: no threads, no sleeping, no sockets. Its owner calls ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from site_engine.core.adapter_slots import AdapterSlots
 from site_engine.core.chain import Chain, Variant
 from site_engine.core.deadlines import Deadlines
 from site_engine.core.load import LoadFigures, Meter, condense
@@ -35,6 +36,7 @@ from site_engine.model.loader import LoadedModel
 from site_engine.model.logit_rules import LogitRules
 from site_engine.model.runner import Logits, OverlappedRunner, PendingStep, Runner
 from site_engine.model.sampler import Alternatives, Sampled, Sampler
+from site_engine.variants.store import VariantStore
 
 MAX_NEW_WHILE_OVERLAPPED = 32
 """Requests that start in one overlapped iteration: planning more takes longer than the device computes."""
@@ -51,14 +53,21 @@ class SiteEngine:
     """
 
     def __init__(
-        self, model: LoadedModel, runner: Runner, settings: EngineSettings, clock: Callable[[], float]
+        self,
+        model: LoadedModel,
+        runner: Runner,
+        settings: EngineSettings,
+        clock: Callable[[], float],
+        variants: VariantStore | None = None,
     ) -> None:
+        """Create an engine; without `variants`, which `runner` has to compute, it serves its base alone."""
         self.settings = settings
         self.runner = runner
         self._overlapped = runner if isinstance(runner, OverlappedRunner) else None
         self._kv_cache = runner.kv_cache
         self.limit_tokens = min(model.context_tokens, self._kv_cache.tokens)  # of one request
         self._model = model
+        self._variants = variants
         self._clock = clock
         self._pool = PagePool(
             self._kv_cache.pages,
@@ -76,6 +85,7 @@ class SiteEngine:
             token_budget=self._token_budget,
             policy=settings.policy,
             share_prefixes=settings.share_prefixes,
+            adapters=AdapterSlots(settings.adapter_slots) if settings.adapter_slots else None,
         )
         self._rules = LogitRules(model.eos_token_ids, model.device)
         self._sampler = Sampler(self._rules, model.device)
@@ -152,11 +162,13 @@ class SiteEngine:
         """Queue a request. Raises RequestRejected with a reason a person can act on."""
         if request.id in self._live:
             raise RequestRejected(RejectionReason.INVALID, f"a request named {request.id!r} is already here")
+        variants = {} if self._variants is None else self._variants.served
         if self._model.sampling_defaults:
             request.sampling = request.sampling.with_defaults(self._model.sampling_defaults)
         validate_request(
-            request, limit_tokens=self.limit_tokens, vocab_size=self._model.vocab_size, variants=()
+            request, limit_tokens=self.limit_tokens, vocab_size=self._model.vocab_size, variants=variants
         )
+        request.variant = request.variant or variants.get(request.chain)
         queue, max_pending = self._scheduler.queue, self.settings.max_pending
         if not has_place(queue.waiting_of(request.tenant), len(queue), max_pending):
             raise RequestRejected(
@@ -172,7 +184,8 @@ class SiteEngine:
         position = len(queue)
         if request.grammar is not None:
             self._start_grammar(request, request.grammar)
-        processor = OutputProcessor(request, self._model.vocabulary, self._model.eos_token_ids)
+        ends = self._model.eos_token_ids if request.variant is None else request.variant.eos_token_ids
+        processor = OutputProcessor(request, self._model.vocabulary, ends)
         finish = processor.replay()
         if processor.contradicts_delivered or (request.guide is not None and request.guide.error):
             raise RequestRejected(
@@ -202,11 +215,27 @@ class SiteEngine:
 
         Raises VariantRefused, as the returned function does.
         """
-        raise VariantRefused(f"{variant.id}: this engine serves its base alone")
+        if self._variants is None:
+            raise VariantRefused(
+                f"{variant.id}: engines on a {self._model.device.type} serve their base alone"
+            )
+        return self._variants.load(variant)
+
+    def add_variant(self, variant: Variant) -> Chain:
+        """Load a variant and publish it at once. Raises VariantRefused."""
+        return self.load_variant(variant)()
+
+    @property
+    def variants(self) -> Mapping[str, Chain]:
+        """The variants that take requests, by id."""
+        served = {} if self._variants is None else self._variants.served
+        return {variant_id: each.chain for variant_id, each in served.items()}
 
     def remove_variant(self, variant_id: str) -> None:
         """Refuse new requests of a variant; those that are here end with it. Raises VariantRefused."""
-        raise VariantRefused(f"{variant_id} is not served here")
+        if self._variants is None:
+            raise VariantRefused(f"{variant_id} is not served here")
+        self._variants.remove(variant_id)
 
     def cancel(self, request_id: str) -> None:
         """End a request in any state with the next step; ignore an unknown id."""

@@ -12,7 +12,7 @@ def validate_request(
     request: Request, *, limit_tokens: int, vocab_size: int, variants: Container[str] = ()
 ) -> None:
     """Raise RequestRejected, with the reason and the field, for a request that cannot be served."""
-    if request.chain and request.chain not in variants:
+    if request.chain and request.variant is None and request.chain not in variants:
         raise RequestRejected(
             RejectionReason.MODEL_UNKNOWN, f"{request.chain} is not served here any more", "model"
         )

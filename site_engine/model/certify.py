@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, isnan
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from site_engine.core.page_pool import PagePool
 from site_engine.core.request import Request, Sampling
 from site_engine.core.scheduler import ScheduledChunk, SchedulePlan
 from site_engine.model.kv_cache import KVCache, LayerShape
-from site_engine.model.runner import Forward, PackedRunner, Runner
+from site_engine.model.runner import Forward, PackedRunner, Runner, UseVariants
 
 PROMPT_TOKENS = (37, 12, 1)
 DECODED_TOKENS = 3  # at the end of each prompt, one by one, as if they had been generated
@@ -32,17 +33,24 @@ def largest_difference(
     layers: Sequence[LayerShape],
     prompts: Sequence[list[int]],
     expected: Sequence[torch.Tensor],
+    *,
+    variants: Sequence[Any] = (),
+    use_variants: UseVariants | None = None,
 ) -> float:
     """Return the largest difference of the engine's logits from `expected`, relative to the largest logit.
 
-    `expected` holds [tokens, vocabulary] for each prompt.
+    `expected` holds [tokens, vocabulary] for each prompt; `variants`, which answers it, if not the base.
     """
     pool = PagePool(sum(-(-len(ids) // PAGE_TOKENS) for ids in prompts), PAGE_TOKENS)
     kv_cache = KVCache(layers, pool.capacity, PAGE_TOKENS, expected[0].dtype, expected[0].device)
-    runner = PackedRunner(forward, kv_cache, slots=len(prompts), pages_per_row=pool.capacity)
+    runner = PackedRunner(
+        forward, kv_cache, slots=len(prompts), pages_per_row=pool.capacity, use_variants=use_variants
+    )
     requests = [Request(str(row), ids) for row, ids in enumerate(prompts)]
     for row, request in enumerate(requests):
         request.row, request.pages = row, pool.take(pool.pages_for(len(request.tokens))) or []
+    for request, variant in zip(requests, variants, strict=False):
+        request.variant = variant
     worst = 0.0
     while plan := _next_plan(requests):
         rows = runner.run(plan).rows.float()

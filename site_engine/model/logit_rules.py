@@ -109,7 +109,8 @@ class LogitRules:
             logits[self._sent(at, np.int64), self._sent(tokens, np.int64)] = NEG_INF
 
     def _ends(self, request: Request) -> list[int]:
-        return [*self._eos, *request.sampling.stop_token_ids]
+        eos = self._eos if request.variant is None else request.variant.eos_token_ids
+        return [*eos, *request.sampling.stop_token_ids]
 
     def _sent(self, numbers: Any, dtype: type) -> torch.Tensor:
         return to_device(np.array(numbers, dtype=dtype), self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -22,6 +23,10 @@ MAX_PADDING_TOKENS = 4096  # beyond it another attention call is cheaper
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(ids [1, tokens], positions [1, tokens], wanted [rows]) -> logits [rows, vocabulary]."""
+
+
+UseVariants = Callable[[SchedulePlan, np.ndarray], AbstractContextManager[None]]
+"""(plan, wanted tokens) -> a context in which the model computes each row of the plan by its variant."""
 
 
 class Logits(NamedTuple):
@@ -83,8 +88,18 @@ class PackedRunner:
     Keeps the page table of every row between iterations, so that a decode step copies no lists.
     """
 
-    def __init__(self, forward: Forward, kv_cache: KVCache, *, slots: int, pages_per_row: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        kv_cache: KVCache,
+        *,
+        slots: int,
+        pages_per_row: int,
+        use_variants: UseVariants | None = None,
+    ) -> None:
+        """Create a runner; without `use_variants` every request is the base's."""
         self._forward = forward
+        self._use_variants = use_variants
         self.kv_cache = kv_cache
         self._device = kv_cache.device
         self._tables = np.full((slots, pages_per_row), NULL_PAGE, dtype=np.int64)
@@ -98,7 +113,8 @@ class PackedRunner:
         begins, wanted = self._layout(plan)
         ids, positions = self._pack(plan)
         step = self._context(plan, positions, begins)
-        with torch.inference_mode(), attention_context.use(step):
+        variants = nullcontext() if self._use_variants is None else self._use_variants(plan, wanted)
+        with torch.inference_mode(), attention_context.use(step), variants:
             rows = self._forward(self._tensor(ids)[None], self._tensor(positions)[None], self._tensor(wanted))
         if step.layer != len(self.kv_cache.keys):
             raise RuntimeError(f"{step.layer} attention calls in a model of {len(self.kv_cache.keys)}")

@@ -1,0 +1,85 @@
+"""Places for adapters beside the model: each rank class has a fixed number, used like pages of a pool.
+
+Does not hold tensors. An adapter keeps its place while requests of it run, and after them until another needs
+it: the one that was used least recently makes room. All adapters also lie in host memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from site_engine.core.request import Request, ServedVariant
+
+RANK_CLASSES = (8, 16, 32, 64)
+
+
+def rank_class(rank: int) -> int:
+    """Return the least class that has room for a rank. Raises ValueError beyond the last."""
+    for size in RANK_CLASSES:
+        if rank <= size:
+            return size
+    raise ValueError(f"rank {rank} is beyond {RANK_CLASSES[-1]}")
+
+
+class AdapterSlots:
+    """`slots` places in each rank class. `place` copies an adapter into one, before the next step."""
+
+    def __init__(
+        self, slots: int, place: Callable[[ServedVariant, int], None] = lambda variant, slot: None
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"adapters need at least one slot, got {slots}")
+        self._place = place
+        self._free = {size: list(range(slots - 1, -1, -1)) for size in RANK_CLASSES}
+        self._slots: dict[ServedVariant, int] = {}
+        self._held: dict[ServedVariant, int] = {}  # running requests
+        self._idle: dict[int, OrderedDict[ServedVariant, None]] = {
+            size: OrderedDict() for size in RANK_CLASSES
+        }
+
+    @property
+    def resident(self) -> dict[ServedVariant, int]:
+        """The slots of the adapters that have one, in their rank class."""
+        return dict(self._slots)
+
+    def fits(self, request: Request) -> bool:
+        """Return whether the adapter of a request has a slot, or can have one now."""
+        variant = request.variant
+        if variant is None or not variant.rank or variant in self._slots:
+            return True
+        size = rank_class(variant.rank)
+        return bool(self._free[size] or self._idle[size])
+
+    def hold(self, request: Request) -> None:
+        """Take a slot for a request that starts and fits; its adapter is placed if it has none."""
+        variant = request.variant
+        if variant is None or not variant.rank:
+            return
+        size = rank_class(variant.rank)
+        if variant not in self._slots:
+            if not self._free[size]:
+                evicted, _ = self._idle[size].popitem(last=False)
+                self._free[size].append(self._slots.pop(evicted))
+            slot = self._free[size].pop()
+            self._place(variant, slot)
+            self._slots[variant] = slot
+        self._idle[size].pop(variant, None)
+        self._held[variant] = self._held.get(variant, 0) + 1
+
+    def leave(self, request: Request) -> None:
+        """Give back the hold of a request that stops running."""
+        variant = request.variant
+        if variant is None or not variant.rank:
+            return
+        self._held[variant] -= 1
+        if not self._held[variant]:
+            del self._held[variant]
+            self._idle[rank_class(variant.rank)][variant] = None
+
+    def forget(self, variant: ServedVariant) -> None:
+        """Free the slot of a removed variant of which nothing runs; without one nothing happens."""
+        if variant in self._slots and variant not in self._held:
+            size = rank_class(variant.rank)
+            del self._idle[size][variant]
+            self._free[size].append(self._slots.pop(variant))

@@ -1,0 +1,179 @@
+"""Read a folder as peft writes it: LoRA products, biases and whole modules, each checked against the base.
+
+What is not known to be computed exactly is refused: every setting of adapter_config.json is either understood
+here or at its neutral value.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from site_engine.errors import VariantRefused
+from site_engine.variants.changes import LowRank
+from site_engine.variants.tensor_files import TensorFile, refuse_not_finite
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+MAX_RANK = 64
+PREFIX = "base_model.model."
+UNDERSTOOD = frozenset(
+    (
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "use_rslora",
+    )
+)
+"""Settings that are followed, or change nothing of what an adapter computes."""
+KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which training started from the base's own weights."""
+LOW_RANK = re.compile(r"(?P<module>.+)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """`low_rank` by module; `own` by module and parameter: tensors in the place of the base's."""
+
+    low_rank: dict[str, LowRank] = field(default_factory=dict)
+    own: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def read_adapter(folder: Path, model: Any, *, room_bytes: int) -> Adapter:
+    """Read and check an adapter of `model`. Raises VariantRefused with the reason."""
+    settings = read_settings(folder)
+    if not (folder / WEIGHTS).is_file():
+        pickled = f"{PICKLE} is a pickle, which can run code" if (folder / PICKLE).exists() else "is missing"
+        raise VariantRefused(f"{folder}: {WEIGHTS} is needed: {pickled}")
+    parameter = next(model.parameters())
+    with TensorFile(folder / WEIGHTS, room_bytes=room_bytes) as file:
+        tensors = {name: file.read(name, parameter) for name in file.names}
+    modules = dict(model.named_modules())
+    adapter, halves = Adapter(), dict[str, dict[str, torch.Tensor]]()
+    for name, tensor in tensors.items():
+        refuse_not_finite(name, tensor)
+        path = name.removeprefix(PREFIX)
+        if found := LOW_RANK.fullmatch(path):
+            halves.setdefault(found["module"], {})[found["part"]] = tensor
+        elif "lora" in path:
+            kind = "DoRA is not served" if "magnitude" in path else "it is of an unknown kind"
+            raise VariantRefused(f"{folder}: {name}: {kind}")
+        else:
+            module, _, parameter_name = path.rpartition(".")
+            module = module.removesuffix(".base_layer").removesuffix(".modules_to_save")
+            adapter.own.setdefault(module, {})[parameter_name] = tensor
+    for module, parts in halves.items():
+        adapter.low_rank[module] = checked_product(module, parts, modules, settings)
+    check_complete(folder, settings, adapter, model)
+    return adapter
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((folder / CONFIG).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise VariantRefused(f"{folder}: {CONFIG} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise VariantRefused(f"{folder}: {CONFIG} holds no settings")
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise VariantRefused(f"{folder}: adapters of kind {kind or 'unknown'} are not served, LORA is")
+    if settings.get("use_dora"):
+        raise VariantRefused(f"{folder}: DoRA is not served: its norms depend on the merged weight")
+    odd = sorted(name for name, value in settings.items() if value and name not in UNDERSTOOD)
+    if odd:
+        raise VariantRefused(f"{folder}: {CONFIG} sets {', '.join(odd)}, which is not served")
+    if settings.get("init_lora_weights") not in KEEPS_BASE:
+        start = settings["init_lora_weights"]
+        raise VariantRefused(f"{folder}: init_lora_weights {start!r} trains beside a changed base")
+    return settings
+
+
+def checked_product(
+    name: str, parts: Mapping[str, torch.Tensor], modules: Mapping[str, Any], settings: Mapping[str, Any]
+) -> LowRank:
+    """Check the two halves of a LoRA product against the module that it adapts."""
+    module = modules.get(name)
+    if module is None:
+        raise VariantRefused(f"the base has no module {name}")
+    if len(parts) < 2:
+        raise VariantRefused(f"{name} has only half of its product: lora_{next(iter(parts))}")
+    weight = getattr(module, "weight", None)
+    kind = type(module).__name__
+    if weight is None or weight.dim() != 2 or kind not in {"Linear", "Embedding", "Conv1D"}:
+        raise VariantRefused(f"{name} is a {kind}, which takes no product of low rank")
+    down, up = parts["A"], parts["B"]
+    size = weight.shape if kind == "Linear" else weight.shape[::-1]
+    if down.dim() != 2 or up.dim() != 2 or (up.shape[0], down.shape[1]) != tuple(size):
+        given = f"{tuple(up.shape)} x {tuple(down.shape)}"
+        raise VariantRefused(f"wrong base: {name} is {tuple(size)} here, its adapter {given}")
+    rank = down.shape[0]
+    if up.shape[1] != rank or not 0 < rank <= MAX_RANK:
+        raise VariantRefused(f"{name} has rank {rank} and {up.shape[1]}; both must agree, at most {MAX_RANK}")
+    alpha = by_pattern(settings.get("alpha_pattern"), name, settings.get("lora_alpha", 8))
+    if not isinstance(alpha, int | float):
+        raise VariantRefused(f"lora_alpha of {name} is {alpha!r}, not a number")
+    return LowRank(down, up, alpha / (sqrt(rank) if settings.get("use_rslora") else rank))
+
+
+def by_pattern(patterns: Any, name: str, default: Any) -> Any:
+    """Return the number of the first pattern that matches the end of a module's name, as peft does."""
+    for pattern, number in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return number
+    return default
+
+
+def check_complete(folder: Path, settings: Mapping[str, Any], adapter: Adapter, model: Any) -> None:
+    """Refuse an adapter whose file lacks what its settings promise: peft would serve the base there."""
+    missing = sorted(name for name in targets(settings, model) if name not in adapter.low_rank)
+    if missing:
+        several = f"{len(missing)} modules that it targets, {missing[0]} the first"
+        raise VariantRefused(f"{folder}: {WEIGHTS} has nothing for {several}")
+    for saved in settings.get("modules_to_save") or ():
+        if not any(name == saved or name.endswith(f".{saved}") for name in adapter.own):
+            raise VariantRefused(f"{folder}: {WEIGHTS} lacks {saved} of modules_to_save")
+    if not adapter.low_rank and not adapter.own:
+        raise VariantRefused(f"{folder}: {WEIGHTS} holds nothing")
+
+
+def targets(settings: Mapping[str, Any], model: Any) -> Iterator[str]:
+    """Yield the modules that target_modules names outright; other ways of naming are taken as they come."""
+    named, layers = settings.get("target_modules"), settings.get("layers_to_transform")
+    if not isinstance(named, list) or settings.get("exclude_modules"):
+        return
+    if layers is not None:
+        wanted = {str(each) for each in (layers if isinstance(layers, list) else [layers])}
+    for name, _ in model.named_modules():
+        if not any(name == each or name.endswith(f".{each}") for each in named):
+            continue
+        if layers is None or not wanted.isdisjoint(name.split(".")):
+            yield name

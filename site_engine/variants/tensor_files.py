@@ -1,0 +1,64 @@
+"""Read tensors of safetensors files, never more than there is room for. Pickles are never read."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from site_engine.errors import VariantRefused
+
+
+class TensorFile:
+    """One file, open for reading. Raises VariantRefused for a file that is cut, and for one without room."""
+
+    def __init__(self, path: Path, *, room_bytes: int | None = None) -> None:
+        try:
+            opened: Any = safe_open(str(path), framework="pt")
+            self._file, self.names = opened, sorted(opened.keys())
+        except (OSError, SafetensorError) as error:
+            raise VariantRefused(f"{path} cannot be read: {error}") from error
+        self._path = path
+        if room_bytes is not None and path.stat().st_size > room_bytes:
+            size = path.stat().st_size
+            raise VariantRefused(f"{path} has {size:,} bytes, and there is room for {room_bytes:,}")
+
+    def __enter__(self) -> TensorFile:
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Read a tensor with the data type of `like`, on its device."""
+        try:
+            tensor: torch.Tensor = self._file.get_tensor(name)
+        except (SafetensorError, RuntimeError) as error:
+            raise VariantRefused(f"{self._path}: {name} cannot be read: {error}") from error
+        if not tensor.is_floating_point():
+            raise VariantRefused(f"{self._path}: {name} holds {tensor.dtype}, not floating-point numbers")
+        return tensor.to(like.device, like.dtype)
+
+
+def refuse_not_finite(name: str, tensor: torch.Tensor) -> None:
+    finite = int(torch.isfinite(tensor).sum())
+    if finite < tensor.numel():
+        raise VariantRefused(f"{name} holds {tensor.numel() - finite} numbers that are not finite")
+
+
+def content_hash(tensor: torch.Tensor) -> str:
+    """Return a hash of a tensor's shape, data type and numbers."""
+    plain: Any = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+    digest.update(memoryview(plain.view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
