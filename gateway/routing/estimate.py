@@ -35,7 +35,10 @@ class Sizes(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """Expected seconds from now as the client sees them. `[sites]` each."""
+    """Expected seconds from now as the client sees them. `[sites]` each.
+
+    `cached_tokens` is 0.0 for a prompt that is new everywhere.
+    """
 
     wait_s: Numbers
     prefill_s: Numbers  # of what is not cached
@@ -43,6 +46,7 @@ class Estimates(NamedTuple):
     iteration_s: Numbers
     finish_s: Numbers
     price_usd: Numbers
+    cached_tokens: Numbers | float
 
 
 def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
@@ -54,7 +58,8 @@ def estimates(size: Sizes, at: Figures, remaining: Numbers) -> Estimates:
     prefill_s = at.per_token_s * (prompt - size.cached_tokens)
     first_token_s = at.prefill_s + more_s + wait_s + prefill_s
     finish_s = first_token_s + response * iteration_s
-    return Estimates(wait_s, prefill_s, first_token_s, iteration_s, finish_s, price_usd(size, at))
+    price = price_usd(size, at)
+    return Estimates(wait_s, prefill_s, first_token_s, iteration_s, finish_s, price, size.cached_tokens)
 
 
 def price_usd(size: Sizes, at: Figures) -> Numbers:

@@ -40,10 +40,12 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     found, at = candidates.estimates, candidates.at
     fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
     decode_s = demand.response_tokens * fastest_s
-    crowding_s = (CROWDING * decode_s) * _crowding(candidates)
+    crowding = _crowding(candidates)
+    others_s = (CROWDING * decode_s) * crowding
     if demand.cached.by_site:
-        crowding_s *= _work_left(demand, candidates, decode_s)
-    cost_s = found.finish_s + crowding_s
+        others_s *= _work_left(demand, candidates, decode_s)
+        others_s += _computed_again(candidates, crowding)
+    cost_s = found.finish_s + others_s
     due_s = candidates.now_s - REPORTS_EVERY_S
     if np.count_nonzero(at.heard_s < due_s):
         cost_s += STALE_PENALTY * np.maximum(0.0, due_s - at.heard_s)
@@ -128,6 +130,19 @@ def _work_left(demand: Demand, candidates: Candidates, decode_s: float) -> Numbe
     whole = decode_s + weight * (at.per_token_s * demand.prompt_tokens)
     left: Numbers = (decode_s + weight * candidates.estimates.prefill_s) / whole
     return left
+
+
+def _computed_again(candidates: Candidates, crowding: Numbers) -> Numbers:
+    """Return the cost to others where a site computes what another candidate has in its cache, in seconds.
+
+    Nothing of it is needed, and it takes the time of all slots, each crowded as by decoding. It also takes
+    the room of other prefixes, so that as much is computed again later, for somebody's first token.
+    """
+    at, cached = candidates.at, candidates.estimates.cached_tokens
+    most = np.max(cached, where=candidates.may, initial=0.0)
+    per_second = (1.0 + FIRST_TOKEN) + (CROWDING * at.slots) * crowding
+    again_s: Numbers = at.per_token_s * np.maximum(0.0, most - cached)
+    return per_second * again_s
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:
