@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.support.offline_orders import ORDERS, ChosenQueue
+from bench.support.offline_orders import ORDERS, ChosenQueue, queue_of
 from bench.support.offline_work import H200, Line, draw, mix
 from site_engine.core.request import Lane, RemainingCurve, RemainingPoint, Request
 from site_engine.core.scheduler import SchedulePlan
@@ -175,7 +175,7 @@ def run(job: Job) -> dict[str, Any]:
         made.max_tokens = ENDLESS
         return made
 
-    queue = ChosenQueue(ORDERS[job.order](expected), request)
+    queue = queue_of(job.order, expected, request, job.rows)
     engine = CountedEngine(
         {str(at): line.response_tokens for at, line in enumerate(lines)},
         seconds_of,
@@ -184,7 +184,8 @@ def run(job: Job) -> dict[str, Any]:
         token_budget=TOKEN_BUDGET,
         queue=queue,
     )
-    queue.scheduler = engine.scheduler
+    if isinstance(queue, ChosenQueue):
+        queue.scheduler = engine.scheduler
     if job.reserve == "p90":
         engine.scheduler.reservation = HeldToTheEnd(engine.pool)
     return {**job._asdict(), **_figures(engine.run(), lines)}

@@ -91,9 +91,10 @@ class Query(msgspec.Struct, frozen=True):
     may have chosen it.
 
     `preferred_site` is the site to which a batch assigned the query jointly with others, None if the query is
-    decided alone. `asked_model` is the route by which the query came to its model, empty without one.
-    `conversation` is the client's name of it, empty if it gives none. Times are seconds on the gateway's
-    monotonic clock.
+    decided alone. `any_order`: of a line of a batch, which others of the tenant may overtake at a site;
+    `prefill_heavy`: it takes computing rather than memory. `asked_model` is the route by which the query came
+    to its model, empty without one. `conversation` is the client's name of it, empty if it gives none. Times
+    are seconds on the gateway's monotonic clock.
     """
 
     id: str
@@ -106,6 +107,8 @@ class Query(msgspec.Struct, frozen=True):
     lane: Lane = Lane.INTERACTIVE
     priority: int = 0
     preferred_site: str | None = None
+    any_order: bool = False
+    prefill_heavy: bool = False
     limits: PlacementLimits | None = None
     request_id: str = ""
     traceparent: str = ""

@@ -134,7 +134,8 @@ class Assign:
     `guided_json`: the JSON schema that the answer must satisfy, empty if there is none.
 
     `image_tokens`: the gateway's guess for the images of the prompt. `prefix_hashes`: by which gateways know
-    the prompt.
+    the prompt. `any_order`: of a line of a batch, which others of its tenant may overtake; `prefill_heavy`:
+    it takes computing rather than memory.
     """
 
     attempt_id: str
@@ -161,6 +162,8 @@ class Assign:
     traceparent: str = ""
     image_tokens: int = 0
     prefix_hashes: bytes = b""
+    any_order: bool = False
+    prefill_heavy: bool = False
 
     @property
     def tools(self) -> Tools | None:

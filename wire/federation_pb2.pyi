@@ -208,7 +208,7 @@ class IterationCost(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., per_row_s: _Optional[float] = ..., per_token_s: _Optional[float] = ..., per_kv_token_s: _Optional[float] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("attempt_id", "query_id", "model", "chat", "text", "token_ids", "pooling", "sampling", "forecast", "lane", "priority", "deadline_s", "tenant", "resume", "traceparent", "request_id", "image_tokens", "prefix_hashes")
+    __slots__ = ("attempt_id", "query_id", "model", "chat", "text", "token_ids", "pooling", "sampling", "forecast", "lane", "priority", "deadline_s", "tenant", "resume", "traceparent", "request_id", "image_tokens", "prefix_hashes", "any_order", "prefill_heavy")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +227,8 @@ class Assign(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    ANY_ORDER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_HEAVY_FIELD_NUMBER: _ClassVar[int]
     attempt_id: str
     query_id: str
     model: str
@@ -245,7 +247,9 @@ class Assign(_message.Message):
     request_id: str
     image_tokens: int
     prefix_hashes: bytes
-    def __init__(self, attempt_id: _Optional[str] = ..., query_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., forecast: _Optional[_Union[Forecast, _Mapping]] = ..., lane: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., traceparent: _Optional[str] = ..., request_id: _Optional[str] = ..., image_tokens: _Optional[int] = ..., prefix_hashes: _Optional[bytes] = ...) -> None: ...
+    any_order: bool
+    prefill_heavy: bool
+    def __init__(self, attempt_id: _Optional[str] = ..., query_id: _Optional[str] = ..., model: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., forecast: _Optional[_Union[Forecast, _Mapping]] = ..., lane: _Optional[int] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., traceparent: _Optional[str] = ..., request_id: _Optional[str] = ..., image_tokens: _Optional[int] = ..., prefix_hashes: _Optional[bytes] = ..., any_order: _Optional[bool] = ..., prefill_heavy: _Optional[bool] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools_json", "tool_choice", "tool_name", "single_tool_call", "template_kwargs_json", "reasoning_effort")

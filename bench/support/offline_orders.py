@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
 
 from bench.support.offline_work import H200, Line
-from gateway.batches.order import order
+from gateway.batches.capacity import QUEUED_SHARE
+from gateway.batches.order import PREFILL_SHARE, order, prefill_heavy
 from gateway.batches.values import Order
 from site_engine.core.request import Request
 from site_engine.core.request_queue import AdmissionQueue, first_come
@@ -96,9 +98,10 @@ class DualScanner(Chooser):
             return None
         first, last = self._density[self._left], self._density[self._right]
         part = min(1.0, max(0.0, (self._whole - last) / (first - last))) if first > last else 1.0
+        memory = scheduler.pool.capacity * scheduler.pool.page_size
         for side, share in ((0, part), (1, 1 - part)):
             at = self._line[self._left if side == 0 else self._right]
-            if self._used[side] + self._need(at) <= share * H200.kv_tokens or not scheduler.running:
+            if self._used[side] + self._need(at) <= share * memory or not scheduler.running:
                 self._now = side
                 return at
         return None
@@ -123,14 +126,42 @@ def listed(how: Order) -> Callable[[Sequence[Line]], Chooser]:
     return lambda forecasts: Listed(forecasts, order(sizes_of(forecasts), how).tolist())
 
 
-ORDERS: dict[str, Callable[[Sequence[Line]], Chooser]] = {
+CHOOSERS: dict[str, Callable[[Sequence[Line]], Chooser]] = {
     "arrival": listed(Order.FILE),
     "longest": listed(Order.LONGEST),
     "prefix": listed(Order.PREFIX),
     "prefix match": LongestPrefixMatch,
     "dual scanner": DualScanner,
-    "blend": listed(Order.BLEND),
 }
+
+
+class BlendedQueue(AdmissionQueue):
+    """The engine's own queue, fed as the gateway feeds a site: with lines of either kind in blended order."""
+
+    def __init__(self, forecasts: Sequence[Line], make: Callable[[int], Request], slots: int) -> None:
+        super().__init__(starving_after_s=inf)
+        self._make = make
+        self._most = slots + int(QUEUED_SHARE * slots)
+        self._heavy = [prefill_heavy(line.prompt_tokens, line.response_tokens) for line in forecasts]
+        listed = order(sizes_of(forecasts), Order.BLEND).tolist()
+        self._left = {kind: deque(at for at in listed if self._heavy[at] is kind) for kind in (False, True)}
+        self._sent = {False: 0, True: 0}
+        self._send()
+
+    def settle(self, request: Request) -> None:
+        super().settle(request)
+        self._sent[request.prefill_heavy] -= 1
+        self._send()
+
+    def _send(self) -> None:
+        while sum(self._sent.values()) < self._most and any(self._left.values()):
+            heavy = bool(self._left[True]) and (
+                not self._left[False] or self._sent[True] < PREFILL_SHARE * self._most
+            )
+            request = self._make(self._left[heavy].popleft())
+            request.any_order, request.prefill_heavy = True, heavy
+            self._sent[heavy] += 1
+            self.push(request)
 
 
 class ChosenQueue(AdmissionQueue):
@@ -163,3 +194,15 @@ class ChosenQueue(AdmissionQueue):
     def _scheduler_(self) -> Scheduler:
         assert self.scheduler is not None
         return self.scheduler
+
+
+ORDERS = (*CHOOSERS, "blend")
+
+
+def queue_of(
+    name: str, forecasts: Sequence[Line], make: Callable[[int], Request], slots: int
+) -> AdmissionQueue:
+    """Return the queue of a site in which lines wait in an order."""
+    if name == "blend":
+        return BlendedQueue(forecasts, make, slots)
+    return ChosenQueue(CHOOSERS[name](forecasts), make)

@@ -18,6 +18,10 @@ LOOSE_SHARE: Final = 0.02
 """The share of computing that may be lost so that lines run by length alone, apart from their group."""
 LENGTH_STEP: Final = 4.0
 """The lines of a group that can be split run apart where their lengths differ by this factor."""
+PREFILL_HEAVY: Final = 4.0
+"""Lines with so many prompt tokens for each token of the answer fill up the iterations of the others."""
+PREFILL_SHARE: Final = 0.2
+"""Of the lines at sites, those with long prompts while there are others: a site always has some of both."""
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -37,6 +41,11 @@ class LineSizes(NamedTuple):
 def order(sizes: LineSizes, how: Order = Order.BLEND) -> Integers:
     """Return the indices of the lines in the order of starting."""
     return _ORDERS[how](sizes)
+
+
+def prefill_heavy(prompt_tokens: int, response_tokens: float) -> bool:
+    """Return whether a line takes a device's computing rather than its memory."""
+    return prompt_tokens >= PREFILL_HEAVY * response_tokens
 
 
 def _longest_first(sizes: LineSizes) -> Integers:

@@ -312,6 +312,8 @@ def assign(
     part = message.assign
     _prompt(query, attempt_id, part)
     part.lane = query.lane
+    part.any_order = query.any_order
+    part.prefill_heavy = query.prefill_heavy
     part.priority = query.priority
     part.deadline_s = deadline_s
     part.traceparent = query.traceparent

@@ -260,6 +260,8 @@ class Request:
     shown: Mapping[int, str] = field(default_factory=dict)  # text of special tokens that this response shows
     follows: bool = False  # the response continues the text of the prompt (completions)
     chain: str = ""  # the variant that answers; empty: the base
+    any_order: bool = False  # of a line of a batch: those of its tenant that say so may overtake one another
+    prefill_heavy: bool = False  # of such a line: it takes computing rather than memory, and is paced
     # ---- the engine's own
     state: State = field(default=State.WAITING, init=False)
     tokens: list[int] = field(default_factory=list, init=False)  # prompt and output

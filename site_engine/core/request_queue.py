@@ -1,7 +1,8 @@
 """Order the waiting requests: by lane, by priority, fairly between tenants, then by expected work.
 
 Chats run the least weighted work first, with ageing; lines of batches run as they come, since the gateway has
-put them in order. Does not decide whether a request fits; the scheduler does.
+put them in order; those of any order that take memory before those that take computing. Does not decide
+whether a request fits; the scheduler does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import exp, inf, log
+from operator import itemgetter
 
 from site_engine.core.request import Lane, Request
 from site_engine.core.reserve import Remaining
@@ -87,7 +89,7 @@ def least_work(request: Request, aged: float) -> float:
     if request.resumed:
         return -inf
     if request.lane is Lane.BATCH:
-        return 0.0
+        return float(request.prefill_heavy)
     length = request.typical_length()
     work = min(length, request.expected_remaining()) + _prompt_work(request)
     return log(work * length) + aged
@@ -187,6 +189,7 @@ class AdmissionQueue:
         self._floor = 0.0  # virtual time of the tenant furthest behind at the last start
         self._sequence = 0
         self._taken = 0
+        self._overtaking: tuple[Request | None, list[Request]] = (None, [])  # until the next change
         self.prompt_tokens = 0
         self.response_tokens = 0.0
 
@@ -202,6 +205,7 @@ class AdmissionQueue:
     def push(self, request: Request) -> None:
         level = self._levels.setdefault((request.lane, request.priority), _Tenants())
         self._sequence += 1
+        self._overtaking = (None, [])
         score = self._score(request, self._ageing.arrived(request.arrived_s, len(self._waiting)))
         heappush(level.heaps.setdefault(request.tenant, []), (score, self._sequence, request))
         work = request.expected_remaining() + _prompt_work(request)
@@ -227,6 +231,16 @@ class AdmissionQueue:
         below = [tenant for tenant in starving if tenant not in level.heaps]
         tenant = min([*below, request.tenant], key=self._clock)
         return starving.get(tenant, request)
+
+    def overtaking(self, request: Request) -> list[Request]:
+        """Return the waiting lines of any order that may overtake one, prefill-heavy ones last."""
+        if self._overtaking[0] is not request:
+            level = self._levels.get((request.lane, request.priority))
+            heap = level.heaps.get(request.tenant, ()) if level and request.any_order else ()
+            waiting = [each for _, _, each in sorted(heap, key=itemgetter(0, 1))]
+            found = [each for each in waiting if each.any_order and each is not request]
+            self._overtaking = request, found
+        return self._overtaking[1]
 
     def waiting_of(self, tenant: str) -> int:
         return sum(len(level.heaps.get(tenant, ())) for level in self._levels.values())
@@ -270,6 +284,7 @@ class AdmissionQueue:
         request = self._waiting.pop(request_id, None)
         if request is None:
             return None
+        self._overtaking = (None, [])
         self.prompt_tokens -= len(request.tokens)
         self.response_tokens -= request.expected_remaining()
         if not self._waiting:

@@ -107,7 +107,7 @@ class Reservation:
         self._keepers: dict[int, Request] = {}  # by page
         self._shared: dict[Request, int] = {}  # pages of a request whose keeper is another
         self._read_at = 0
-        self._refused: Request | None = None  # the answer stays no until a request leaves
+        self._refused: set[Request] = set()  # the answer stays no until a request leaves
 
     def fits(self, request: Request) -> bool:
         """Return whether memory suffices at every time if a request starts now. A lone one always does."""
@@ -122,12 +122,14 @@ class Reservation:
         shared = sum(each is not None and self._spans[each].ends >= span.ends for each in keepers)
         room = self._pool.available + self._own_pages() + keepers.count(None)
         held = self._future.with_one_more(span) - shared * self._pool.page_size
-        self._refused = None if held <= room * self._pool.page_size else request
-        return self._refused is None
+        if held <= room * self._pool.page_size:
+            return True
+        self._refused.add(request)
+        return False
 
     def refused(self, request: Request) -> bool:
         """Return whether a request was just found not to fit, and nothing has changed since."""
-        return request is self._refused and self.iteration - self._read_at < LOOK_AGAIN
+        return request in self._refused and self.iteration - self._read_at < LOOK_AGAIN
 
     def start(self, request: Request) -> None:
         """Enter a request that starts; the pages that it has are from the prefix cache."""
@@ -167,7 +169,7 @@ class Reservation:
         for page in request.pages:
             if self._keepers.get(page) is request:
                 del self._keepers[page]
-        self._refused = None
+        self._refused.clear()
 
     def reserved_tokens(self) -> int:
         """Return the tokens that running requests will hold at once beyond those that they hold now."""
@@ -183,6 +185,7 @@ class Reservation:
         self._spans = {each: self._span(each, self._shared[each]) for each in self._spans}
         self._future = FuturePeak(self._spans.values())
         self._read_at = self.iteration
+        self._refused.clear()
 
     def _span(self, request: Request, shared: int) -> Span:
         expected, p90 = self._remaining(request)

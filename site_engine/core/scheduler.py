@@ -5,11 +5,15 @@ Does not run or sample and holds no tensors.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from site_engine.core.adapter_slots import AdapterSlots
+from site_engine.core.pacing import prompt_tokens
 from site_engine.core.page_pool import PagePool, SwapSpace
 from site_engine.core.prefix_cache import Owner, PrefixTree
 from site_engine.core.request import Request, State
@@ -82,6 +86,10 @@ class Scheduler:
         self._rows = list(range(slots - 1, -1, -1))
         self._order: dict[str, tuple[int, int]] = {}
         self._started = 0
+        self._decode_heavy: Counter[str] = (
+            Counter()
+        )  # running lines by tenant, beside which its others are paced
+        self._paced_tokens = 0  # prompt tokens left for paced lines in this iteration
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +109,7 @@ class Scheduler:
         self._preempt_for(now)
         preempted_before = len(self.preempted)
         budget = self._plan_decodes(plan)
+        self._paced_tokens = prompt_tokens(len(plan.decodes))
         budget = self._plan_prefills(plan, budget)
         # prefills alone may hold every page; a request in State.LAST will return its own
         if not plan and self.running and all(one.state is State.PREFILL for one in self.running):
@@ -168,6 +177,9 @@ class Scheduler:
 
     def _plan_chunk(self, plan: SchedulePlan, request: Request, budget: int) -> int:
         """Plan the uncomputed tokens that fit the budget and the pages; return their number."""
+        paced = self._is_paced(request)
+        if paced:
+            budget = min(budget, self._paced_tokens)
         held = len(request.pages)
         request.cached_tokens += self._share_prefix(request)
         self.reservation.shares(request, held)
@@ -183,6 +195,8 @@ class Scheduler:
             self.reservation.computes(
                 request, request.computed // page_size, (request.computed + length) // page_size
             )
+        if paced:
+            self._paced_tokens -= length
         plan.prefills.append(ScheduledChunk(request, request.computed, length, length == missing))
         return length
 
@@ -217,15 +231,41 @@ class Scheduler:
             return
         started = self._started
         while budget > 0 and self._rows and (max_new is None or self._started - started < max_new):
-            request = self._next(now)
-            if request is None or self.reservation.refused(request) or not self._has_adapter(request):
-                return
-            self._share_prefix(request)
-            if not self.reservation.fits(request):
-                self._drop_pages(request)
+            request = next(filter(self._fits, self._candidates(now)), None)
+            if request is None:
                 return
             self._start(request, now)
             budget -= self._plan_chunk(plan, request, budget)
+
+    def _candidates(self, now: float) -> Iterator[Request]:
+        """Yield the next request; then, of lines that may overtake it, the first that fits and a paced one.
+
+        The memory beside the longest answers, which they need later, serves shorter ones until then.
+        """
+        first = self._next(now)
+        if first is None:
+            return
+        yield first
+        lines = self.queue.overtaking(first)
+        paced = bisect_left(lines, True, key=attrgetter("prefill_heavy"))
+        fitting = bisect_left(lines, True, hi=paced, key=self.reservation.fits)  # they come longest first
+        yield from lines[fitting : min(fitting + 1, paced)]
+        yield from lines[paced : paced + 1]
+
+    def _fits(self, request: Request) -> bool:
+        """Take the cached pages of a request that can start now; it has none if it can't."""
+        if self.reservation.refused(request) or not self._has_adapter(request):
+            return False
+        if self._is_paced(request) and self._paced_tokens <= 0:
+            return False
+        self._share_prefix(request)
+        if self.reservation.fits(request):
+            return True
+        self._drop_pages(request)
+        return False
+
+    def _is_paced(self, request: Request) -> bool:
+        return request.prefill_heavy and self._decode_heavy[request.tenant] > 0
 
     def _preempt_for(self, now: float) -> None:
         """Preempt one running request of a lower lane if the next request needs its room."""
@@ -257,6 +297,8 @@ class Scheduler:
             self._adapters.hold(request)
         self._started += 1
         self._order[request.id] = (request.lane, self._started)
+        if request.any_order and not request.prefill_heavy:
+            self._decode_heavy[request.tenant] += 1
         insort(self.running, request, key=lambda one: self._order[one.id])
         self.reservation.start(request)
         if request.swapped and self.swap is not None:
@@ -287,6 +329,8 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
         del self._order[request.id]
+        if request.any_order and not request.prefill_heavy:
+            self._decode_heavy -= Counter([request.tenant])
         self.reservation.leave(request)
         if self._adapters is not None:
             self._adapters.leave(request)

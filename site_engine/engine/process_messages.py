@@ -64,6 +64,8 @@ class Submit(Message, frozen=True):
     deadline_s: float | None
     grammar: str  # its source, empty if there is none
     chain: str = ""
+    any_order: bool = False
+    prefill_heavy: bool = False
 
 
 class Cancel(Message, frozen=True):
@@ -256,6 +258,8 @@ def to_submit(call: int, numbers: list[int], group: Group) -> Submit:
         first.deadline_s,
         "" if first.grammar is None else first.grammar.source,
         first.chain,
+        first.any_order,
+        first.prefill_heavy,
     )
 
 
@@ -275,6 +279,8 @@ def to_requests(submit: Submit) -> list[Request]:
             choice,
             resumed,
             chain=submit.chain,
+            any_order=submit.any_order,
+            prefill_heavy=submit.prefill_heavy,
         )
         for request_id, choice in zip(submit.ids, submit.choices, strict=True)
     ]

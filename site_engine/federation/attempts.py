@@ -261,6 +261,8 @@ def engine_request(attempt: _Attempt, prepared: Prepared, index: int) -> Request
         sampling=assign.sampling.after(attempt.count_offset),
         remaining=assign.remaining,
         lane=assign.lane,
+        any_order=assign.any_order,
+        prefill_heavy=assign.prefill_heavy,
         priority=assign.priority,
         tenant=assign.tenant,
         deadline_s=None if assign.deadline_s is None else attempt.arrived_s + assign.deadline_s,

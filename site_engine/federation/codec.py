@@ -141,6 +141,8 @@ def checked_assign(body: pb.Assign) -> m.Assign:
         traceparent=body.traceparent,
         image_tokens=body.image_tokens,
         prefix_hashes=body.prefix_hashes[:MAX_PREFIX_BYTES],
+        any_order=body.any_order,
+        prefill_heavy=body.any_order and body.prefill_heavy,
     )
     if assign.guided_json:
         _json(assign.guided_json, dict, "response_format")

@@ -1,0 +1,122 @@
+"""Lines of any order share a device: long answers hold memory, and prompts are computed beside them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from site_engine.core.pacing import FREE_TOKENS, LEAST_TOKENS, prompt_tokens
+from site_engine.core.request import Lane, RemainingCurve, Request
+from site_engine.core.scheduler import SchedulePlan
+from tests.support.counted_engine import CountedEngine
+
+
+def line(name: str, prompt: int, tokens: int, *, heavy: bool = False, tenant: str = "t") -> Request:
+    """Return a line of any order; its prompt begins like no other."""
+    begins = int.from_bytes(name.encode()[-6:]) << 20
+    known, ids = RemainingCurve.exactly(tokens), range(begins, begins + prompt)
+    made = Request(name, ids, remaining=known, lane=Lane.BATCH, tenant=tenant, any_order=True)
+    made.prefill_heavy = heavy
+    return made
+
+
+def reads_weights(plan: SchedulePlan) -> float:
+    """Return the seconds of a device that computes up to 128 tokens while it reads the weights."""
+    return max(1.0, plan.tokens / FREE_TOKENS)
+
+
+def engine_for(
+    requests: list[Request], kv_tokens: int, seconds: Callable[[SchedulePlan], float] = reads_weights
+) -> CountedEngine:
+    lengths = {each.id: each.remaining.points[0].p90 for each in requests}
+    engine = CountedEngine(lengths, seconds, kv_tokens=kv_tokens, slots=64, token_budget=4096)
+    for each in requests:
+        engine.submit(each)
+    return engine
+
+
+def running(engine: CountedEngine) -> set[str]:
+    return {each.id for each in engine.scheduler.running}
+
+
+@given(seed=st.integers(0, 100_000))
+def test_every_line_ends_once_and_known_lengths_are_never_preempted(seed: int) -> None:
+    rnd = random.Random(seed)
+    requests = []
+    for at in range(40):
+        heavy = rnd.random() < 0.5
+        prompt, tokens = (rnd.randint(50, 600), rnd.randint(1, 9)) if heavy else (5, rnd.randint(10, 300))
+        requests.append(line(str(at), prompt, tokens, heavy=heavy, tenant=rnd.choice("ab")))
+        if rnd.random() < 0.1:
+            requests[-1].any_order = requests[-1].prefill_heavy = False
+    counts = engine_for(requests, rnd.choice([640, 1024, 4096])).run()
+    assert counts.output == sum(each.remaining.points[0].p90 for each in requests)
+    assert counts.preemptions == 0
+
+
+def test_a_line_that_fits_beside_the_longest_starts_before_one_that_does_not() -> None:
+    requests = [line("first", 16, 600), line("second", 16, 600), line("third", 16, 100)]
+    engine = engine_for(requests, 1024)
+    engine.step()
+    assert running(engine) == {"first", "third"}
+
+
+def test_lines_in_order_wait_for_one_another() -> None:
+    requests = [line("first", 16, 600), line("second", 16, 600), line("third", 16, 100)]
+    for each in requests:
+        each.any_order = False
+    engine = engine_for(requests, 1024)
+    engine.step()
+    assert running(engine) == {"first"}
+
+
+def test_a_line_in_order_is_overtaken_by_none() -> None:
+    requests = [line("first", 16, 600), line("second", 16, 600), line("third", 16, 100)]
+    requests[1].any_order = False
+    engine = engine_for(requests, 1024)
+    engine.step()
+    assert running(engine) == {"first"}
+
+
+@given(rows=st.integers(0, 4096))
+def test_prompts_fill_an_iteration_up_and_never_stand_still(rows: int) -> None:
+    assert prompt_tokens(rows) >= LEAST_TOKENS
+    assert rows + prompt_tokens(rows) <= max(FREE_TOKENS, rows + LEAST_TOKENS)
+
+
+@given(seed=st.integers(0, 1000), long=st.integers(1, 40))
+def test_prompts_are_computed_a_few_tokens_an_iteration_beside_long_answers(seed: int, long: int) -> None:
+    rnd = random.Random(seed)
+    requests = [line(f"long {at}", 5, rnd.randint(50, 200)) for at in range(long)]
+    requests += [line(f"heavy {at}", rnd.randint(100, 900), 3, heavy=True) for at in range(20)]
+
+    def keeps_pace(plan: SchedulePlan) -> float:
+        paced = sum(chunk.length for chunk in plan.prefills if chunk.request.prefill_heavy)
+        if any(not chunk.request.prefill_heavy for chunk in plan.decodes):
+            assert paced <= prompt_tokens(len(plan.decodes))
+        return 1.0
+
+    assert engine_for(requests, 1 << 16, keeps_pace).run().output > 0
+
+
+def test_nobody_is_paced_beside_the_lines_of_another_tenant_or_beside_chats() -> None:
+    chat = Request("chat", range(5), remaining=RemainingCurve.exactly(500), tenant="t")
+    requests = [chat, line("other", 5, 500, tenant="u"), line("heavy", 2000, 3, heavy=True)]
+    engine = engine_for(requests, 1 << 14)
+    for _ in range(3):
+        engine.step()
+    assert engine.counts.computed >= 2000
+
+
+def test_two_kinds_of_lines_end_sooner_together_than_in_turn() -> None:
+    def took(any_order: bool) -> float:
+        requests = [line(f"long {at}", 20, 400 + at) for at in range(40, 0, -1)]
+        requests += [line(f"heavy {at}", 700, 3, heavy=any_order) for at in range(60)]
+        for each in requests:
+            each.any_order = any_order
+        return engine_for(requests, 6000).run().seconds
+
+    assert took(True) < 0.85 * took(False)
