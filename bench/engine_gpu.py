@@ -1,8 +1,8 @@
 """Measure the engine on one GPU with random weights: correctness, the cost of a step, tokens a second.
 
 `python -m bench.engine_gpu --model bench/models/llama-3.1-8b --do check,steps,sharegpt,alpaca,profile`
-Needs torch, transformers and triton, nothing else. Greedy, exact lengths, all queries at once, at most 256
-running, in order of arrival unless `--order` is chat or batch, which go by the lengths. New token ids
+Needs torch, transformers and triton, nothing else. Greedy, exact lengths, all queries at once, at most
+`--slots` running, in order of arrival unless `--order` is chat or batch, which go by the lengths. New ids
 in every repetition; a warm-up run of each is not counted. The last line is JSON.
 """
 
@@ -69,7 +69,8 @@ def kind_of(plan: SchedulePlan | None) -> str:
     if plan.prefills:
         return "large prefill" if plan.tokens > MIXED_TOKENS[-1] else "mixed"
     rows = len(plan.decodes)
-    return f"decode <= {next(limit for limit in (8, 16, 32, 64, 128, 192, 240, 256) if rows <= limit)}"
+    limits = (8, 16, 32, 64, 128, 192, 240, 256, 384, 512, 768)
+    return f"decode <= {next((limit for limit in limits if rows <= limit), 1024)}"
 
 
 SAMPLINGS: dict[str, dict[str, float]] = {
@@ -133,11 +134,12 @@ def costs(engine: SiteEngine, do: list[str], lap: Callable[[str], None]) -> dict
 
 
 def rate(
-    engine: SiteEngine, workload: str, reps: int, sampling: str = "greedy", order: str = "arrival"
+    engine: SiteEngine, workload: str, reps: int, count: int, *, sampling: str = "greedy", order: str
 ) -> dict[str, Any]:
-    serve(engine, workload, 99, sampling=sampling, order=order)
+    serve(engine, workload, 99, sampling=sampling, order=order, count=count)
     passes = [
-        serve(engine, workload, repetition, sampling=sampling, order=order) for repetition in range(reps)
+        serve(engine, workload, repetition, sampling=sampling, order=order, count=count)
+        for repetition in range(reps)
     ]
     rates = [one.tokens / one.wall_s for one in passes]
     found = {
@@ -174,18 +176,24 @@ def beside_peers(engine: SiteEngine, plain: Any, workload: str, count: int) -> d
     return speeds
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--do", default="check,kernels,steps,buckets,prefill,sharegpt,alpaca")
     parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--slots", type=int, default=ROWS, help="requests that run at once")
+    parser.add_argument("--count", type=int, default=512, help="queries of a workload")
     parser.add_argument("--token-budget", type=int, default=8192)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
     parser.add_argument("--sampling", default="greedy", help=f"some of {', '.join(SAMPLINGS)}")
     parser.add_argument("--order", default="arrival", help=f"some of {', '.join(ORDERS)}")
     parser.add_argument("--peer-queries", type=int, default=0, help="also run by transformers; slow")
     parser.add_argument("--peer-workload", default="alpaca", choices=sorted(SHAPES))
-    asked = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
     do = asked.do.split(",")
     result: dict[str, Any] = {"model": asked.model, "device": torch.cuda.get_device_name()}
     print(
@@ -205,7 +213,12 @@ def main() -> None:
     forward = fast_forward(model)
     if isinstance(forward, LlamaForward):
         print("gate and up as two GEMMs at rows", [rows for rows in TIMED_ROWS if forward._split_gate(rows)])
-    settings = EngineSettings(slots=ROWS, token_budget=asked.token_budget, kv_tokens=asked.kv_tokens)
+    settings = EngineSettings(
+        slots=asked.slots,
+        token_budget=asked.token_budget,
+        kv_tokens=asked.kv_tokens,
+        max_pending=max(1024, asked.count),
+    )
     engine = overlapped_engine(model, settings, seconds, forward)
     if forced is not None:
         result["check"] = check(engine, forced)
@@ -214,7 +227,9 @@ def main() -> None:
     result |= costs(engine, do, lap)
     for workload in [name for name in SHAPES if name in do]:
         for sampling, order in product(asked.sampling.split(","), asked.order.split(",")):
-            result[f"{workload}_{sampling}_{order}"] = rate(engine, workload, asked.reps, sampling, order)
+            result[f"{workload}_{sampling}_{order}"] = rate(
+                engine, workload, asked.reps, asked.count, sampling=sampling, order=order
+            )
         if peer is not None and workload == asked.peer_workload:
             result[f"{workload}_peers"] = beside_peers(engine, peer, workload, asked.peer_queries)
         lap(workload)
