@@ -210,7 +210,7 @@ def measure(target: Target, questions: Sequence[Question], load: Load, seed: int
     for number, question in enumerate(questions):
         arrivals.append(Arrival(number, at_s, request(target, question, load, number), question.tokens))
         at_s += rnd.expovariate(load.per_s) if load.per_s else 0.0
-    processes, context = min(PROCESSES, load.clients or PROCESSES), multiprocessing.get_context("spawn")
+    processes, context = min(PROCESSES, load.clients or len(arrivals)), multiprocessing.get_context("spawn")
     children = []
     for child in range(processes):
         ours, theirs = context.Pipe()
