@@ -19,6 +19,7 @@ from litestar.handlers import HTTPRouteHandler
 
 from gateway.admin.access import Access
 from gateway.admin.batches import batch_reads
+from gateway.admin.models import SiteModels
 from gateway.admin.order_service import OrderService
 from gateway.admin.routes import AdminContext, admin_routes
 from gateway.batches.lifecycle import Batches, open_batches
@@ -284,6 +285,7 @@ async def _admin(core: Core, store: Store) -> AsyncIterator[AdminContext]:
             ended_sessions=store.ended_sessions,
             store=store,
             routes=store.routes,
+            models=SiteModels(query_context.directory, query_context.federation.links, store.orders),
         )
     finally:
         publisher.close()

@@ -186,6 +186,7 @@ class Model:
     features: frozenset[str] = frozenset()
     max_prompt_chars: int = 0  # a longer text does not fit the context; 0: unknown
     parent: str = ""  # the model of which this is a variant, served or not
+    own_bytes: int = 0  # that it needs beside its parent; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,7 @@ class SiteIdentity:
     usd_per_hour: float = 0.0  # of a site that is paid by the hour instead
     engine: str = "native"
     version: str = ""
+    takes_orders: bool = False  # of operators, for variants
     pool: str = ""  # machines of one cloud's group are one pool; empty: the site is its own
 
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from site_engine.config import SiteConfig
+from site_engine.core.chain import Variant
 from site_engine.engine.loading import Loaded, load_engine
 from site_engine.engine.process_client import COMMAND
 from site_engine.engine_client import Facts, Listener
 from site_engine.errors import ConfigError
 from site_engine.federation.dial import Dialer
 from site_engine.federation.site import Site
+from site_engine.group import Group
 from site_engine.messages import Hello, Model, OnFinish
 from site_engine.native import NativeEngine, facts_of, launch_engine
 from site_engine.shutdown import EXIT_FAILED, Shutdown, run_until_shutdown, tick
@@ -73,16 +75,17 @@ async def serve(
     shutdown = Shutdown()
     async with attempt_log(config.site, config.otlp_url) as on_finish:
         with shutdown.handle_signals(loop):
-            served = Served(engine, facts_of(loaded), shutdown.engine_broken)
+            served = Served(engine, facts_of(loaded), shutdown.engine_broken, configured_variants(config))
             return await _serve(config, served, dialer, on_finish, shutdown)
 
 
 class Served(NamedTuple):
-    """An engine that is to serve. `on_broken` is told once why it can't go on."""
+    """An engine that is to serve, with the variants `wanted`. `on_broken` is told once why it can't go on."""
 
     engine: NativeEngine
     facts: Facts
     on_broken: Callable[[str], None]
+    wanted: dict[str, Variant]
 
 
 async def _serve_process(
@@ -94,7 +97,7 @@ async def _serve_process(
     ConfigError if the model cannot be loaded.
     """
     loop, shutdown = asyncio.get_running_loop(), Shutdown()
-    lost_in_a_row = 0
+    lost_in_a_row, wanted = 0, configured_variants(config)
     with shutdown.handle_signals(loop):
         while lost_in_a_row < MAX_LOST_IN_A_ROW:
             launching = asyncio.create_task(launch_engine(config, loop.call_soon_threadsafe, command))
@@ -102,7 +105,7 @@ async def _serve_process(
                 return shutdown.status
             engine, facts = launching.result()
             lost: asyncio.Future[str] = loop.create_future()
-            served = Served(engine, facts, partial(_lose, lost, shutdown))
+            served = Served(engine, facts, partial(_lose, lost, shutdown), wanted)
             began_s = time.monotonic()
             serving = asyncio.create_task(_serve(config, served, dialer, on_finish, shutdown))
             if await _first(serving, lost):
@@ -117,7 +120,7 @@ async def _serve_process(
 async def _serve(
     config: SiteConfig, served: Served, dialer: Dialer, on_finish: OnFinish, shutdown: Shutdown
 ) -> int:
-    engine, facts, on_broken = served
+    engine, facts, on_broken, wanted = served
     site = Site(
         make_hello(config, facts, engine),
         engine,
@@ -127,9 +130,11 @@ async def _serve(
         on_stuck=on_broken,
         stream_interval_s=config.stream_interval_s,
     )
+    group = Group(config, engine, site, wanted)
     links = dialer.links(site)
     ticking = asyncio.create_task(tick(site))
     engine.start(Listener(site.outputs, site.load, on_broken))
+    group.load_wanted()
     try:
         links.add(config.gateways)
         log.info("serving %s in %d slots", ", ".join(site.models), config.slots or facts.slots)
@@ -160,6 +165,10 @@ async def _first(task: asyncio.Task[Any], other: Awaitable[Any]) -> bool:
         await asyncio.gather(task, return_exceptions=True)
 
 
+def configured_variants(config: SiteConfig) -> dict[str, Variant]:
+    return {each.id: Variant(*each) for each in config.variants}
+
+
 def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
     model = Model(
         id=config.served_model or facts.name,
@@ -183,6 +192,7 @@ def make_hello(config: SiteConfig, facts: Facts, engine: NativeEngine) -> Hello:
         cached_usd_per_mtok=config.cached_usd_per_mtok,
         usd_per_hour=config.usd_per_hour,
         version=own_version(),
+        takes_orders=True,
     )
 
 

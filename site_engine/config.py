@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import socket
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from site_engine.errors import ConfigError
 
@@ -46,6 +46,18 @@ _AT_LEAST_ZERO = (
     "drain_s",
     "silence_s",
 )
+
+
+MAX_NAME_CHARS = 200
+"""Of a model; gateways take no longer names."""
+
+
+class VariantConfig(NamedTuple):
+    """A variant of the model: a folder with an adapter of it, or with a fine-tuned model like it."""
+
+    id: str
+    adapter: str = ""
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +95,8 @@ class SiteConfig:
     tokens_per_min: int | None = None
 
     model: str = ""  # a folder or a Hub id; of a server: one of its models, empty for all
+    variants: tuple[VariantConfig, ...] = ()  # of the model, by [[group.variant]]
+    models_from: tuple[str, ...] = ()  # folders, from which alone operators' orders load variants
     engine_process: bool | None = None  # run the engine in a process of its own; absent: on a GPU
     served_model: str = ""  # its name for clients; empty: the model's own name
     device: str = "auto"  # auto: a GPU if there is one
@@ -178,7 +192,10 @@ class SiteConfig:
         if self.engine == "native":
             for name in ("url", "features", "allow_image_urls"):
                 _require(not getattr(self, name), name, 'is set, but engine is native; set engine = "openai"')
+            for folder in self.models_from:
+                _require(Path(folder).is_absolute(), "models_from", f"has {folder!r}, which is no full path")
             return
+        _require(not (self.variants or self.models_from), "group", "and models_from need the native engine")
         _require(self.url.startswith(("http://", "https://")), "url", "must begin with http:// or https://")
         _require("@" not in self.url, "url", "must not carry a password; use key_env or key_file")
         _require(not (self.key_env and self.key_file), "key_env", "and key_file exclude each other")
@@ -195,6 +212,7 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
         ("the environment", in_environment),
         ("the command line", {name: value for name, value in overrides.items() if value is not None}),
     ):
+        groups = values.pop("group", None)
         for name, value in values.items():
             known = _known(name, origin)
             try:
@@ -202,14 +220,55 @@ def load(path: Path | None, environ: Mapping[str, str], **overrides: Any) -> Sit
             except (TypeError, ValueError) as exc:
                 shown = "" if known in {"token", "join_secret"} else f" {value!r}"
                 raise ConfigError(f"{known} cannot be{shown}: {exc}") from exc
+        if groups is not None:
+            settings |= _group_settings(groups, settings)
     if "pool" in settings and "site" not in settings:
         settings["site"] = f"{settings['pool']}-{socket.gethostname().partition('.')[0]}"
+    if group := settings.pop("group", ""):
+        settings["site"] = f"{settings.get('site', '')}/{group}".lstrip("/")
     engine_of = "url" if settings.get("engine", "native") != "native" else "model"
     missing = [name for name in ("site", "gateways", engine_of) if name not in settings]
     if missing:
         names = ", ".join(f"{name} ({PREFIX}{name.upper()})" for name in missing)
         raise ConfigError(f"not set: {names}")
     return SiteConfig(**settings)
+
+
+def _group_settings(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that the only [[group]] of a file makes. Raises ConfigError."""
+    groups = _tables(value, "group", ("name", "model", "served_model", "variant"))
+    if len(groups) != 1:
+        names = ", ".join(str(each.get("name")) for each in groups)
+        raise ConfigError(
+            f"a site process serves one [[group]], not {len(groups)} ({names}): run one for each"
+        )
+    (group,) = groups
+    for name in ("model", "served_model"):
+        _require(name not in given, name, "is set beside [[group]], which has its own")
+    name, variants = str(group.get("name", "")), group.get("variant", [])
+    _require(bool(name) and name.isprintable() and "/" not in name, "group.name", "must be set, without /")
+    _require(bool(group.get("model")), "group.model", "must be set")
+    found: dict[str, VariantConfig] = {}
+    for table in _tables(variants, "group.variant", VariantConfig._fields):
+        variant = VariantConfig(**{key: parse_text(each) for key, each in {"id": "", **table}.items()})
+        named = 0 < len(variant.id) <= MAX_NAME_CHARS and variant.id.isprintable()
+        _require(named, "group.variant", f"has an id that is not 1 to {MAX_NAME_CHARS} printable characters")
+        _require(variant.id not in found, "group.variant", f"names {variant.id} twice")
+        one = bool(variant.adapter) != bool(variant.model)
+        _require(one, "group.variant", f"{variant.id} needs one of adapter and model")
+        found[variant.id] = variant
+    made = {"group": name, "model": str(group["model"]), "variants": tuple(found.values())}
+    return made | {"served_model": str(group["served_model"])} if "served_model" in group else made
+
+
+def _tables(value: Any, name: str, known: Collection[str]) -> list[dict[str, Any]]:
+    """Return tables of a file. Raises ConfigError for anything else, and for a name that is not known."""
+    tables = value if isinstance(value, list) else [value]
+    for table in tables:
+        _require(isinstance(table, dict), name, f"must be a table: [[{name}]]")
+        for key in table:
+            _require(key in known, f"{name}.{key}", f"is unknown; there are {', '.join(known)}")
+    return tables
 
 
 def _toml(path: Path) -> dict[str, Any]:
@@ -273,7 +332,7 @@ _BY_TYPE: dict[str, Callable[[Any], Any]] = {
     "Path | None": parse_path,
     "tuple[str, ...]": parse_list,
 }
-_PARSERS = {each.name: _BY_TYPE[str(each.type)] for each in fields(SiteConfig)}
+_PARSERS = {each.name: _BY_TYPE[str(each.type)] for each in fields(SiteConfig) if each.name != "variants"}
 
 
 def _read(name: str, path: Path) -> str:

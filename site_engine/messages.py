@@ -206,6 +206,17 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOrder:
+    """`kind` is "add" or "remove"; to add, `adapter` or `folder` is a folder of this machine."""
+
+    order_id: str
+    kind: str
+    model: str
+    adapter: str = ""
+    folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     nonce: int
 
@@ -222,6 +233,7 @@ class Model:
     features: tuple[str, ...]
     max_token_chars: int = 0  # 0: unknown
     parent: str = ""  # the model of which this is a variant
+    own_bytes: int = 0  # that it needs beside its parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +253,7 @@ class Hello:
     engine: str = "native"
     pool: str = ""
     attempts: tuple[str, ...] = ()
+    takes_orders: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +261,14 @@ class Models:
     """All models that the site serves from now on."""
 
     models: tuple[Model, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """`error`: why an order has changed nothing, empty if it is carried out."""
+
+    order_id: str
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,10 +369,13 @@ class Prefixes:
     hashes: bytes
 
 
-FromGateway: TypeAlias = Welcome | Assign | Count | Rejected | Cancel | Release | Drain | Resume | Ping
+FromGateway: TypeAlias = (
+    Welcome | Assign | Count | Rejected | Cancel | Release | Drain | Resume | ModelOrder | Ping
+)
 FromSite: TypeAlias = (
     Hello
     | Models
+    | Ordered
     | Load
     | Accepted
     | Rejected
@@ -365,5 +389,7 @@ FromSite: TypeAlias = (
     | Prefixes
 )
 
+OnModelOrder: TypeAlias = Callable[[ModelOrder, Callable[[str], None]], None]
+"""Callback for an order; replies once, with the error or nothing."""
 OnFinish: TypeAlias = Callable[[Assign, int, Output], None]
 """Callback for the last output of each choice of an attempt; the number is that of the choice."""

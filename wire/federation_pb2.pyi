@@ -20,7 +20,7 @@ class EnrolReply(_message.Message):
     def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
 
 class SiteMessage(_message.Message):
-    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes", "models")
+    __slots__ = ("hello", "load", "accepted", "rejected", "step", "bid", "released", "pong", "draining", "bye", "bunch", "counted", "prefixes", "models", "ordered")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class SiteMessage(_message.Message):
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    ORDERED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     load: Load
     accepted: Accepted
@@ -49,10 +50,11 @@ class SiteMessage(_message.Message):
     counted: Counted
     prefixes: Prefixes
     models: Models
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ...) -> None: ...
+    ordered: Ordered
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., bid: _Optional[_Union[Bid, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., bye: _Optional[_Union[Bye, _Mapping]] = ..., bunch: _Optional[_Union[SiteBunch, _Mapping]] = ..., counted: _Optional[_Union[Counted, _Mapping]] = ..., prefixes: _Optional[_Union[Prefixes, _Mapping]] = ..., models: _Optional[_Union[Models, _Mapping]] = ..., ordered: _Optional[_Union[Ordered, _Mapping]] = ...) -> None: ...
 
 class GatewayMessage(_message.Message):
-    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count")
+    __slots__ = ("welcome", "assign", "cancel", "release", "drain", "resume", "ping", "bunch", "count", "order")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +64,7 @@ class GatewayMessage(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     BUNCH_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     assign: Assign
     cancel: Cancel
@@ -71,7 +74,8 @@ class GatewayMessage(_message.Message):
     ping: Ping
     bunch: GatewayBunch
     count: Count
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ...) -> None: ...
+    order: ModelOrder
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., bunch: _Optional[_Union[GatewayBunch, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., order: _Optional[_Union[ModelOrder, _Mapping]] = ...) -> None: ...
 
 class SiteBunch(_message.Message):
     __slots__ = ("messages",)
@@ -86,7 +90,7 @@ class GatewayBunch(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[GatewayMessage, _Mapping]]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "pool", "cached_usd_per_mtok", "usd_per_hour", "highest_protocol", "attempts")
+    __slots__ = ("protocol", "site", "boot_id", "cloud", "region", "models", "slots", "kv_capacity_tokens", "input_usd_per_mtok", "output_usd_per_mtok", "engine", "version", "reads_bunches", "takes_orders", "pool", "cached_usd_per_mtok", "usd_per_hour", "highest_protocol", "attempts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SITE_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +104,7 @@ class Hello(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     READS_BUNCHES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ORDERS_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     CACHED_USD_PER_MTOK_FIELD_NUMBER: _ClassVar[int]
     USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
@@ -118,15 +123,16 @@ class Hello(_message.Message):
     engine: str
     version: str
     reads_bunches: bool
+    takes_orders: bool
     pool: str
     cached_usd_per_mtok: float
     usd_per_hour: float
     highest_protocol: int
     attempts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., site: _Optional[str] = ..., boot_id: _Optional[str] = ..., cloud: _Optional[str] = ..., region: _Optional[str] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., slots: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ..., input_usd_per_mtok: _Optional[float] = ..., output_usd_per_mtok: _Optional[float] = ..., engine: _Optional[str] = ..., version: _Optional[str] = ..., reads_bunches: _Optional[bool] = ..., takes_orders: _Optional[bool] = ..., pool: _Optional[str] = ..., cached_usd_per_mtok: _Optional[float] = ..., usd_per_hour: _Optional[float] = ..., highest_protocol: _Optional[int] = ..., attempts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent")
+    __slots__ = ("id", "revision", "context_tokens", "created_s", "owned_by", "features", "max_token_chars", "parent", "own_bytes")
     ID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +141,7 @@ class Model(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKEN_CHARS_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    OWN_BYTES_FIELD_NUMBER: _ClassVar[int]
     id: str
     revision: str
     context_tokens: int
@@ -143,13 +150,36 @@ class Model(_message.Message):
     features: _containers.RepeatedScalarFieldContainer[str]
     max_token_chars: int
     parent: str
-    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ...) -> None: ...
+    own_bytes: int
+    def __init__(self, id: _Optional[str] = ..., revision: _Optional[str] = ..., context_tokens: _Optional[int] = ..., created_s: _Optional[int] = ..., owned_by: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ..., max_token_chars: _Optional[int] = ..., parent: _Optional[str] = ..., own_bytes: _Optional[int] = ...) -> None: ...
 
 class Models(_message.Message):
     __slots__ = ("models",)
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Model]
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+
+class ModelOrder(_message.Message):
+    __slots__ = ("order_id", "kind", "model", "adapter", "folder")
+    ORDER_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    order_id: str
+    kind: str
+    model: str
+    adapter: str
+    folder: str
+    def __init__(self, order_id: _Optional[str] = ..., kind: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+
+class Ordered(_message.Message):
+    __slots__ = ("order_id", "error")
+    ORDER_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    order_id: str
+    error: str
+    def __init__(self, order_id: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("seq", "monotonic_s", "running", "pending", "token_load", "kv_free_tokens", "kv_reserved_tokens", "tokens_per_s", "seconds_per_iteration", "iteration", "running_remaining", "running_weight", "pending_prompt_tokens", "pending_response_tokens", "tokens_total", "prompt_tokens_total", "unread_tokens", "stalled_s", "unknown_messages", "longest_iteration_s")

@@ -10,6 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from gateway.admin.access import Access
 from gateway.admin.dashboard.pages import page_routes
 from gateway.admin.model_routes import model_route_routes
+from gateway.admin.models import SiteModels, site_model_routes
 from gateway.admin.order_service import OrderService
 from gateway.admin.reads import read_routes
 from gateway.admin.session import session_routes
@@ -42,6 +43,7 @@ class AdminContext:
     ended_sessions: EndedSessions | None = None
     store: Store | None = None
     routes: RouteTable | None = None
+    models: SiteModels | None = None
 
 
 def admin_routes(backend: Backend, context: AdminContext) -> list[HTTPRouteHandler]:
@@ -52,6 +54,7 @@ def admin_routes(backend: Backend, context: AdminContext) -> list[HTTPRouteHandl
         *site_routes(access, backend, context.directory, context.order_service),
         *read_routes(access, context.publisher, context.reads),
         *stream_routes(access, context.publisher),
+        *(site_model_routes(access, context.models) if context.models else ()),
         *(tenancy_routes(access, context.store) if context.store else ()),
         *(
             model_route_routes(access, context.routes, context.directory, context.publisher)

@@ -84,6 +84,7 @@ def identity(hello: pb.Hello) -> SiteIdentity:
         usd_per_hour=_amount(hello.usd_per_hour, "price"),
         engine=_name(hello.engine) or "native",
         version=_name(hello.version),
+        takes_orders=hello.takes_orders,
         pool=_name(hello.pool),
     )
 
@@ -262,6 +263,7 @@ def _model(message: pb.Model) -> Model:
         features=frozenset(_name(each) for each in message.features[:MAX_FEATURES]),
         max_prompt_chars=message.context_tokens * message.max_token_chars,
         parent=_name(message.parent),
+        own_bytes=max(0, message.own_bytes),
     )
 
 

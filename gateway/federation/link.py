@@ -22,6 +22,7 @@ from gateway.federation.answer_limits import AnswerLimits
 from gateway.federation.attempt import LiveAttempt
 from gateway.federation.counts import Counts
 from gateway.federation.directory import Directory
+from gateway.federation.model_orders import ModelOrders
 from gateway.federation.offloading import Offloading
 from gateway.federation.outbox import Outbox
 from gateway.federation.progress import GIVE_UP_AFTER_S, AwakeClock, Progress, Silence
@@ -74,6 +75,7 @@ class Link:
         self.last_heard_s = clock()
         self.outbox = Outbox()
         self.counts = Counts(identity.name, self.outbox)
+        self.orders = ModelOrders(identity.name, self.outbox)
         self.closing: str | None = None
         self._live: dict[str, LiveAttempt] = {}
         self._uncovered: dict[str, Demand] = {}  # assigned, and not in a report of the site yet
@@ -94,6 +96,7 @@ class Link:
             "accepted": self._accepted,
             "rejected": self._rejected,
             "counted": self.counts.counted,
+            "ordered": self.orders.ordered,
             "step": self._step,
             "models": self._change_models,
             "load": self._report,
@@ -315,6 +318,7 @@ class Link:
         self.closing = reason
         failure = AttemptFailure(self.name, FailureCause.LOST, f"{self.name} was lost: {reason}")
         self.counts.close(failure)
+        self.orders.close(reason)
         for attempt in list(self._live.values()):
             self._end(attempt, failure)
 

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, and_, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from gateway.operator_orders import AuditEntry, Order
-from gateway.store.audit import key_label
+from gateway.store.audit import Act, key_label
 from gateway.store.tables import audit, site_orders
 
 EXPIRY = "expired"
@@ -60,6 +60,13 @@ class OrderTable:
             )
             await connection.execute(insert(audit), asdict(entry))
         return entry
+
+    async def record(self, site: str, act: Act, *, action: str, after: str, now: float) -> None:
+        """Add an audit entry for an act that leaves no order."""
+        async with self._engine.begin() as connection:
+            who = await key_label(connection, act.who)
+            entry = AuditEntry(uuid4().hex, now, who, site, action, act.reason, "", after)
+            await connection.execute(insert(audit), asdict(entry))
 
     async def expire(self, order: Order, now: float) -> None:
         """Remove an order whose time has passed. Of several replicas only one adds the audit entry."""

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Annotated
+from urllib.parse import urlencode
 
 import typer
 
+from mico.commands.operate import Reason
+from mico.commands.routes import needed
 from mico.errors import CommandFailed, ExitCode
-from mico.options import GatewayOptions, Json, with_option_groups
+from mico.options import GatewayOptions, Json, SiteName, with_option_groups
 from mico.session import session_of
 
-app = typer.Typer(help="List the models that are served now; fetch models to this machine.")
+PATH = "/admin/api/models"
+
+app = typer.Typer(
+    help="List the models that are served now; fetch models to this machine; add variants to sites."
+)
+ModelId = Annotated[str, typer.Argument(metavar="ID", help="The variant's id, by which clients ask for it.")]
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -23,7 +31,7 @@ def complete_model(incomplete: str) -> list[str]:
 @app.callback(invoke_without_command=True)
 @with_option_groups
 def served(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = False) -> None:
-    """List the models that are served now; fetch models to this machine."""
+    """List the models that are served now; fetch models to this machine; add variants to sites."""
     if context.invoked_subcommand:
         return
     session = session_of(context)
@@ -37,10 +45,11 @@ def served(context: typer.Context, *, gateway: GatewayOptions, as_json: Json = F
             model.get("max_model_len", "-"),
             ", ".join(model.get("features", ())) or "-",
             model["owned_by"],
+            model.get("parent") or "-",
         ]
         for model in found
     ]
-    session.terminal.table(["model", "context tokens", "features", "owned by"], rows)
+    session.terminal.table(["model", "context tokens", "features", "owned by", "variant of"], rows)
 
 
 @app.command("list")
@@ -77,3 +86,84 @@ def fetch(
             exit_code=ExitCode.WRONG_USAGE,
         )
     session.terminal.data(str(fetch_model(name, session.terminal)))
+
+
+@app.command("show")
+@with_option_groups
+def show_site(
+    context: typer.Context, name: SiteName, *, gateway: GatewayOptions, as_json: Json = False
+) -> None:
+    """Show what a site serves: its base, and variants with the memory that each needs beside it."""
+    session = session_of(context)
+    found = session.client(*gateway).get(f"{PATH}?{urlencode({'site': name})}")["models"]
+    if as_json:
+        session.terminal.json(found)
+        return
+    rows = [
+        [
+            each["id"],
+            each["parent"] or "-",
+            f"{each['own_bytes'] / 1e6:,.1f} MB" if each["own_bytes"] else "-",
+            each["context_tokens"],
+            each["revision"][:20],
+        ]
+        for each in found
+    ]
+    session.terminal.table(["model", "variant of", "own memory", "context tokens", "revision"], rows)
+
+
+@app.command()
+@with_option_groups
+def add(
+    context: typer.Context,
+    name: SiteName,
+    model: ModelId,
+    *,
+    adapter: Annotated[
+        str, typer.Option(help="A folder at the site: an adapter of its base, as peft writes it.")
+    ] = "",
+    folder: Annotated[
+        str, typer.Option("--model", help="A folder at the site: a fine-tuned model of its base.")
+    ] = "",
+    reason: Reason = "",
+    gateway: GatewayOptions,
+    as_json: Json = False,
+) -> None:
+    """Load a variant at a site, beside what runs there, and serve it once it is certified."""
+    if bool(adapter) == bool(folder):
+        tip = "--adapter PATH or --model PATH"
+        raise CommandFailed("name one folder at the site", tip=tip, exit_code=ExitCode.WRONG_USAGE)
+    session = session_of(context)
+    body = {
+        "site": name,
+        "model": model,
+        "adapter": adapter,
+        "folder": folder,
+        "reason": needed(reason),
+    }
+    done = session.client(*gateway).post(f"{PATH}/add", body)
+    if as_json:
+        session.terminal.json(done)
+    else:
+        session.terminal.info(f"{name} serves {model} now")
+
+
+@app.command()
+@with_option_groups
+def remove(
+    context: typer.Context,
+    name: SiteName,
+    model: ModelId,
+    *,
+    reason: Reason = "",
+    gateway: GatewayOptions,
+    as_json: Json = False,
+) -> None:
+    """Serve a variant no more at a site; answers that it has begun go on."""
+    session = session_of(context)
+    body = {"site": name, "model": model, "reason": needed(reason)}
+    done = session.client(*gateway).post(f"{PATH}/remove", body)
+    if as_json:
+        session.terminal.json(done)
+    else:
+        session.terminal.info(f"{name} serves {model} no more")

@@ -304,6 +304,7 @@ _DECODERS: dict[str, Callable[[Any], m.FromGateway]] = {
     "release": lambda body: m.Release(body.release_id, tuple(dict.fromkeys(body.attempt_ids))),
     "drain": lambda body: m.Drain(body.deadline_s, body.reason),
     "resume": lambda body: m.Resume(body.reason),
+    "order": lambda body: m.ModelOrder(body.order_id, body.kind, body.model, body.adapter, body.folder),
     "ping": lambda body: m.Ping(body.nonce),
 }
 
@@ -435,6 +436,7 @@ def _as(kind: type[Any]) -> Callable[[Any], Any]:
 _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     m.Hello: ("hello", encode_hello),
     m.Models: ("models", lambda value: pb.Models(models=encode_models(value.models))),
+    m.Ordered: ("ordered", _as(pb.Ordered)),
     m.Load: ("load", encode_load),
     m.Accepted: ("accepted", _as(pb.Accepted)),
     m.Rejected: ("rejected", encode_rejected),

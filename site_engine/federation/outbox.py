@@ -30,6 +30,8 @@ STREAM_INTERVAL_S = 0.02
 """Default of the longest that deltas wait to be sent together."""
 LOAD_INTERVAL_S = 0.05
 PREFIXES_INTERVAL_S = 1.0
+MODELS_INTERVAL_S = 0.5
+"""Each message has all of them, and a site that starts may load hundreds, one after the other."""
 MAX_PREFIXES = 60
 """Of one message: 16 bytes each, 1 KB in all."""
 MAX_PARTS = 64
@@ -49,6 +51,7 @@ class Outbox:
         self._urgent: set[tuple[str, int]] = set()  # choices whose deltas are due at once
         self._pace = SendPace(stream_interval_s)
         self._models: Models | None = None
+        self._models_s = float("-inf")
         self._load: Load | None = None
         self._load_s = float("-inf")
         self._bid: Bid | None = None
@@ -105,8 +108,12 @@ class Outbox:
 
         `busy_s`: the CPU seconds of the event loop's thread so far.
         """
-        taken: list[FromSite] = [*filter(None, (self._models,)), *self._answers]
-        self._models = None
+        taken: list[FromSite] = []
+        if self._models is not None and now >= self._models_s + MODELS_INTERVAL_S:
+            taken.append(self._models)
+            self._models = None
+            self._models_s = now
+        taken += self._answers
         self._answers.clear()
         if self._deltas and now >= self._pace.due_s:
             taken.append(Step(tuple(_merged(parts) for parts in self._deltas.values())))
@@ -130,11 +137,13 @@ class Outbox:
 
     def due_s(self) -> float | None:
         """Return the time at which something is due; None if nothing is owed."""
-        if self._answers or self._bid is not None or self._urgent or self._models is not None:
+        if self._answers or self._bid is not None or self._urgent:
             return float("-inf")
         moments = []
         if self._deltas:
             moments.append(self._pace.due_s)
+        if self._models is not None:
+            moments.append(self._models_s + MODELS_INTERVAL_S)
         if self._load is not None:
             moments.append(self._load_s + LOAD_INTERVAL_S)
         if self._prefixes:

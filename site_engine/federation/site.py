@@ -91,6 +91,7 @@ class Site:
         self._connected = 0
         self._loads = 0
         self._bids = 0
+        self.on_order: m.OnModelOrder | None = None  # orders are refused without it
         self.unknown_messages = 0  # of kinds that only newer gateways know
         self._load_s = float("-inf")
         self._figures: LoadFigures | None = None
@@ -205,9 +206,11 @@ class Site:
                 attempts.outbox.put(m.Draining(message.reason, message.deadline_s))
             case m.Resume():
                 connection.draining = False
+            case m.ModelOrder():
+                self._order(connection, message)
             case m.Rejected():
                 attempts.outbox.put(message)
-            case m.Welcome():
+            case _:
                 log.warning("gateway %s said Welcome twice", connection.gateway)
         self._changed(connection)
 
@@ -292,6 +295,16 @@ class Site:
             if connection.linked:
                 self._announce_models(connection)
                 connection.wake()
+
+    def _order(self, connection: Connection, order: m.ModelOrder) -> None:
+        def reply(error: str) -> None:
+            connection.attempts.outbox.put(m.Ordered(order.order_id, error))
+            connection.wake()
+
+        if self.on_order is None:
+            reply(f"{self._hello.site} takes no orders for models")
+        else:
+            self.on_order(order, reply)
 
     def _announce_models(self, connection: Connection) -> None:
         """Send the models; to a gateway that knows only those of Hello, `link.py` says Hello again."""

@@ -37,6 +37,7 @@ PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
     ("models",): {"[]": "created features id max_model_len object owned_by parent root"},
     ("models", "list"): {"[]": "about bytes folder name state"},
+    ("models", "show", "SITE"): {"[]": "context_tokens created id own_bytes parent revision"},
     ("sites", "list"): {"[]": SITE},
     ("sites", "show", "SITE"): {"": SITE},
     ("sites", "events", "SITE"): {"[]": "at bad id kind replica site text who"},
@@ -91,6 +92,7 @@ ACTS = {
     *(f"keys {verb}" for verb in ("create", "rotate", "revoke")),
     *(f"{noun} set" for noun in ("tenants", "quotas", "routes")),
     *(f"routes {verb}" for verb in ("off", "remove")),
+    *(f"models {verb}" for verb in ("add", "remove")),
     *(f"predictor {verb}" for verb in ("train", "export", "update")),
 }
 """They change something, and say in JSON what."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2
 
+from gateway.admin.models import SiteModels
 from gateway.admin.order_service import OrderService
 from gateway.admin.routes import AdminContext, admin_routes
 from gateway.domain import AnswerEvent, Caller, Delta
@@ -105,6 +106,7 @@ async def open_replica(here: Scene, url: str, name: str = "g1") -> AsyncIterator
         session_key=b"k" * 32,
         ended_sessions=EndedSessions(engine, unix_time=unix_time),
         routes=routes,
+        models=SiteModels(here.gateway.directory, here.gateway.federation.links, book),
     )
     await routes.start()
     here.gateway.routes = publisher.route_figures.routes = lambda: routes.current

@@ -34,6 +34,7 @@ PATHS = (
     "/admin/api/sites",
     "/admin/api/keys",
     "/admin/api/routes",
+    "/admin/api/models",
     "/health",
     "/nowhere",
     "/%00/..//",

@@ -191,4 +191,5 @@ HELLO = Hello(
     usd_per_hour=1.5,
     version="0.1.0",
     pool="eu",
+    takes_orders=True,
 )

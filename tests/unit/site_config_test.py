@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from site_engine.config import SiteConfig, load
+from site_engine.config import SiteConfig, VariantConfig, load
 from site_engine.engine import process_messages as pm
 from site_engine.engine.loading import slots_on
 from site_engine.engine_process import settings_to_config
@@ -162,3 +162,67 @@ def test_an_engine_gets_all_settings_but_secrets() -> None:
     got = pm.decode_to_engine(pm.frame(sent)[4:])
     assert isinstance(got, pm.Start)
     assert settings_to_config(got) == replace(config, token="", token_file=None, tls_ca=None)
+
+
+GROUP = """
+site = "alpha"
+gateways = ["gw:7000"]
+models_from = ["/srv/models"]
+[[group]]
+name = "llama"
+model = "/srv/models/llama-8b"
+served_model = "llama-8b"
+[[group.variant]]
+id = "acme/support"
+adapter = "/srv/models/support-lora"
+[[group.variant]]
+id = "acme/legal"
+model = "/srv/models/legal"
+"""
+
+
+def test_a_group_is_a_base_with_variants_and_a_site_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text(GROUP)
+    config = load(file, {})
+    assert (config.site, config.model, config.served_model) == (
+        "alpha/llama",
+        "/srv/models/llama-8b",
+        "llama-8b",
+    )
+    assert config.variants == (
+        VariantConfig("acme/support", adapter="/srv/models/support-lora"),
+        VariantConfig("acme/legal", model="/srv/models/legal"),
+    )
+    assert config.models_from == ("/srv/models",)
+    assert load(file, {"MICO_SITE_SITE": "beta"}).site == "beta/llama"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ('name = "llama"', 'nam = "llama"', "group.nam is unknown; there are name, model"),
+        ('name = "llama"', 'name = "a/b"', "group.name must be set, without /"),
+        ('model = "/srv/models/llama-8b"', "", "group.model must be set"),
+        ('adapter = "/srv', 'adaptor = "/srv', "group.variant.adaptor is unknown"),
+        ('adapter = "/srv/models/support-lora"', "", "acme/support needs one of adapter and model"),
+        ('id = "acme/legal"', 'id = "acme/support"', "names acme/support twice"),
+        ('id = "acme/legal"', "", "has an id that is not 1 to 200"),
+        ('["/srv/models"]', '["models"]', "models_from has 'models', which is no full path"),
+        ('site = "alpha"', 'site = "alpha"\nmodel = "m"', "model is set beside"),
+        ('site = "alpha"', 'site = "alpha"\nengine = "openai"\nurl = "http://s"', "need the native engine"),
+        (
+            "[[group]]",
+            '[[group]]\nname = "b"\nmodel = "c"\n[[group]]',
+            r"one \[\[group\]\], not 2 \(b, llama\)",
+        ),
+    ],
+)
+def test_a_group_that_makes_no_sense_is_refused_by_name(
+    tmp_path: Path, old: str, new: str, complaint: str
+) -> None:
+    file = tmp_path / "site.toml"
+    assert old in GROUP
+    file.write_text(GROUP.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=complaint):
+        load(file, {})

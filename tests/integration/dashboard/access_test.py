@@ -30,6 +30,7 @@ def test_nobody_sees_or_acts_without_an_admin_key(url: str) -> None:
             "/admin/api/sites/a/events",
             "/admin/api/decisions/x",
             "/admin/api/routes",
+            "/admin/api/models?site=a",
             "/admin/stream",
         ):
             assert (await o.http.get(path)).status_code == 401, path

@@ -67,8 +67,10 @@ class ScriptedSite:
         output_usd_per_mtok: float = 0.0,
         usd_per_hour: float = 0.0,
         model: str = "m",
+        takes_orders: bool = False,
     ):
         self.model = model
+        self.takes_orders = takes_orders
         self.boot_id = boot_id
         self.name, self.address, self.slots, self.token = name, address, slots, token
         self.seconds_per_token = seconds_per_token
@@ -109,6 +111,7 @@ class ScriptedSite:
             slots=self.slots,
             kv_capacity_tokens=100_000,
             engine=self.engine,
+            takes_orders=self.takes_orders,
             attempts=attempts,
         )
         await self._call.write(pb.SiteMessage(hello=hello))

@@ -1,0 +1,69 @@
+"""Orders of operators to one site: to load a variant, or to serve it no more."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from typing import NamedTuple
+
+from gateway.errors import BadRequest, Overloaded
+from gateway.federation import codec
+from gateway.federation.outbox import Outbox
+from wire import federation_pb2 as pb
+
+
+class ModelOrder(NamedTuple):
+    """`kind` is "add" or "remove". To add, `adapter` or `folder` is a folder at the site."""
+
+    kind: str
+    model: str
+    adapter: str = ""
+    folder: str = ""
+
+
+class ModelOrders:
+    """`close` ends all of them, and every later one: the link is lost."""
+
+    def __init__(self, site: str, outbox: Outbox) -> None:
+        self._site = site
+        self._outbox = outbox
+        self._numbers = count(1)
+        self._waiting: dict[str, asyncio.Future[str]] = {}
+        self._lost = ""
+
+    async def carry_out(self, order: ModelOrder, within_s: float) -> None:
+        """Return once the site has carried an order out.
+
+        Raises BadRequest with the site's reason if it has not, Overloaded if it does not say.
+        """
+        if self._lost or self._outbox.full:
+            raise Overloaded(f"nothing was changed: {self._lost or f'{self._site} reads too slowly'}")
+        order_id = str(next(self._numbers))
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting[order_id] = answer
+        self._outbox.put(pb.GatewayMessage(order=pb.ModelOrder(order_id=order_id, **order._asdict())))
+        try:
+            async with asyncio.timeout(within_s):
+                error = await answer
+        except TimeoutError as exc:
+            raise Overloaded(
+                f"{self._site} has not answered within {within_s:.0f} s; the order may still be carried out:"
+                f" mico models show {self._site} tells"
+            ) from exc
+        finally:
+            del self._waiting[order_id]
+        if error:
+            raise BadRequest(f"{self._site} has changed nothing: {error}")
+
+    def ordered(self, message: pb.Ordered) -> None:
+        answer = self._waiting.get(message.order_id)
+        if answer is not None and not answer.done():
+            answer.set_result(codec.reason(message.error))
+
+    def close(self, reason: str) -> None:
+        self._lost = f"{self._site} was lost: {reason}"
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(
+                    Overloaded(f"{self._lost}; whether it carried the order out is not known")
+                )
