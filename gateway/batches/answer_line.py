@@ -80,12 +80,15 @@ async def answer_line(
     query_id: str,
     preferred_site: str | None,
     within_s: float,
+    any_order: bool,
+    prefill_heavy: bool,
 ) -> bytes:
     """Return the body of the answer. Raises the errors that the endpoint would translate for a client."""
     request = read_request(endpoint, body, context)
     queries = line_queries(
         request, caller, context, query_id=query_id, preferred_site=preferred_site, within_s=within_s
     )
+    queries = [replace(query, any_order=any_order, prefill_heavy=prefill_heavy) for query in queries]
     async with aclosing(answer_all(context.answer, queries)) as pieces:
         answer = await unary_response.collect(pieces, request.choices)
     created_s = int(context.unix_time())

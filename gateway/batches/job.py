@@ -21,9 +21,11 @@ from gateway.batches.capacity import SiteCapacity, available, fair_share, lines_
 from gateway.batches.context import BatchContext
 from gateway.batches.homes import Homes
 from gateway.batches.ledger import LeaseLost
+from gateway.batches.order import prefill_heavy
 from gateway.batches.reading import RawLine, read_line
 from gateway.batches.validate import InvalidInputFile, validate
-from gateway.batches.values import Batch, BatchStatus, Line, Outcome
+from gateway.batches.values import Batch, BatchStatus, Line, Order, Outcome
+from gateway.batches.waiting import PAGE_LINES, WaitingLines
 from gateway.errors import (
     AboveQuota,
     BudgetSpent,
@@ -44,7 +46,6 @@ ROUND_S: Final = 0.02
 """Least time between two rounds: what ended meanwhile is written in one transaction, and a replica starts
 400 lines a second at most (`BatchLimits.starting` a round), however fast its sites are.
 """
-PAGE_LINES: Final = 256
 BACKOFF_S: Final = 1.0
 DATABASE_ERRORS: Final = (SQLAlchemyError, OSError)
 
@@ -77,13 +78,11 @@ class Job:
         self._context = context
         self._in_flight = in_flight
         self._active_jobs = active_jobs
-        self._queue: deque[Line] = deque()
+        self._waiting = WaitingLines(batch.order is Order.BLEND)
         self._homes = Homes()
         self._retries: list[tuple[float, int, Line]] = []  # a heap, by the time when the line may run again
         self._running: dict[asyncio.Task[Outcome | Retry], Line] = {}
         self._paused_until_s = 0.0
-        self._last_place = -1
-        self._read_all = False
 
     @property
     def running_lines(self) -> int:
@@ -137,23 +136,14 @@ class Job:
     async def _answer(self) -> None:
         try:
             while not self._must_stop:
-                await self._refill()
-                if not self._running and (self.draining or not (self._queue or self._retries)):
+                await self._waiting.refill(self._context.ledger, self.batch.id)
+                if not self._running and (self.draining or not (self._waiting or self._retries)):
                     return
                 if not self.draining:
                     self._start_lines()
                 await self._collect()
         finally:
             await self._cancel_running()
-
-    async def _refill(self) -> None:
-        """Read the next page of lines, after the place of the last one. Retries are not read again."""
-        if self._read_all or len(self._queue) >= PAGE_LINES:
-            return
-        page = await self._context.ledger.unanswered(self.batch.id, self._last_place, PAGE_LINES)
-        self._queue += page
-        self._last_place = page[-1].place if page else self._last_place
-        self._read_all = len(page) < PAGE_LINES
 
     def _start_lines(self) -> None:
         now_s = self._context.clock()
@@ -195,20 +185,28 @@ class Job:
             in_flight // jobs - len(self._running),
             max(1, limits.starting // jobs) - starting,
         )
+        at_sites = lines_at_once(self._context.sites(), self._context.model_of(self.batch), 1) // jobs
         size = sum(line.size for line in self._running.values())
+        heavy = sum(
+            prefill_heavy(line.prompt_tokens, line.response_tokens) for line in self._running.values()
+        )
         lines: list[Line] = []
-        while len(lines) < max_lines and (line := self._next_line(now_s)) is not None:
+        while len(lines) < max_lines:
+            waiting = self._waiting.next_end(heavy, at_sites)
+            if (line := self._next_line(now_s, waiting)) is None:
+                break
             if size + line.size > limits.in_flight_bytes and (size or lines):
-                self._queue.appendleft(line)
+                waiting.appendleft(line)
                 break
             size += line.size
+            heavy += prefill_heavy(line.prompt_tokens, line.response_tokens)
             lines.append(line)
         return lines
 
-    def _next_line(self, now_s: float) -> Line | None:
+    def _next_line(self, now_s: float, waiting: deque[Line]) -> Line | None:
         if self._retries and self._retries[0][0] <= now_s:
             return heappop(self._retries)[-1]
-        return self._homes.take(self._queue)
+        return self._homes.take(waiting)
 
     def _model_is_unknown(self) -> bool:
         """Return whether certainly no site serves the model; each line then fails with that error."""
@@ -306,6 +304,8 @@ class Job:
             query_id=query_id,
             preferred_site=site or None,
             within_s=max(1.0, batch.expires_at - context.unix_time()),
+            any_order=(any_order := batch.order is Order.BLEND),
+            prefill_heavy=any_order and prefill_heavy(line.prompt_tokens, line.response_tokens),
         )
 
     def _error(self, line: Line, query_id: str, exc: Exception) -> Outcome:

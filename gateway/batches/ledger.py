@@ -20,6 +20,7 @@ from sqlalchemy import (
     exists,
     func,
     insert,
+    not_,
     or_,
     select,
     update,
@@ -27,6 +28,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from gateway.batches.files import Page, delete_in_steps, lock_tenant, page_query, publish
+from gateway.batches.order import PREFILL_HEAVY
 from gateway.batches.values import UNFINISHED, Batch, BatchStatus, File, Line, Outcome, Purpose
 from gateway.store.database import database_time
 from gateway.store.tables import batch_lines, batches, files
@@ -202,9 +204,14 @@ class Ledger:
                 await self._check_lease(connection, batch_id)
                 await connection.execute(insert(batch_lines), page)
 
-    async def unanswered(self, batch_id: str, after_place: int, limit: int) -> list[Line]:
-        """Return lines without an outcome after `after_place`, in the order of running."""
+    async def unanswered(
+        self, batch_id: str, after_place: int, limit: int, prefill_heavy: bool | None = None
+    ) -> list[Line]:
+        """Return lines without an outcome after `after_place`, of a kind or all, in the order of running."""
         unanswered = and_(batch_lines.c.batch_id == batch_id, batch_lines.c.outcome.is_(None))
+        if prefill_heavy is not None:
+            is_heavy = batch_lines.c.prompt_tokens >= PREFILL_HEAVY * batch_lines.c.response_tokens
+            unanswered = and_(unanswered, is_heavy if prefill_heavy else not_(is_heavy))
         query = (
             select(batch_lines)
             .where(unanswered, batch_lines.c.place > after_place)

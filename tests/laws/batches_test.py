@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -127,12 +127,12 @@ def test_lines_that_wait_to_run_again_cost_the_others_nothing_and_come_as_they_a
     waits_s = [Due(10.0 + number * 7 % 1_000) for number in range(1_000)]
     for number, wait_s in enumerate(waits_s):
         job._schedule(Retry(line(number), wait_s, pauses_batch=False))
-    assert [job._next_line(now_s) for _ in range(1_000)] == [None] * 1_000
+    assert [job._next_line(now_s, deque()) for _ in range(1_000)] == [None] * 1_000
     assert Due.looks <= 1_000
     now_s = 2_000.0
-    again = [job._next_line(now_s) for _ in range(1_000)]
+    again = [job._next_line(now_s, deque()) for _ in range(1_000)]
     assert [waits_s[each.number] for each in again if each] == sorted(waits_s)
-    assert job._next_line(now_s) is None
+    assert job._next_line(now_s, deque()) is None
 
 
 def test_as_many_lines_run_as_all_sites_of_the_model_take() -> None:

@@ -43,8 +43,9 @@ POLL_S = 0.05
 
 @dataclass
 class Replica:
-    """`asked`: the prompts that reached a site, in order. While `open` is not set, sites answer nothing;
-    `held` counts the prompts that wait there. A prompt for which `fails` is true fails at its site.
+    """`asked`: the prompts that reached a site, in order; `assigned`: the messages that they came in. While
+    `open` is not set, sites answer nothing; `held` counts the prompts that wait there. A prompt for which
+    `fails` is true fails at its site.
     """
 
     scene: Scene
@@ -52,6 +53,7 @@ class Replica:
     http: httpx2.AsyncClient
     passed_s: list[float]
     asked: list[str] = field(default_factory=list)
+    assigned: list[pb.Assign] = field(default_factory=list)
     open: asyncio.Event = field(default_factory=asyncio.Event)
     held: int = 0
     fails: Callable[[str], bool] = lambda prompt: False
@@ -129,6 +131,7 @@ class Replica:
         prompt = assign.chat.messages[-1].content if assign.HasField("chat") else assign.text
         inputs = json.loads(assign.pooling.body_json or '{"input": []}')["input"]
         self.asked.append(prompt)
+        self.assigned.append(assign)
         await site.send(accepted=pb.Accepted(attempt_id=assign.attempt_id, prompt_tokens=7))
         self.held += 1
         await self.open.wait()

@@ -62,3 +62,18 @@ def test_the_order_that_the_client_names_and_the_lines_that_begin_alike_are_know
         assert sizes.group.tolist() == [1, 2, 1]
         shares = sizes.shared_tokens / sizes.prompt_tokens
         assert shares[[0, 2]].min() > 0.6 and shares[1] < 0.1
+
+
+def test_sites_know_which_lines_may_overtake_others_and_which_have_long_prompts(url: str) -> None:
+    long = {"messages": [{"role": "user", "content": "to be, or not to be " * 400}], "max_tokens": 5}
+    lines = [chat_line(1), chat_line(2, **long)]
+
+    async def main() -> None:
+        async with replica(url) as here:
+            for chosen in ("blend", "longest"):
+                submitted = await here.submit(jsonl(*lines), metadata={"mico_order": chosen})
+                assert (await here.ended(submitted)).status == "completed"
+            flags = sorted((assign.any_order, assign.prefill_heavy) for assign in here.assigned)
+            assert flags == [(False, False), (False, False), (True, False), (True, True)]
+
+    asyncio.run(main())
