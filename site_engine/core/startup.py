@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Part(NamedTuple):
@@ -30,6 +32,15 @@ class StartUp:
             yield
         finally:
             self.parts.append(Part(name, began_s, self._clock()))
+
+    def timed(self, name: str, function: Callable[[], Result]) -> Callable[[], Result]:
+        """Return a function that is a part of the start."""
+
+        def run() -> Result:
+            with self.part(name):
+                return function()
+
+        return run
 
 
 def describe(parts: Iterable[Part], origin_s: float) -> str:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,6 @@ from site_engine.text.detokenize import Vocabulary
 if TYPE_CHECKING:
     from site_engine.engine.settings import EngineSettings
     from site_engine.model.loader import LoadedModel
-    from site_engine.model.weights import Weights
 
 SLOTS_ON_GPU = 256
 """The batch with which decode steps of an H200 were measured (bench/results/gpu.md)."""
@@ -91,14 +91,22 @@ def _load_model(
 ) -> LoadedModel:
     """Load the model; for a GPU, its weights and Triton come while Python imports transformers."""
     with ThreadPoolExecutor(2, "start-up") as threads:
-        weights = None
+        weights = launching = None
         if device.startswith("cuda"):
-            weights = _begin_for_gpu(config.model, device, dtype, startup, threads)
+            import torch
+
+            from site_engine.cuda.first_launch import launch_first
+            from site_engine.model.weights import reader
+
+            where, kind = torch.device(device), getattr(torch, dtype)
+            if (read := reader(Path(config.model), kind, where)) is not None:
+                weights = threads.submit(startup.timed("weights", read)).result
+            launching = threads.submit(startup.timed("Triton", partial(launch_first, where, kind)))
         with startup.part("transformers"):
             from site_engine.model import loader
 
             take_logs_of_transformers()
-        return loader.load(
+        model = loader.load(
             config.model,
             device=device,
             dtype=dtype,
@@ -106,35 +114,9 @@ def _load_model(
             vocabulary=vocabulary,
             startup=startup,
         )
-
-
-def _begin_for_gpu(
-    source: str, device: str, dtype: str, startup: StartUp, threads: ThreadPoolExecutor
-) -> Callable[[], Weights] | None:
-    """Begin on threads what needs no transformers; return what waits for a folder's weights, if it has any
-    that can be read as they are.
-    """
-    import torch
-
-    from site_engine.cuda.first_launch import launch_first
-    from site_engine.model import weights
-
-    where, kind = torch.device(device), getattr(torch, dtype)
-
-    def launch() -> None:
-        with startup.part("Triton"):
-            launch_first(where, kind)
-
-    read = weights.reader(Path(source), kind, where)
-
-    def read_all() -> Weights:
-        assert read is not None
-        with startup.part("weights"):
-            return read()
-
-    reading = threads.submit(read_all) if read is not None else None
-    threads.submit(launch)
-    return reading.result if reading is not None else None
+        if launching is not None:
+            launching.result()
+        return model
 
 
 def _settings(config: SiteConfig, device: str) -> EngineSettings:

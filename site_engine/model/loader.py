@@ -64,14 +64,14 @@ def load(
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    weights: Callable[[], Weights] | None = None,
+    weights: Callable[[], Weights | None] | None = None,
     vocabulary: Vocabulary | None = None,
     startup: StartUp | None = None,
 ) -> LoadedModel:
     """Load safetensors from a folder or a Hub id, or a GGUF file, which is converted on first use.
 
-    `weights` returns those of the folder on the device, read already, and `vocabulary` stands in for the
-    tokenizer's. Raises ModelNotSupported with the reason, OSError if a converted file can't be kept.
+    `weights` returns those of the folder on the device if they could be read, and `vocabulary` stands in for
+    the tokenizer's. Raises ModelNotSupported with the reason, OSError if a converted file can't be kept.
     """
     startup = startup or StartUp(time.monotonic)
     if source.endswith(gguf.SUFFIX):
@@ -80,8 +80,9 @@ def load(
         with startup.part("tokenizer"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         with startup.part("model"):
-            if weights is not None:
-                model = _with_weights(source, weights(), torch.device(device), getattr(torch, dtype))
+            found = weights() if weights is not None else None
+            if found is not None:
+                model = _with_weights(source, found, torch.device(device), getattr(torch, dtype))
             else:
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     source, dtype=getattr(torch, dtype), use_safetensors=True

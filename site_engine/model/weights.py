@@ -17,6 +17,7 @@ import torch
 
 THREADS = 8
 PIECE_BYTES = 8 << 20
+SPARE_BYTES = 2 << 30
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -31,10 +32,11 @@ class _Piece(NamedTuple):
     target: torch.Tensor
 
 
-def reader(folder: Path, dtype: torch.dtype, device: torch.device) -> Callable[[], Weights] | None:
+def reader(folder: Path, dtype: torch.dtype, device: torch.device) -> Callable[[], Weights | None] | None:
     """Return what reads a folder's weights; None if they are not plain tensors of `dtype`.
 
-    What it returns raises OSError, and RuntimeError if the device has too little memory.
+    What it returns raises OSError, and returns None if a GPU has not twice the memory that they take:
+    transformers reserves as much again for a moment when it builds a model around them.
     """
     files = _files(folder)
     headers = [(path, *_header(path)) for path in files]
@@ -42,7 +44,10 @@ def reader(folder: Path, dtype: torch.dtype, device: torch.device) -> Callable[[
     if kinds != {dtype}:
         return None
 
-    def read() -> Weights:
+    def read() -> Weights | None:
+        size_bytes = sum(path.stat().st_size for path in files)
+        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 2 * size_bytes + SPARE_BYTES:
+            return None
         weights: Weights = {}
         pieces: list[_Piece] = []
         for path, begin, entries in headers:
