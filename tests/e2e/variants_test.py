@@ -1,0 +1,147 @@
+"""Three sites of one base: queries go where the variant is, and to the next site when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import NotFoundError
+
+from mico.local.plan import to_toml
+from tests.support.local_federation import LocalFederation, eventually, mico
+from tests.support.tiny_model import write_tiny_model
+from tests.support.variants import fine_tuned, lora
+
+pytestmark = pytest.mark.e2e
+
+PROMPTS = ("Why is the sky blue?", "Bread and salt", "A line about rivers.")
+TOKENS = 16
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def site(
+    federation: LocalFederation, folder: Path, name: str, **variants: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a site of the base with adapters, by the commands that deployments use."""
+    known = tomllib.loads(federation.folder.config(federation.running.sites[0].name).read_text())
+    settings = {key: known[key] for key in ("gateways", "token_file")}
+    settings |= {"site": name, "slots": 4, "kv_tokens": 2048, "device": "cpu", "threads": 1}
+    text = to_toml({**settings, "models_from": [str(folder / "zoo")]})
+    text += f'\n[[group]]\nname = "g"\nmodel = "{folder / "base"}"\nserved_model = "shared-base"\n'
+    for variant, kind in variants.items():
+        text += f'[[group.variant]]\nid = "{variant}"\n{kind} = "{folder / "zoo" / variant}"\n'
+    config = folder / f"{name}.toml"
+    config.write_text(text)
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mico", "site", "--config", str(config)], stdout=log, stderr=log, cwd=ROOT
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def expected(folder: Path, model: Any) -> list[str]:
+    """Return the greedy answers of a model alone, adapter unmerged, in transformers."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
+    answers = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.no_grad():
+            whole = model.generate(ids, max_new_tokens=TOKENS, do_sample=False)
+        answers.append(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+def ask(federation: LocalFederation, model: str) -> tuple[list[str], set[str]]:
+    """Return the greedy answers of a model, and the sites that gave them."""
+    answers, sites = [], set()
+    for prompt in PROMPTS:
+        raw = federation.sdk().completions.with_raw_response.create(
+            model=model, prompt=prompt, max_tokens=TOKENS, temperature=0
+        )
+        answers.append(raw.parse().choices[0].text)
+        sites.add(str(raw.headers["x-mico-site"]))
+    return answers, sites
+
+
+def served(federation: LocalFederation) -> dict[str, set[str]]:
+    return {
+        name: set(each["models"]) for name, each in federation.sites().items() if each["state"] == "ready"
+    }
+
+
+def test_queries_go_where_the_variant_is_and_to_the_next_site_when_one_is_lost(
+    federation: LocalFederation, tmp_path: Path
+) -> None:
+    import transformers
+
+    write_tiny_model(tmp_path / "base")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    alone = {
+        "shared-base": plain,
+        "support": lora(tmp_path / "zoo" / "support", plain, rank=4, seed=1).alone,
+        "legal": lora(tmp_path / "zoo" / "legal", plain, rank=8, seed=2).alone,
+        "sales": fine_tuned(
+            tmp_path / "zoo" / "sales", plain, lambda name: ".layers.1." in name, seed=3
+        ).alone,
+    }
+    answers = {name: expected(tmp_path, model) for name, model in alone.items()}
+    assert len({tuple(each) for each in answers.values()}) == 4, "the variants do nothing"
+    with ExitStack() as stack:
+        stack.enter_context(site(federation, tmp_path, "v1", support="adapter"))
+        lost = stack.enter_context(site(federation, tmp_path, "v2", legal="adapter", sales="model"))
+        stack.enter_context(site(federation, tmp_path, "v3"))
+        wanted = {
+            "v1/g": {"shared-base", "support"},
+            "v2/g": {"shared-base", "legal", "sales"},
+            "v3/g": {"shared-base"},
+        }
+        eventually(lambda: wanted.items() <= served(federation).items(), "three sites with their variants")
+        parents = {each.id: each.to_dict()["parent"] for each in federation.sdk().models.list().data}
+        assert [parents[name] for name in alone] == [None, "shared-base", "shared-base", "shared-base"]
+        assert ask(federation, "support") == (answers["support"], {"v1/g"})
+        assert ask(federation, "legal") == (answers["legal"], {"v2/g"})
+        assert ask(federation, "sales") == (answers["sales"], {"v2/g"})
+        assert ask(federation, "shared-base")[0] == answers["shared-base"]
+
+        folder, legal = federation.folder.path, str(tmp_path / "zoo" / "legal")
+        order = ("models", "add", "v3/g", "legal", "--reason", "a second site", "--adapter")
+        mico(folder, *order, legal)
+        eventually(lambda: "legal" in served(federation)["v3/g"], "v3 serves it, too")
+        shown = mico(folder, "models", "show", "v3/g")
+        assert "legal" in shown and "MB" in shown
+        os.kill(lost.pid, signal.SIGKILL)
+        eventually(lambda: "v2/g" not in served(federation), "the site is lost")
+        assert ask(federation, "legal") == (answers["legal"], {"v3/g"})
+
+        refused = mico_fails(folder, *order[:3], "evil", *order[4:], "/etc")
+        assert "is not below models_from of this site" in refused
+        mico(folder, "models", "remove", "v1/g", "support", "--reason", "over")
+        eventually(lambda: "support" not in served(federation)["v1/g"], "it is removed")
+        with pytest.raises(NotFoundError):
+            ask(federation, "support")
+        audit = mico(folder, "audit")
+        assert "add model legal" in audit and "remove model support" in audit
+    federation.wait_until_idle()
+
+
+def mico_fails(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "mico", "--folder", str(folder), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
+    assert run.returncode != 0
+    return run.stderr
