@@ -58,14 +58,15 @@ class SiteHours:
         self._pending = {key: bits for key, bits in self._pending.items() if waiting.get(key) != bits}
 
     async def paid(self, since: float) -> list[PaidSite]:
-        """Return what each site cost in the minutes that began at `since` (unix time) or later."""
-        first_minute = -int(-since // 60)
+        """Return what each site cost from `since` (unix time) on, the part of a minute included."""
+        first_minute, begun_s = divmod(int(since), 60)
         rows = select(site_hours).where(site_hours.c.hour >= since // 3_600 * 3_600)
         sums: dict[tuple[str, str], int] = {}
         async with self._engine.connect() as connection:
             for row in await connection.execute(rows):
-                before = max(0, first_minute - int(row.hour) // 60)
-                minutes = (row.minutes >> before).bit_count()
+                before = first_minute - int(row.hour) // 60
+                minutes = row.minutes >> max(0, before)
+                paid_s = 60 * minutes.bit_count() - (begun_s if before >= 0 and minutes & 1 else 0)
                 key = (row.site, row.cloud)
-                sums[key] = sums.get(key, 0) + minutes * row.nano_usd_per_hour
-        return [PaidSite(*key, total // MINUTES_AN_HOUR) for key, total in sorted(sums.items())]
+                sums[key] = sums.get(key, 0) + paid_s * row.nano_usd_per_hour
+        return [PaidSite(*key, total // 3_600) for key, total in sorted(sums.items())]

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
@@ -85,6 +85,7 @@ class SnapshotPublisher:
         self._history_store = history_store
         self._rates = Rates()
         self._moves: deque[Event] = deque(maxlen=MAX_SHARED_MOVES)
+        self._paid_minute, self._paid = 0, set[str]()
         self.replica_summaries: Callable[[], Mapping[str, Summary]] = dict
         self.pools: Callable[[], list[Pool]] = list
         self.certificate_until: Callable[[str], float] = no_certificate
@@ -182,6 +183,7 @@ class SnapshotPublisher:
         )
         self.encoded = msgspec.json.encode(self.snapshot)
         self.history.add(self.snapshot.sample())
+        self._mark_paid_sites(int(now // 60))
         self._notify()
         return self.snapshot
 
@@ -208,13 +210,27 @@ class SnapshotPublisher:
         published.set()
 
     def _on_minute(self, minute: int, sample: Sample) -> None:
-        work = [self._mark_paid(minute)]
         if self._history_store is not None:
-            work.append(self._save(self._history_store, minute, sample))
-        for each in work:
-            task = asyncio.create_task(each)
-            self.saving.add(task)
-            task.add_done_callback(self.saving.discard)
+            self._save_aside(self._save(self._history_store, minute, sample))
+
+    def _mark_paid_sites(self, minute: int) -> None:
+        """Store which sites that are paid by the hour are joined in this minute, each as soon as it is seen:
+        what it answers is paid for from its first second.
+        """
+        is_new_minute = minute != self._paid_minute
+        if is_new_minute:
+            self._paid_minute, self._paid = minute, set()
+        joined = [site for site in self._directory.sites if site.state is not SiteState.DOWN]
+        paid = [each.identity for each in joined if each.identity.usd_per_hour]
+        new = [each for each in paid if each.name not in self._paid]
+        if new or is_new_minute:  # the latter also for what the database missed
+            self._paid.update(each.name for each in new)
+            self._save_aside(self._mark_paid(minute, new))
+
+    def _save_aside(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self.saving.add(task)
+        task.add_done_callback(self.saving.discard)
 
     async def _save(self, store: HistoryStore, minute: int, sample: Sample) -> None:
         try:
@@ -222,11 +238,9 @@ class SnapshotPublisher:
         except Exception:
             log.exception("a minute of figures could not be kept")
 
-    async def _mark_paid(self, minute: int) -> None:
-        """Store which sites that are paid by the hour are joined in this minute."""
-        sites = [site for site in self._directory.sites if site.state is not SiteState.DOWN]
+    async def _mark_paid(self, minute: int, sites: Sequence[SiteIdentity]) -> None:
         try:
-            await self.mark_paid(minute, [site.identity for site in sites if site.identity.usd_per_hour])
+            await self.mark_paid(minute, sites)
         except Exception:
             log.exception("the hours of sites could not be stored now; they are with the next minute's")
 

@@ -72,7 +72,9 @@ def test_columns_say_what_the_samples_say(kept: list[Sample]) -> None:
     assert all(len(values) == len(kept) for values in laid_out["clouds"].values())
 
 
-def test_at_the_end_of_a_minute_the_sites_that_are_paid_by_the_hour_are_marked() -> None:
+def test_a_site_that_is_paid_by_the_hour_is_marked_once_a_minute_when_it_is_first_seen() -> None:
+    """Not at the minute's end: what a site answers in its first minute would cost more than its hours."""
+
     async def main() -> None:
         now, directory = [600.0], Directory()
         marked: list[tuple[int, list[str]]] = []
@@ -80,15 +82,21 @@ def test_at_the_end_of_a_minute_the_sites_that_are_paid_by_the_hour_are_marked()
         async def mark(minute: int, sites: Sequence[SiteIdentity]) -> None:
             marked.append((minute, [site.name for site in sites]))
 
-        for name, usd_per_hour in (("own", 3.0), ("gone", 3.0), ("provider", 0.0)):
+        def join(name: str, usd_per_hour: float) -> None:
             identity = SiteIdentity(name, "b", "c", "r", {}, 1, 100, usd_per_hour=usd_per_hour)
             directory.join(identity, now[0])
+
+        for name, usd_per_hour in (("own", 3.0), ("gone", 3.0), ("provider", 0.0)):
+            join(name, usd_per_hour)
         directory.leave("gone")
         publisher = SnapshotPublisher(directory, "g1", clock=lambda: now[0], unix_time=lambda: now[0])
         publisher.mark_paid = mark
-        for now[0] in (600.0, 630.0, 660.0):
+        publisher.tick()
+        join("late", 2.0)
+        for now[0] in (630.0, 640.0, 660.0):
             publisher.tick()
+            directory.leave("late")
         await asyncio.gather(*publisher.saving)
-        assert marked == [(10, ["own"])]
+        assert marked == [(10, ["own"]), (10, ["late"]), (11, ["own"])]
 
     asyncio.run(main())

@@ -65,6 +65,8 @@ def test_priced_tokens_and_the_idle_remainder_are_the_paid_hours(url: str, tmp_p
             assert whole == ("own", "on-prem", 6 * NANO_USD)
             (later,) = await store.hours.paid(HOUR + 30 * 60)
             assert later.nano_usd == 4.5 * NANO_USD
+            (within_a_minute,) = await store.hours.paid(HOUR + 29 * 60 + 40)
+            assert within_a_minute.nano_usd == 4.5 * NANO_USD + 3 * NANO_USD // 180
             spent = (paid("q1", "own", 10**9), "on-prem"), (paid("q2", "own", 5 * 10**8), "on-prem")
             await record(store, *spent, (paid("q3", "there", 7), "aws"))
             for by in (TotalBy.SITE, TotalBy.CLOUD):
