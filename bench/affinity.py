@@ -2,7 +2,8 @@
 
 Simulated on the traces of Mooncake, which name the blocks of their prompts, and on made agents. DIR has
 `length_corpus.parquet` and `traces/`; without it only agents run, forecast by a histogram. The rivals choose
-sites themselves, with the order of `mico` and without offload. Runs repeat exactly.
+sites themselves, with the order of `mico` and without offload. Runs repeat exactly. Each seed is another
+part of a trace, another draw of agents, and other texts; a setting is the mean of its seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from functools import cache
 from itertools import product
 from math import exp, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
+
+import pandas as pd
 
 from gateway.routing.policies import POLICIES
 from mico.simulation import prompts, workloads
@@ -50,6 +54,7 @@ class Job(NamedTuple):
     load: float
     gateways: int
     affinity: str
+    seed: int
 
 
 class Source(NamedTuple):
@@ -58,22 +63,25 @@ class Source(NamedTuple):
 
 
 @cache
-def workload(trace: str, source: Source) -> tuple[list[Query], dict[int, Expected]]:
+def workload(trace: str, seed: int, source: Source) -> tuple[list[Query], dict[int, Expected]]:
+    count = source.queries
     if source.data is None:
-        queries = prompts.agents(source.queries, 0)
+        queries = prompts.agents(count, seed)
         return queries, expectations(queries, estimator("histogram")(queries))
     texts = workloads.corpus(source.data / "length_corpus.parquet")
     if trace == "agents":
-        queries = workloads.agents(texts, source.queries, 0)
+        queries = workloads.agents(texts, count, seed)
     else:
         file = source.data / "traces" / f"{trace}.parquet"
-        queries = workloads.from_trace(file, texts, source.queries, 0, prefixes=True)
+        parts = max(1, len(pd.read_parquet(file, columns=["arrival_s"])) // count)
+        first = seed % parts * count
+        queries = workloads.from_trace(file, texts, count, seed, first=first, prefixes=True)
     return queries, expectations(queries, estimator("shipped")(queries))
 
 
 def run(task: tuple[Job, Source]) -> tuple[Job, dict[str, Any]]:
     job, source = task
-    queries, expected = workload(job.trace, source)
+    queries, expected = workload(job.trace, job.seed, source)
     specs = sites_of(SITES[job.sites])
     most = min(131_072, *(spec.kv_tokens for spec in specs))
     fitting = [query for query in queries if query.prompt_tokens + query.response_tokens <= most]
@@ -92,11 +100,21 @@ def run(task: tuple[Job, Source]) -> tuple[Job, dict[str, Any]]:
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
     """Yield every setting with every affinity; prompts that share nothing with ours alone."""
-    settings = options.sites, options.loads, (options.gateways,)
+    settings = options.sites, options.loads, options.gateways
     shared = TRACES if options.data else TRACES[-1:]
-    yield from (Job(*each) for each in product(shared, *settings, (*OURS, *RIVALS)))
-    if options.data:
-        yield from (Job(*each) for each in product(UNSHARED, *settings, OURS))
+    unshared = UNSHARED if options.data else ()
+    for traces, affinities in ((shared, options.affinities), (unshared, OURS)):
+        kept = [each for each in affinities if each in options.affinities]
+        yield from (Job(*each) for each in product(traces, *settings, kept, range(options.seeds)))
+
+
+def mean_of_seeds(runs: Mapping[Job, Mapping[str, Any]]) -> dict[Job, dict[str, float]]:
+    """Return the mean of each setting, under the job of its first seed."""
+    rows: dict[Job, list[Mapping[str, Any]]] = {}
+    for job, row in runs.items():
+        rows.setdefault(job._replace(seed=0), []).append(row)
+    measures = (*MEASURES, "hit_rate")
+    return {job: {m: fmean(row[m] for row in each) for m in measures} for job, each in rows.items()}
 
 
 def tables(found: Mapping[Job, Mapping[str, Any]]) -> Iterator[str]:
@@ -118,17 +136,19 @@ def summary(found: Mapping[Job, Mapping[str, Any]]) -> dict[str, Any]:
     ]
     to_95 = [job for job in shared if job.load <= 0.95]
     answer: dict[str, Any] = {"settings": len(shared), "settings_to_95": len(to_95)}
-    for name in (*OURS[:-1], *RIVALS):
+    run = {job.affinity for job in found}
+    for name in [each for each in (*OURS[:-1], *RIVALS) if each in run]:
         ratios = {measure: _over_none(found, shared, name, measure) for measure in MEASURES}
         answer[name] = {
             "over_none": {m: round(exp(sum(map(log, r)) / len(r)), 3) for m, r in ratios.items()},
             "over_none_at_worst": {m: round(max(r), 3) for m, r in ratios.items()},
         }
-    for name, measure in product(OURS[:-1], MEASURES):
+    for name, measure in product(run.intersection(OURS[:-1]), MEASURES):
         best = [job.load <= 0.95 for job in shared if _is_best(found, job, name, measure)]
         answer[name] |= {f"best_{measure}_to_95": sum(best), f"best_{measure}": len(best)}
     unshared = [job for job in found if job.affinity == "none" and job.trace in UNSHARED]
-    worst = [abs(r - 1) for n in OURS for m in MEASURES for r in _over_none(found, unshared, n, m)]
+    ours = run.intersection(OURS)
+    worst = [abs(r - 1) for n in ours for m in MEASURES for r in _over_none(found, unshared, n, m)]
     return answer | {"unshared_off_at_most": max(worst, default=None)}
 
 
@@ -142,8 +162,8 @@ def _over_none(
 
 
 def _is_best(found: Mapping[Job, Mapping[str, Any]], job: Job, name: str, measure: str) -> bool:
-    others = [found[job._replace(affinity=other)][measure] for other in ("none", *RIVALS)]
-    return bool(found[job._replace(affinity=name)][measure] <= min(others))
+    others = (found.get(job._replace(affinity=other)) for other in ("none", *RIVALS))
+    return bool(found[job._replace(affinity=name)][measure] <= min(row[measure] for row in others if row))
 
 
 def main() -> int:
@@ -156,23 +176,25 @@ def main() -> int:
     parser.add_argument("--queries", type=int, default=2000, help="of each trace")
     parser.add_argument("--sites", nargs="+", default=["3"], choices=SITES)
     parser.add_argument("--loads", nargs="+", type=float, default=[0.95], help="without hits, of capacity")
-    parser.add_argument("--gateways", type=int, default=2)
+    parser.add_argument("--gateways", nargs="+", type=int, default=[2])
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each setting, whose means are printed")
+    parser.add_argument("--affinities", nargs="+", default=[*OURS, *RIVALS], help="`none` among them")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     began_s = time.monotonic()
     source = Source(options.data, options.queries)
     wanted = list(jobs(options))
-    for trace in dict.fromkeys(job.trace for job in wanted):
-        workload(trace, source)  # before the fork, so that each process has it
+    for trace, seed in dict.fromkeys((job.trace, job.seed) for job in wanted):
+        workload(trace, seed, source)  # before the fork, so that each process has it
     pool = multiprocessing.get_context("fork").Pool(options.jobs)
     done = {}
     with pool:
         for number, (job, row) in enumerate(pool.imap_unordered(run, [(job, source) for job in wanted]), 1):
             done[job] = row
             print(f"{number} of {len(wanted)}", end="\r", file=sys.stderr, flush=True)
-    found = {job: done[job] for job in wanted}
+    found = mean_of_seeds({job: done[job] for job in wanted})
     print(*tables(found), sep="\n")
-    print(f"\n{len(found)} runs of {options.queries} queries in {time.monotonic() - began_s:.0f} s")
+    print(f"\n{len(done)} runs of {options.queries} queries in {time.monotonic() - began_s:.0f} s")
     print(json.dumps(summary(found)))
     return 0
 

@@ -45,15 +45,17 @@ def corpus(path: Path) -> pd.DataFrame:
 
 
 def from_trace(
-    path: Path, texts: pd.DataFrame, max_queries: int, seed: int, *, prefixes: bool = False
+    path: Path, texts: pd.DataFrame, max_queries: int, seed: int, *, first: int = 0, prefixes: bool = False
 ) -> list[Query]:
-    """Return a trace's first `max_queries` queries, each with a text whose answer was about as long.
+    """Return `max_queries` queries of a trace from the `first` on, each with a text whose answer was about as
+    long.
 
     With `prefixes` their prompts share the blocks that the trace names in `prefix_block_ids`, or none.
     """
     if not path.exists():
         raise CommandFailed(f"{path} is not there", tip="name a trace file, poisson, burst or agents")
-    rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable").head(max_queries)
+    rows = pd.read_parquet(path).sort_values("arrival_s", kind="stable")
+    rows = rows.iloc[first : first + max_queries]
     random = np.random.default_rng(seed)
     queries = _queries(
         rows.arrival_s.to_numpy(dtype=float),
