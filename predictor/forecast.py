@@ -6,6 +6,7 @@ Pure. Within a range every whole length counts as equally likely.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -99,34 +100,27 @@ class Forecast:
     def remaining_columns(self) -> tuple[list[int], list[float], list[int]]:
         """Return the curve by column. Every query passes here, so it is one loop with few calls."""
         cumulative, edges, probabilities = self.cumulative, self.edges, self.probabilities
-        total, last, index_p90 = cumulative[-1], len(probabilities), 1
+        total, last, above_p90 = cumulative[-1], len(probabilities), 1
         moments = tuple(accumulate(map(mul, probabilities, _range_means(edges)), initial=0.0))
+        moment = moments[-1]
         starts, expected, p90 = [], [], []
         for index in self._curve_edges():
             start, mass = edges[index], total - cumulative[index]
-            rest = (moments[-1] - moments[index]) / mass - start
+            rest = (moment - moments[index]) / mass - start
             target = total - 0.1 * mass
-            while cumulative[index_p90] < target and index_p90 < last:  # it only ever rises
-                index_p90 += 1
-            range_start, missing, mass_here = (
-                edges[index_p90 - 1],
-                target - cumulative[index_p90 - 1],
-                probabilities[index_p90 - 1],
-            )
-            share = missing / mass_here if missing < mass_here else 1.0
-            remaining_p90 = range_start + ceil(share * (edges[index_p90] - range_start) - 1e-9) - start
+            above_p90 = bisect_left(cumulative, target, above_p90, last)  # it only ever rises
+            low, high = edges[above_p90 - 1], edges[above_p90]
+            missing, here = target - cumulative[above_p90 - 1], probabilities[above_p90 - 1]
+            end = low + ceil(missing / here * (high - low) - 1e-9) if missing < here else high
             starts.append(start)
             expected.append(rest if rest > MIN_REMAINING_TOKENS else MIN_REMAINING_TOKENS)
-            p90.append(remaining_p90 if remaining_p90 > 1 else 1)
+            p90.append(end - start if end > start else 1)
         return starts, expected, p90
 
-    def _curve_edges(self) -> list[int]:
+    def _curve_edges(self) -> Sequence[int]:
         """Return the indices of a curve's edges: the first, and evenly others up to CURVE_MIN_SURVIVAL."""
         visible_mass = self.cumulative[-1] * (1.0 - CURVE_MIN_SURVIVAL)
-        last = max(0, bisect_left(self.cumulative, visible_mass) - 1)
-        if last < CURVE_POINTS:
-            return list(range(last + 1))
-        return sorted({round(step * last / (CURVE_POINTS - 1)) for step in range(CURVE_POINTS)})
+        return _evenly(max(0, bisect_left(self.cumulative, visible_mass) - 1))
 
     def _ranges_above(self, generated: int) -> list[tuple[int, int, float]]:
         """Return (low, high, probability) of the ranges above `generated`, the first one cut to fit."""
@@ -154,6 +148,14 @@ class Forecast:
         low, high, mass = self.edges[index], self.edges[index + 1], self.probabilities[index]
         share = (target - self.cumulative[index]) / mass if mass > 0.0 else 1.0
         return low + max(1, ceil(min(1.0, share) * (high - low) - 1e-9))
+
+
+@lru_cache(maxsize=1024)
+def _evenly(last: int) -> Sequence[int]:
+    """Return CURVE_POINTS numbers from 0 to `last`, or all of them if there are fewer."""
+    if last < CURVE_POINTS:
+        return range(last + 1)
+    return sorted({round(step * last / (CURVE_POINTS - 1)) for step in range(CURVE_POINTS)})
 
 
 @lru_cache(maxsize=256)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from types import MappingProxyType
 from typing import TypeVar
@@ -47,8 +47,6 @@ MAX_TURN_DELTAS = 256
 """Deltas of a step that are handled before the event loop turns to others: some milliseconds."""
 MAX_PREFIXES_BYTES = 1024
 MAX_ABANDONED = 100_000
-BUNCH_BYTES = 1 << 20
-"""Size at which a bunch is closed; its last message may exceed it, bounded by the largest HTTP body."""
 MAX_AMOUNT = 1e12
 """Limit of seconds, tokens or dollars: far beyond real values, and sums and products of it stay finite."""
 
@@ -333,17 +331,19 @@ def count(query: Query, count_id: str) -> pb.GatewayMessage:
     return message
 
 
-def bundle(first: pb.GatewayMessage, waiting: Iterator[pb.GatewayMessage]) -> pb.GatewayMessage:
-    """Return `first` together with the messages waiting behind it, up to about BUNCH_BYTES."""
-    bunch, size = pb.GatewayBunch(), first.ByteSize()
-    for message in waiting:
-        if not bunch.messages:
-            bunch.messages.append(first)
-        bunch.messages.append(message)
-        size += message.ByteSize()
-        if size >= BUNCH_BYTES:
-            break
-    return pb.GatewayMessage(bunch=bunch) if bunch.messages else first
+def bunch(messages: Iterable[bytes]) -> bytes:
+    """Return serialized messages as one bunch, serialized, without reading or copying what is in them."""
+    part, whole = pb.GatewayBunch.MESSAGES_FIELD_NUMBER, pb.GatewayMessage.BUNCH_FIELD_NUMBER
+    return _field(whole, b"".join([_field(part, each) for each in messages]))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a field that is a message, as protobuf writes it: number and type, length, content."""
+    size, head = len(content), [number << 3 | 2]
+    while size > 0x7F:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    return bytes((*head, size)) + content
 
 
 def _prompt(query: Query, attempt_id: str, part: pb.Assign) -> None:

@@ -49,6 +49,16 @@ def test_what_a_site_says_is_the_same_in_bunches_and_none_is_large(sizes: list[i
     assert len(bunches) <= 1 + sizes.count(LARGE)
 
 
+@given(st.lists(st.sampled_from([1, 100, 130, 20_000, 3_000_000]), max_size=5))
+def test_a_bunch_is_written_from_its_serialized_messages_as_protobuf_writes_it(sizes: list[int]) -> None:
+    messages = [
+        pb.GatewayMessage(release=pb.Release(release_id=f"{number}", attempt_ids=["a" * size]))
+        for number, size in enumerate(sizes)
+    ]
+    expected = pb.GatewayMessage(bunch=pb.GatewayBunch(messages=messages)).SerializeToString()
+    assert gateway_codec.bunch(each.SerializeToString() for each in messages) == expected
+
+
 @pytest.mark.parametrize("reads_bunches", [True, False])
 def test_a_site_hears_all_in_order_and_in_bunches_only_if_it_reads_them(reads_bunches: bool) -> None:
     async def scenario() -> None:
