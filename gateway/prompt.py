@@ -6,6 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 
 class Images(NamedTuple):
     """The images of a message: all parts of its content, texts among them, as OpenAI's array in JSON.
@@ -18,8 +20,7 @@ class Images(NamedTuple):
     fetched: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True):
     """One turn of a chat. `content` is text alone. `tool_calls_json` is OpenAI's array as text, empty when
     there is none.
     """
@@ -33,8 +34,7 @@ class Message:
     images: Images | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(msgspec.Struct, frozen=True):
     """`tools_json` is OpenAI's array as text, empty if no function may be called. `tool_choice` is auto (or
     empty), required, or named: then `tool_name` must be called. `template_kwargs_json`: arguments of the chat
     template as a JSON object, empty if there are none. `reasoning_effort` is empty where the model decides.

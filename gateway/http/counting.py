@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 from litestar.types import Receive, Scope, Send
+from msgspec.structs import replace
 
 from gateway.anthropic.messages_format import MESSAGES
 from gateway.anthropic.messages_request import read_message_request

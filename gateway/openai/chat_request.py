@@ -18,6 +18,7 @@ from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.response_format import read_format
 from gateway.openai.sampling import (
     MAX_COUNT,
+    UNSUPPORTED_FIELDS,
     read_conversation,
     read_priority,
     read_sampling,
@@ -30,7 +31,13 @@ from gateway.prompt import Chat, Message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
-_UNSUPPORTED_FIELDS = frozenset({"functions", "audio", "prediction", "web_search_options", "verbosity"})
+_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {
+    "functions",
+    "audio",
+    "prediction",
+    "web_search_options",
+    "verbosity",
+}
 
 
 def read_chat(fields: Fields) -> GenerationRequest:

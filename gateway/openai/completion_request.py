@@ -7,6 +7,7 @@ from gateway.openai.request import GenerationRequest, read_stream_options
 from gateway.openai.sampling import (
     MAX_CHOICES,
     MAX_COUNT,
+    UNSUPPORTED_FIELDS,
     read_conversation,
     read_priority,
     read_sampling,
@@ -17,13 +18,14 @@ from gateway.prompt import Prompt
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 5
+_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {"suffix", "response_format"}
 
 
 def read_completion(fields: Fields) -> GenerationRequest:
     model = fields.required_text("model")
     prompts = _prompts(fields)
     max_tokens = fields.integer("max_tokens", 0, MAX_COUNT, DEFAULT_MAX_TOKENS)
-    refuse_unsupported(fields, frozenset({"suffix", "response_format"}))
+    refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS, None)
     sampling = read_sampling(
         fields, max_tokens=max_tokens, logprobs=logprobs, echo_prompt=fields.flag("echo")

@@ -110,8 +110,9 @@ class Fields:
 
     def present(self, names: frozenset[str]) -> list[str]:
         """Return those of `names` that were sent, sorted. Most requests send few fields."""
-        self._read |= names
-        return sorted(names & self._data.keys())
+        found = self._data.keys() & names
+        self._read |= found
+        return sorted(found)
 
     def unread(self) -> list[str]:
         """Return the names of the fields that no reader asked for, that is, the unknown ones."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from gateway.decision import PlacementLimits
 from gateway.domain import Caller, Model, Query, Sampling, needs
@@ -17,8 +18,7 @@ MAX_CONVERSATION_CHARS = 200
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
+class StreamOptions(msgspec.Struct, frozen=True):
     """`include_usage`: a last chunk has the usage of the answer; `continuous_usage`: every chunk has."""
 
     stream: bool = False
@@ -26,8 +26,7 @@ class StreamOptions:
     continuous_usage: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True):
     """`limit_field` is the name under which the client gave `sampling.max_tokens`; empty: where that is more
     than a context holds, it means as many as fit.
 
@@ -42,7 +41,7 @@ class GenerationRequest:
     limit_field: str
     stream_options: StreamOptions
     priority: int
-    repeated: Mapping[str, object] = field(default_factory=dict)
+    repeated: Mapping[str, object] = msgspec.field(default_factory=dict)
     prompt_field: str = "messages"
     custom_tools: frozenset[str] = frozenset()
     conversation: str = ""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.domain import TokenLogprob, ToolCall, Usage
 from gateway.openai.logprobs import chat_logprobs, text_logprobs
 from gateway.openai.tool_calls import merge_tool_calls
@@ -40,8 +42,7 @@ class ResponseSchema:
     logprobs: Callable[[Sequence[TokenLogprob], int], dict[str, object]]
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
+class ResponseHead(msgspec.Struct, frozen=True):
     """Fields that every chunk of one response repeats. `unix_time` dates its end."""
 
     id: str

@@ -5,9 +5,10 @@ Does not keep responses: `store`, `previous_response_id` and `conversation` are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.openai.content_parts import RESPONSE_IMAGE, Content, read_content
 from gateway.openai.custom_tools import custom_arguments
@@ -18,6 +19,7 @@ from gateway.openai.response_format import ANY_OBJECT, read_schema
 from gateway.openai.responses_tools import qualified_name, read_response_tools
 from gateway.openai.sampling import (
     MAX_COUNT,
+    UNSUPPORTED_FIELDS,
     read_conversation,
     read_priority,
     read_sampling,
@@ -39,6 +41,7 @@ _STATEFUL = {
     "background": "is not supported: nothing is stored here that could be fetched later",
     "prompt": "prompt templates are not stored here; send the text as 'instructions' and 'input'",
 }
+_UNSUPPORTED_FIELDS = UNSUPPORTED_FIELDS | {"context_management"}
 _IGNORED_FIELDS = frozenset({"user", "stream_options", "client_metadata", "prompt_cache_retention"})
 
 
@@ -49,7 +52,7 @@ def read_response(fields: Fields) -> GenerationRequest:
             fields.refuse(name, reason, UNSUPPORTED)
     if fields.raw("truncation") not in (None, "disabled"):
         fields.refuse("truncation", "can only be 'disabled': a prompt is never cut here", UNSUPPORTED)
-    refuse_unsupported(fields, frozenset({"context_management"}))
+    refuse_unsupported(fields, _UNSUPPORTED_FIELDS)
     fields.present(_IGNORED_FIELDS)
     messages = _messages(fields)
     tools, shown_tools, shown_choice = read_response_tools(fields)

@@ -134,9 +134,9 @@ def read_conversation(fields: Fields) -> str:
     return name if isinstance(name, str) else ""
 
 
-def refuse_unsupported(fields: Fields, names: frozenset[str] = frozenset()) -> None:
-    """Refuse `names` and UNSUPPORTED_FIELDS where they have an effect: null, false and empty values pass."""
-    for name in fields.present(UNSUPPORTED_FIELDS | names):
+def refuse_unsupported(fields: Fields, names: frozenset[str]) -> None:
+    """Refuse `names` where they have an effect: null, false and empty values pass."""
+    for name in fields.present(names):
         if fields.raw(name):
             fields.refuse(name, "is not supported yet; leave it out", UNSUPPORTED)
     fields.present(IGNORED_FIELDS)

@@ -45,7 +45,9 @@ class Minute:
 
     def give_back(self, amount: int, taken_at: float, now: float) -> None:
         self.used(now)
-        second = next((each for each in self._seconds if each >= int(taken_at)), None)
+        second: int | None = int(taken_at)
+        if second not in self._seconds:
+            second = next((each for each in self._seconds if each >= taken_at), None)
         if second is None or int(taken_at) + 1 + WINDOW_S <= now:
             return
         amount = min(amount, self._seconds[second])
@@ -53,12 +55,12 @@ class Minute:
         self._total -= amount
 
     def until_less(self, amount: int, now: float) -> float:
-        gone = 0
-        for second, taken in self._seconds.items():
-            gone += taken
-            if gone >= amount:
-                return max(0.0, second + 1 + WINDOW_S - now)
-        return WINDOW_S
+        stays, until = self._total - amount, None
+        for second, taken in reversed(self._seconds.items()):  # most ask until all is gone: the newest tells
+            if stays < 0:
+                break
+            until, stays = second, stays - taken
+        return WINDOW_S if until is None else max(0.0, until + 1 + WINDOW_S - now)
 
     def period(self, now: float) -> int:
         return 0
