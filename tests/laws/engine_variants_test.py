@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from site_engine.core.request import RemainingCurve, RemainingPoint, Request
+from site_engine.core.request import (
+    RejectionReason,
+    RemainingCurve,
+    RemainingPoint,
+    Request,
+    RequestRejected,
+)
+from site_engine.errors import VariantRefused
+from site_engine.variants.changes import LowRank
 from tests.support.engine_models import (
     VOCAB,
     Collected,
@@ -19,7 +30,7 @@ from tests.support.engine_models import (
     gather,
     greedy,
 )
-from tests.support.variants import Made, served, zoo
+from tests.support.variants import Made, fine_tuned, lora, served, zoo
 
 torch.set_num_threads(1)
 
@@ -65,6 +76,125 @@ def test_a_mixed_batch_gives_each_row_what_its_variant_gives_alone(name: str, tm
         preempted += sum(each.last.timings.preemptions for each in collected.values())
         assert_idle(engine)
     assert preempted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_requests_mixed(seed: int, tmp_path: Path) -> None:
+    """500 requests for each seed, through engines that preempt, share prefixes and evict adapters."""
+    model, plain = served("qwen2" if seed % 2 else "llama")
+    variants: list[Made | None] = [None, *zoo(tmp_path, plain)]
+    cases = random_cases(variants, seed=seed, count=500)
+    engine = engine_for(model, **SHAPES[seed])
+    for made in variants[1:]:
+        engine.add_variant(made.variant)
+    collected: dict[str, Collected] = {}
+    for at, case in enumerate(cases):
+        engine.submit(request(str(at), *case))
+        gather(engine.step(), collected)
+    drain(engine, collected)
+    for at, (made, prompt, tokens) in enumerate(cases):
+        assert collected[str(at)].token_ids == answer_of(made, plain, prompt, tokens), (at, made)
+    assert_idle(engine)
+
+
+def test_adding_and_removing_changes_nobodys_tokens(tmp_path: Path) -> None:
+    """Requests that wait or run when their variant is removed end with it; its name is free at once."""
+    model, plain = served()
+    variants: list[Made | None] = [None, *zoo(tmp_path / "zoo", plain)]
+    cases = random_cases(variants, seed=5, count=120)
+    engine = engine_for(model, slots=6, token_budget=32, kv_tokens=256)
+    collected: dict[str, Collected] = {}
+    for at, (made, prompt, tokens) in enumerate(cases):
+        if made is not None and made.variant.id not in engine.variants:
+            engine.add_variant(made.variant)
+        engine.submit(request(str(at), made, prompt, tokens))
+        gather(engine.step(), collected)
+        if made is not None and at % 3 == 0:
+            engine.remove_variant(made.variant.id)
+            with pytest.raises(RequestRejected, match="is not served here any more") as refused:
+                engine.submit(request("late", made, prompt, tokens))
+            assert refused.value.reason is RejectionReason.MODEL_UNKNOWN
+    drain(engine, collected)
+    for at, (made, prompt, tokens) in enumerate(cases):
+        assert collected[str(at)].token_ids == answer_of(made, plain, prompt, tokens), at
+    assert_idle(engine)
+
+
+def test_a_name_given_to_other_contents_finds_nothing_stale(tmp_path: Path) -> None:
+    model, plain = served()
+    first, second = (lora(tmp_path / str(seed) / "shop", plain, rank=4, seed=seed) for seed in (1, 2))
+    engine = engine_for(model)
+    prompt = list(range(1, 60))
+    answers = []
+    for made in (first, second, first):
+        engine.add_variant(made.variant)
+        engine.submit(request("r", made, prompt, 8))
+        answers.append(drain(engine)["r"])
+        engine.remove_variant("shop")
+    assert [each.token_ids for each in answers] == [made.answer(prompt, 8) for made in (first, second, first)]
+    cached = [each.last.timings.cached_prompt_tokens for each in answers]
+    assert cached[:2] == [0, 0]
+    assert cached[2] > 40, "the same contents find their pages again"
+
+
+def test_equal_parts_are_stored_once_and_go_with_the_last_that_has_them(tmp_path: Path) -> None:
+    model, plain = served()
+    engine = engine_for(model)
+    made = [
+        fine_tuned(tmp_path / "a", plain, lambda name: ".layers.1." in name, seed=3),
+        fine_tuned(tmp_path / "b", plain, lambda name: ".layers.1." in name, seed=3),
+        fine_tuned(tmp_path / "c", plain, lambda name: ".layers." in name and "proj" in name, seed=4),
+    ]
+    chains = [engine.add_variant(each.variant) for each in made]
+    assert chains[0].blocks == chains[1].blocks
+    assert [(block.first, block.last) for block in chains[0].blocks] == [(1, 2)]
+    assert [(block.first, block.last) for block in chains[2].blocks] == [(0, 1), (1, 2)]
+    layer_bytes = sum(each.nbytes for each in plain.model.layers[1].parameters())
+    assert chains[0].own_bytes == layer_bytes
+    own = [engine._variants.served[each].changes["model.layers.1.mlp.up_proj"].own for each in "abc"]
+    assert own[0] is own[1] is not own[2]
+    gone = weakref.ref(own[0])
+    del own
+    engine.remove_variant("a")
+    gc.collect()
+    assert gone() is not None
+    engine.remove_variant("b")
+    gc.collect()
+    assert gone() is None, "its memory is free"
+
+
+def test_a_variants_own_end_token_ends_its_answers_alone(tmp_path: Path) -> None:
+    model, plain = served()
+    made = lora(tmp_path / "ends", plain, rank=4, seed=9)
+    prompt = [3, 1, 4]
+    whole = made.answer(prompt, 12)
+    end = next(token for token in whole[2:] if token not in whole[:2])
+    (tmp_path / "ends" / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    engine = engine_for(model)
+    assert engine.add_variant(made.variant).eos_token_ids == (end,)
+    for name, chain in (("variant", made), ("base", None)):
+        engine.submit(request(name, chain, prompt, 12))
+    answers = drain(engine)
+    assert answers["variant"].token_ids == whole[: whole.index(end) + 1]
+    assert answers["base"].token_ids == answer_of(None, plain, prompt, 12)
+
+
+def test_a_variant_that_computes_something_else_in_a_batch_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = served()
+    made = lora(tmp_path / "a", plain, rank=4, seed=1)
+    engine = engine_for(model)
+    product = LowRank.__call__
+
+    def wrong_beside_others(self: LowRank, given: torch.Tensor) -> torch.Tensor:
+        return product(self, given) * (1.0 if given.shape[1] > 30 else 1.5)
+
+    monkeypatch.setattr(LowRank, "__call__", wrong_beside_others)
+    with pytest.raises(VariantRefused, match="computes other logits beside other rows than alone"):
+        engine.add_variant(made.variant)
+    assert not engine.variants
 
 
 def random_cases(
