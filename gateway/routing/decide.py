@@ -13,7 +13,7 @@ from gateway.domain import Site
 from gateway.prices import MAX_NANO_USD, NANO_USD
 from gateway.routing.candidates import Candidates, Choice, Policy
 from gateway.routing.demand import Demand
-from gateway.routing.estimate import estimate_at, estimates, price_usd, sizes
+from gateway.routing.estimate import estimates, estimates_at, price_usd, sizes
 from gateway.routing.filters import may, why_not
 from gateway.routing.fleet import Fleet
 
@@ -87,10 +87,10 @@ def _best_estimates(
     if np.count_nonzero(candidates.may) > MAX_ESTIMATES:
         by = np.where(candidates.may, found.finish_s if cost is None else cost, np.inf)
         best = np.argpartition(by, MAX_ESTIMATES - 1)[: MAX_ESTIMATES - 1]
-        places = sorted({*best.tolist(), choice.place})
+        places = np.array(sorted({*best.tolist(), choice.place}))
     else:
-        places = candidates.places.tolist()
-    return tuple(estimate_at(sites[place], found, place, demand, now_s, cost=cost) for place in places)
+        places = candidates.places
+    return estimates_at(places, sites, found, demand, now_s, cost=cost)
 
 
 def _exclusion_reasons(

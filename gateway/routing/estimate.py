@@ -10,7 +10,7 @@ Every function takes one demand and many sites, or many demands and one site, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,7 +111,7 @@ def estimate(demand: Demand, site: Site, now_s: float) -> Estimate:
     """Return the estimate for one site."""
     fleet = Fleet.of([site])
     found = estimates(sizes(demand, fleet), fleet.figures, fleet.remaining)
-    return estimate_at(site, found, 0, demand, now_s)
+    return estimates_at(np.zeros(1, np.intp), [site], found, demand, now_s)[0]
 
 
 def sizes(demand: Demand, fleet: Fleet) -> Sizes:
@@ -134,21 +134,37 @@ def _cached_tokens(cached: Cached, fleet: Fleet) -> Numbers | float:
     return tokens
 
 
-def estimate_at(
-    site: Site, found: Estimates, place: int, demand: Demand, now_s: float, *, cost: Numbers | None = None
-) -> Estimate:
-    """Return the estimate of one site, as it is kept with a decision."""
-    return Estimate(
-        site=site.name,
-        wait_s=float(found.wait_s[place]),
-        first_token_s=float(found.first_token_s[place]),
-        finish_s=float(found.finish_s[place]),
-        price_usd=float(found.price_usd[place]),
-        kv_tokens=demand.kv_tokens,
-        cached_tokens=demand.cached.at(site.name),
-        load_age_s=max(0.0, now_s - site.load.received_s),
-        cost=None if cost is None else float(cost[place]),
-    )
+def estimates_at(
+    places: NDArray[np.intp],
+    sites: Sequence[Site],
+    found: Estimates,
+    demand: Demand,
+    now_s: float,
+    *,
+    cost: Numbers | None = None,
+) -> tuple[Estimate, ...]:
+    """Return the estimates of some of the sites, as they are kept with a decision."""
+    compared = (found.wait_s, found.first_token_s, found.finish_s, found.price_usd)
+    wait_s, first_token_s, finish_s, price_usd = (each.take(places).tolist() for each in compared)
+    costs = [None] * len(places) if cost is None else cost.take(places).tolist()
+    cached, kv_tokens = demand.cached, demand.kv_tokens
+    kept = []
+    for index, place in enumerate(places.tolist()):
+        name, age_s = sites[place].name, max(0.0, now_s - sites[place].load.received_s)
+        kept.append(
+            Estimate(
+                name,
+                wait_s[index],
+                first_token_s[index],
+                finish_s[index],
+                price_usd[index],
+                kv_tokens,
+                age_s,
+                cached.at(name),
+                costs[index],
+            )
+        )
+    return tuple(kept)
 
 
 def of_demands(demands: Iterable[tuple[Demand, str]]) -> Sizes:

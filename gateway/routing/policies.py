@@ -38,14 +38,7 @@ it goes where it is cheap, and its first token counts no more than another.
 def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
     """Pick the least completion time; a late first token, crowding, price and missed reports add to it."""
     found, at = candidates.estimates, candidates.at
-    fastest_s = found.iteration_s.min(where=candidates.may, initial=np.inf)
-    decode_s = demand.response_tokens * fastest_s
-    crowding = _crowding(candidates)
-    others_s = (CROWDING * decode_s) * crowding
-    if demand.cached.by_site:
-        others_s *= _work_left(demand, candidates, decode_s)
-        others_s += _computed_again(candidates, crowding)
-    cost_s = found.finish_s + others_s
+    cost_s = found.finish_s + _cost_to_others(demand, candidates)
     due_s = candidates.now_s - REPORTS_EVERY_S
     if np.count_nonzero(at.heard_s < due_s):
         cost_s += STALE_PENALTY * np.maximum(0.0, due_s - at.heard_s)
@@ -54,9 +47,7 @@ def mico(demand: Demand, candidates: Candidates, turn: int) -> Choice:
         cost_s += FIRST_TOKEN * found.first_token_s
     cost_s /= at.weight
     place = candidates.least(cost_s, turn)
-    wait_s, first_s, finish_s = (
-        float(each[place]) for each in (found.wait_s, found.first_token_s, found.finish_s)
-    )
+    wait_s, first_s, finish_s = found.wait_s[place], found.first_token_s[place], found.finish_s[place]
     waits = f"waits {wait_s:.2f} s, " if wait_s > 0 else ""
     promise = f"first token in {first_s:.2f} s, done in {finish_s:.2f} s"
     if (cached := demand.cached.at(candidates.sites[place].name)) >= 1.0:
@@ -118,31 +109,30 @@ def _crowding(candidates: Candidates) -> Numbers:
     return np.where(full, 2.0 * per_slot - 1.0, squared) if np.count_nonzero(full) else squared
 
 
-def _work_left(demand: Demand, candidates: Candidates, decode_s: float) -> Numbers:
-    """Return the part of a query's work that a site has left where it has the beginning of the prompt.
+def _cost_to_others(demand: Demand, candidates: Candidates) -> Numbers:
+    """Return the seconds that a query costs the others at a site.
 
-    That much less the query delays the others. Decoding takes one slot; a prefill delays all of them, and
-    first tokens above all.
+    Decoding takes one slot, a prefill delays all of them. So a query delays the others less by the part of
+    its work that the cache spares, in which first tokens count more. What a site computes although another
+    candidate has it delays them beyond that; and it takes the room of other prefixes, so that as much is
+    computed again for a later first token.
     """
-    at = candidates.at
-    weight = (1.0 + FIRST_TOKEN) * at.slots
-    decode_s += 1e-9  # nothing is divided by 0 where a query takes no time
-    whole = decode_s + weight * (at.per_token_s * demand.prompt_tokens)
-    left: Numbers = (decode_s + weight * candidates.estimates.prefill_s) / whole
-    return left
-
-
-def _computed_again(candidates: Candidates, crowding: Numbers) -> Numbers:
-    """Return the cost to others where a site computes what another candidate has in its cache, in seconds.
-
-    Nothing of it is needed, and it takes the time of all slots, each crowded as by decoding. It also takes
-    the room of other prefixes, so that as much is computed again later, for somebody's first token.
-    """
-    at, cached = candidates.at, candidates.estimates.cached_tokens
-    most = np.max(cached, where=candidates.may, initial=0.0)
-    per_second = (1.0 + FIRST_TOKEN) + (CROWDING * at.slots) * crowding
-    again_s: Numbers = at.per_token_s * np.maximum(0.0, most - cached)
-    return per_second * again_s
+    at, found = candidates.at, candidates.estimates
+    fastest_s = np.minimum.reduce(found.iteration_s, where=candidates.may, initial=np.inf)
+    decode_s = demand.response_tokens * float(fastest_s)
+    crowding = CROWDING * _crowding(candidates)
+    if not demand.cached.by_site:
+        own: Numbers = decode_s * crowding
+        return own
+    new_tokens = demand.prompt_tokens - found.cached_tokens
+    again_tokens = new_tokens - np.minimum.reduce(new_tokens, where=candidates.may, initial=np.inf)
+    all_slots_s = at.slots * at.per_token_s
+    weighted_s = (1.0 + FIRST_TOKEN) * all_slots_s
+    alone_s = decode_s + 1e-9  # nothing is divided by 0 where a query takes no time
+    work_left = (alone_s + weighted_s * new_tokens) / (alone_s + weighted_s * demand.prompt_tokens)
+    evicted_s = (1.0 + FIRST_TOKEN) * (at.per_token_s * again_tokens)
+    whole: Numbers = crowding * (decode_s * work_left + all_slots_s * again_tokens) + evicted_s
+    return whole
 
 
 def requests_per_slot(candidates: Candidates) -> Numbers:
