@@ -100,7 +100,7 @@ app.add_typer(drill.app, name="drill")
 app.command(context_settings={"allow_interspersed_args": False})(bench.bench)
 app.command()(simulate.simulate)
 app.command()(processes.gateway)
-app.command()(processes.site)
+app.add_typer(processes.sites, name="site")
 app.add_typer(config.app, name="config")
 app.add_typer(database.app, name="db")
 

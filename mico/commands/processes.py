@@ -11,6 +11,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from mico.errors import CommandFailed, ExitCode
+from mico.options import Json
+from mico.session import session_of
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="A TOML file; the environment overrides it.")
@@ -37,7 +39,14 @@ def gateway(config: ConfigFile = None, overrides: Overrides = None) -> None:
     raise typer.Exit(status)
 
 
+sites = typer.Typer(
+    help="Run one site: it loads its model, or finds its server, and dials the gateways until SIGTERM."
+)
+
+
+@sites.callback(invoke_without_command=True)
 def site(
+    context: typer.Context,
     config: ConfigFile = None,
     engine: Annotated[
         str | None, typer.Option(help="native, or openai: a server that runs already, at --url.")
@@ -48,6 +57,8 @@ def site(
     overrides: Overrides = None,
 ) -> None:
     """Run one site: it loads its model, or finds its server, and dials the gateways until SIGTERM."""
+    if context.invoked_subcommand:
+        return
     from site_engine.app import run
     from site_engine.config import load
     from site_engine.errors import ConfigError
@@ -59,6 +70,59 @@ def site(
             "the site can't start", cause=str(error), exit_code=ExitCode.WRONG_USAGE
         ) from error
     exit_at_once(run(loaded))
+
+
+@sites.command("plan")
+def plan_site(
+    context: typer.Context,
+    config: ConfigFile = None,
+    gpus: Annotated[str, typer.Option(help="COUNTxNAME, such as H200, or COUNTxSIZEGiB.")] = "H200",
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Plan a site's memory from the headers of its files: shared, own, KV tokens, and what is refused."""
+    from site_engine.config import load
+    from site_engine.errors import ConfigError
+    from site_engine.plan import parse_gpus, plan
+
+    try:
+        found = plan(load(config, os.environ, **parse_overrides(overrides)), parse_gpus(gpus))
+    except ConfigError as error:
+        raise CommandFailed(
+            "the site can't be planned", cause=str(error), exit_code=ExitCode.WRONG_USAGE
+        ) from error
+    terminal = session_of(context).terminal
+    if as_json:
+        terminal.json(
+            {
+                **found._asdict(),
+                "gpus": found.gpus._asdict(),
+                "own_bytes": found.own_bytes,
+                "variants": [each._asdict() for each in found.variants],
+            }
+        )
+    else:
+        rows = [["base, shared by all", format_bytes(found.shared_bytes)]]
+        rows += [
+            [each.id, f"{'at most ' if each.kind == 'model' else ''}{format_bytes(each.own_bytes)}"]
+            for each in found.variants
+        ]
+        rows.append(
+            [f"{found.kv_tokens:,} KV tokens", format_bytes(found.kv_tokens * found.kv_bytes_per_token)]
+        )
+        terminal.table([f"on one {found.gpus.name} of {format_bytes(found.gpus.bytes)}", "memory"], rows)
+        if found.gpus.devices > 1:
+            terminal.info(
+                f"a site uses one GPU: {found.gpus.devices} of them take {found.gpus.devices} sites"
+            )
+        for name, reason in found.refused.items():
+            terminal.info(f"{name} is refused: {reason}")
+    if found.refused:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def format_bytes(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 10**9 else f"{size / 1e6:,.1f} MB"
 
 
 def exit_at_once(status: int) -> NoReturn:

@@ -36,6 +36,10 @@ KEY = "admin created_at expires_at hint id models name regions revoked_at state 
 PROMISED: dict[tuple[str, ...], dict[str, str]] = {
     ("status",): {"": "base_url model processes", "processes[]": PROCESS},
     ("models",): {"[]": "created features id max_model_len object owned_by parent root"},
+    ("site", "plan", "--config", "PLAN"): {
+        "": "gpus kv_bytes_per_token kv_tokens own_bytes refused shared_bytes variants",
+        "gpus": "bytes devices name",
+    },
     ("models", "list"): {"[]": "about bytes folder name state"},
     ("models", "show", "SITE"): {"[]": "context_tokens created id own_bytes parent revision"},
     ("sites", "list"): {"[]": SITE},
@@ -175,6 +179,7 @@ def test_json_keeps_its_names(
         "SITE": federation.running.sites[0].name,
         "REQUEST": request_id,
         "CORPUS": corpus,
+        "PLAN": str(federation.folder.config(federation.running.sites[0].name)),
     }
     status, out, err = run(*(words.get(word, word) for word in command), "--json")
     assert status == 0, err

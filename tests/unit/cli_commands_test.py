@@ -20,7 +20,6 @@ DATA_IS_NO_JSON = {
     "mico down",
     "mico chat",
     "mico gateway",
-    "mico site",
     "mico pki init",
     "mico pki invite",
     "mico pki revoke",

@@ -1,0 +1,159 @@
+"""What a site needs is read from headers: files that are sparse have them, and no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from site_engine.config import SiteConfig, VariantConfig
+from site_engine.errors import ConfigError
+from site_engine.plan import Gpus, Plan, parse_gpus, plan
+
+LAYERS, WIDTH, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4096, 8, 128, 128_256
+Q, GATE = "model.layers.{}.self_attn.q_proj", "model.layers.{}.mlp.gate_proj"
+CONFIG = {
+    "num_hidden_layers": LAYERS,
+    "hidden_size": WIDTH,
+    "num_attention_heads": 32,
+    "num_key_value_heads": KV_HEADS,
+}
+BASE = {
+    "model.embed_tokens.weight": (VOCABULARY, WIDTH),
+    "lm_head.weight": (VOCABULARY, WIDTH),
+    **{f"{Q.format(layer)}.weight": (WIDTH, WIDTH) for layer in range(LAYERS)},
+    **{f"{GATE.format(layer)}.weight": (14_336, WIDTH) for layer in range(LAYERS)},
+}
+NUMBERS = sum(map(prod, BASE.values()))
+PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
+
+
+def write(path: Path, shapes: Mapping[str, tuple[int, ...]], missing_bytes: int = 0) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end - missing_bytes)  # sparse
+
+
+def adapter(rank: int, width: int = WIDTH, layers: int = LAYERS) -> dict[str, tuple[int, ...]]:
+    named = [f"base_model.model.{Q.format(layer)}" for layer in range(layers)]
+    halves = {f"{name}.lora_A.weight": (rank, width) for name in named}
+    return halves | {f"{name}.lora_B.weight": (WIDTH, rank) for name in named}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "base" / "model.safetensors", BASE)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(CONFIG))
+    write(tmp_path / "lora" / "adapter_model.safetensors", adapter(16))
+    write(tmp_path / "tuned" / "model.safetensors", BASE)
+    return tmp_path
+
+
+def planned(folder: Path, gpus: str = "H200", *variants: VariantConfig, **settings: Any) -> Plan:
+    config = SiteConfig(
+        site="a", gateways=("g:1",), model=str(folder / "base"), variants=variants, **settings
+    )
+    return plan(config, parse_gpus(gpus))
+
+
+def of_adapter(folder: Path, name: str = "lora") -> VariantConfig:
+    return VariantConfig(name, adapter=str(folder / name))
+
+
+def test_bytes_are_those_of_the_tensors_and_the_rest_holds_keys_and_values(folder: Path) -> None:
+    found = planned(folder, "H200", of_adapter(folder), VariantConfig("tuned", model=str(folder / "tuned")))
+    own = 2 * sum(map(prod, adapter(16).values()))
+    assert (found.shared_bytes, found.kv_bytes_per_token) == (2 * NUMBERS, PER_TOKEN)
+    assert [(each.id, each.own_bytes) for each in found.variants] == [("lora", own), ("tuned", 2 * NUMBERS)]
+    assert found.own_bytes == own + 2 * NUMBERS
+    assert not found.refused
+    held = found.shared_bytes + found.own_bytes + found.kv_tokens * PER_TOKEN
+    assert held <= found.gpus.bytes
+    assert found.kv_tokens == int((found.gpus.bytes - 2 * NUMBERS) * 0.85) // PER_TOKEN
+
+
+def test_no_plan_exceeds_memory_and_who_finds_no_room_is_told_both_numbers(folder: Path) -> None:
+    tuned = [VariantConfig(f"tuned-{number}", model=str(folder / "tuned")) for number in range(9)]
+    found = planned(folder, "H200", *tuned)
+    assert 0 < len(found.variants) < len(tuned)
+    assert len(found.variants) + len(found.refused) == len(tuned)
+    assert found.shared_bytes + found.own_bytes + found.kv_tokens * PER_TOKEN <= found.gpus.bytes
+    reason = found.refused["tuned-8"]
+    assert f"it needs {2 * NUMBERS:,} bytes, and " in reason and "kv_tokens may be fewer" in reason
+    assert not planned(folder, "H200", *tuned[:6], kv_tokens=1000).refused
+
+
+def test_a_base_that_does_not_fit_is_refused_with_the_numbers(folder: Path) -> None:
+    found = planned(folder, "1x4GiB", of_adapter(folder))
+    (of_base,) = (reason for name, reason in found.refused.items() if name.endswith("base"))
+    assert f"the base has {2 * NUMBERS:,} bytes" in of_base and f"a device has {4 * 2**30:,}" in of_base
+
+
+@pytest.mark.parametrize(
+    ("shapes", "complaint"),
+    [
+        (adapter(128), "has rank 128; the limit is 64"),
+        (adapter(8, width=2048), "wrong base: model.layers.0.self_attn.q_proj is (4096, 4096), its adapter"),
+        (adapter(8, layers=33), "the base has no module model.layers.32.self_attn.q_proj"),
+        (dict(list(adapter(8).items())[: LAYERS + 1]), "has half a product"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused(
+    folder: Path, shapes: dict[str, tuple[int, ...]], complaint: str
+) -> None:
+    write(folder / "odd" / "adapter_model.safetensors", shapes)
+    found = planned(folder, "H200", of_adapter(folder, "odd"), of_adapter(folder))
+    assert complaint in found.refused["odd"]
+    assert [each.id for each in found.variants] == ["lora"]
+
+
+def test_files_that_are_cut_pickled_or_no_safetensors_are_refused(folder: Path) -> None:
+    write(folder / "cut" / "adapter_model.safetensors", adapter(8), missing_bytes=1)
+    for name, file in (("pickle", "adapter_model.bin"), ("odd", "adapter_model.safetensors")):
+        (folder / name).mkdir()
+        (folder / name / file).write_bytes(b"\x80" * 100)
+    names = ("cut", "pickle", "odd", "absent")
+    refused = planned(folder, "H200", *(of_adapter(folder, name) for name in names)).refused
+    assert "is cut: " in refused["cut"]
+    assert "pickles can run code and are not read" in refused["pickle"]
+    assert "is no safetensors file: a header of" in refused["odd"]
+    assert "needs adapter_model.safetensors: there is none" in refused["absent"]
+
+
+def test_a_model_of_other_shapes_is_refused(folder: Path) -> None:
+    wide = {**BASE, f"{Q.format(3)}.weight": (WIDTH, 2048)}
+    write(folder / "wide" / "model.safetensors", wide)
+    lacking = {name: shape for name, shape in BASE.items() if ".31." not in name}
+    write(folder / "lacking" / "model.safetensors", lacking)
+    tied = {name: shape for name, shape in BASE.items() if name != "lm_head.weight"}
+    write(folder / "tied" / "model.safetensors", tied)
+    variants = [VariantConfig(name, model=str(folder / name)) for name in ("wide", "lacking", "tied")]
+    found = planned(folder, "H200", *variants, kv_tokens=1000)
+    assert "wrong base: model.layers.3.self_attn.q_proj.weight is (4096, 2048)" in found.refused["wide"]
+    assert "it lacks 2 tensors of the base" in found.refused["lacking"]
+    assert [each.id for each in found.variants] == ["tied"]
+
+
+def test_gpus_are_named_or_sized() -> None:
+    assert parse_gpus("H200") == Gpus(1, "H200", 143_771 * 2**20)
+    assert parse_gpus("2xH200").devices == 2
+    assert parse_gpus("4x22.5GiB") == Gpus(4, "22.5 GiB", int(22.5 * 2**30))
+    for wrong in ("", "0xH200", "H300", "2x", "24GB", "-1xH200", "2xH200x"):
+        with pytest.raises(ConfigError, match="COUNTxNAME"):
+            parse_gpus(wrong)
+
+
+def test_a_base_that_is_not_here_cannot_be_planned(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be planned: .* needs model.safetensors: there is none"):
+        planned(tmp_path)
