@@ -103,7 +103,7 @@ class Group:
         self._models[variant.id] = replace(
             self._base,
             id=variant.id,
-            revision=answer.fingerprint,
+            revision=f"{self._base.revision}+{answer.fingerprint}",  # which names what is its own alone
             created_s=int(time.time()),
             parent=self._base.id,
             own_bytes=answer.own_bytes,

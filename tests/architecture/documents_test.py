@@ -143,9 +143,9 @@ def unknown_parts(words: list[str]) -> Iterator[str]:
     from mico.cli import app
 
     command: Any = typer.main.get_command(app)
-    spoken = "mico"
+    spoken, is_given_options = "mico", False  # a group that runs itself, with options and their values
     for word in words:
-        inner = getattr(command, "commands", None)
+        inner = None if is_given_options else getattr(command, "commands", None)
         if inner is not None and not word.startswith("-"):
             if word not in inner:
                 yield f"{spoken} {word}: no such command"
@@ -153,6 +153,7 @@ def unknown_parts(words: list[str]) -> Iterator[str]:
             command, spoken = inner[word], f"{spoken} {word}"
         elif word.startswith("--") and word.split("=")[0] not in option_names(command):
             yield f"{spoken} {word}: no such option"
+        is_given_options |= word.startswith("-") and getattr(command, "invoke_without_command", False)
 
 
 def option_names(command: Any) -> set[str]:

@@ -71,7 +71,7 @@ def test_variants_of_the_configuration_are_served_and_a_broken_one_costs_the_oth
 ) -> None:
     async def scenario(session: Session) -> None:
         base, one, _ = await told(session, "letters", "one", "two")
-        assert (one.parent, one.revision, one.own_bytes) == ("letters", "/srv/one", 1_000)
+        assert (one.parent, one.revision, one.own_bytes) == ("letters", "r1+/srv/one", 1_000)
         assert one.features == base.features and one.context_tokens == base.context_tokens
         assert await ask(session, "a", "two") == "abcab"
 
@@ -92,7 +92,7 @@ def test_an_order_adds_a_variant_and_another_removes_it(tmp_path: Path) -> None:
     async def scenario(session: Session) -> None:
         folder = str(tmp_path / "support")
         assert not await order(session, "add", "support", adapter=folder)
-        assert (await told(session, "letters", "support"))[1].revision == folder
+        assert (await told(session, "letters", "support"))[1].revision == f"r1+{folder}"
         assert await ask(session, "a", "support") == "abcab"
         error = await order(session, "add", "support", adapter=folder)
         assert error == "support is served here already; remove it first"
